@@ -1,0 +1,158 @@
+"""What the stages hand each other: frozen records of numbers, no behaviour that depends on a rank or a config.
+
+    record = StepRecord(step=12, samples=768, ...)
+    json.dumps(to_json(record))            # one line of metrics.jsonl
+    json.dumps(to_json(event))             # one line of events.jsonl
+
+Two conventions hold for every record: a metric that was not measured is ``None`` (JSON ``null``), never 0; a
+number that was measured and is not finite stays what it is and is written as ``"nan"``, ``"inf"`` or ``"-inf"``,
+because JSON has no such numbers and a dropped NaN is a hidden fault.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Method = Literal["exact", "sketch"]
+Severity = Literal["info", "warning", "error"]
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class LossStats:
+    """The ranks' losses of one step; each is the unscaled mean over the rank's micro-batches."""
+
+    mean: float | None = None
+    std: float | None = None  # population (ddof 0) over the N ranks
+    range: float | None = None  # max - min
+    per_rank: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GradNormStats:
+    """L2 norms of the ranks' local accumulated gradients, unscaled, before aggregation, in fp32."""
+
+    method: Method | None = None
+    mean: float | None = None
+    std: float | None = None
+    cv: float | None = None  # std / mean
+    range: float | None = None
+    aggregated: float | None = None  # norm of the gradient that came out of the reduction, before clipping
+    per_rank: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DirectionStats:
+    """Cosines between the ranks' local gradients, before aggregation."""
+
+    method: Method | None = None
+    mean_cosine: float | None = None  # over all pairs i < j
+    standard_error: float | None = None  # of mean_cosine, from the sketch; 0.0 when exact
+    min_cosine: float | None = None
+    max_cosine: float | None = None
+    min_pair: tuple[int, int] | None = None
+    max_pair: tuple[int, int] | None = None
+    per_rank: tuple[float, ...] | None = None  # cosine of each rank with the mean of the others
+
+
+@dataclass(frozen=True)
+class CoverageStats:
+    """Rows that two or more ranks hold in this step; shares of the epoch seen once and seen again."""
+
+    duplicates: int | None = None
+    seen: float | None = None
+    repeated: float | None = None
+
+
+@dataclass(frozen=True)
+class IntegrityStats:
+    """|aggregate - mean of locals| relative to the mean's norm, what rounding explains, and groups of equal replicas."""
+
+    relative_error: float | None = None
+    rounding_bound: float | None = None
+    replica_groups: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall time on the writing rank: of the whole optimizer step, and of the observer's part of it."""
+
+    step: float | None = None
+    observe: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """Gradient statistics of one layer over the ranks (``direction.per_layer``)."""
+
+    name: str
+    mean_norm: float
+    norm_cv: float
+    mean_cosine: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Everything measured at one optimizer step: one line of ``metrics.jsonl``.
+
+    ``cosine_matrix`` (N x N, ranks as rows) and ``layers`` are for the sinks that draw; they are not part of the
+    fixed ``metrics.jsonl`` format. ``exact_check`` is |mean cosine by sketch - exact|, when both were measured.
+    """
+
+    step: int  # the optimizer step, counted from 1
+    samples: int  # rows consumed by all ranks so far
+    epoch: float | None
+    world_size: int
+    loss: LossStats = field(default_factory=LossStats)
+    grad_norm: GradNormStats = field(default_factory=GradNormStats)
+    direction: DirectionStats = field(default_factory=DirectionStats)
+    noise_scale: float | None = None  # in samples; negative when the signal is below its own sampling error
+    coverage: CoverageStats = field(default_factory=CoverageStats)
+    integrity: IntegrityStats = field(default_factory=IntegrityStats)
+    seconds: Seconds = field(default_factory=Seconds)
+    cosine_matrix: Matrix | None = field(default=None, metadata={"json": False})
+    layers: tuple[LayerStats, ...] = field(default=(), metadata={"json": False})
+    exact_check: float | None = field(default=None, metadata={"json": False})
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a person should know: one line of ``events.jsonl``."""
+
+    step: int
+    kind: str
+    severity: Severity
+    ranks: tuple[int, ...]
+    where: str | None
+    score: float | None
+    threshold: float | None
+    message: str
+    remedy: str
+
+
+def to_json(value: Any) -> Any:
+    """The JSON form of a record: dataclasses to objects, tuples to lists, non-finite floats to strings.
+
+    Args:
+        value: a record, or a value found inside one.
+
+    Returns:
+        dicts, lists, str, int, finite float, bool and None only, so that ``json.dumps(..., allow_nan=False)`` passes.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        written = (f for f in dataclasses.fields(value) if f.metadata.get("json", True))
+        return {f.name: to_json(getattr(value, f.name)) for f in written}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def from_json_number(value: float | str | None) -> float | None:
+    """The number behind a JSON value written by :func:`to_json` (``"nan"`` becomes a float NaN again)."""
+    return None if value is None else float(value)
