@@ -1,0 +1,399 @@
+"""The ``silent_consistency`` block of a ``ds_config``: what may stand in it, and one sentence for what may not.
+
+    ds_config = load_ds_config("ds_config.json")     # a path, a dict or DeepSpeed's base64 form
+    config = parse(ds_config)                        # None when the block is absent or "enabled": false
+
+Every mistake is a :class:`ConfigError` with one sentence that names the key, the bound, the value and the remedy. A
+file is read as DeepSpeed does (``DeepSpeedConfig.__init__`` in ``deepspeed/runtime/config.py``): Hjson, which is JSON
+with comments, from a path or from a base64 string. DeepSpeed says nothing about a top-level key that it does not
+know, so a block whose name is misspelt would simply never be read: :func:`find_block` points it out.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import hjson
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import ConfigDict, Field, ValidationError, field_validator
+
+BLOCK = "silent_consistency"
+_SHORT_NAMES = ("silent", "dssilent")
+_COMMENT_MARKS = ("_", "#", "/")  # how people take a key out of a JSON file without deleting it
+SKETCH_SIZES = (256, 1_048_576)
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message is one sentence for the person who wrote it."""
+
+
+def _is(must: str, default: Any, **bounds: Any) -> Any:
+    """A strict field (``true`` is no number, ``"1"`` neither) that knows the sentence for a value it refuses."""
+    return Field(default, strict=True, json_schema_extra={"must": must}, **bounds)
+
+
+def _whole(default: int, low: int, high: int | None = None) -> Any:
+    upper = "" if high is None else f" and at most {high}"
+    bounds = {"ge": low} if high is None else {"ge": low, "le": high}
+    return _is(f"be a whole number, at least {low}{upper}", default, **bounds)
+
+
+def _switch(default: bool) -> Any:
+    return _is("be true or false", default)
+
+
+def _choice(*values: str) -> Any:
+    """One of ``values``; the first is the default."""
+    listed = ", ".join(f'"{value}"' for value in values[:-1]) + f' or "{values[-1]}"'
+    return Field(values[0], json_schema_extra={"must": f"be {listed}"})
+
+
+class _Block(DeepSpeedConfigModel):  # type: ignore[misc]
+    """DeepSpeed's own base (unknown keys are forbidden), frozen: nobody edits the configuration of a running job."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class DirectionConfig(_Block):
+    """How the ranks' gradient directions are compared."""
+
+    method: Literal["sketch", "exact", "off"] = _choice("sketch", "exact", "off")
+    """``sketch``: k numbers per rank. ``exact``: the true cosine matrix, for the traffic of one reduce-scatter."""
+
+    sketch_size: int = _is(
+        f"be a power of two between {SKETCH_SIZES[0]} and {SKETCH_SIZES[1]}",
+        16_384,
+        ge=SKETCH_SIZES[0],
+        le=SKETCH_SIZES[1],
+    )
+    """k, fp32 numbers per rank and step; the standard error of one cosine is about 1/sqrt(k)."""
+
+    exact_interval: int = _whole(0, 0)
+    """Every n-th measurement is also made exactly, as a check of the sketch; 0 is never."""
+
+    exact_memory_mb: int = _whole(64, 1, 65_536)
+    """MiB of extra communication memory that the exact method may take; less memory means more, smaller pieces."""
+
+    per_layer: bool = _switch(False)
+    """Norm and direction of every layer too."""
+
+    @field_validator("sketch_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("not a power of two")
+        return value
+
+
+class DetectorsConfig(_Block):
+    """What becomes an event."""
+
+    enabled: bool = _switch(True)
+    """Judge the records; off: only measure."""
+
+    false_alarms_per_million_steps: float = _is(
+        "be a number greater than 0 and at most 1000000", 1.0, gt=0, le=1e6, allow_inf_nan=False
+    )
+    """The stated rate of false alarms, from which every threshold follows."""
+
+
+class IntegrityConfig(_Block):
+    """Is the aggregated gradient right, do the replicas agree?"""
+
+    aggregation: bool = _switch(True)
+    """Compare the sketch of the aggregated gradient with the mean of the ranks' sketches, at every measurement."""
+
+    replica_interval: int = _whole(100, 0)
+    """Optimizer steps between two comparisons of the replicas' parameters; 0 is never."""
+
+
+class RespondConfig(_Block):
+    """What is done about an error; anything but ``report`` changes the training."""
+
+    on_aggregation_error: Literal["report", "retry", "stop"] = _choice("report", "retry", "stop")
+    """A reduction whose result is not the mean of its inputs."""
+
+    on_replica_drift: Literal["report", "majority", "mean", "stop"] = _choice("report", "majority", "mean", "stop")
+    """Replicas that hold different parameters."""
+
+
+class ResyncConfig(_Block):
+    """Averaging of the replicas against drift (PAFT)."""
+
+    mode: Literal["off", "periodic", "dynamic"] = _choice("off", "periodic", "dynamic")
+    """``dynamic`` chooses the next interval from the drift that it finds."""
+
+    interval: int = _whole(100, 1)
+    """Optimizer steps between two averagings."""
+
+    state: Literal["all", "parameters"] = _choice("all", "parameters")
+    """``all``: the optimizer's states too."""
+
+
+class SilentConsistencyConfig(_Block):
+    """The whole block; every field has a default, so ``"silent_consistency": {}`` switches everything on."""
+
+    enabled: bool = _switch(True)
+    """``false``: as if the block were not there; nothing else in it is looked at."""
+
+    interval: int = _whole(1, 1)
+    """Optimizer steps between measurements."""
+
+    output_dir: str = _is("be the name of a directory", "runs/silent", min_length=1)
+    """Where rank 0 writes metrics.jsonl, events.jsonl and tensorboard/; opened, and refused, at start."""
+
+    direction: DirectionConfig = Field(default_factory=DirectionConfig)
+    coverage: bool = _switch(True)
+    """Follow the sample ids: duplicates between ranks, share of the epoch seen."""
+
+    preflight: bool = _switch(True)
+    """Before step 1: do the ranks agree on what must agree?"""
+
+    detectors: DetectorsConfig = Field(default_factory=DetectorsConfig)
+    integrity: IntegrityConfig = Field(default_factory=IntegrityConfig)
+    respond: RespondConfig = Field(default_factory=RespondConfig)
+    resync: ResyncConfig = Field(default_factory=ResyncConfig)
+    reduction: Literal["native", "ordered"] = _choice("native", "ordered")
+    """``ordered``: a reduction whose bits do not depend on the order or the number of ranks."""
+
+    tensorboard: bool = _switch(True)
+    """Write TensorBoard event files below ``output_dir``."""
+
+    @field_validator("output_dir")
+    @classmethod
+    def _names_a_directory(cls, value: str) -> str:
+        if not value.strip() or "\0" in value:
+            raise ValueError("blank")
+        return value
+
+
+AVAILABLE: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("respond", "on_aggregation_error"): ("report",),
+    ("respond", "on_replica_drift"): ("report",),
+    ("resync", "mode"): ("off",),
+    ("reduction",): ("native",),
+}
+"""Key → the values that this version can do. A value that the block knows but that is not here is refused, because a
+protection that was asked for and silently is not there is worse than none. Later versions add values here."""
+
+
+def parse(ds_config: Mapping[str, Any]) -> SilentConsistencyConfig | None:
+    """The block of ``ds_config``, checked; ``None`` when it is absent or has ``"enabled": false``.
+
+    Raises:
+        ConfigError: one sentence about the first mistake, in the order of the block, and how many more there are.
+    """
+    block = find_block(ds_config)
+    if block is None or block.get("enabled") is False:
+        return None
+    errors = _spelling_errors(SilentConsistencyConfig, block, (BLOCK,))
+    config = None
+    try:
+        # strict=True is DeepSpeedConfigModel's switch against its dropping of "auto"; nested blocks do not inherit
+        # it, which is why _spelling_errors has looked for "auto" already.
+        config = SilentConsistencyConfig(strict=True, **_known(SilentConsistencyConfig, block))
+    except ValidationError as error:
+        errors += [_value_error(item["loc"], item["input"]) for item in error.errors()]
+    if config is not None:
+        errors += _availability_errors(config)
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise ConfigError(errors[0] + more)
+    return config
+
+
+def _block_type(model: type[_Block], key: str) -> type[_Block] | None:
+    field = model.model_fields.get(key)
+    return (
+        field.annotation
+        if field and isinstance(field.annotation, type) and issubclass(field.annotation, _Block)
+        else None
+    )
+
+
+def _known(model: type[_Block], block: Mapping[str, Any]) -> dict[str, Any]:
+    """``block`` without what _spelling_errors has reported, so that the values beside it are still checked."""
+    return {
+        key: _known(inner, value) if (inner := _block_type(model, key)) and isinstance(value, Mapping) else value
+        for key, value in block.items()
+        if key in model.model_fields and value != "auto"
+    }
+
+
+def _spelling_errors(model: type[_Block], block: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
+    """Keys that do not exist, and ``"auto"``, which DeepSpeed's base class would drop without a word."""
+    errors = []
+    for key, value in block.items():
+        inner = _block_type(model, key) if isinstance(key, str) else None
+        if key not in model.model_fields:
+            errors.append(_unknown_key(key, model, path))
+        elif value == "auto":
+            errors.append(
+                f'{".".join((*path, key))} must not be "auto", because nothing here is filled in later; '
+                f"{_remedy(model, key)}"
+            )
+        elif inner is not None and isinstance(value, Mapping):
+            errors += _spelling_errors(inner, value, (*path, key))
+    return errors
+
+
+def _unknown_key(key: object, model: type[_Block], path: tuple[str, ...]) -> str:
+    guess = _nearest(str(key), model.model_fields)
+    remedy = f'did you mean "{guess}"?' if guess else f"the keys here are {', '.join(model.model_fields)}"
+    return f"{'.'.join(path)} has no key {_shown(key)}; {remedy}"
+
+
+def _value_error(location: tuple[int | str, ...], value: object) -> str:
+    """The sentence for the field at ``location``, from what the field itself says it must be."""
+    model: type[_Block] = SilentConsistencyConfig
+    *outer, key = (str(part) for part in location)
+    for part in outer:
+        model = _block_type(model, part) or model
+    name = ".".join((BLOCK, *outer, key))
+    if _block_type(model, key):
+        return f'{name} must be an object in braces, got {_shown(value)}; write "{key}": {{}} or leave it out'
+    must = model.model_fields[key].json_schema_extra["must"]
+    return f"{name} must {must}, got {_shown(value)}; {_remedy(model, key, value)}"
+
+
+def _remedy(model: type[_Block], key: str, value: object = None) -> str:
+    inner = _block_type(model, key)
+    if inner is not None:
+        return f'write "{key}": {{}} or leave it out'
+    default = _shown(model.model_fields[key].default)
+    if key == "sketch_size" and type(value) is int:
+        low, high = SKETCH_SIZES
+        power = min(max(2 ** round(math.log2(max(value, 1))), low), high)
+        return (
+            f"the nearest is {power}"
+            if power == model.model_fields[key].default
+            else (f"the nearest is {power}, the default {default}")
+        )
+    return f"write {default}, the default, or leave it out"
+
+
+def _availability_errors(config: SilentConsistencyConfig) -> list[str]:
+    errors = []
+    for path, values in AVAILABLE.items():
+        value: Any = config
+        for key in path:
+            value = getattr(value, key)
+        if value not in values:
+            usable = " or ".join(_shown(v) for v in values)
+            errors.append(f"{'.'.join((BLOCK, *path))} {_shown(value)} is not available in this version; use {usable}")
+    return errors
+
+
+def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """A ``ds_config`` as a dict.
+
+    Args:
+        config: a dict, a path of a JSON (or Hjson) file, or the base64 form that DeepSpeed accepts on a command line.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, is not JSON, names a key twice, or is not an object.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"a ds_config must be a dict or the path of a JSON file, got {_shown(config)}")
+    if not os.path.exists(config):
+        text = _from_base64(os.fspath(config))
+        if text is None:
+            raise ConfigError(f"there is no ds_config file {_shown(os.fspath(config))}; check the path")
+        return _read_object(text, "the base64 ds_config")
+    name = f"the ds_config file {_shown(os.fspath(config))}"
+    try:
+        text = Path(config).read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(f"{name} cannot be read ({reason}); give the path of a JSON file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} is not text in UTF-8; give the path of a JSON file") from None
+    return _read_object(text, name)
+
+
+def find_block(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``silent_consistency`` object of ``ds_config``, unchecked; ``None`` when it is absent.
+
+    Raises:
+        ConfigError: the block is not an object, or a top-level key looks like a misspelling of its name.
+    """
+    for key in ds_config:
+        if key != BLOCK and _means_the_block(key):
+            raise ConfigError(f'the ds_config has a key {_shown(key)}, which nothing reads; did you mean "{BLOCK}"?')
+    if BLOCK not in ds_config:
+        return None
+    block = ds_config[BLOCK]
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'{BLOCK} must be an object in braces, got {_shown(block)}; write "{BLOCK}": {{}}')
+    return block
+
+
+def _shown(value: object) -> str:
+    """``value`` as JSON writes it, on one line and short enough for a sentence, whatever it holds."""
+    try:
+        text = json.dumps(value)  # ASCII only, so control characters of a hostile text stay escaped
+    except (TypeError, ValueError, RecursionError):
+        text = ascii(f"a {type(value).__name__}")
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known name that ``key`` was probably meant to be."""
+    by_plain_name = {_plain(name): name for name in known}
+    found = difflib.get_close_matches(_plain(key), by_plain_name, n=1, cutoff=0.6)
+    return by_plain_name[found[0]] if found else None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+def _means_the_block(key: object) -> bool:
+    if not isinstance(key, str) or key.startswith(_COMMENT_MARKS):
+        return False
+    plain = _plain(key)
+    return plain in _SHORT_NAMES or difflib.SequenceMatcher(None, plain, _plain(BLOCK)).ratio() >= 0.8
+
+
+def _from_base64(text: str) -> str | None:
+    if not re.fullmatch(r"[A-Za-z0-9_\-+/\s]+={0,2}\s*", text):
+        return None
+    try:
+        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _read_object(text: str, name: str) -> dict[str, Any]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if twice:
+            raise ConfigError(f"{name} has the key {_shown(twice[0])} twice in one object; keep one of them")
+        return dict(pairs)
+
+    try:
+        value = hjson.loads(text, object_pairs_hook=refuse_duplicates)
+    except ConfigError:
+        raise
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(
+            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; correct it there"
+        ) from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be read as JSON ({type(error).__name__}); correct it") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must hold one object in braces, got {_shown(value)}")
+    return value

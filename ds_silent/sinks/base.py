@@ -1,0 +1,80 @@
+"""What a sink is, and the fan-out that keeps a broken one from the training.
+
+    sinks = FanOut([JsonlSink(output_dir), ConsoleSink()])
+    sinks.write(record)
+
+A sink only writes: it computes nothing and knows nothing of training. It runs on rank 0 only, and the caller sees
+to that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ds_silent.records import Event, StepRecord
+
+logger = logging.getLogger("ds_silent")
+
+
+class SinkError(Exception):
+    """A sink cannot be opened; the message is one sentence with the path and the remedy."""
+
+
+class Sink(Protocol):
+    """Where records go. Every method may raise; :class:`FanOut` decides what that means."""
+
+    def write(self, record: StepRecord) -> None:
+        """Write one measured step; called once per measured step, in the order of the steps."""
+
+    def write_event(self, event: Event) -> None:
+        """Write one event; called at any time, also before the first step."""
+
+    def flush(self) -> None:
+        """Put what was written on the disk; slow, so for checkpoints and the end, not for each step."""
+
+    def close(self) -> None:
+        """Flush and release everything; called once, last."""
+
+
+class FanOut:
+    """Hands everything to every sink. One that raises is dropped after one warning; nothing reaches the caller."""
+
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = list(sinks)
+
+    @property
+    def sinks(self) -> tuple[Sink, ...]:
+        """The sinks that still work."""
+        return tuple(self._sinks)
+
+    def write(self, record: StepRecord) -> None:
+        self._each(lambda sink: sink.write(record))
+
+    def write_event(self, event: Event) -> None:
+        self._each(lambda sink: sink.write_event(event))
+
+    def flush(self) -> None:
+        self._each(lambda sink: sink.flush())
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                act(sink)
+            except Exception as error:  # whatever a disk or a library does, the training goes on
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks.remove(sink)
+        logger.warning(
+            "ds_silent: %s stops writing for the rest of this run, the training goes on: %s", type(sink).__name__, error
+        )
+        try:
+            sink.close()
+        except Exception as close_error:  # it is already broken: closing it is a courtesy to its other files
+            logger.debug("ds_silent: closing %s failed too: %s", type(sink).__name__, close_error)

@@ -1,0 +1,81 @@
+"""One line every n measured steps, beside a progress bar, and every event.
+
+[ds_silent] step 12  loss 2.31 ± 0.18 (range 0.52)  |g| 1.02 ± 0.16 (cv 0.16)  cos 0.041 [-0.010, 0.090]  B_noise 310
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tqdm import tqdm
+
+from ds_silent.records import Event, StepRecord
+
+
+class ConsoleSink:
+    """Prints through ``tqdm.write``, which steps around a progress bar and is a plain print where there is none.
+
+    The first measured record is always printed, so that a new user sees at once that it works; then each ``every``-th.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        if every < 0:
+            raise ValueError(f"every must be at least 0, got {every}")
+        self._every = every
+        self._written = 0
+
+    def write(self, record: StepRecord) -> None:
+        self._written += 1
+        if self._every and (self._written == 1 or self._written % self._every == 0):
+            _print(step_line(record))
+
+    def write_event(self, event: Event) -> None:
+        _print(event_line(event))
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        self.flush()
+
+
+def step_line(record: StepRecord) -> str:
+    """The numbers of one step on one line; what was not measured is not mentioned."""
+    loss, norm, direction = record.loss, record.grad_norm, record.direction
+    parts = [f"[ds_silent] step {record.step}"]
+    if loss.mean is not None:
+        parts.append(f"loss {_number(loss.mean)} ± {_number(loss.std)} (range {_number(loss.range)})")
+    if norm.mean is not None:
+        parts.append(f"|g| {_number(norm.mean)} ± {_number(norm.std)} (cv {_number(norm.cv)})")
+    if direction.mean_cosine is not None:
+        bounds = ""
+        if direction.min_cosine is not None and direction.max_cosine is not None:
+            bounds = f" [{direction.min_cosine:.3f}, {direction.max_cosine:.3f}]"
+        parts.append(f"cos {direction.mean_cosine:.3f}{bounds}")
+    if record.noise_scale is not None:
+        parts.append(f"B_noise {_number(record.noise_scale)}")
+    return "  ".join(parts)
+
+
+def event_line(event: Event) -> str:
+    """One event on one line: severity, kind, who, what, and what to do."""
+    parts = [f"[ds_silent] step {event.step}  {event.severity.upper()}  {event.kind}"]
+    if event.ranks:
+        parts.append(f"{'rank' if len(event.ranks) == 1 else 'ranks'} {', '.join(map(str, event.ranks))}")
+    if event.where:
+        parts.append(f"at {event.where}")
+    return _one_line(f"{'  '.join(parts)}: {event.message} {event.remedy}".rstrip())
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3g}"
+
+
+def _one_line(text: str) -> str:
+    """``text`` without what could move a terminal's cursor: names of layers and files come from outside."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _print(line: str) -> None:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    tqdm.write(line.encode(encoding, errors="replace").decode(encoding))  # an ASCII terminal is no reason to stop

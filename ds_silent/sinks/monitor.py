@@ -1,0 +1,34 @@
+"""DeepSpeed's own monitor (TensorBoard, Weights & Biases, CSV, Comet), where the user configured one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ds_silent.records import Event, StepRecord
+from ds_silent.sinks.scalars import scalars
+
+MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
+"""``engine.monitor.write_events`` (deepspeed/monitor/monitor.py, 0.12-0.19): (tag, value, x) of each point."""
+
+
+class MonitorSink:
+    """Hands the scalars to ``write_events``. The x-axis is the monitor's own: samples, not steps."""
+
+    def __init__(self, write_events: MonitorWrite) -> None:
+        self._write_events = write_events
+
+    def write(self, record: StepRecord) -> None:
+        # Not every backend takes NaN (CSV readers, Comet), and the JSON lines keep it anyway.
+        points = [(tag, value, record.samples) for tag, value in scalars(record) if math.isfinite(value)]
+        if points:
+            self._write_events(points)
+
+    def write_event(self, event: Event) -> None:
+        """The monitor draws numbers only; events are in events.jsonl and on the console."""
+
+    def flush(self) -> None:
+        """The monitor flushes itself."""
+
+    def close(self) -> None:
+        """The monitor belongs to the engine."""
