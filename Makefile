@@ -1,0 +1,48 @@
+# Two commands are enough: `make demo` and `make test`. Both make .venv first, once.
+
+PYTHON_IN_VENV := .venv/bin/python
+READY := .venv/.ready
+SCRIPTS := $(wildcard launch/*.sh launch/*.sbatch .ci/*.sh) .ci/run
+
+# The demo and the tests run on the CPU, one thread per rank, with a compile cache of their own.
+export DS_ACCELERATOR := cpu
+export OMP_NUM_THREADS := 1
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: help demo test test-matrix lint format clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+demo: $(READY) ## fine-tune the embedded model in each scenario on 4 CPU ranks and compare them (5 minutes)
+	@sh .ci/setup.sh unlock
+	@$(PYTHON_IN_VENV) launch/demo.py
+
+test: lint ## lint, then the tests in real processes
+	@sh .ci/setup.sh unlock
+	@echo "test: pytest ..."
+	@$(PYTHON_IN_VENV) -m pytest
+
+test-matrix: $(READY) ## the full configuration matrices (tens of minutes)
+	@sh .ci/setup.sh unlock
+	@$(PYTHON_IN_VENV) -m pytest -m matrix
+
+lint: $(READY) ## ruff, mypy and shellcheck
+	@echo "lint: ruff, mypy, shellcheck ..."
+	@ruff check .
+	@ruff format --check .
+	@mypy
+	@shellcheck $(SCRIPTS)
+
+format: $(READY) ## let ruff put the code in order
+	@ruff check --fix .
+	@ruff format .
+
+clean: ## remove .venv, caches and runs/
+	rm -rf .venv runs build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt .ci/setup.sh
+	@sh .ci/setup.sh
