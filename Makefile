@@ -40,8 +40,8 @@ format: $(READY) ## let ruff put the code in order
 	@ruff check --fix .
 	@ruff format .
 
-clean: ## remove .venv, caches and runs/
-	rm -rf .venv runs build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt .ci/setup.sh

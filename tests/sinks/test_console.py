@@ -1,0 +1,79 @@
+"""One line per n steps, beside a progress bar, on any terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from tqdm import tqdm
+
+from ds_silent.records import LossStats
+from ds_silent.sinks.console import ConsoleSink, event_line, step_line
+from tests.sinks.example_records import empty_record, event, full_record
+
+
+def test_the_line() -> None:
+    assert step_line(full_record(12)) == (
+        "[ds_silent] step 12  loss 2.31 ± 0.18 (range 0.52)  |g| 1.02 ± 0.16 (cv 0.157)  "
+        "cos 0.041 [-0.011, 0.091]  B_noise 310"
+    )
+
+
+def test_what_was_not_measured_is_not_mentioned() -> None:
+    assert step_line(empty_record(3)) == "[ds_silent] step 3"
+    assert step_line(full_record(3, loss=LossStats())).startswith("[ds_silent] step 3  |g| 1.02")
+    line = step_line(full_record(3, loss=LossStats(mean=float("nan"), std=float("inf"))))
+    assert "loss nan ± inf (range ?)" in line
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(0, []), (1, list(range(1, 26))), (10, [1, 10, 20]), (7, [1, 7, 14, 21]), (100, [1])]
+)
+def test_the_interval(every: int, steps: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(every)
+    for step in range(1, 26):
+        sink.write(full_record(step))
+    sink.close()
+    printed = [int(line.split()[2]) for line in capsys.readouterr().out.splitlines()]
+    assert printed == steps
+
+
+def test_a_negative_interval() -> None:
+    with pytest.raises(ValueError, match="every must be at least 0, got -1"):
+        ConsoleSink(-1)
+
+
+def test_events_are_always_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(0)
+    sink.write_event(event())
+    assert capsys.readouterr().out == (
+        "[ds_silent] step 12  ERROR  duplicate-data  ranks 0, 3  at train_loader: "
+        "These ranks read the same rows. Give each rank its own sampler.\n"
+    )
+    assert "  rank 3  at " in event_line(event(ranks=(3,)))
+    assert "duplicate-data  at " in event_line(event(ranks=()))
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    line = event_line(event(message="a\x1b[2J\rb\nc\u202ed"))
+    assert line.isprintable()
+    assert "a [2J b c d" in line
+
+
+def test_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    ConsoleSink(1).write(full_record(1))
+    assert raw.getvalue().startswith(b"[ds_silent] step 1  loss 2.31 ? 0.18")
+
+
+def test_a_progress_bar_is_cleared_before_and_drawn_again_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    with tqdm(total=3, file=screen, ncols=60) as bar:
+        bar.update(1)
+        ConsoleSink(1).write(full_record(1))
+    line = next(part for part in screen.getvalue().split("\n") if "[ds_silent]" in part)
+    assert line.split("\r")[-1].startswith("[ds_silent] step 1  loss")  # the bar is wiped, then the line starts at 0
+    assert "1/3" in screen.getvalue().split("B_noise 310\n")[1]

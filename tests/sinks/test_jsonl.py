@@ -1,0 +1,211 @@
+"""metrics.jsonl survives what kills its writer, and its reader gives one record per step."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_silent.records import to_json
+from ds_silent.sinks.base import SinkError
+from ds_silent.sinks.files import LineFile
+from ds_silent.sinks.jsonl import JsonlSink, read_events, read_metrics
+from tests.sinks.example_records import empty_record, event, full_record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_steps(directory: Path, steps: list[int], **changes: object) -> None:
+    sink = JsonlSink(directory)
+    for step in steps:
+        sink.write(full_record(step, **changes))
+    sink.close()
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "deep" / "er")
+    records = [full_record(1), empty_record(2), full_record(3, noise_scale=float("nan"))]
+    for record in records:
+        sink.write(record)
+    sink.write_event(event())
+    sink.flush()
+    sink.close()
+    directory = tmp_path / "deep" / "er"
+    assert read_metrics(directory / "metrics.jsonl") == [to_json(record) for record in records]
+    assert read_events(directory / "events.jsonl") == [to_json(event())]
+    layers = read_metrics(directory / "layers.jsonl")
+    assert layers == [{"step": step, "layers": to_json(records[0].layers)} for step in (1, 3)]
+    assert sorted(path.name for path in directory.iterdir()) == ["events.jsonl", "layers.jsonl", "metrics.jsonl"]
+
+
+def test_a_record_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(full_record(1))
+    assert (tmp_path / "metrics.jsonl").read_text().endswith("}\n")
+    sink.close()
+
+
+def test_no_layers_file_without_layers(tmp_path: Path) -> None:
+    write_steps(tmp_path, [1], layers=())
+    assert not (tmp_path / "layers.jsonl").exists()
+
+
+def test_text_with_newlines_stays_one_line(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    hostile = 'first\nsecond\u2028third"}\r\n{"step": 99, "kind": "x"}'
+    sink.write_event(event(message=hostile))
+    sink.close()
+    assert (tmp_path / "events.jsonl").read_bytes().count(b"\n") == 1
+    assert [e["message"] for e in read_events(tmp_path / "events.jsonl")] == [hostile]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 40, 300])
+def test_a_torn_last_line_is_skipped_and_later_ones_are_not_lost(
+    tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_steps(tmp_path, [1, 2, 3])
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    torn = [1, 2, 3] if cut == 1 else [1, 2]  # with only its newline missing the line is still whole
+    assert [record["step"] for record in read_metrics(path)] == torn
+    write_steps(tmp_path, [4, 5])
+    caplog.clear()
+    assert [record["step"] for record in read_metrics(path)] == [*torn, 4, 5]
+    assert path.read_bytes().startswith(whole[:-cut] + b"\n")  # nothing is cut off what was there
+    assert ("1 torn or foreign lines skipped" in caplog.text) == (cut > 1)
+
+
+def test_foreign_lines_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = ["", "null", "[]", '{"step": "1"}', '{"step": true}', "\x00\x00", '{"no": 1}', '{"step": 7}', "[" * 99_999]
+    path.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
+    assert read_metrics(path) == [{"step": 7}]
+    assert "8 torn or foreign lines skipped" in caplog.text
+
+
+def test_a_resumed_run_retires_what_lay_ahead_of_its_checkpoint(tmp_path: Path) -> None:
+    write_steps(tmp_path, [1, 2, 3, 4, 5, 6], noise_scale=1.0)
+    write_steps(tmp_path, [4, 5], noise_scale=2.0)
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["noise_scale"]) for record in records] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 2.0),
+        (5, 2.0),
+    ]
+
+
+def test_a_run_that_starts_again_retires_the_old_one(tmp_path: Path) -> None:
+    write_steps(tmp_path, [1, 2, 3], noise_scale=1.0)
+    write_steps(tmp_path, [1], noise_scale=2.0)
+    assert [(r["step"], r["noise_scale"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 2.0)]
+
+
+def test_an_event_that_a_resumed_run_repeats_counts_once(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    for written in [event(5), event(5, ranks=(1,)), event(3), event(5, message="again")]:
+        sink.write_event(written)
+    sink.close()
+    read = read_events(tmp_path / "events.jsonl")
+    assert [(e["step"], e["ranks"]) for e in read] == [(3, [0, 3]), (5, [0, 3]), (5, [1])]
+    assert read[1]["message"] == "again"
+
+
+def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SinkError) as caught:
+        JsonlSink(tmp_path / "file" / "run")
+    message = str(caught.value)
+    assert message.startswith(
+        f"silent_consistency.output_dir: '{tmp_path}/file/run' cannot be written (Not a directory)"
+    )
+    assert "choose a directory" in message
+
+
+def test_a_file_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(SinkError, match=r"metrics.jsonl' cannot be written \(Is a directory\); choose"):
+        JsonlSink(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(SinkError, match="Permission denied"):
+        JsonlSink(tmp_path / "run")
+
+
+def test_a_full_disk_is_an_error_of_the_write() -> None:
+    file = LineFile(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left"):
+        file.append("x")
+    file.close()
+
+
+def test_a_removed_file_is_an_error_and_not_a_silent_loss(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(full_record(1, layers=()))
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(OSError, match="was removed while the run was writing it"):
+        sink.write(full_record(2, layers=()))
+    sink.close()
+
+
+def test_a_disk_that_fills_up_inside_a_line(tmp_path: Path) -> None:
+    """The size limit of a file stands for the disk: the first write is short, the next one fails."""
+    program = f"""
+import resource, signal, sys
+from pathlib import Path
+from ds_silent.sinks.jsonl import JsonlSink
+from tests.sinks.example_records import full_record
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sink = JsonlSink({str(tmp_path)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+for step in range(1, 100):
+    try:
+        sink.write(full_record(step, layers=()))
+    except OSError:
+        sys.exit(step)
+"""
+    refused = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False).returncode
+    path = tmp_path / "metrics.jsonl"
+    assert path.stat().st_size == 3000
+    assert refused > 1
+    assert [record["step"] for record in read_metrics(path)] == list(range(1, refused))
+    write_steps(tmp_path, [refused])  # there is room again, and the run resumes
+    assert [record["step"] for record in read_metrics(path)] == list(range(1, refused + 1))
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 3000
+
+
+def test_kill_9_tears_at_most_the_last_line(tmp_path: Path) -> None:
+    program = f"""
+from ds_silent.sinks.jsonl import JsonlSink
+from tests.sinks.example_records import full_record
+sink = JsonlSink({str(tmp_path)!r})
+step = 0
+while True:
+    step += 1
+    sink.write(full_record(step, layers=()))
+    if step == 200:
+        print("far enough", flush=True)
+"""
+    writer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "far enough\n"
+    writer.send_signal(signal.SIGKILL)
+    assert writer.wait(timeout=60) == -signal.SIGKILL
+    writer.stdout.close()
+    *whole, last = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
+    assert [json.loads(line)["step"] for line in whole] == list(range(1, len(whole) + 1))
+    assert len(whole) >= 200
+    assert last == b""
+    write_steps(tmp_path, [len(whole) + 1])
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == len(whole) + 1

@@ -1,0 +1,235 @@
+"""What TensorBoard itself reads back from the event files."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from ds_silent.records import DirectionStats, LossStats
+from ds_silent.sinks.base import SinkError
+from ds_silent.sinks.matrix_image import matrix_image
+from ds_silent.sinks.scalars import MAX_RANKS_DRAWN
+from ds_silent.sinks.tensorboard import LAYOUT, TensorBoardSink, escaped
+from tests.sinks.example_records import empty_record, event, full_record
+
+EXPECTED = {
+    "silent/loss/mean": 2.31,
+    "silent/loss/std": 0.18,
+    "silent/loss/range": 0.52,
+    "silent/grad_norm/mean": 1.02,
+    "silent/grad_norm/std": 0.16,
+    "silent/grad_norm/cv": 0.157,
+    "silent/grad_norm/aggregated": 0.61,
+    "silent/direction/mean_cosine": 0.041,
+    "silent/direction/min_cosine": -0.011,
+    "silent/direction/max_cosine": 0.091,
+    "silent/direction/exact_check": 0.0015,
+    "silent/noise_scale": 310.25,
+    "silent/coverage/duplicates": 3.0,
+    "silent/coverage/seen": 0.25,
+    "silent/coverage/repeated": 0.0625,
+    "silent/integrity/relative_error": 1e-7,
+    "silent/integrity/rounding_bound": 2e-6,
+    "silent/integrity/replica_groups": 2.0,
+    **{f"silent/per_rank/loss/rank_{rank}": 2.0 + 0.1 * rank for rank in range(4)},
+    **{f"silent/per_rank/grad_norm/rank_{rank}": 0.9 + 0.01 * rank for rank in range(4)},
+    **{f"silent/per_rank/cosine/rank_{rank}": 0.05 + 0.001 * rank for rank in range(4)},
+    "silent/per_layer/mean_cosine/model.layers.0": 0.33,
+    "silent/per_layer/mean_norm/model.layers.0": 0.7,
+    "silent/per_layer/norm_cv/model.layers.0": 0.07,
+    "silent/per_layer/mean_cosine/lm_head": 0.44,
+    "silent/per_layer/mean_norm/lm_head": 0.8,
+    "silent/per_layer/norm_cv/lm_head": 0.08,
+}
+
+
+def read(directory: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def points(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in accumulator.Scalars(tag)]
+
+
+def test_every_tag_and_every_value(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(full_record(12))
+    sink.write(full_record(13))
+    sink.close()
+    accumulator = read(tmp_path)
+    assert set(accumulator.Tags()["scalars"]) == set(EXPECTED)
+    for tag, value in EXPECTED.items():
+        assert points(accumulator, tag) == [(12, pytest.approx(value, rel=1e-6)), (13, pytest.approx(value, rel=1e-6))]
+
+
+def test_not_measured_is_no_point_and_nan_is_one(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(empty_record(1))
+    sink.write(full_record(2, loss=LossStats(mean=float("nan"), std=float("inf"))))
+    sink.close()
+    accumulator = read(tmp_path)
+    (mean,) = accumulator.Scalars("silent/loss/mean")
+    assert mean.step == 2
+    assert np.isnan(mean.value)
+    assert points(accumulator, "silent/loss/std") == [(2, float("inf"))]
+    assert "silent/loss/range" not in accumulator.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(("ranks", "drawn"), [(MAX_RANKS_DRAWN, True), (MAX_RANKS_DRAWN + 1, False)])
+def test_per_rank_curves_only_where_they_can_be_read(tmp_path: Path, ranks: int, drawn: bool) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(full_record(1, ranks=ranks, cosine_matrix=None))
+    sink.close()
+    tags = read(tmp_path).Tags()["scalars"]
+    assert len([tag for tag in tags if tag.startswith("silent/per_rank/")]) == (3 * ranks if drawn else 0)
+    assert "silent/loss/mean" in tags
+
+
+def test_the_matrix_is_drawn_at_its_records_only(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for step in range(1, 202):
+        sink.write(full_record(10 * step, ranks=2, layers=(), direction=DirectionStats()))
+    sink.close()
+    images = read(tmp_path).Images("silent/direction/matrix")
+    assert [image.step for image in images] == [10, 20, 50, 100, 200, 500, 1000, 2000]
+    picture = Image.open(io.BytesIO(images[0].encoded_image_string))
+    assert picture.size == (560, 500)
+
+
+def test_no_matrix_no_image(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(full_record(1, cosine_matrix=None))
+    sink.close()
+    assert read(tmp_path).Tags()["images"] == []
+
+
+def test_the_layout_opens_on_tags_that_exist(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(full_record(1))
+    sink.close()
+    (written,) = read(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(written.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(LAYOUT) == ["Consistency", "Per rank", "Health"]
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    assert len(charts) == 9
+    shown = {title: {tag for tag in EXPECTED if any(re.match(p, tag) for p in tags)} for title, tags in charts.items()}
+    assert all(shown.values())
+    assert shown["gradient norm"] == {f"silent/per_rank/grad_norm/rank_{rank}" for rank in range(4)}
+    assert shown["gradient direction (cosine)"] == {f"silent/direction/{m}_cosine" for m in ("mean", "min", "max")}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_resumed_run_is_one_curve(tmp_path: Path, known: bool) -> None:
+    first = TensorBoardSink(tmp_path)
+    for step in range(1, 9):
+        first.write(full_record(step, noise_scale=1.0, cosine_matrix=None))
+    first.close()
+    (written,) = tmp_path.iterdir()
+    written.rename(tmp_path / "events.out.tfevents.0000000001.earlier")  # readers go by the time in the name
+    second = TensorBoardSink(tmp_path, resume_step=5 if known else None)
+    second.write_event(event(0, kind="config-mismatch"))  # written before the checkpoint is loaded
+    for step in range(6, 8):
+        second.write(full_record(step, noise_scale=2.0, cosine_matrix=None))
+    second.close()
+    accumulator = read(tmp_path)
+    assert points(accumulator, "silent/noise_scale") == [(step, 1.0) for step in range(1, 6)] + [(6, 2.0), (7, 2.0)]
+    assert [text.step for text in accumulator.Tensors("silent/events/config-mismatch/text_summary")] == [0]
+
+
+def text(accumulator: EventAccumulator, kind: str) -> list[str]:
+    tensors = accumulator.Tensors(f"silent/events/{kind}/text_summary")
+    return [tensor.tensor_proto.string_val[0].decode() for tensor in tensors]
+
+
+def test_events_are_text(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write_event(event(1, message="Before any record."))
+    sink.write(full_record(1))
+    sink.write_event(event(12))
+    sink.close()
+    early, late = text(read(tmp_path), "duplicate-data")
+    assert "Before any record." in early
+    assert late == (
+        "**error** duplicate&#45;data, ranks 0, 3\n\nThese ranks read the same rows.\n\n"
+        "Remedy: Give each rank its own sampler.\n\nWhere: train&#95;loader\n\nScore 8.5, threshold 6"
+    )
+
+
+def test_events_of_a_run_without_records_are_kept(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write_event(event(0))
+    sink.close()
+    assert len(text(read(tmp_path), "duplicate-data")) == 1
+
+
+def test_hostile_text_is_inert() -> None:
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    hostile = (
+        '<script>alert(1)</script> [x](javascript:alert(1)) **bold** # h\n\n- item `code` ![i](http://x/y.png) & "q"'
+    )
+    html = markdown_to_safe_html(escaped(hostile))
+    assert re.findall(r"<(\w+)", html) == ["p"]  # one paragraph, no link, image, list or emphasis
+    assert "alert(1)" in html
+
+
+def test_a_hostile_kind_makes_no_strange_tag(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write_event(event(1, kind="../<b> x"))
+    sink.close()
+    assert "silent/events/____b__x/text_summary" in read(tmp_path).Tags()["tensors"]
+
+
+def test_flush_makes_points_visible(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.flush()
+    sink.write(full_record(1))
+    sink.flush()
+    assert points(read(tmp_path), "silent/noise_scale") == [(1, 310.25)]
+    sink.close()
+
+
+def test_unwritable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SinkError, match="cannot be written"):
+        TensorBoardSink(tmp_path / "file" / "tensorboard")
+
+
+def cell(image: np.ndarray, row: int, column: int, ranks: int) -> np.ndarray:
+    """The colour near a corner of a cell, where no number is printed; the axes' box is found by its frame."""
+    dark = (image.sum(axis=2) < 30).astype(int)
+    rows = np.flatnonzero(dark.sum(axis=1) > 250)
+    columns = np.flatnonzero(dark[rows[0]])
+    top, bottom, left, right = rows[0], rows[-1], columns[0], columns[-1]
+    y = int(top + (row + 0.12) * (bottom - top) / ranks)
+    x = int(left + (column + 0.12) * (right - left) / ranks)
+    return image[y, x].astype(int)
+
+
+def test_the_colours_of_the_matrix_are_fixed() -> None:
+    nan = float("nan")
+    image = matrix_image(((1.0, 0.0), (nan, -1.0)), step=3, method="sketch")
+    assert image.dtype == np.uint8
+    assert image.shape == (500, 560, 3)
+    red, white = cell(image, 0, 0, 2), cell(image, 0, 1, 2)
+    grey, blue = cell(image, 1, 0, 2), cell(image, 1, 1, 2)
+    assert red[0] > 80 > red[1] + red[2] - 40
+    assert white.min() > 240
+    assert abs(grey - 153).max() < 3
+    assert blue[2] > blue[0] + 60
+
+
+@pytest.mark.parametrize("ranks", [1, 16, 17, 64])
+def test_any_number_of_ranks(ranks: int) -> None:
+    matrix = tuple(tuple(float(i == j) for j in range(ranks)) for i in range(ranks))
+    assert matrix_image(matrix, step=1).shape == (500, 560, 3)

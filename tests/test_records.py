@@ -1,0 +1,134 @@
+"""The JSON form of the records is the format that was promised."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from ds_silent.records import (
+    DirectionStats,
+    Event,
+    GradNormStats,
+    IntegrityStats,
+    LayerStats,
+    LossStats,
+    StepRecord,
+    from_json_number,
+    to_json,
+)
+
+NAN = float("nan")
+
+FORMAT = {
+    "step": None,
+    "samples": None,
+    "epoch": None,
+    "world_size": None,
+    "loss": ["mean", "std", "range", "per_rank"],
+    "grad_norm": ["method", "mean", "std", "cv", "range", "aggregated", "per_rank"],
+    "direction": [
+        "method",
+        "mean_cosine",
+        "standard_error",
+        "min_cosine",
+        "max_cosine",
+        "min_pair",
+        "max_pair",
+        "per_rank",
+    ],
+    "noise_scale": None,
+    "coverage": ["duplicates", "seen", "repeated"],
+    "integrity": ["relative_error", "rounding_bound", "replica_groups"],
+    "seconds": ["step", "observe"],
+}
+
+
+def test_exactly_the_promised_keys_in_their_order() -> None:
+    full = StepRecord(
+        step=1,
+        samples=8,
+        epoch=None,
+        world_size=2,
+        cosine_matrix=((1.0, 0.5), (0.5, 1.0)),
+        layers=(LayerStats("layer", 1.0, 0.1, 0.5, 0.0),),
+        exact_check=0.1,
+    )
+    written = to_json(full)
+    assert list(written) == list(FORMAT)
+    for key, inner in FORMAT.items():
+        if inner is not None:
+            assert list(written[key]) == inner
+
+
+def test_not_measured_is_null_and_never_zero() -> None:
+    written = to_json(StepRecord(step=1, samples=8, epoch=None, world_size=2))
+    for key, inner in FORMAT.items():
+        if inner is not None:
+            assert set(written[key].values()) == {None}
+    assert written["noise_scale"] is None
+    assert "null" in json.dumps(written)
+
+
+@pytest.mark.parametrize(("value", "text"), [(NAN, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_non_finite_numbers_are_text_and_come_back(value: float, text: str) -> None:
+    record = StepRecord(
+        step=1,
+        samples=8,
+        epoch=value,
+        world_size=2,
+        loss=LossStats(mean=value, per_rank=(1.0, value)),
+        grad_norm=GradNormStats(cv=value),
+        noise_scale=value,
+    )
+    read = json.loads(json.dumps(to_json(record), allow_nan=False))
+    assert read["epoch"] == read["loss"]["mean"] == read["grad_norm"]["cv"] == read["noise_scale"] == text
+    assert read["loss"]["per_rank"] == [1.0, text]
+    back = from_json_number(text)
+    assert back is not None
+    assert back == value or (math.isnan(back) and math.isnan(value))
+
+
+def test_finite_numbers_survive_bit_for_bit() -> None:
+    for value in (0.1, -0.0, 5e-324, 1.7976931348623157e308, 1 / 3):
+        back = from_json_number(json.loads(json.dumps(to_json(value))))
+        assert back is not None
+        assert back.hex() == value.hex()
+    assert from_json_number(None) is None
+
+
+def test_tuples_become_lists() -> None:
+    record = StepRecord(
+        step=1,
+        samples=8,
+        epoch=0.5,
+        world_size=4,
+        direction=DirectionStats(min_pair=(0, 3), per_rank=(0.1, 0.2)),
+        integrity=IntegrityStats(replica_groups=((0, 1, 2), (3,))),
+    )
+    written = to_json(record)
+    assert written["direction"]["min_pair"] == [0, 3]
+    assert written["integrity"]["replica_groups"] == [[0, 1, 2], [3]]
+
+
+def test_event_format() -> None:
+    event = Event(12, "outlier-rank", "warning", (3,), "layers.0", NAN, 6.0, "what", "do")
+    assert to_json(event) == {
+        "step": 12,
+        "kind": "outlier-rank",
+        "severity": "warning",
+        "ranks": [3],
+        "where": "layers.0",
+        "score": "nan",
+        "threshold": 6.0,
+        "message": "what",
+        "remedy": "do",
+    }
+
+
+def test_records_are_frozen() -> None:
+    record = StepRecord(step=1, samples=8, epoch=None, world_size=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.step = 2  # type: ignore[misc]
