@@ -1,0 +1,154 @@
+"""Which rows which rank sees when: a pure function of (seed, epoch, step, rank), and an iterator over it.
+
+    plan = Plan(rows=52002, world_size=8, micro_batch=2, accumulation=4, mode="sharded")
+    sampler = ResumableSampler(plan, seed=42, rank=0)
+    for positions in sampler.step():      # one int64 [micro_batch] per micro-batch of the optimizer step
+        ...
+
+``sharded``: the ranks split one global batch after another of the permutation among them. With the same global batch
+the rows of an optimizer step do not depend on the number of ranks. ``replicated``: every rank walks its own
+permutation as if it were alone - the classic mistake of a sampler that nobody told of the ranks. An epoch is in both
+modes as many steps as all ranks together need to consume ``rows`` rows, so that the two can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from finetune.settings import SamplerMode, UserError
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How rows are cut into steps; the same on every rank."""
+
+    rows: int
+    world_size: int
+    micro_batch: int  # rows per rank and forward pass
+    accumulation: int  # micro-batches per optimizer step
+    mode: SamplerMode
+    drop_last: bool = True  # else the epoch's last global batch is completed with the permutation's first rows
+
+    @property
+    def per_rank(self) -> int:
+        """Rows per rank and optimizer step."""
+        return self.micro_batch * self.accumulation
+
+    @property
+    def global_batch(self) -> int:
+        """Rows per optimizer step over all ranks."""
+        return self.per_rank * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        whole = self.rows // self.global_batch
+        return whole if self.drop_last or self.rows % self.global_batch == 0 else whole + 1
+
+    def checked(self) -> Plan:
+        """Returns itself; raises UserError when an epoch would have no step."""
+        if self.rows < self.global_batch and (self.drop_last or self.rows == 0):
+            raise UserError(
+                f"the {self.rows} training rows are fewer than one global batch of {self.global_batch} "
+                f"({self.world_size} ranks x {self.micro_batch} rows x {self.accumulation} micro-batches): "
+                "lower --micro-batch or --accumulation, or add --no-drop-last"
+            )
+        return self
+
+
+class SamplerState(TypedDict):
+    """The same on every rank; the rank's own seed follows from the scenario."""
+
+    epoch: int
+    position: int  # rows that all ranks together have consumed in this epoch
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, rows: int) -> Positions:
+    """A permutation of range(rows), int64.
+
+    Sorting PCG64's raw stream, not ``Generator.permutation``: numpy promises the former's bits across versions.
+    """
+    raw = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(rows)
+    order = np.argsort(raw, kind="stable").astype(np.int64)
+    order.flags.writeable = False  # it is shared through the cache
+    return order
+
+
+def step_positions(plan: Plan, seed: int, rank: int, epoch: int, step: int) -> Positions:
+    """Rows of one optimizer step on one rank, int64 [accumulation, micro_batch]; ``step`` counts within the epoch."""
+    micro = np.arange(plan.accumulation, dtype=np.int64)[:, None]
+    within = np.arange(plan.micro_batch, dtype=np.int64)[None, :]
+    if plan.mode == "sharded":
+        offsets = step * plan.global_batch + (micro * plan.world_size + rank) * plan.micro_batch + within
+    else:
+        offsets = step * plan.per_rank + micro * plan.micro_batch + within
+    return permutation(seed, epoch, plan.rows)[offsets % plan.rows]
+
+
+def epoch_coverage(plan: Plan, seeds: Sequence[int], epoch: int = 0) -> float:
+    """Share of the rows that any rank sees in one epoch, when rank r's sampler has ``seeds[r]``.
+
+    Found by walking the sampler, not by formula: 1 for sharded with one seed, about 1-(1-1/N)^N with N seeds, and
+    1/N for replicated with one seed.
+    """
+    seen = np.zeros(plan.rows, dtype=bool)
+    for rank, seed in enumerate(seeds):
+        for step in range(plan.steps_per_epoch):
+            seen[step_positions(plan, seed, rank, epoch, step)] = True
+    return float(seen.mean())
+
+
+class ResumableSampler:
+    """Hands out the rows of one rank, step after step and epoch after epoch, without an end.
+
+    Args:
+        plan: the same on every rank.
+        seed: of this rank's permutation; equal on all ranks unless the scenario says otherwise.
+        rank: in the data-parallel group.
+    """
+
+    def __init__(self, plan: Plan, seed: int, rank: int) -> None:
+        self.plan = plan.checked()
+        self.seed = seed
+        self.rank = rank
+        self._epoch = 0
+        self._step = 0
+
+    def peek(self) -> Positions:
+        """The rows of the step that comes next, int64 [accumulation, micro_batch], without consuming them."""
+        return step_positions(self.plan, self.seed, self.rank, self._epoch, self._step)
+
+    def step(self) -> Iterator[Positions]:
+        """The next step's micro-batches, int64 [micro_batch] each; the sampler is one step further at once."""
+        positions = self.peek()
+        self._step += 1
+        if self._step == self.plan.steps_per_epoch:
+            self._epoch, self._step = self._epoch + 1, 0
+        return iter(positions)
+
+    def state_dict(self) -> SamplerState:
+        """Where the sampler is, in rows of all ranks, so that it may be read without knowing the plan."""
+        return {"epoch": self._epoch, "position": self._step * self.plan.global_batch}
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Goes to where another sampler was.
+
+        Raises:
+            UserError: the position is not on a step's border of this plan.
+        """
+        step, rest = divmod(state["position"], self.plan.global_batch)
+        if rest or not 0 <= step < self.plan.steps_per_epoch or state["epoch"] < 0:
+            raise UserError(
+                f"the checkpoint stopped after {state['position']} rows of epoch {state['epoch']}, which is not a step "
+                f"of this run's {self.plan.steps_per_epoch} steps of {self.plan.global_batch} rows: resume with "
+                "the data, batch and ranks of the first run"
+            )
+        self._epoch, self._step = state["epoch"], step
