@@ -63,7 +63,7 @@ install() {
     elif missing=$(grep -iE 'No matching distribution found for' "$log" | tail -n 1) && [ -n "$missing" ]; then
         fail "${missing#*ERROR: } for $("$venv/bin/python" --version); use Python 3.11 or another package index ($log has the details)."
     fi
-    fail "pip could not install the packages: $(grep -i '^ *error' "$log" | tail -n 1 | cut -c 1-200) ($log has the details)."
+    fail "pip could not install the packages: $(grep -i '^ *error' "$log" | head -n 1 | cut -c 1-200) ($log has the details)."
 }
 
 compile_operator() {

@@ -1,0 +1,140 @@
+"""The command line.
+
+    ds-silent check ds_config.json --world-size 8 --parameters 1155912192
+
+A mistake is one sentence on standard error and exit status 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """See every worker of a data-parallel training."""
+
+
+@app.command()
+def check(
+    ds_config: Annotated[str, typer.Argument(help="The DeepSpeed configuration: a JSON file, or its base64 form.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 8,
+    parameters: Annotated[int | None, typer.Option(min=1, help="Trainable parameters of the model.")] = None,
+) -> None:
+    """Say what a configuration will measure, send and keep; nothing is started."""
+    # Inside the command, because they import torch and DeepSpeed: `ds-silent --help` need not wait for that.
+    from ds_silent.capture.deepspeed import refuse_unsupported_config
+    from ds_silent.config import ConfigError, load_ds_config, parse
+
+    try:
+        loaded = load_ds_config(ds_config)
+        config = parse(loaded)
+        if config is not None:
+            refuse_unsupported_config(loaded)
+    except ConfigError as error:
+        typer.echo(f"ds-silent: {error}", err=True)
+        raise typer.Exit(2) from None
+    if config is None:
+        typer.echo('silent_consistency: off (no block, or "enabled": false); the training runs as without it')
+        return
+    for line in plan_lines(config, loaded, world_size, parameters):
+        typer.echo(line)
+
+
+def plan_lines(
+    config: Any, ds_config: Mapping[str, Any], world_size: int, parameters: int | None = None
+) -> Iterator[str]:
+    """What the observer will do under ``config`` (a ``SilentConsistencyConfig``), a line for each thing.
+
+    Args:
+        config: the checked block.
+        ds_config: the whole configuration, for the ZeRO stage.
+        world_size: data-parallel ranks N.
+        parameters: trainable parameters, where the size of the model is known.
+    """
+    direction = config.direction
+    steps = "every optimizer step" if config.interval == 1 else f"every {config.interval} optimizer steps"
+    yield f"silent_consistency: on, measures {steps} over {world_size} ranks"
+    yield "  measures    loss and gradient norm of each rank, norm of the aggregated gradient, noise scale"
+    if direction.method == "off":
+        yield "  direction   off"
+    else:
+        yield f"  direction   {_direction(direction)}"
+        yield f"  sends       {_collective(direction.sketch_size, world_size)} per measurement, asynchronously"
+        host, device = (_size(_working_memory(direction.sketch_size, world_size, kind)) for kind in ("cpu", "meta"))
+        yield f"  keeps       {host} per rank where gradients are on the CPU, {device} where on an accelerator"
+        if direction.method == "exact" or direction.exact_interval:
+            yield f"  exact       {_exact(config, ds_config, world_size, parameters)}"
+        if direction.per_layer:
+            yield "  per layer   one more sketch of each layer is sent; its size grows with the number of layers"
+    board = ", TensorBoard files in tensorboard/" if config.tensorboard else ""
+    yield f"  writes      metrics.jsonl and events.jsonl{board} in {config.output_dir!a}, on rank 0"
+    yield "  changes     nothing: the weights are bit for bit those of a training without it"
+
+
+def _direction(direction: Any) -> str:
+    size = direction.sketch_size
+    sketch = f"sketch of {size} numbers, standard error of one cosine about {size**-0.5:.2g}"
+    if direction.method == "exact":
+        return "exact cosines at every measurement"
+    return sketch + (
+        f", checked exactly every {direction.exact_interval} measurements" * bool(direction.exact_interval)
+    )
+
+
+def _collective(sketch_size: int, world_size: int) -> str:
+    """The collectives of ``ds_silent.exchange``, in bytes that one rank contributes."""
+    from ds_silent.exchange import GATHER_LIMIT, Layout
+
+    layout = Layout(size=sketch_size)
+    if world_size <= GATHER_LIMIT:
+        return f"one all-gather of {_size(4 * (layout.vectors + layout.scalars))} from each rank"
+    return f"one all-reduce of {_size(4 * 3 * sketch_size)} and one all-gather of {4 * layout.scalars} B from each rank"
+
+
+def _working_memory(sketch_size: int, world_size: int, device: str) -> int:
+    """Bytes: tables and signs of T numbers, a scratch of one block, and the buffers of the exchange.
+
+    Args:
+        device: ``meta`` stands for any accelerator: the plan only asks whether it is the CPU.
+    """
+    from ds_silent.exchange import GATHER_LIMIT, Layout
+    from ds_silent.sketch import make_plan
+
+    plan = make_plan(numel=1, size=sketch_size, device=device)
+    layout = Layout(size=sketch_size)
+    sketches = 2 * plan.width + plan.block_rows * plan.width  # local and aggregated table, scratch
+    width = layout.vectors + layout.scalars
+    buffers = width * (1 + world_size) if world_size <= GATHER_LIMIT else 4 * sketch_size + width
+    return 4 * (plan.width + sketches + buffers)
+
+
+def _exact(config: Any, ds_config: Mapping[str, Any], world_size: int, parameters: int | None) -> str:
+    """The extra memory and traffic of the exact method; see ``ds_silent.exact``."""
+    zero = ds_config.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    stage = zero.get("stage", 0)
+    copies = stage in (2, 3) or (stage == 1 and bool(zero.get("overlap_comm")))
+    sent = f"all-to-all in pieces within {config.direction.exact_memory_mb} MiB"
+    if parameters is not None:
+        # each rank keeps its own piece, so (N - 1)/N of the fp32 gradient leaves it
+        sent += f", {_size(4 * parameters * (world_size - 1) / world_size)} leave each rank"
+    if not copies:
+        return f"{sent}; no copy of the gradient"
+    why = f"ZeRO stage {stage}" + (" with overlap_comm" if stage == 1 else "")
+    size = "4 bytes per parameter" if parameters is None else _size(4 * parameters)
+    return f"{sent}; and one fp32 copy of the gradient ({size}), because {why} keeps none"
+
+
+def _size(number: float) -> str:
+    """Bytes for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.4g} {unit}"

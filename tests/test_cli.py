@@ -1,0 +1,129 @@
+"""``ds-silent check``: what it says is what the code does, and a mistake is one sentence with exit status 2."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from ds_silent.cli import app
+
+
+def check(tmp_path: Path, ds_config: Any, *options: str) -> Result:
+    path = tmp_path / "ds_config.json"
+    path.write_text(ds_config if isinstance(ds_config, str) else json.dumps(ds_config))
+    return CliRunner().invoke(app, ["check", str(path), *options])
+
+
+def lines(result: Result) -> dict[str, str]:
+    assert result.exit_code == 0, result.output
+    first, *others = result.stdout.splitlines()
+    return {"": first} | {line[:14].strip(): line[14:] for line in others}
+
+
+def test_the_default_block(tmp_path: Path) -> None:
+    said = lines(check(tmp_path, {"silent_consistency": {"output_dir": "runs/x"}}, "--world-size", "4"))
+    assert said[""] == "silent_consistency: on, measures every optimizer step over 4 ranks"
+    assert said["direction"] == "sketch of 16384 numbers, standard error of one cosine about 0.0078"
+    sent = re.match(r"one all-gather of ([\d.]+) KiB from each rank per measurement", said["sends"])
+    assert sent is not None
+    assert 128 <= float(sent[1]) < 128.2  # two sketches of 16384 fp32 numbers, and a few dozen scalars
+    kept = re.match(r"([\d.]+) MiB per rank .* CPU, ([\d.]+) MiB where on an accelerator", said["keeps"])
+    assert kept is not None
+    assert 1 < float(kept[1]) < 4
+    assert 30 < float(kept[2]) < 40
+    assert said["writes"] == "metrics.jsonl and events.jsonl, TensorBoard files in tensorboard/ in 'runs/x', on rank 0"
+    assert "exact" not in said
+    assert "per layer" not in said
+
+
+def test_above_the_gather_limit_nothing_grows_with_the_ranks(tmp_path: Path) -> None:
+    block = {"silent_consistency": {"interval": 10}}
+    small, large = (lines(check(tmp_path, block, "--world-size", n)) for n in ("65", "65536"))
+    assert small["sends"] == large["sends"]
+    assert small["sends"].startswith("one all-reduce of 192 KiB and one all-gather of ")
+    assert small["keeps"] == large["keeps"]
+    assert "every 10 optimizer steps over 65 ranks" in small[""]
+
+
+@pytest.mark.parametrize(
+    ("zero", "copy"),
+    [
+        ({}, False),
+        ({"stage": 0}, False),
+        ({"stage": 1}, False),
+        ({"stage": 1, "overlap_comm": True}, True),
+        ({"stage": 2}, True),
+        ({"stage": 3}, True),
+    ],
+)
+def test_the_exact_method_says_whether_it_copies_the_gradient(tmp_path: Path, zero: dict[str, Any], copy: bool) -> None:
+    block = {"method": "exact", "exact_memory_mb": 32}
+    ds_config = {"zero_optimization": zero, "silent_consistency": {"direction": block}}
+    said = lines(check(tmp_path, ds_config, "--world-size", "4", "--parameters", str(2**28)))["exact"]
+    assert "in pieces within 32 MiB, 768 MiB leave each rank" in said
+    assert ("one fp32 copy of the gradient (1 GiB)" in said) == copy
+    assert ("no copy of the gradient" in said) != copy
+
+
+def test_without_the_size_of_the_model(tmp_path: Path) -> None:
+    ds_config = {"zero_optimization": {"stage": 2}, "silent_consistency": {"direction": {"exact_interval": 50}}}
+    said = lines(check(tmp_path, ds_config))
+    assert "(4 bytes per parameter), because ZeRO stage 2 keeps none" in said["exact"]
+    assert said["direction"].endswith("checked exactly every 50 measurements")
+
+
+def test_direction_off_and_per_layer(tmp_path: Path) -> None:
+    off = lines(check(tmp_path, {"silent_consistency": {"direction": {"method": "off"}, "tensorboard": False}}))
+    assert off["direction"] == "off"
+    assert "TensorBoard" not in off["writes"]
+    assert "per layer" in lines(check(tmp_path, {"silent_consistency": {"direction": {"per_layer": True}}}))
+
+
+@pytest.mark.parametrize("ds_config", [{}, {"silent_consistency": {"enabled": False}}])
+def test_off(tmp_path: Path, ds_config: dict[str, Any]) -> None:
+    result = check(tmp_path, ds_config)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("silent_consistency: off")
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "sentence"),
+    [
+        (
+            {"silent_consistency": {"interval": 0}},
+            "silent_consistency.interval must be a whole number, at least 1, got 0",
+        ),
+        ({"silent_consistancy": {}}, 'did you mean "silent_consistency"?'),
+        ('{"a": ', "is not JSON"),
+        (
+            {"silent_consistency": {}, "optimizer": {"type": "OneBitAdam"}},
+            "silent_consistency cannot observe optimizer.type OneBitAdam",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path: Path, ds_config: Any, sentence: str) -> None:
+    result = check(tmp_path, ds_config)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("ds-silent: ")
+    assert sentence in line
+
+
+def test_a_missing_file() -> None:
+    result = CliRunner().invoke(app, ["check", "no/such.json"])
+    assert result.exit_code == 2
+    assert result.stderr == 'ds-silent: there is no ds_config file "no/such.json"; check the path\n'
+
+
+def test_a_world_without_ranks(tmp_path: Path) -> None:
+    result = check(tmp_path, {}, "--world-size", "0")
+    assert result.exit_code == 2
+    assert "--world-size" in result.stderr
+    assert "Traceback" not in result.output
