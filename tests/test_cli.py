@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
 
 
-def check(tmp_path: Path, ds_config: Any, *options: str) -> Result:
+def check(tmp_path: Path, ds_config: Any, *options: str) -> Any:
     path = tmp_path / "ds_config.json"
     path.write_text(ds_config if isinstance(ds_config, str) else json.dumps(ds_config))
     return CliRunner().invoke(app, ["check", str(path), *options])
 
 
-def lines(result: Result) -> dict[str, str]:
+def lines(result: Any) -> dict[str, str]:
     assert result.exit_code == 0, result.output
     first, *others = result.stdout.splitlines()
     return {"": first} | {line[:14].strip(): line[14:] for line in others}
