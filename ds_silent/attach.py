@@ -1,0 +1,159 @@
+"""From an engine and a block to an observer, and the refusals on the way.
+
+A refusal reaches every rank: what follows from the configuration is the same everywhere, and what only rank 0 can
+know (is the output directory writable?) is agreed with one small all-reduce.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from ds_silent.capture.deepspeed import DeepSpeedCapture, refuse_unsupported_config, refuse_unsupported_engine
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, load_ds_config, parse
+from ds_silent.observer import Observer
+from ds_silent.sinks import FanOut, SinkError, open_sinks
+
+logger = logging.getLogger("ds_silent")
+_ATTRIBUTE = "_ds_silent_observer"
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` with the ``"silent_consistency"`` block honoured; same arguments, same result.
+
+    Without the block, or with ``"enabled": false``, this is DeepSpeed's own function and nothing more.
+
+    Returns:
+        (engine, optimizer, training dataloader, learning-rate scheduler).
+
+    Raises:
+        ConfigError: the block, or what it stands beside, cannot be honoured; the same on every rank.
+        SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
+    """
+    arguments = inspect.signature(_deepspeed_initialize).bind(*args, **kwargs).arguments
+    try:
+        config = _block_of(arguments)
+        result = _deepspeed_initialize(*args, **kwargs)
+        if config is not None:
+            observer = attach(result[0], config)
+            data = arguments.get("training_data")
+            if observer is not None and data is not None and hasattr(data, "__len__"):
+                observer.samples_per_epoch = len(data)
+    except (ConfigError, SinkError):
+        _print_without_traceback()
+        raise
+    return result
+
+
+def attach(engine: Any, config: SilentConsistencyConfig | Mapping[str, Any] | None = None) -> Observer | None:
+    """Observe an engine that someone else made; ``observer.close()`` undoes it.
+
+    Args:
+        engine: a DeepSpeedEngine, before its first step.
+        config: a parsed block, or the block as a dict; by default the one in the engine's own configuration.
+
+    Returns:
+        the observer, or None when the block says ``"enabled": false``.
+
+    Raises:
+        ConfigError, SinkError: see :func:`initialize`.
+    """
+    if observer_of(engine) is not None:
+        raise ConfigError("this engine is already observed; close its observer (ds_silent.observer_of) first")
+    ds_config = load_ds_config(engine.config) if engine.config is not None else {}
+    if not isinstance(config, SilentConsistencyConfig):
+        config = parse({BLOCK: config if config is not None else find_block(ds_config) or {}})
+    if config is None:
+        return None
+    refuse_unsupported_config(ds_config)
+    refuse_unsupported_engine(engine)
+    capture = DeepSpeedCapture(engine, config)
+    sinks = _open_sinks_together(engine, config, capture)
+    observer = Observer(capture, config, sinks)
+    engine.__dict__[_ATTRIBUTE] = observer
+    _close_at_exit(observer)
+    if sinks is not None:
+        logger.warning(
+            "ds_silent: observing %d ranks, every %d steps; records in %s",
+            dist.get_world_size(capture.group),
+            config.interval,
+            config.output_dir,
+        )
+    return observer
+
+
+def observer_of(engine: Any) -> Observer | None:
+    """The observer of an engine, or None when it has none (no block, disabled, or closed)."""
+    observer: Observer | None = engine.__dict__.get(_ATTRIBUTE)
+    return None if observer is None or observer.closed else observer
+
+
+_deepspeed_initialize = deepspeed.initialize  # kept, because `python -m ds_silent` puts ours in its place
+
+
+def _block_of(arguments: Mapping[str, Any]) -> SilentConsistencyConfig | None:
+    """The block, from wherever DeepSpeed itself reads its configuration."""
+    source = arguments.get("config") or arguments.get("config_params")
+    source = source or getattr(arguments.get("args"), "deepspeed_config", None)
+    if not isinstance(source, (str, Path, Mapping)):
+        return None  # DeepSpeed says what is wrong
+    ds_config = load_ds_config(source)
+    config = parse(ds_config)
+    if config is not None:
+        refuse_unsupported_config(ds_config)
+    return config
+
+
+def _open_sinks_together(engine: Any, config: SilentConsistencyConfig, capture: DeepSpeedCapture) -> FanOut | None:
+    """The sinks on global rank 0; where they cannot be opened, the refusal on every rank."""
+    sinks, refusal = None, None
+    if dist.get_rank() == 0:
+        monitor = getattr(engine, "monitor", None)
+        try:
+            sinks = open_sinks(
+                config, monitor_write=monitor.write_events if monitor is not None and monitor.enabled else None
+            )
+        except SinkError as error:
+            refusal = error
+    refused = torch.tensor([int(refusal is not None)], dtype=torch.int32, device=capture.device)
+    dist.all_reduce(refused, op=dist.ReduceOp.MAX, group=capture.group)
+    if refused.item():
+        raise refusal or SinkError(f"rank 0 cannot write to silent_consistency.output_dir {config.output_dir}")
+    return sinks
+
+
+def _close_at_exit(observer: Observer) -> None:
+    """The last step's record is still under way when a script just ends."""
+    reference = weakref.ref(observer)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+
+
+def _print_without_traceback() -> None:
+    """From now on an uncaught refusal prints its one sentence, on one rank, and ends the process with status 1."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, (ConfigError, SinkError)):
+            previous(kind, error, traceback)
+        elif os.environ.get("RANK", "0") == "0":
+            print(f"ds_silent: {error}", file=sys.stderr)
+
+    sys.excepthook = hook

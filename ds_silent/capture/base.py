@@ -1,0 +1,71 @@
+"""What an observer asks of an adapter, and what it offers in return: no framework here."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ds_silent.exchange import LocalSample
+
+
+class Listener(Protocol):
+    """The observer, as an adapter sees it. None of these raises."""
+
+    def measures(self, step: int) -> bool:
+        """Whether optimizer step ``step`` is measured; the same answer on every rank."""
+
+    def measures_exactly(self, step: int) -> bool:
+        """Whether a measured step is also measured exactly; the same answer on every rank."""
+
+    def before_step(self) -> None:
+        """The gradients are aggregated, the optimizer has not run."""
+
+    def after_step(self) -> None:
+        """The optimizer has run and the framework's counters have advanced."""
+
+    def flush(self) -> None:
+        """A checkpoint is about to be written: put on disk what is known."""
+
+    def close(self) -> None:
+        """The training ends."""
+
+
+class Capture(Protocol):
+    """One framework's gradients. Every rank calls every method at the same steps."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    layer_names: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        """The optimizer step that is being taken, counted from 1."""
+
+    @property
+    def samples(self) -> int:
+        """Rows consumed by all ranks so far."""
+
+    @property
+    def batch(self) -> float:
+        """Rows per rank and optimizer step."""
+
+    def connect(self, listener: Listener) -> None:
+        """Register every hook."""
+
+    def sample(self, exact: bool) -> LocalSample:
+        """This rank's observation of the current step; also when something broke here."""
+
+    def fail(self, error: Exception) -> None:
+        """Remember an internal error; the next sample tells all ranks."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """The first internal error of this step on this rank."""
+
+    def end_step(self) -> None:
+        """Forget the step."""
+
+    def close(self) -> None:
+        """Remove every hook: the engine is as it was."""

@@ -1,0 +1,520 @@
+"""DeepSpeed's gradients, seen from leaf hooks. The only file that touches DeepSpeed's inside.
+
+    capture = DeepSpeedCapture(engine, config)
+    capture.connect(listener)            # hooks and wrappers on this engine instance only
+    sample = capture.sample(exact=False)
+    capture.close()                      # the engine is as it was
+
+Every touch of a DeepSpeed internal says what it relies on; all were read in 0.16.9 and 0.19.8.
+
+The local gradient comes from ``torch.Tensor.register_hook`` on each trainable parameter: a leaf pre-hook, called with
+the gradient of one micro-batch before it is accumulated and before DeepSpeed's own hooks. It returns None (a returned
+tensor would replace the gradient) and keeps no reference (that would disable buffer stealing). In stages 0 and 1 the
+accumulated gradient lies in a room of its own until the boundary, so one look at the boundary suffices; in stages 2
+and 3 every micro-batch is reduced and freed, so every micro-batch is added to the sketch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from ds_silent import sketch
+from ds_silent.accumulator import Accumulator
+from ds_silent.capture.base import Listener
+from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.exact import copy_overlap, exact_gram
+from ds_silent.exchange import LocalSample
+
+ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
+
+
+def refuse_unsupported_config(ds_config: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigError` for what reduces gradients where they cannot be seen; equal on all ranks."""
+    zero = ds_config.get("zero_optimization") or {}
+    optimizer = str((ds_config.get("optimizer") or {}).get("type", ""))
+    found = None
+    if (ds_config.get("compile") or {}).get("deepcompile"):
+        found = "compile.deepcompile true (it reduces gradients inside the compiled graph)"
+    elif isinstance(zero, Mapping) and zero.get("zenflow"):
+        found = "zero_optimization.zenflow (it applies parts of the gradient at different steps)"
+    elif re.sub(r"[^a-z0-9]", "", optimizer.lower()) in ONE_BIT_OPTIMIZERS:
+        found = f"optimizer.type {optimizer} (it communicates compressed momentum, not gradients)"
+    elif ds_config.get("sparse_gradients"):
+        found = "sparse_gradients true (they are gathered, not reduced)"
+    if found:
+        raise ConfigError(
+            f'silent_consistency cannot observe {found}; remove it, or set "silent_consistency": {{"enabled": false}}'
+        )
+
+
+def refuse_unsupported_engine(engine: Any) -> None:
+    """Raise :class:`ConfigError` for parallelism whose ranks do not hold the same parameters; equal on all ranks."""
+    found = None
+    if isinstance(engine, PipelineEngine):
+        found = "pipeline parallelism"
+    elif engine.mp_world_size > 1:
+        found = "tensor parallelism"
+    elif engine.sequence_parallel_size > 1:
+        found = "sequence parallelism"
+    elif engine.has_moe_layers:
+        found = "mixture-of-experts layers"
+    if found:
+        raise ConfigError(
+            f"silent_consistency does not support {found} in this version, because it compares ranks that hold the "
+            'same parameters; set "silent_consistency": {"enabled": false}'
+        )
+
+
+class DeepSpeedCapture:
+    """Captures one engine's local and aggregated gradients; see the module docstring."""
+
+    def __init__(self, engine: Any, config: SilentConsistencyConfig):
+        self._engine = engine
+        self._memory_mb = config.direction.exact_memory_mb
+        # engine.data_parallel_group may be None; the sequence-data-parallel group is the dense one
+        self.group: dist.ProcessGroup = engine.seq_data_parallel_group or dist.group.WORLD
+        self.device: torch.device = torch.device(engine.device)
+        named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+        self._parameters = [p for _, p in named]
+        numels = [_numel(p) for p in self._parameters]
+        self._offsets, self._total = sketch.offsets_of(numels)
+        self.layer_names, groups = _layers([name for name, _ in named])
+        self._per_layer = config.direction.per_layer
+        self._sketching = config.direction.method != "off"
+        plan = sketch.make_plan(self._total, config.direction.sketch_size, self.device)
+        self._accumulator = Accumulator(plan, self._offsets, numels, groups if self._per_layer else None)
+
+        # Stages 2 and 3 reduce and free every micro-batch (engine.zero_optimization_partition_gradients).
+        self._additive = bool(engine.zero_optimization_partition_gradients())
+        self._norms_add_up = not (self._additive and engine.gradient_accumulation_steps() > 1)
+        self._accumulated = accumulated_gradients(engine, self._parameters)
+        overlapped = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
+        self._copies = self._additive or overlapped  # then nobody holds the whole local gradient before the reduction
+        self._copy: Tensor | None = None
+
+        self._listener: Listener | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._scales_loss = bool(engine.fp16_enabled()) or getattr(engine, "torch_autocast_z0_gradscaler", None)
+        self._fires = [0] * len(named)
+        self._captured = [False] * len(named)
+        self.end_step()
+
+    # -- what the observer reads -------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The optimizer step under way, from 1 (``engine.global_steps`` counts finished ones, skipped ones too)."""
+        return int(self._engine.global_steps) + 1
+
+    @property
+    def samples(self) -> int:
+        return int(self._engine.global_samples)
+
+    @property
+    def batch(self) -> float:
+        return float(self._engine.train_batch_size()) / dist.get_world_size(self.group)
+
+    def sample(self, exact: bool) -> LocalSample:
+        """This rank's observation of the step, taken between the reduction and the optimizer.
+
+        Args:
+            exact: also exchange the local gradients piece by piece; the same on every rank, because it communicates.
+        """
+        if exact and self._gram is None:
+            self._exchange_exactly()
+        failed = LocalSample({"failed": 1.0}, gram=self._gram)
+        if self._failure is not None:
+            self._accumulator.clear()
+            return failed
+        try:
+            return self._sample()
+        except Exception as error:  # a bug here must not stop the training: it is reported, and all switch off
+            self.fail(error)
+            self._accumulator.clear()
+            return failed
+
+    def fail(self, error: Exception) -> None:
+        """Remember the first internal error; the next sample tells all ranks."""
+        self._failure = self._failure or error
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._failure
+
+    def end_step(self) -> None:
+        """Forget the step that was taken."""
+        self._measuring: bool | None = None  # decided at the step's first gradient, from rank-agreed state
+        self._exact = False
+        self._fires[:] = [0] * len(self._fires)
+        self._captured[:] = [False] * len(self._captured)
+        self._whole_norm = True
+        self._losses: list[Tensor] = []
+        self._forward_losses: list[Tensor] = []
+        self._loss_scale: Tensor | None = None
+        self._leftover: Tensor | None = None
+        self._gram: Tensor | None = None
+        self._failure: Exception | None = None
+
+    # -- connecting and disconnecting ---------------------------------------------------------------------------
+
+    def connect(self, listener: Listener) -> None:
+        self._listener = listener
+        engine = self._engine
+        for index, parameter in enumerate(self._parameters):
+            self._register(parameter.register_hook(self._gradient_hook(index)))
+        self._register(engine.register_forward_hook(self._after_forward))
+        self._wrap("backward", self._backward)
+        self._wrap("allreduce_gradients", self._allreduce_gradients)
+        self._wrap("_take_model_step", self._take_model_step)
+        self._wrap("save_checkpoint", self._flush_first)
+        self._wrap("destroy", self._close_first)
+
+    def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._copy = None
+
+    def _register(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
+        engine = self._engine
+        if not hasattr(engine, name):
+            import deepspeed
+
+            raise ConfigError(
+                f"silent_consistency needs DeepSpeedEngine.{name}, which DeepSpeed {deepspeed.__version__} does not "
+                "have; use DeepSpeed 0.16.9 to 0.19.8"
+            )
+        own = engine.__dict__.get(name)  # somebody else's wrapper on the instance
+        original = getattr(engine, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        def undo() -> None:
+            if own is None:
+                engine.__dict__.pop(name, None)
+            else:
+                engine.__dict__[name] = own
+
+        engine.__dict__[name] = call
+        self._undo.append(undo)
+
+    # -- wrappers of engine methods -----------------------------------------------------------------------------
+
+    def _backward(self, original: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper."""
+        self._forward_losses.clear()
+        self._losses.append(loss.detach())
+        if self._scales_loss and loss.requires_grad:
+            steps = self._engine.gradient_accumulation_steps() if kwargs.get("scale_wrt_gas", True) else 1
+
+            def keep_scale(gradient: Tensor) -> None:
+                self._loss_scale = gradient.detach().float() * steps
+
+            loss.register_hook(keep_scale)
+        return original(loss, *args, **kwargs)
+
+    def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
+        """Torch-style ``loss.backward()`` never calls ``engine.backward``: then the forward's loss is the loss."""
+        if module.training and torch.is_grad_enabled():
+            loss = _loss_in(output)
+            if loss is not None:
+                self._forward_losses.append(loss.detach())
+
+    def _allreduce_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called at the end of every backward; at the boundary, before stages 0 and 1 reduce (overlap: while)."""
+        if self._is_boundary() and self._measures():
+            if not self._additive:
+                self._guarded(self._capture_silent_parameters)
+            if self._exact and not self._copies and self._gram is None:
+                self._exchange_exactly()
+        return original(*args, **kwargs)
+
+    def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Present in 0.12 to 0.19, called once per optimizer step, after the reduction."""
+        listener = self._listener
+        assert listener is not None
+        listener.before_step()
+        result = original(*args, **kwargs)
+        listener.after_step()
+        return result
+
+    def _flush_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._listener is not None:
+            self._listener.flush()
+        return original(*args, **kwargs)
+
+    def _close_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._listener is not None:
+            self._listener.close()
+        return original(*args, **kwargs)
+
+    # -- the local gradient --------------------------------------------------------------------------------------
+
+    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if self._measures() and self._failure is None:
+                try:
+                    self._on_gradient(index, gradient)
+                except Exception as error:  # see sample()
+                    self.fail(error)
+
+        return hook
+
+    def _measures(self) -> bool:
+        if self._measuring is None:
+            assert self._listener is not None
+            self._measuring = self._listener.measures(self.step)
+            self._exact = self._measuring and self._listener.measures_exactly(self.step)
+        return self._measuring
+
+    def _is_boundary(self) -> bool:
+        return bool(self._engine.is_gradient_accumulation_boundary()) and not self._engine.inside_no_sync_ctxt
+
+    def _guarded(self, function: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                function()
+            except Exception as error:  # see sample()
+                self.fail(error)
+
+    def _on_gradient(self, index: int, gradient: Tensor) -> None:
+        first = self._fires[index] == 0
+        self._fires[index] += 1
+        if self._additive:
+            # A parameter of a reentrant checkpoint fires in parts: sketches add up, squared norms do not.
+            self._whole_norm &= first
+            self._captured[index] = True
+            self._add(index, gradient, None, square=self._norms_add_up)
+            return
+        previous = self._accumulated(index)
+        if first and previous is not None:
+            self._take_out_leftover(index, previous)
+        if not self._is_boundary():
+            return
+        if self._captured[index]:
+            self._whole_norm = False
+            self._add(index, gradient, None, square=False)
+            return
+        self._captured[index] = True
+        self._add(index, gradient, None if first else previous, square=True)
+
+    def _add(self, index: int, gradient: Tensor, previous: Tensor | None, square: bool) -> None:
+        self._accumulator.add(index, gradient, previous, square=square, sketching=self._sketching)
+        if self._exact and self._copies:
+            if self._copy is None:
+                self._copy = torch.zeros(self._total, device=self.device)
+            part = self._copy[self._offsets[index] : self._offsets[index] + gradient.numel()]
+            part.add_(gradient.detach().reshape(-1))
+            if previous is not None:
+                part.add_(previous.detach().reshape(-1))
+
+    def _take_out_leftover(self, index: int, previous: Tensor) -> None:
+        """What ``zero_grad`` left of the last step is a fault of its own, never part of the local gradient."""
+        flat = previous.detach().reshape(-1).float()
+        square = torch.dot(flat, flat)
+        self._leftover = square if self._leftover is None else self._leftover + square
+        if not self._is_boundary():  # at the boundary `previous` is simply not added
+            self._accumulator.add(index, previous, weight=-1.0, square=False, sketching=self._sketching)
+
+    def _capture_silent_parameters(self) -> None:
+        """Parameters that took part in earlier micro-batches but not in the boundary's: no hook fired for them."""
+        if len(self._fires) == sum(self._captured):
+            return
+        for index, fires in enumerate(self._fires):
+            if fires and not self._captured[index]:
+                accumulated = self._accumulated(index)
+                if accumulated is not None:
+                    self._captured[index] = True
+                    self._add(index, accumulated, None, square=True)
+
+    # -- the sample -------------------------------------------------------------------------------------------------
+
+    def _sample(self) -> LocalSample:
+        seen = all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))
+        scalars: dict[str, float | Tensor] = {
+            "gradient_seen": float(seen),
+            "norm_seen": float(self._norms_add_up and self._whole_norm),
+            "loss_scale": self._scale(),
+        }
+        losses = self._losses or self._forward_losses
+        if losses:
+            scalars["loss_sum"] = torch.stack([loss.float().reshape(()) for loss in losses]).sum()
+            scalars["loss_count"] = float(len(losses))
+        if self._leftover is not None:
+            scalars["leftover_squared"] = self._leftover
+        sketches, squares = self._accumulator.take()
+        scalars["squared_norm"] = squares.sum()
+        aggregate, aggregate_squared = self._aggregate()
+        scalars["aggregate_seen"] = float(aggregate is not None)
+        if aggregate_squared is not None:
+            scalars["aggregate_squared"] = aggregate_squared
+        return LocalSample(
+            scalars=scalars,
+            sketch=sketches.sum(0) if self._sketching else None,
+            aggregate=aggregate if self._sketching else None,
+            layer_squares=squares if self._per_layer else None,
+            layer_sketches=sketches if self._per_layer and self._sketching else None,
+            gram=self._gram,
+        )
+
+    def _aggregate(self) -> tuple[Tensor | None, Tensor | None]:
+        """Sketch and squared norm of the part of the aggregated gradient that this rank answers for."""
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        parts = aggregated_gradients(self._engine, self._parameters, self._offsets, self._total, rank, ranks)
+        if parts is None:
+            return None, None
+        for index, start, values in parts:
+            self._accumulator.add(index, values, start=start, sketching=self._sketching)
+        sketches, squares = self._accumulator.take()
+        return sketches.sum(0), squares.sum()
+
+    def _scale(self) -> float | Tensor:
+        """The factor on every gradient of this step. Only ZeRO's fp16 scales when ``engine.backward`` is bypassed."""
+        if not self._scales_loss:
+            return 1.0
+        if self._loss_scale is not None:
+            return self._loss_scale
+        optimizer = self._engine.optimizer
+        return float(optimizer.loss_scale) if isinstance(optimizer, ZeROOptimizer) else 1.0
+
+    def _exchange_exactly(self) -> None:
+        """The exact inner products; every rank takes part, with zeros where something broke."""
+        parts: list[tuple[int, Tensor]] = []
+        if self._failure is None:
+            try:
+                parts = self._local_gradient()
+            except Exception as error:  # see sample()
+                self.fail(error)
+
+        def fill(begin: int, end: int, out: Tensor) -> None:
+            copy_overlap(parts, begin, end, out)
+
+        self._gram = exact_gram(fill, self._total, self.group, self.device, self._memory_mb)
+        if self._copy is not None:
+            self._copy.zero_()
+
+    def _local_gradient(self) -> list[tuple[int, Tensor]]:
+        if self._copies:
+            return [] if self._copy is None else [(0, self._copy)]
+        parts = []
+        for index, offset in enumerate(self._offsets):
+            held = self._accumulated(index) if self._fires[index] else None
+            if held is not None:
+                parts.append((offset, held.detach().reshape(-1)))
+        return parts
+
+
+def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Callable[[int], Tensor | None]:
+    """Where a parameter's gradient of the step's earlier micro-batches lies, in stages 0 and 1.
+
+    * ``BF16_Optimizer``: ``fp32_groups_gradients[group][i]``, valid when ``fp32_groups_has_gradients[group][i]``.
+    * ``DeepSpeedZeroOptimizer`` with ``use_grad_accum_attribute``: ``parameter.grad_accum``.
+    * everything else: ``parameter.grad``.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        place = {id(p): (g, i) for g, group in enumerate(optimizer.bf16_groups) for i, p in enumerate(group)}
+        places = [place[id(p)] for p in parameters]
+
+        def of_bf16(index: int) -> Tensor | None:
+            group, i = places[index]
+            held: Tensor = optimizer.fp32_groups_gradients[group][i]
+            return held if optimizer.fp32_groups_has_gradients[group][i] else None
+
+        return of_bf16
+    if getattr(optimizer, "use_grad_accum_attribute", False):
+        return lambda index: getattr(parameters[index], "grad_accum", None)
+    return lambda index: parameters[index].grad
+
+
+def aggregated_gradients(
+    engine: Any, parameters: list[Tensor], offsets: list[int], total: int, rank: int, ranks: int
+) -> Iterator[tuple[int, int, Tensor]] | None:
+    """This rank's share of the aggregated gradient: (parameter, first element, values), or None where it is hidden.
+
+    The shares of all ranks make up the whole, once. Valid between the boundary's backward and the optimizer step.
+
+    * Stage 0 and ``BF16_Optimizer`` hold all of it on every rank: each rank takes an N-th.
+    * Stages 1 and 2: what this rank owns, by ``parameter._hp_mapping`` (``deepspeed/utils/tensor_fragment.py``).
+    * Stage 3: this rank's shard, ``__param_id_to_grad_partition`` of ``DeepSpeedZeroOptimizer_Stage3``.
+    """
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if isinstance(optimizer, BF16_Optimizer) or stage == 0:
+        held = accumulated_gradients(engine, parameters)
+        return _slices(held, offsets, rank * total // ranks, (rank + 1) * total // ranks)
+    if stage == 3:
+        shards = getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", None)
+        return None if shards is None or ranks != engine.optimizer.partition_count else _shards(parameters, shards, rank)
+    if all(hasattr(parameter, "_hp_mapping") for parameter in parameters):
+        return _fragments(parameters)
+    return None
+
+
+def _slices(
+    held: Callable[[int], Tensor | None], offsets: list[int], begin: int, end: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    for index, offset in enumerate(offsets):
+        values = held(index) if offset < end else None
+        if values is not None:
+            low, high = max(begin - offset, 0), min(end - offset, values.numel())
+            if low < high:
+                yield index, low, values.detach().reshape(-1)[low:high]
+
+
+def _fragments(parameters: list[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+    for index, parameter in enumerate(parameters):
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # set by DeepSpeed
+        if mapping is not None:
+            address = mapping.lp_fragment_address
+            fragment = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
+            if fragment is not None:
+                yield index, address.start, fragment.reshape(-1)[: address.numel]
+
+
+def _shards(parameters: list[Any], shards: Mapping[int, Tensor], rank: int) -> Iterator[tuple[int, int, Tensor]]:
+    for index, parameter in enumerate(parameters):
+        begin = rank * parameter.partition_numel()
+        length = min(parameter.partition_numel(), parameter.ds_numel - begin)
+        if length > 0:
+            yield index, begin, shards[parameter.ds_id].reshape(-1)[:length]
+
+
+def _numel(parameter: Any) -> int:
+    """Elements of the whole parameter; under ZeRO-3 the tensor itself is empty and ``ds_numel`` knows."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _layers(names: list[str]) -> tuple[tuple[str, ...], list[int]]:
+    """Layer of each parameter: the path up to the first number (``model.layers.3``), else the module's own name."""
+    order: dict[str, int] = {}
+    groups = []
+    for name in names:
+        match = re.match(r"(.*?\.\d+)\.", name)
+        layer = match.group(1) if match else name.rpartition(".")[0] or name
+        groups.append(order.setdefault(layer, len(order)))
+    return tuple(order), groups
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    """The scalar loss in a module's output: the output, its ``loss``, its ``["loss"]`` or its first element."""
+    candidate = output
+    if not isinstance(output, Tensor):
+        candidate = getattr(output, "loss", None)
+        if candidate is None and isinstance(output, Mapping):
+            candidate = output.get("loss")
+        if candidate is None and isinstance(output, (tuple, list)) and output:
+            candidate = output[0]
+    is_loss = isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad
+    return candidate if is_loss else None

@@ -1,0 +1,61 @@
+"""Exact inner products of the ranks' gradients without anybody holding more than a chunk of the others'.
+
+    gram = exact_gram(fill, numel, group, device, memory_mb=64)     # (N, N), this rank's part; the parts add up
+
+The long vector is cut into chunks of N pieces. In an all-to-all, rank r receives piece r of every rank's gradient
+and computes that piece's N x N inner products: the volume of one reduce-scatter, and never an all-gather of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Fill = Callable[[int, int, Tensor], None]
+"""``fill(begin, end, out)`` copies elements begin..end of the long vector into the zeroed fp32 ``out``."""
+
+
+def exact_gram(fill: Fill, numel: int, group: dist.ProcessGroup, device: torch.device, memory_mb: int) -> Tensor:
+    """This rank's part of the Gram matrix of the local gradients; the sum over ranks is the whole.
+
+    Products and sums are fp32 and elementwise, so that no reduced-precision matrix mode of the user applies.
+
+    Args:
+        fill: see :data:`Fill`; must not raise on one rank alone, because every rank waits in the all-to-all.
+        numel: D, the same on every rank.
+        memory_mb: bound of the extra memory in MiB; smaller means more rounds.
+
+    Returns:
+        (N, N) fp32.
+    """
+    ranks = dist.get_world_size(group)
+    piece = piece_size(numel, ranks, memory_mb)
+    send = torch.zeros(ranks * piece, device=device)
+    received = torch.empty(ranks, piece, device=device)
+    product = torch.empty(ranks, piece, device=device)
+    gram = torch.zeros(ranks, ranks, device=device)
+    for begin in range(0, numel, ranks * piece):
+        end = min(begin + ranks * piece, numel)
+        send.zero_()
+        fill(begin, end, send[: end - begin])
+        dist.all_to_all_single(received.view(-1), send, group=group)
+        for rank in range(ranks):
+            torch.mul(received, received[rank], out=product)
+            gram[rank] += product.sum(dim=1)
+    return gram
+
+
+def piece_size(numel: int, ranks: int, memory_mb: int) -> int:
+    """Elements per piece so that three (N, piece) fp32 buffers stay within ``memory_mb`` MiB."""
+    return max(1, min(memory_mb * (1 << 20) // (12 * ranks), -(-numel // ranks)))
+
+
+def copy_overlap(parts: Iterable[tuple[int, Tensor]], begin: int, end: int, out: Tensor) -> None:
+    """Copy what ``parts`` (global offset, flat tensor), sorted by offset, hold of begin..end into ``out``."""
+    for offset, flat in parts:
+        low, high = max(begin, offset), min(end, offset + flat.numel())
+        if low < high:
+            out[low - begin : high - begin].copy_(flat[low - offset : high - offset])

@@ -1,0 +1,280 @@
+"""The observing collective: what each rank knows of one step becomes what every rank knows, one step later.
+
+    exchange = make_exchange(layout, group, device)
+    exchange.post(step, sample)        # asynchronous; the same call on every rank, whatever happened there
+    gathered = exchange.collect()      # at the next step's boundary: no waiting in practice
+
+Up to ``GATHER_LIMIT`` ranks one all-gather brings everybody's sketch. Above, the cost per rank must not grow with
+N * k: sums of sketches go through one all-reduce, and only the scalars are gathered. All buffers are fp32, the only
+reduction is SUM, and sizes depend on the configuration alone, so a rank that failed still takes part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+GATHER_LIMIT = 64
+# torch 2.13 renamed the flat all-gather and warns at the old name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of what one rank sends; equal on all ranks."""
+
+    size: int  # k of the sketch
+    layers: int = 0  # per-layer sketches, 0 when off
+    layer_size: int = 0
+    gram: int = 0  # N * N when exact inner products may travel too, else 0
+
+    @property
+    def scalars(self) -> int:
+        """Scalars of :class:`LocalSample`, then squared norms per layer."""
+        return len(SCALARS) + self.layers
+
+    @property
+    def vectors(self) -> int:
+        """Local sketch, sketch of the owned part of the aggregate, per-layer sketches, part of the Gram matrix."""
+        return 2 * self.size + self.layers * self.layer_size + self.gram
+
+    @property
+    def parts(self) -> list[int]:
+        """Lengths of scalars, local sketch, aggregate's sketch, per-layer sketches and Gram matrix."""
+        return [self.scalars, self.size, self.size, self.layers * self.layer_size, self.gram]
+
+
+SCALARS = (
+    "failed",  # 1 when this rank's observer broke: everybody switches off
+    "gradient_seen",  # 1 when the local accumulated gradient was captured whole
+    "norm_seen",  # 1 when squared_norm is the exact one; else norms come from the sketch, on all ranks
+    "aggregate_seen",
+    "leftover_squared",  # of what an earlier step left in the gradients
+    "loss_sum",
+    "loss_count",
+    "loss_scale",
+    "gram_seen",  # 1 when the exact inner products were exchanged at this step
+    "squared_norm",
+    "sketch_squared",  # of the local sketch; only above the gather limit
+    "aggregate_squared",  # of the part of the aggregate that this rank answers for
+    "cosine_with_rest",  # of the sample before this one; only above the gather limit
+)
+
+
+@dataclass(frozen=True)
+class LocalSample:
+    """One rank's observation of one step. Tensors are fp32 on the training device; nothing here was waited for."""
+
+    scalars: dict[str, float | Tensor]  # by the names of SCALARS; what is missing is 0
+    sketch: Tensor | None = None  # (k,) of the local accumulated gradient
+    aggregate: Tensor | None = None  # (k,) of the owned part of the aggregated gradient
+    layer_squares: Tensor | None = None  # (L,)
+    layer_sketches: Tensor | None = None  # (L, layer_size)
+    gram: Tensor | None = None  # (N, N) this rank's part of the exact inner products; sets ``gram_seen``
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All ranks' observations of one step, float64 on the host."""
+
+    step: int
+    scalars: dict[str, Tensor]  # name -> (N,)
+    aggregate: Tensor  # (k,) sketch of the aggregated gradient
+    layer_squares: Tensor  # (N, L)
+    gram: Tensor | None  # (N, N) exact inner products, summed over pieces
+    sketches: Tensor | None  # (N, k); None above the gather limit
+    layer_sketches: Tensor | None  # (N, L, layer_size); None above the gather limit
+    unit_sum: Tensor | None = None  # (k,) only above the gather limit
+    mean_sketch: Tensor | None = None  # (k,) only above the gather limit
+
+
+class _Landing:
+    """Brings one collective's result to the host beside the training: no stream of the training waits for it."""
+
+    def __init__(self, source: Tensor):
+        self._source = source
+        self._accelerator = get_accelerator()
+        self._on_host = source.device.type == "cpu"
+        self._work: dist.Work | None = None
+        if not self._on_host:
+            self._host = self._accelerator.pin_memory(torch.empty(source.shape, dtype=source.dtype))
+            self._stream = self._accelerator.Stream()
+            self._event = self._accelerator.Event()
+
+    def start(self, work: dist.Work | None) -> None:
+        if self._on_host:
+            self._work = work
+            return
+        with self._accelerator.stream(self._stream):
+            if work is not None:
+                work.wait()  # orders the side stream after the collective; the host goes on
+            self._host.copy_(self._source, non_blocking=True)
+            self._event.record(self._stream)
+
+    def result(self) -> Tensor:
+        """The landed fp32 values; the copy was started a step ago."""
+        if not self._on_host:
+            self._event.synchronize()
+            return self._host
+        if self._work is not None:
+            self._work.wait()
+        return self._source
+
+
+class GatherExchange:
+    """Every rank's sample to every rank: one all-gather of (scalars + 2 k) fp32 numbers per rank."""
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
+        self._layout, self._group = layout, group
+        self._ranks = dist.get_world_size(group)
+        width = layout.scalars + layout.vectors
+        self._mine = torch.zeros(width, device=device)
+        self._all = torch.zeros(self._ranks * width, device=device)
+        self._landing = _Landing(self._all)
+        self._step: int | None = None
+
+    def post(self, step: int, sample: LocalSample) -> None:
+        """Start the collective of ``step``. Every rank calls this at the same steps."""
+        _pack(self._layout, sample, self._mine)
+        work = _all_gather(self._all, self._mine, group=self._group, async_op=True)
+        self._landing.start(work)
+        self._step = step
+
+    def collect(self) -> Gathered | None:
+        """What was posted last and not yet collected, or None."""
+        if self._step is None:
+            return None
+        step, self._step = self._step, None
+        layout = self._layout
+        rows = self._landing.result().view(self._ranks, -1).double()
+        scalars, sketches, aggregates, layers, grams = rows.split(layout.parts, dim=1)
+        names, squares = _unpack_scalars(layout, scalars)
+        return Gathered(
+            step=step,
+            scalars=names,
+            aggregate=aggregates.sum(0),
+            layer_squares=squares,
+            gram=_gram(names, grams.sum(0), self._ranks),
+            sketches=sketches,
+            layer_sketches=layers.unflatten(1, (layout.layers, -1)) if layout.layers else None,
+        )
+
+    def drain(self) -> list[Gathered]:
+        """Everything that is still under way, without a further collective."""
+        gathered = self.collect()
+        return [] if gathered is None else [gathered]
+
+
+class ConstantSizeExchange:
+    """One all-reduce of 3 k numbers and one all-gather of the scalars: the cost per rank does not grow with N * k.
+
+    A rank's cosine with the rest needs the sum, so it travels with the next sample: records come two steps later.
+    """
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
+        self._layout, self._group = layout, group
+        self._ranks = dist.get_world_size(group)
+        size = layout.size
+        self._sums = torch.zeros(3 * size + layout.gram, device=device)  # unit sketches, sketches, aggregate, Gram
+        self._own = torch.zeros(size, device=device)
+        self._mine = torch.zeros(layout.scalars, device=device)
+        self._all = torch.zeros(self._ranks * layout.scalars, device=device)
+        self._sums_landing, self._scalars_landing = _Landing(self._sums), _Landing(self._all)
+        self._step: int | None = None
+        self._incomplete: Gathered | None = None  # lacks the cosines with the rest
+
+    def post(self, step: int, sample: LocalSample) -> None:
+        """Start the collectives of ``step``. Every rank calls this at the same steps."""
+        size = self._layout.size
+        _pack_scalars(self._layout, sample, self._mine)
+        if self._incomplete is not None:
+            rest = self._sums[size : 2 * size] - self._own
+            cosine = torch.dot(self._own, rest) / (self._own.norm() * rest.norm())
+            self._mine[SCALARS.index("cosine_with_rest")].copy_(cosine)
+        self._own.zero_() if sample.sketch is None else self._own.copy_(sample.sketch)
+        self._sums.zero_()
+        norm = self._own.norm()
+        self._mine[SCALARS.index("sketch_squared")].copy_(norm * norm)
+        torch.div(self._own, norm, out=self._sums[:size])
+        self._sums[size : 2 * size].copy_(self._own)
+        if sample.aggregate is not None:
+            self._sums[2 * size : 3 * size].copy_(sample.aggregate)
+        if sample.gram is not None:
+            self._sums[3 * size :].copy_(sample.gram.reshape(-1))
+        reduced = dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+        self._sums_landing.start(reduced)
+        gathered = _all_gather(self._all, self._mine, group=self._group, async_op=True)
+        self._scalars_landing.start(gathered)
+        self._step = step
+
+    def collect(self) -> Gathered | None:
+        """The record before the last posted one: its cosines with the rest came with the last."""
+        if self._step is None:
+            return None
+        step, self._step = self._step, None
+        layout, size = self._layout, self._layout.size
+        sums = self._sums_landing.result().double()
+        rows = self._scalars_landing.result().view(self._ranks, -1).double()
+        names, squares = _unpack_scalars(layout, rows)
+        complete, late = self._incomplete, names.pop("cosine_with_rest")
+        self._incomplete = Gathered(
+            step=step,
+            scalars=names,
+            aggregate=sums[2 * size : 3 * size].clone(),
+            layer_squares=squares,
+            gram=_gram(names, sums[3 * size :], self._ranks),
+            sketches=None,
+            layer_sketches=None,
+            unit_sum=sums[:size].clone(),
+            mean_sketch=sums[size : 2 * size] / self._ranks,
+        )
+        if complete is not None:
+            complete.scalars["cosine_with_rest"] = late
+        return complete
+
+    def drain(self) -> list[Gathered]:
+        """Everything that is still under way, without a further collective; the last lacks the cosines with the rest."""
+        records = [self.collect(), self._incomplete]
+        self._incomplete = None
+        return [record for record in records if record is not None]
+
+
+Exchange = GatherExchange | ConstantSizeExchange
+
+
+def make_exchange(
+    layout: Layout, group: dist.ProcessGroup, device: torch.device, gather_limit: int = GATHER_LIMIT
+) -> Exchange:
+    """The exchange that fits the group's size."""
+    small = dist.get_world_size(group) <= gather_limit
+    return GatherExchange(layout, group, device) if small else ConstantSizeExchange(layout, group, device)
+
+
+def _pack(layout: Layout, sample: LocalSample, out: Tensor) -> None:
+    scalars, *vectors = out.split(layout.parts)
+    _pack_scalars(layout, sample, scalars)
+    values = (sample.sketch, sample.aggregate, sample.layer_sketches, sample.gram)
+    for part, value in zip(vectors, values, strict=True):
+        part.zero_() if value is None else part.copy_(value.reshape(-1))
+
+
+def _pack_scalars(layout: Layout, sample: LocalSample, out: Tensor) -> None:
+    out.zero_()
+    for name, value in {**sample.scalars, "gram_seen": float(sample.gram is not None)}.items():
+        slot = out[SCALARS.index(name)]
+        slot.copy_(value) if isinstance(value, Tensor) else slot.fill_(value)
+    if sample.layer_squares is not None:
+        out[len(SCALARS) :].copy_(sample.layer_squares)
+
+
+def _unpack_scalars(layout: Layout, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    names = {name: rows[:, column].clone() for column, name in enumerate(SCALARS)}
+    return names, rows[:, len(SCALARS) :].clone()
+
+
+def _gram(scalars: dict[str, Tensor], total: Tensor, ranks: int) -> Tensor | None:
+    return total.view(ranks, ranks).clone() if bool((scalars["gram_seen"] > 0).all()) else None

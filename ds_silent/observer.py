@@ -1,0 +1,179 @@
+"""One step, from backward to sinks.
+
+    backward -> capture -> LocalSample -> exchange -> measure -> sinks
+
+The observer only orders the others. Whether anything communicates depends on the step and the configuration, never
+on what happened on one rank: a rank whose part broke still sends a sample, which says so, and one step later all
+ranks read that and stop observing together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_silent.capture.base import Capture
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.exchange import GATHER_LIMIT, Gathered, Layout, make_exchange
+from ds_silent.measure import Context, measure
+from ds_silent.records import Event, Seconds, StepRecord
+from ds_silent.sinks import Sink
+
+logger = logging.getLogger("ds_silent")
+
+
+class Observer:
+    """Watches one training. Made by :func:`ds_silent.initialize` or :func:`ds_silent.attach`, on every rank.
+
+    Attributes:
+        samples_per_epoch: rows of one epoch over all ranks, for ``epoch`` in the records; None when not known.
+        last_record: the newest record, on the rank that writes.
+        output_dir: where that rank writes.
+    """
+
+    def __init__(
+        self, capture: Capture, config: SilentConsistencyConfig, sink: Sink | None, gather_limit: int = GATHER_LIMIT
+    ):
+        self.samples_per_epoch: int | None = None
+        self.last_record: StepRecord | None = None
+        self.output_dir = config.output_dir
+        self._capture, self._config, self._sink = capture, config, sink  # sink: on the writing rank only
+        self._layout = layout_of(config, dist.get_world_size(capture.group), len(capture.layer_names))
+        self._exchange = make_exchange(self._layout, capture.group, capture.device, gather_limit)
+        self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
+        self._observing, self._closed = True, False
+        self._step_ended: float | None = None
+        self._observe_seconds = 0.0
+        capture.connect(self)
+
+    # -- the step, in order ------------------------------------------------------------------------------------
+
+    def measures(self, step: int) -> bool:
+        return self._observing and step % self._config.interval == 0
+
+    def measures_exactly(self, step: int) -> bool:
+        direction = self._config.direction
+        measurement = step // self._config.interval
+        due = direction.exact_interval > 0 and measurement % direction.exact_interval == 0
+        return direction.method == "exact" or (due and direction.method != "off")
+
+    def before_step(self) -> None:
+        """The gradients are aggregated, the optimizer has not run: publish the last sample, send this one."""
+        started = time.perf_counter()
+        try:
+            self._publish(self._exchange.collect())
+            step = self._capture.step
+            if self.measures(step):
+                self._exchange.post(step, self._capture.sample(exact=self.measures_exactly(step)))
+        except Exception as error:  # only a broken process group gets here; the training meets it by itself
+            logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", error)
+            self._stop()
+        self._observe_seconds = time.perf_counter() - started
+
+    def after_step(self) -> None:
+        """The optimizer has run and the engine's counters have advanced."""
+        now, step = time.perf_counter(), self._capture.step - 1
+        if self._sink is not None and self.measures(step):
+            duration = None if self._step_ended is None else now - self._step_ended
+            self._contexts[step] = self._context(Seconds(duration, self._observe_seconds))
+        self._capture.end_step()
+        self._step_ended = now
+
+    def _publish(self, gathered: Gathered | None) -> None:
+        if gathered is None:
+            return
+        failed = tuple(gathered.scalars["failed"].nonzero().flatten().tolist())
+        if failed:
+            self._switch_off(gathered.step, failed)
+        elif self._sink is not None:
+            try:
+                record = measure(gathered, self._layout, self._contexts.pop(gathered.step))
+                self.last_record = record
+                self._sink.write(record)
+            except Exception as error:  # this rank's own bug: its next sample says so, and all switch off together
+                self._capture.fail(error)
+
+    def _context(self, seconds: Seconds) -> Context:
+        samples = self._capture.samples
+        epoch = samples / self.samples_per_epoch if self.samples_per_epoch else None
+        layers = self._capture.layer_names if self._layout.layers else ()
+        return Context(samples, self._capture.batch, epoch, seconds, layers)
+
+    # -- for the training script -----------------------------------------------------------------------------------
+
+    def observe_batch(self, sample_ids: Tensor) -> None:
+        """Tell which rows this rank's next micro-batch holds: 1-D int64 ids that mean the same row on every rank.
+
+        Raises:
+            ValueError: ids of another shape or dtype.
+        """
+        if sample_ids.ndim != 1 or sample_ids.dtype.is_floating_point:
+            raise ValueError(
+                f"observe_batch needs a 1-D int64 tensor of row ids, got {sample_ids.dtype} of shape "
+                f"{tuple(sample_ids.shape)}; pass one id per row of this rank's micro-batch"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint must keep; the same on every rank. Steps and samples are in the engine's own counters."""
+        return {"version": 1, "samples_per_epoch": self.samples_per_epoch or 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.samples_per_epoch = state["samples_per_epoch"] or None
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has run."""
+        return self._closed
+
+    def flush(self) -> None:
+        """Publish what is under way and put it on disk. No collective; every rank may call it at the same step."""
+        self._drain()
+        if self._sink is not None:
+            self._sink.flush()
+
+    def close(self) -> None:
+        """Publish what is under way, close the sinks and leave the engine as it was. No collective."""
+        if not self._closed:
+            self._closed = True
+            self._drain()
+            self._stop()
+            if self._sink is not None:
+                self._sink.close()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        try:
+            for gathered in self._exchange.drain():
+                self._publish(gathered)
+        except Exception as error:  # a peer is gone: what it did not send cannot be published
+            logger.warning("ds_silent: the last measured step could not be collected: %s", error)
+
+    def _switch_off(self, step: int, ranks: tuple[int, ...]) -> None:
+        """Every rank gets here at the same step, because every rank read the same status words."""
+        self._stop()
+        if self._sink is not None:
+            message = f"ds_silent broke on rank {', '.join(map(str, ranks))} at step {step} and stopped observing."
+            remedy = "The training is not affected; please report the warning that the rank printed."
+            self._sink.write_event(
+                Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy)
+            )
+
+    def _stop(self) -> None:
+        self._observing = False
+        self._capture.close()
+
+
+def layout_of(config: SilentConsistencyConfig, ranks: int, layers: int) -> Layout:
+    """What each rank sends, from what all ranks know."""
+    direction = config.direction
+    size = 0 if direction.method == "off" else direction.sketch_size
+    exact = direction.method == "exact" or (direction.exact_interval > 0 and size > 0)
+    layers = layers if direction.per_layer and size else 0
+    # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size.
+    layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
+    return Layout(size, layers, min(layer_size, size), ranks * ranks if exact else 0)

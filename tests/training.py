@@ -1,0 +1,278 @@
+"""A small real training under DeepSpeed, and the naive float64 oracle of everything a record says about it.
+
+The model has what bites: weights tied between embedding and output, a frozen parameter, a layer that only some ranks
+(or only some micro-batches) use, a bias, a norm, and optional activation checkpointing of both kinds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_silent
+
+VOCABULARY, WIDTH, LENGTH, ROWS = 61, 24, 12, 3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix."""
+
+    stage: int = 0
+    dtype: str = "fp32"
+    accumulation: int = 1
+    zero: dict[str, Any] = field(default_factory=dict)
+    top: dict[str, Any] = field(default_factory=dict)
+    method: str = "sketch"
+    exact_interval: int = 0
+    per_layer: bool = False
+    interval: int = 1
+    checkpointing: str | None = None  # "reentrant" or "non-reentrant"
+    torch_style: bool = False
+    no_sync: bool = False
+    unused: str | None = None  # "rank": odd ranks skip a layer; "micro": the boundary micro-batch skips it
+    clipping: float = 0.0
+    optimizer: str = "AdamW"
+
+    def config(self, output_dir: Path, enabled: bool) -> dict[str, Any]:
+        world_size = dist.get_world_size()
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": 1 if self.no_sync else self.accumulation,
+            "train_batch_size": ROWS * world_size * (1 if self.no_sync else self.accumulation),
+            "optimizer": {"type": self.optimizer, "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"stage": self.stage, **self.zero},
+            "gradient_clipping": self.clipping,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+            **self.top,
+        }
+        if self.dtype == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.dtype == "fp16":
+            config["fp16"] = {"enabled": True, "initial_scale_power": 8}
+        if enabled:
+            config["silent_consistency"] = {
+                "output_dir": str(output_dir),
+                "interval": self.interval,
+                "tensorboard": False,
+                "direction": {
+                    "method": self.method,
+                    "sketch_size": 1024,
+                    "exact_interval": self.exact_interval,
+                    "exact_memory_mb": 1,
+                    "per_layer": self.per_layer,
+                },
+            }
+        return config
+
+
+class Probe(nn.Module):
+    """A tiny language model; ``skip`` leaves one layer out."""
+
+    def __init__(self, checkpointing: str | None):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2))
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: Tensor, skip: bool) -> Tensor:
+        hidden = self.embedding(tokens[:, :-1])
+        for layer in self.layers:
+            if self.checkpointing:
+                hidden = hidden + checkpoint(layer, hidden, use_reentrant=self.checkpointing == "reentrant")
+            else:
+                hidden = hidden + layer(hidden)
+        if not skip:
+            hidden = hidden + self.sometimes(hidden)
+        logits = self.head(self.norm(hidden + self.frozen(hidden)))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank saw of one training."""
+
+    weights: str  # hash of every parameter's bits, after the last step
+    optimizer: str  # hash of this rank's optimizer state
+    losses: tuple[float, ...]
+    records: tuple[dict[str, Any], ...]  # rank 0: metrics.jsonl
+    oracle: tuple[dict[str, Any], ...]  # rank 0: the naive computation, if asked for
+    layers: tuple[dict[str, Any], ...] = ()
+
+
+def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool = False) -> Trace:
+    """Train ``steps`` optimizer steps; with ``oracle``, recompute every rank's gradient with a plain torch copy."""
+    if case.dtype == "fp16":  # DeepSpeed's CPU accelerator refuses fp16 although torch computes it
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().is_fp16_supported = lambda: True
+    torch.manual_seed(1234)
+    model = Probe(case.checkpointing)
+    copy = Probe(None)
+    rank = dist.get_rank()
+    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled))
+    generator = torch.Generator().manual_seed(99 + rank)
+    losses, expected = [], []
+    for step in range(steps):
+        batches = [
+            (torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), _skips(case, rank, micro))
+            for micro in range(case.accumulation)
+        ]
+        if oracle:
+            expected.append(_oracle_step(engine, copy, batches, case, step + 1))
+        for micro, (tokens, skip) in enumerate(batches):
+            losses.append(float(_micro_step(engine, case, tokens, skip, micro)))
+        if case.no_sync:
+            engine.step()
+    observer = ds_silent.observer_of(engine)
+    if enabled:
+        assert observer is not None
+        observer.close()
+    records: tuple[dict[str, Any], ...] = ()
+    layers: tuple[dict[str, Any], ...] = ()
+    if enabled and rank == 0:
+        from ds_silent.sinks.jsonl import read_metrics
+
+        records = tuple(read_metrics(output_dir / "metrics.jsonl"))
+        if case.per_layer:
+            import json
+
+            layers = tuple(json.loads(line) for line in (output_dir / "layers.jsonl").read_text().splitlines())
+    trace = Trace(_hash_weights(engine), _hash_optimizer(engine), tuple(losses), records, tuple(e for e in expected if e), layers)
+    engine.destroy()
+    return trace
+
+
+def _micro_step(engine: Any, case: Case, tokens: Tensor, skip: bool, micro: int) -> Tensor:
+    if case.no_sync and micro < case.accumulation - 1:
+        with engine.no_sync():
+            loss = engine(tokens, skip)
+            engine.backward(loss)
+        return loss.detach()
+    loss = engine(tokens, skip)
+    if case.torch_style:
+        (engine.scale(loss) if case.dtype == "fp16" else loss).backward()
+    else:
+        engine.backward(loss)
+    if not case.no_sync:
+        engine.step()
+    return loss.detach()
+
+
+def _skips(case: Case, rank: int, micro: int) -> bool:
+    if case.unused == "rank":
+        return rank % 2 == 1
+    if case.unused == "micro":
+        return micro == case.accumulation - 1
+    return False
+
+
+def full_parameters(engine: Any) -> list[Tensor]:
+    """Clones of every parameter, whole, in their training dtype."""
+    parameters = []
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
+            parameters.append(parameter.detach().clone())
+    return parameters
+
+
+def _oracle_step(engine: Any, copy: nn.Module, batches: list[Any], case: Case, step: int) -> dict[str, Any]:
+    """Every rank's loss and gradient of this step by plain torch, gathered to rank 0, in float64."""
+    copy.to(DTYPES[case.dtype])
+    with torch.no_grad():
+        for own, theirs in zip(copy.parameters(), full_parameters(engine), strict=True):
+            own.copy_(theirs)
+    sums = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in copy.named_parameters() if p.requires_grad}
+    losses = []
+    scale = float(getattr(engine.optimizer, "loss_scale", 1.0)) if case.dtype == "fp16" and case.stage else 1.0
+    for tokens, skip in batches:
+        copy.zero_grad(set_to_none=True)
+        loss = copy(tokens, skip)
+        divisor = 1 if case.no_sync else case.accumulation
+        ((loss / divisor) * scale).backward()
+        losses.append(float(loss.detach()))
+        for name, parameter in copy.named_parameters():
+            if parameter.grad is not None:
+                sums[name] += parameter.grad.double().flatten() / scale
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (sum(losses) / len(losses), sums))
+    if dist.get_rank():
+        return {}
+    samples = ROWS * len(gathered) * (1 if case.no_sync else case.accumulation)
+    return oracle([loss for loss, _ in gathered], [grads for _, grads in gathered], step, samples)
+
+
+def oracle(losses: list[float], gradients: list[dict[str, Tensor]], step: int, samples: int) -> dict[str, Any]:
+    """The definitions, written out naively from the formulas, with loops and float64."""
+    count = len(losses)
+    vectors = [torch.cat(list(grads.values())) for grads in gradients]
+    norms = [float((v * v).sum()) ** 0.5 for v in vectors]
+    cosine = [[float((a * b).sum()) / (norms[i] * norms[j]) for j, b in enumerate(vectors)] for i, a in enumerate(vectors)]
+    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
+    mean_gradient = sum(vectors) / count
+    squared_mean = float((mean_gradient * mean_gradient).sum())
+    mean_squared = sum(n * n for n in norms) / count
+    small, big = samples / count, samples
+    noise = None
+    if count > 1:
+        signal = (big * squared_mean - small * mean_squared) / (big - small)
+        noise = (mean_squared - squared_mean) / (1 / small - 1 / big) / signal
+    with_others = []
+    for i, vector in enumerate(vectors):
+        others = sum(v for j, v in enumerate(vectors) if j != i) / max(count - 1, 1)
+        with_others.append(float((vector * others).sum()) / (norms[i] * float((others * others).sum()) ** 0.5) if count > 1 else None)
+
+    def spread(values: list[float]) -> dict[str, float]:
+        mean = sum(values) / count
+        std = (sum((v - mean) ** 2 for v in values) / count) ** 0.5
+        return {"mean": mean, "std": std, "range": max(values) - min(values)}
+
+    return {
+        "step": step,
+        "samples": step * samples,
+        "loss": {**spread(losses), "per_rank": losses},
+        "grad_norm": {**spread(norms), "per_rank": norms, "aggregated": squared_mean**0.5},
+        "cosine": cosine,
+        "mean_cosine": sum(cosine[i][j] for i, j in pairs) / max(len(pairs), 1),
+        "per_rank_cosine": with_others,
+        "noise_scale": noise,
+        "layers": [{name: v.clone() for name, v in grads.items()} for grads in gradients],
+    }
+
+
+def _hash_weights(engine: Any) -> str:
+    digest = hashlib.sha256()
+    for parameter in full_parameters(engine):
+        digest.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _hash_optimizer(engine: Any) -> str:
+    digest = hashlib.sha256()
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    for state in optimizer.state.values():
+        for name, value in sorted(state.items()):
+            if isinstance(value, Tensor):
+                digest.update(name.encode())
+                digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def with_options(case: Case, **changes: Any) -> Case:
+    return replace(case, **changes)
