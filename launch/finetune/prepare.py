@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 import ds_silent
-from ds_silent.config import ConfigError
+from ds_silent import ConfigError, SinkError
 from finetune import scenarios
 from finetune.checkpoint import Facts
 from finetune.data import load_rows
@@ -27,7 +27,7 @@ from finetune.ranks import Ranks, agreed
 from finetune.sampler import Plan
 from finetune.settings import Settings, UserError
 
-MISTAKES = (UserError, ModelError, ConfigError)
+MISTAKES = (UserError, ModelError, ConfigError, SinkError)
 LONGEST = 1024  # tokens, the paper's
 
 

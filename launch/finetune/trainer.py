@@ -26,7 +26,7 @@ from finetune.export import save_model
 from finetune.prepare import MISTAKES, Prepared, engine_of, facts_of, prepare
 from finetune.ranks import Ranks, agreed, gather_int32, sum_float32, together
 from finetune.runlog import RunLog
-from finetune.sampler import ResumableSampler
+from finetune.sampler import Plan, ResumableSampler
 from finetune.scenarios import rank_seed
 from finetune.settings import Settings
 from finetune.stop import StopRequest
@@ -39,6 +39,7 @@ class Outcome:
     steps: int
     loss: float  # NaN when no step was left to do
     stopped: bool  # by a signal, with a checkpoint saved
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,10 @@ def _loop(run: Run, done: int) -> Outcome:
                 log.say(
                     f"stopped by a signal after step {step} of {total}; --resume goes on from {settings.checkpoints}"
                 )
-                return Outcome(step, loss, stopped=True)
+                return Outcome(step, loss, True, run.prepared.plan)
         if done >= total:
             log.say(f"the checkpoint already holds {done} steps of {total}: nothing is left to train")
-    return Outcome(max(done, total), loss, stopped=False)
+    return Outcome(max(done, total), loss, False, run.prepared.plan)
 
 
 def _step(run: Run) -> torch.Tensor:
@@ -148,6 +149,8 @@ def _evaluate(run: Run) -> float:
 
 
 def _save(run: Run, step: int) -> None:
+    if run.observer is not None:
+        run.observer.flush()  # the records up to here are as safe as the checkpoint
     state = {
         "steps": step,
         "sampler": dict(run.sampler.state_dict()),

@@ -1,0 +1,13 @@
+"""Fine-tune the embedded model in each seed scenario on 4 CPU ranks and compare what the metrics show.
+
+python launch/demo.py            # what `make demo` runs; results in runs/demo
+"""
+
+from __future__ import annotations
+
+import sys
+
+from finetune.demo import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
