@@ -14,9 +14,9 @@ from finetune import vocabulary as words
 
 Item = TypeVar("Item")
 Row = tuple[str, str, str]  # instruction, input, output
-MONTHS = tuple(
-    ["January", "February", "March", "April", "May", "June"]
-    + ["July", "August", "September", "October", "November", "December"]
+MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
 )
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
