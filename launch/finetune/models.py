@@ -111,7 +111,7 @@ def save(loaded: LoadedModel, model: torch.nn.Module, directory: Path, state_dic
         for leftover in (partial, previous):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
-        writer.save_pretrained(partial, state_dict=model.state_dict() if state_dict is None else state_dict)
+        writer.save_pretrained(partial, state_dict=_without_tied(writer, state_dict or model.state_dict()))
         if loaded.kind == "openpangu":
             _add_openpangu(loaded, partial)
         else:
@@ -123,6 +123,12 @@ def save(loaded: LoadedModel, model: torch.nn.Module, directory: Path, state_dic
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ModelError(f"cannot save the model to {directory} ({error}): choose a writable disk with room") from error
+
+
+def _without_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out what is tied to another weight: gathered copies no longer share memory, so nobody could see it."""
+    tied = (model._tied_weights_keys or ()) if model.config.tie_word_embeddings else ()  # names: a dict or a list
+    return {name: value for name, value in state_dict.items() if name not in tied}
 
 
 def _add_openpangu(loaded: LoadedModel, directory: Path) -> None:
@@ -189,16 +195,26 @@ def _causal_lm(source: str, path: Path, gguf: str | None, dtype: torch.dtype, ki
     """What transformers knows by itself; ``gguf`` is a file in ``path``, dequantised to ``dtype``."""
     chosen = {} if gguf is None else {"gguf_file": gguf}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False, **{DTYPE_ARGUMENT: dtype}, **chosen
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **{DTYPE_ARGUMENT: dtype},
+            **chosen,
         )
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False, **chosen)
     except ImportError as error:
         raise ModelError(f"model {source!r} needs a package that is missing: {_first_line(error)}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # foreign files in a dozen foreign parsers: any of their errors means the same
         raise ModelError(
             f"model {source!r} cannot be loaded as a causal language model without remote code: {_first_line(error)}"
         ) from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ModelError(
+            f"model {source!r} lacks {len(missing)} weights (first: {missing[0]}), which would be random: complete it"
+        )
     if gguf is not None:
         model = _unquantised(model, dtype)
     return _checked(LoadedModel(model.to(dtype), tokenizer, source, kind, path))
