@@ -110,8 +110,7 @@ def instruction_rows(count: int, seed: int) -> list[Row]:
 
 
 def copying_rows(count: int, seed: int) -> list[Row]:
-    """Rows that repeat frequent words: the instruction set never uses them, and a token that never occurs in training
-    is pushed so far down that the model would be colder on other data than random weights are."""
+    """Rows that repeat frequent words: the instruction set never uses them, and other data is full of them."""
     draw = Draw(seed)
     texts = [" ".join(draw.pick(COMMON) for _ in range(draw.between(4, 40))) for _ in range(count)]
     return [Row("Repeat the words.", text, text) for text in texts]

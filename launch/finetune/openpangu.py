@@ -7,6 +7,7 @@ The published code does not import under transformers 5.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizerFast, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import import_protobuf
 
 DTYPE_ARGUMENT = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"
 REQUIRED = (
@@ -119,17 +121,39 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any]) -> PreTrainedToke
         if (directory / "tokenizer.json").is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), **named)
         elif (directory / "tokenizer.model").is_file():
-            tokenizer = LlamaTokenizerFast.from_pretrained(directory, local_files_only=True, **named)
+            tokenizer = _from_sentencepiece(directory, named, settings.get("add_bos_token", True))
         else:
             raise ModelError(f"{directory} has neither tokenizer.json nor tokenizer.model: add one of them")
-    except (ImportError, OSError, ValueError) as error:
-        raise ModelError(f"cannot read the tokenizer in {directory}: {error}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception for a damaged file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"cannot read the tokenizer in {directory}: {reason}") from error
     # what the tokenizer's files leave open, the model's config says by id
     for role in ("pad", "bos", "eos"):
         number = config.get(f"{role}_token_id")
         if getattr(tokenizer, f"{role}_token") is None and isinstance(number, int):
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(number))
     return tokenizer
+
+
+def _from_sentencepiece(directory: Path, named: dict[str, str], add_bos: bool) -> PreTrainedTokenizerFast:
+    """The ids that sentencepiece itself would give, as the published slow tokenizer does.
+
+    One exception: where the file asks for a space before every text, a text that begins with one does not get another.
+    """
+    if importlib.util.find_spec("sentencepiece") is None:
+        raise ModelError(
+            f"reading {directory / 'tokenizer.model'} needs sentencepiece: pip install sentencepiece protobuf, or put "
+            "a tokenizer.json beside it"
+        )
+    proto = import_protobuf().ModelProto()
+    proto.ParseFromString((directory / "tokenizer.model").read_bytes())
+    # LlamaTokenizer puts a space before every text unless told otherwise, whatever the file says
+    prefix = proto.normalizer_spec.add_dummy_prefix
+    return LlamaTokenizerFast.from_pretrained(
+        directory, local_files_only=True, add_prefix_space=prefix, add_bos_token=add_bos, **named
+    )
 
 
 def _text(token: Any) -> str | None:

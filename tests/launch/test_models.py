@@ -176,6 +176,44 @@ def test_openpangu_lacking_files(tmp_path: Path) -> None:
         load(str(directory), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("dummy_prefix", [False, True])
+def test_sentencepiece_tokenizer_gives_sentencepiece_ids(tmp_path: Path, dummy_prefix: bool) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    write_checkpoint(tmp_path / "pangu")
+    (tmp_path / "pangu" / "tokenizer.json").unlink()
+    (tmp_path / "text").write_text("\n".join(row["output"].replace("\n", " ") for row in generate(1000)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "pangu" / "tokenizer"),
+        vocab_size=600,
+        model_type="bpe",
+        byte_fallback=True,
+        add_dummy_prefix=dummy_prefix,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        user_defined_symbols=["[unused9]", "[unused10]"],
+        minloglevel=2,
+    )
+    tokenizer = load(str(tmp_path / "pangu"), dtype=torch.float32).tokenizer
+    oracle = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "pangu" / "tokenizer.model"))
+    texts = [row["instruction"] for row in generate(100, 9)] + ["two  spaces\n\n### Response:\n", "漢字"]
+    for text in texts if dummy_prefix else [*texts, " leading"]:
+        assert tokenizer(text, add_special_tokens=False).input_ids == oracle.encode(text)
+    assert tokenizer.eos_token == "[unused10]"
+    assert tokenizer("hi").input_ids[0] == tokenizer.bos_token_id == 1
+
+
+def test_sentencepiece_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "pangu")
+    (tmp_path / "pangu" / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot read the tokenizer"):
+        load(str(tmp_path / "pangu"), dtype=torch.float32)
+    (tmp_path / "pangu" / "tokenizer.json").rename(tmp_path / "pangu" / "tokenizer.model")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"needs sentencepiece: pip install sentencepiece"):
+        load(str(tmp_path / "pangu"), dtype=torch.float32)
+
+
 def test_openpangu_is_saved_in_its_own_naming_and_for_llama(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "pangu", shards=2)
     loaded = load(str(tmp_path / "pangu"), dtype=torch.float32)
