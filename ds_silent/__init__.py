@@ -1,6 +1,6 @@
 """See every worker of a data-parallel training: a DeepSpeed extension switched on by one config block.
 
-    engine, optimizer, loader, scheduler = ds_silent.initialize(model=model, config="ds_config.json")
+engine, optimizer, loader, scheduler = ds_silent.initialize(model=model, config="ds_config.json")
 """
 
 from ds_silent.attach import attach, initialize, observer_of

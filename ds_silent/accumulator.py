@@ -66,12 +66,14 @@ class Accumulator:
         square: bool = True,
         sketching: bool = True,
     ) -> None:
-        """Add ``weight * (previous + values)`` to the sketch, and its squared norm; ``sketching`` and ``square`` False leave one out.
+        """Add ``weight * (previous + values)`` to the sketch, and its squared norm.
 
         Args:
             index: which tensor.
             values: elements ``start`` to ``start + values.numel()`` of it, any shape, any floating dtype.
             previous: the same elements accumulated so far; the sum is rounded to its dtype, as accumulation does.
+            square: False leaves the squared norm out.
+            sketching: False leaves the sketch out.
         """
         flat = values.detach().reshape(-1)
         before = None if previous is None else previous.detach().reshape(-1)

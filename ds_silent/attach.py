@@ -45,7 +45,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     arguments = inspect.signature(_deepspeed_initialize).bind(*args, **kwargs).arguments
     try:
         config = _block_of(arguments)
-        result = _deepspeed_initialize(*args, **kwargs)
+        result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
         if config is not None:
             observer = attach(result[0], config)
             data = arguments.get("training_data")

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_silent.sketch import fold
+
 GATHER_LIMIT = 64
 # torch 2.13 renamed the flat all-gather and warns at the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -73,7 +75,7 @@ class LocalSample:
     sketch: Tensor | None = None  # (k,) of the local accumulated gradient
     aggregate: Tensor | None = None  # (k,) of the owned part of the aggregated gradient
     layer_squares: Tensor | None = None  # (L,)
-    layer_sketches: Tensor | None = None  # (L, layer_size)
+    layer_sketches: Tensor | None = None  # (L, k); sent folded to layer_size
     gram: Tensor | None = None  # (N, N) this rank's part of the exact inner products; sets ``gram_seen``
 
 
@@ -119,7 +121,8 @@ class _Landing:
         """The landed fp32 values; the copy was started a step ago."""
         if not self._on_host:
             self._event.synchronize()
-            return self._host
+            host: Tensor = self._host
+            return host
         if self._work is not None:
             self._work.wait()
         return self._source
@@ -151,7 +154,7 @@ class GatherExchange:
         step, self._step = self._step, None
         layout = self._layout
         rows = self._landing.result().view(self._ranks, -1).double()
-        scalars, sketches, aggregates, layers, grams = rows.split(layout.parts, dim=1)
+        scalars, sketches, aggregates, layers, grams = torch.split(rows, layout.parts, dim=1)
         names, squares = _unpack_scalars(layout, scalars)
         return Gathered(
             step=step,
@@ -160,7 +163,7 @@ class GatherExchange:
             layer_squares=squares,
             gram=_gram(names, grams.sum(0), self._ranks),
             sketches=sketches,
-            layer_sketches=layers.unflatten(1, (layout.layers, -1)) if layout.layers else None,
+            layer_sketches=layers.reshape(self._ranks, layout.layers, layout.layer_size) if layout.layers else None,
         )
 
     def drain(self) -> list[Gathered]:
@@ -237,7 +240,7 @@ class ConstantSizeExchange:
         return complete
 
     def drain(self) -> list[Gathered]:
-        """Everything that is still under way, without a further collective; the last lacks the cosines with the rest."""
+        """Everything still under way, without a further collective; the last lacks the cosines with the rest."""
         records = [self.collect(), self._incomplete]
         self._incomplete = None
         return [record for record in records if record is not None]
@@ -255,9 +258,10 @@ def make_exchange(
 
 
 def _pack(layout: Layout, sample: LocalSample, out: Tensor) -> None:
-    scalars, *vectors = out.split(layout.parts)
+    scalars, *vectors = torch.split(out, layout.parts)
     _pack_scalars(layout, sample, scalars)
-    values = (sample.sketch, sample.aggregate, sample.layer_sketches, sample.gram)
+    layers = None if sample.layer_sketches is None else fold(sample.layer_sketches, layout.layer_size)
+    values = (sample.sketch, sample.aggregate, layers, sample.gram)
     for part, value in zip(vectors, values, strict=True):
         part.zero_() if value is None else part.copy_(value.reshape(-1))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_silent import statistics
 from ds_silent.exchange import Gathered, Layout
-from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Seconds, StepRecord
+from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, Seconds, StepRecord
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,14 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
         )
     if layout.size == 0:  # direction off
         stats = GradNormStats(aggregated=aggregated)
-        return _Gradients(stats if norms is None else statistics.norm_stats(norms, "exact", aggregated), DirectionStats())
+        return _Gradients(
+            stats if norms is None else statistics.norm_stats(norms, "exact", aggregated), DirectionStats()
+        )
 
     if gathered.sketches is not None:
         cosines = statistics.cosines_of(gathered.sketches)
-        method, norms = ("sketch", gathered.sketches.norm(dim=1) / scale) if norms is None else ("exact", norms)
+        method: Method = "sketch" if norms is None else "exact"
+        norms = gathered.sketches.norm(dim=1) / scale if norms is None else norms
         gram = statistics.gram_of(cosines, norms)
         return _Gradients(
             statistics.norm_stats(norms, method, aggregated),
@@ -103,8 +106,10 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
             cosines,
         )
 
-    assert gathered.unit_sum is not None and gathered.mean_sketch is not None
-    method, norms = ("sketch", scalars["sketch_squared"].sqrt() / scale) if norms is None else ("exact", norms)
+    assert gathered.unit_sum is not None
+    assert gathered.mean_sketch is not None
+    method = "sketch" if norms is None else "exact"
+    norms = scalars["sketch_squared"].sqrt() / scale if norms is None else norms
     direction = statistics.constant_size_direction(
         gathered.unit_sum, scalars.get("cosine_with_rest"), len(scale), layout.size
     )
@@ -132,9 +137,7 @@ def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple
         norms = sketches[:, index].norm(dim=1) if exact is None else exact[:, index]
         mean, std, _ = statistics.dispersion(norms)
         cosines = statistics.cosines_of(sketches[:, index])
-        direction = statistics.direction_stats(
-            statistics.gram_of(cosines, norms), cosines, "sketch", layout.layer_size
-        )
+        direction = statistics.direction_stats(statistics.gram_of(cosines, norms), cosines, "sketch", layout.layer_size)
         if direction.mean_cosine is None or direction.standard_error is None:
             return ()
         cv = std / mean if mean != 0.0 else float("nan")

@@ -159,9 +159,7 @@ class Observer:
         if self._sink is not None:
             message = f"ds_silent broke on rank {', '.join(map(str, ranks))} at step {step} and stopped observing."
             remedy = "The training is not affected; please report the warning that the rank printed."
-            self._sink.write_event(
-                Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy)
-            )
+            self._sink.write_event(Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy))
 
     def _stop(self) -> None:
         self._observing = False

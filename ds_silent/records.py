@@ -69,7 +69,7 @@ class CoverageStats:
 
 @dataclass(frozen=True)
 class IntegrityStats:
-    """|aggregate - mean of locals| relative to the mean's norm, what rounding explains, and groups of equal replicas."""
+    """|aggregate - mean of locals| / |mean of locals|, what rounding explains of it, and groups of equal replicas."""
 
     relative_error: float | None = None
     rounding_bound: float | None = None

@@ -138,7 +138,7 @@ def fold(signed: Tensor, size: int) -> Tensor:
     """(..., m) to (..., size): element i is added to bucket i % size. Folding in two steps equals folding in one."""
     length = signed.shape[-1]
     padded = torch.nn.functional.pad(signed, (0, -length % size))
-    return padded.unflatten(-1, (-1, size)).sum(-2)
+    return padded.view(*signed.shape[:-1], -1, size).sum(-2)
 
 
 def effective_size(size: int) -> float:

@@ -141,9 +141,7 @@ def noise_scale(mean_squared: float, squared_mean: float, ranks: int, batch: flo
     return noise / signal if signal != 0.0 else math.nan
 
 
-def constant_size_direction(
-    unit_sum: Tensor, cosine_with_rest: Tensor | None, ranks: int, size: int
-) -> DirectionStats:
+def constant_size_direction(unit_sum: Tensor, cosine_with_rest: Tensor | None, ranks: int, size: int) -> DirectionStats:
     """Direction statistics above the gather limit, from the sum of unit sketches alone.
 
     sum over i != j of cos(g_i, g_j) = |sum of g_i/|g_i||^2 - N. Pairs are not known, so min and max of the pairs are

@@ -7,7 +7,7 @@ The model has what bites: weights tied between embedding and output, a frozen pa
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,9 @@ class Probe(nn.Module):
     def __init__(self, checkpointing: str | None):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)
+        )
         self.sometimes = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -126,7 +128,9 @@ def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool 
     model = Probe(case.checkpointing)
     copy = Probe(None)
     rank = dist.get_rank()
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled))
+    engine, *_ = ds_silent.initialize(
+        model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled)
+    )
     generator = torch.Generator().manual_seed(99 + rank)
     losses, expected = [], []
     for step in range(steps):
@@ -154,7 +158,9 @@ def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool 
             import json
 
             layers = tuple(json.loads(line) for line in (output_dir / "layers.jsonl").read_text().splitlines())
-    trace = Trace(_hash_weights(engine), _hash_optimizer(engine), tuple(losses), records, tuple(e for e in expected if e), layers)
+    trace = Trace(
+        _hash_weights(engine), _hash_optimizer(engine), tuple(losses), records, tuple(e for e in expected if e), layers
+    )
     engine.destroy()
     return trace
 
@@ -223,7 +229,9 @@ def oracle(losses: list[float], gradients: list[dict[str, Tensor]], step: int, s
     count = len(losses)
     vectors = [torch.cat(list(grads.values())) for grads in gradients]
     norms = [float((v * v).sum()) ** 0.5 for v in vectors]
-    cosine = [[float((a * b).sum()) / (norms[i] * norms[j]) for j, b in enumerate(vectors)] for i, a in enumerate(vectors)]
+    cosine = [
+        [float((a * b).sum()) / (norms[i] * norms[j]) for j, b in enumerate(vectors)] for i, a in enumerate(vectors)
+    ]
     pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
     mean_gradient = sum(vectors) / count
     squared_mean = float((mean_gradient * mean_gradient).sum())
@@ -236,7 +244,9 @@ def oracle(losses: list[float], gradients: list[dict[str, Tensor]], step: int, s
     with_others = []
     for i, vector in enumerate(vectors):
         others = sum(v for j, v in enumerate(vectors) if j != i) / max(count - 1, 1)
-        with_others.append(float((vector * others).sum()) / (norms[i] * float((others * others).sum()) ** 0.5) if count > 1 else None)
+        with_others.append(
+            float((vector * others).sum()) / (norms[i] * float((others * others).sum()) ** 0.5) if count > 1 else None
+        )
 
     def spread(values: list[float]) -> dict[str, float]:
         mean = sum(values) / count
@@ -274,5 +284,12 @@ def _hash_optimizer(engine: Any) -> str:
     return digest.hexdigest()
 
 
-def with_options(case: Case, **changes: Any) -> Case:
-    return replace(case, **changes)
+def oracle_layers(gradients: list[dict[str, Tensor]]) -> dict[str, tuple[float, float, float]]:
+    """Layer name -> (mean norm, norm CV, mean pairwise cosine), from the parameters whose names the layer begins."""
+    truth = {}
+    for layer in ("embedding", "layers.0", "layers.1", "sometimes", "norm"):
+        own = [{n: v for n, v in grads.items() if n.startswith(layer + ".")} for grads in gradients]
+        numbers = oracle([0.0] * len(own), own, 1, len(own))
+        norm = numbers["grad_norm"]
+        truth[layer] = (norm["mean"], norm["std"] / norm["mean"], numbers["mean_cosine"])
+    return truth

@@ -81,7 +81,8 @@ class DeepSpeedCapture:
         self._engine = engine
         self._memory_mb = config.direction.exact_memory_mb
         # engine.data_parallel_group may be None; the sequence-data-parallel group is the dense one
-        self.group: dist.ProcessGroup = engine.seq_data_parallel_group or dist.group.WORLD
+        group = engine.seq_data_parallel_group
+        self.group: dist.ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
         self.device: torch.device = torch.device(engine.device)
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
@@ -103,6 +104,7 @@ class DeepSpeedCapture:
 
         self._listener: Listener | None = None
         self._undo: list[Callable[[], None]] = []
+        self._failure: Exception | None = None
         self._scales_loss = bool(engine.fp16_enabled()) or getattr(engine, "torch_autocast_z0_gradscaler", None)
         self._fires = [0] * len(named)
         self._captured = [False] * len(named)
@@ -162,7 +164,7 @@ class DeepSpeedCapture:
         self._loss_scale: Tensor | None = None
         self._leftover: Tensor | None = None
         self._gram: Tensor | None = None
-        self._failure: Exception | None = None
+        self._failure = None
 
     # -- connecting and disconnecting ---------------------------------------------------------------------------
 
@@ -222,7 +224,7 @@ class DeepSpeedCapture:
             def keep_scale(gradient: Tensor) -> None:
                 self._loss_scale = gradient.detach().float() * steps
 
-            loss.register_hook(keep_scale)
+            loss.register_hook(keep_scale)  # type: ignore[no-untyped-call]
         return original(loss, *args, **kwargs)
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
@@ -456,7 +458,9 @@ def aggregated_gradients(
         return _slices(held, offsets, rank * total // ranks, (rank + 1) * total // ranks)
     if stage == 3:
         shards = getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", None)
-        return None if shards is None or ranks != engine.optimizer.partition_count else _shards(parameters, shards, rank)
+        return (
+            None if shards is None or ranks != engine.optimizer.partition_count else _shards(parameters, shards, rank)
+        )
     if all(hasattr(parameter, "_hp_mapping") for parameter in parameters):
         return _fragments(parameters)
     return None

@@ -1,0 +1,156 @@
+"""Every number of a record against a naive float64 computation, and every weight against a run without the block."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.matrix import COVERING, FULL
+from tests.training import DTYPES, Case, Trace, oracle_layers, train
+
+STEPS = 10
+SKETCH_SIZE = 1024  # of tests.training.Case.config
+EFFECTIVE = 1 / (1 / SKETCH_SIZE + 1 / (8 * SKETCH_SIZE))
+
+
+def run_cases(cases: tuple[Case, ...], directory: str) -> list[tuple[Trace, Trace]]:
+    """On every rank: each case with the block and without it."""
+    results = []
+    for number, case in enumerate(cases):
+        folder = Path(directory) / str(number)
+        observed = train(case, folder / "on", STEPS, enabled=True, oracle=True)
+        plain = train(case, folder / "off", STEPS, enabled=False)
+        results.append((observed, plain))
+    return results
+
+
+def chunks(cases: tuple[Case, ...], size: int) -> list[tuple[Case, ...]]:
+    return [cases[first : first + size] for first in range(0, len(cases), size)]
+
+
+@pytest.mark.parametrize("cases", chunks(COVERING, 9), ids=lambda cases: f"{len(cases)}-cases")
+def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path)), timeout=280))
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    cases = (Case(stage=1, accumulation=2), Case(dtype="bf16"), Case(method="exact", stage=2, accumulation=2))
+    check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path)), timeout=280))
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    [[(observed, plain)]] = run_distributed(run_cases, 1, ((Case(),), str(tmp_path)))
+    assert observed.weights == plain.weights
+    assert len(observed.records) == STEPS
+    assert observed.records[0]["direction"]["mean_cosine"] is None  # no pair exists: null, not 0 or 1
+    assert observed.records[0]["noise_scale"] is None
+    assert observed.records[0]["grad_norm"]["std"] == 0.0
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cases", chunks(FULL, 12), ids=lambda cases: f"stage{cases[0].stage}-{cases[0].dtype}")
+def test_full_matrix(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path)), timeout=1100))
+
+
+def check(cases: tuple[Case, ...], results: list[list[tuple[Trace, Trace]]]) -> None:
+    for number, case in enumerate(cases):
+        for rank, of_rank in enumerate(results):
+            observed, plain = of_rank[number]
+            assert observed.weights == plain.weights, (case, rank)
+            assert observed.optimizer == plain.optimizer, (case, rank)
+            assert observed.losses == plain.losses, (case, rank)
+        trace = results[0][number][0]
+        steps = [step for step in range(1, STEPS + 1) if step % case.interval == 0]
+        assert [record["step"] for record in trace.records] == steps, case
+        for record in trace.records:
+            check_record(case, record, trace.oracle[record["step"] - 1])
+        if case.per_layer:
+            check_layers(trace)
+
+
+def check_record(case: Case, record: dict[str, Any], truth: dict[str, Any]) -> None:
+    """Tolerances, from the arithmetic, with u the unit roundoff of the training dtype (0 for fp32, whose sums of some
+    thousand products are good to 1e-6):
+
+    * The oracle adds micro-batches in float64. The training rounds each element once per addition, by at most u of
+      its value, so accumulated gradients differ by at most u |g| per addition: norms by u, cosines by 2 u.
+    * The reduction adds N such gradients and divides: N roundings more for the aggregate.
+    """
+    where = (case, record["step"])
+    ranks = len(truth["loss"]["per_rank"])
+    u = 0.0 if case.dtype == "fp32" else torch.finfo(DTYPES[case.dtype]).eps / 2
+    additions = 0 if case.top else case.accumulation - 1  # grad_accum_dtype fp32 adds without rounding
+    rounding = 1e-6 + u * additions
+    assert record["samples"] == truth["samples"], where
+    assert record["world_size"] == ranks
+    for name in ("mean", "std", "range"):  # a loss is fp32, whatever the training dtype
+        assert record["loss"][name] == pytest.approx(truth["loss"][name], rel=1e-6, abs=2e-6), (where, name)
+    assert record["loss"]["per_rank"] == pytest.approx(truth["loss"]["per_rank"], rel=1e-6), where
+
+    norms, true_norms = record["grad_norm"], truth["grad_norm"]
+    assert norms["aggregated"] == pytest.approx(true_norms["aggregated"], rel=rounding + u * ranks), where
+    expect_sketch = case.method != "exact" and case.stage >= 2 and case.accumulation > 1
+    if case.method == "off" and expect_sketch:
+        assert norms["per_rank"] is None
+    else:
+        error = 5 / math.sqrt(2 * EFFECTIVE) if expect_sketch else rounding
+        assert norms["method"] == ("sketch" if expect_sketch else "exact"), where
+        assert norms["per_rank"] == pytest.approx(true_norms["per_rank"], rel=error), where
+        assert norms["mean"] == pytest.approx(true_norms["mean"], rel=error), where
+        size = true_norms["mean"]
+        assert norms["std"] == pytest.approx(true_norms["std"], abs=error * size), where
+        assert norms["range"] == pytest.approx(true_norms["range"], abs=2 * error * size), where
+        assert norms["cv"] == pytest.approx(norms["std"] / norms["mean"], rel=1e-12), where
+
+    check_direction(case, record, truth, 1e-6 + 2 * u * additions)
+
+
+def check_direction(case: Case, record: dict[str, Any], truth: dict[str, Any], rounding: float) -> None:
+    where = (case, record["step"])
+    direction, cosine = record["direction"], truth["cosine"]
+    if case.method == "off":
+        assert set(direction.values()) == {None}, where
+        return
+    exactly = case.method == "exact" or (case.exact_interval and record["step"] % case.exact_interval == 0)
+    assert direction["method"] == ("exact" if exactly else "sketch"), where
+    ranks = len(cosine)
+    pairs = [(cosine[i][j], (i, j)) for i in range(ranks) for j in range(i + 1, ranks)]
+
+    def tolerance(value: float) -> float:
+        return rounding if exactly else 5 * (1 - value**2) / math.sqrt(EFFECTIVE) + rounding
+
+    widest = max(tolerance(value) for value, _ in pairs)
+    assert direction["mean_cosine"] == pytest.approx(truth["mean_cosine"], abs=widest), where
+    assert direction["min_cosine"] == pytest.approx(min(pairs)[0], abs=widest), where
+    assert direction["max_cosine"] == pytest.approx(max(pairs)[0], abs=widest), where
+    named = {pair: value for value, pair in pairs}
+    assert named[tuple(direction["min_pair"])] == pytest.approx(min(pairs)[0], abs=2 * widest), where
+    assert named[tuple(direction["max_pair"])] == pytest.approx(max(pairs)[0], abs=2 * widest), where
+    # the mean of the others is a shorter vector than its terms: its sketch's error is that of one cosine
+    assert direction["per_rank"] == pytest.approx(truth["per_rank_cosine"], abs=widest), where
+    if exactly:
+        assert direction["standard_error"] == 0.0, where
+    else:
+        error = abs(direction["mean_cosine"] - truth["mean_cosine"])
+        assert error <= 5 * direction["standard_error"] + rounding, where
+    # the noise scale is a ratio whose denominator may be near 0: compare it where the data define it well
+    if exactly and case.dtype == "fp32":
+        assert record["noise_scale"] == pytest.approx(truth["noise_scale"], rel=1e-4), where
+
+
+def check_layers(trace: Trace) -> None:
+    first = trace.layers[0]
+    truth = oracle_layers(trace.oracle[0]["layers"])
+    assert [layer["name"] for layer in first["layers"]] == list(truth)
+    for layer in first["layers"]:
+        mean_norm, norm_cv, mean_cosine = truth[layer["name"]]
+        assert layer["mean_norm"] == pytest.approx(mean_norm, rel=1e-6), layer
+        assert layer["norm_cv"] == pytest.approx(norm_cv, abs=1e-6), layer
+        assert layer["mean_cosine"] == pytest.approx(mean_cosine, abs=5 * layer["standard_error"] + 1e-6), layer
