@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +21,12 @@ from typing import Annotated
 import torch
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from finetune.data import Row
 from finetune.encoding import Example, collate, encode, prompt_of
 from finetune.instructions import generate
+from finetune.models import LoadedModel, ModelError, load, save
 from finetune.settings import Template
 from finetune.tasks import Draw
 from finetune.vocabulary import COMMON
@@ -174,11 +174,11 @@ def dispersion(
 
 def check(source: Path, ranks: int) -> None:
     """Prints the dispersion of the model in ``source`` beside that of random weights, on the fine-tune's rows."""
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    loaded = load(str(source), dtype=torch.float32)
+    tokenizer = loaded.tokenizer
     examples = encode_rows(tokenizer, instruction_rows(4096, 0))
     torch.manual_seed(0)
-    warm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    for name, model in {"random": build_model(), "warm": warm}.items():
+    for name, model in {"random": build_model(), "warm": loaded.model}.items():
         figures = dispersion(model, examples, tokenizer.pad_token_id, ranks=ranks)
         print(f"{name:8s}" + "".join(f"  {key} {value:.3f}" for key, value in figures.items()), flush=True)
 
@@ -201,9 +201,8 @@ def main(
         model = build_model()
         print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
         warm_up(model, tokenizer, steps, seed)
-        shutil.rmtree(output, ignore_errors=True)
-        model.to(torch.bfloat16).save_pretrained(output)
-        tokenizer.save_pretrained(output)
+        model.to(torch.bfloat16)
+        save(LoadedModel(model, tokenizer, str(output), "embedded"), model, output, None)
         make_portable(output)
         size = sum(path.stat().st_size for path in output.iterdir())
         print(f"{size / 2**20:.1f} MB in {output}")
@@ -212,4 +211,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except ModelError as error:
+        raise SystemExit(f"error: {error}") from None
