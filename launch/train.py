@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from finetune.settings import (
@@ -30,6 +29,7 @@ from finetune.settings import (
     checked,
 )
 
+USAGE_ERROR = typer.BadParameter.__bases__[0]  # click's UsageError, of which newer versions of typer have a copy
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 DATA, BATCH, SCHEDULE, SCENARIO, KEEP = "Model and data", "Batch", "Schedule", "Scenario", "Saving and showing"
@@ -157,8 +157,8 @@ def run() -> int:
     """The process's exit code. A mistake in the options is the same on every rank, so rank 0 alone says it."""
     try:
         return int(app(standalone_mode=False) or 0)
-    except click.ClickException as error:
-        sentence = error.format_message()
+    except USAGE_ERROR as error:
+        sentence = str(error.format_message())
     except UserError as error:
         sentence = str(error)
     if os.environ.get("RANK", "0") == "0":

@@ -65,7 +65,7 @@ def report(directory: Path) -> None:
     """Prints table, sentences and the TensorBoard command; writes ``scenarios.png`` into ``directory``."""
     curves = {case: read_curves(directory / case.name) for case in CASES}
     console = Console(soft_wrap=True)
-    console.print(table_of(curves))
+    console.print(table_of(curves), width=max(console.width, 110))
     draw(curves, directory / PICTURE)
     for sentence in (sharded_sentence(curves), replicated_sentence(curves)):
         console.print(sentence, highlight=False, markup=False)
@@ -166,8 +166,13 @@ def panel_title(label: str, key: str, curves: Mapping[Case, Curves]) -> str:
     return f"{label}: {finite[outlier]:.2f} {outlier.title},\n{min(others):.2f} to {max(others):.2f} the others"
 
 
+def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
+    """Of the last ``window`` values at each step, fewer at the start."""
+    return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
 def draw(curves: Mapping[Case, Curves], path: Path) -> None:
-    """The three metrics' curves side by side, one line per scenario, as PNG."""
+    """The three metrics' curves side by side, thin as measured and thick as a running mean of 5 steps, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -179,9 +184,10 @@ def draw(curves: Mapping[Case, Curves], path: Path) -> None:
             steps = [step for step, _ in getattr(found, key)]
             values = [value for _, value in getattr(found, key)]
             style = "-" if case.sampler == "sharded" else "--"
-            axis.plot(steps, values, style, color=f"C{position}", label=case.title, linewidth=1.6)
+            axis.plot(steps, values, color=f"C{position}", linewidth=0.7, alpha=0.35)
+            axis.plot(steps, running_mean(values), style, color=f"C{position}", label=case.title, linewidth=2.0)
         axis.set_title(panel_title(label, key, curves), fontsize=11)
-        axis.set_xlabel("optimizer step")
+        axis.set_xlabel("optimizer step (thick: mean of 5)")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar as hide_loading_bars
 
 import ds_silent
 from ds_silent import ConfigError, SinkError
@@ -58,6 +59,7 @@ def prepare(settings: Settings, ranks: Ranks) -> Prepared:
     """A collective; raises SystemExit on every rank after one of them has said what is wrong."""
     config, sizes = agreed(ranks, lambda: _config_and_sizes(settings, ranks), MISTAKES)
     rows = agreed(ranks, lambda: load_rows(settings.data), MISTAKES)
+    hide_loading_bars()
     loaded = agreed(ranks, lambda: load(settings.model, dtype=dtype_of(config), revision=settings.revision), MISTAKES)
 
     def examples_and_plan() -> tuple[Encoded, list[Example], list[Example], Plan]:

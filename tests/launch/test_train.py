@@ -1,0 +1,285 @@
+"""The fine-tune in real processes: two ranks that run many cases after one start, and one rank by the command line.
+
+The file is its own worker: torchrun starts it with a directory, and what happened is left there as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "bf16": {"enabled": False},
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 1},
+    "silent_consistency": {"direction": {"sketch_size": 256}},
+}
+SUBSET = ROOT.parent / "shared" / "data" / "alpaca_subset.json"
+ENVIRONMENT = {
+    **os.environ,
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'launch'}",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+# ---- the worker: every rank runs this ------------------------------------------------------------------------------
+
+
+def _worker(directory: Path) -> None:
+    from finetune import scenarios, trainer
+    from finetune.ranks import Ranks, join, reduce_int32
+    from finetune.settings import Settings, checked
+
+    ranks: Ranks = join()
+    found: dict[str, Any] = {}
+    usual = Settings(
+        deepspeed_config=str(directory / "config.json"),
+        micro_batch=2,
+        accumulation=2,
+        learning_rate=1e-3,
+        max_steps=4,
+        max_length=256,
+        scenario="s1-3",
+        log_every=1,
+        progress=False,
+        save_model=False,
+    )
+
+    def attempt(name: str, **options: Any) -> None:
+        """One run; its exit code, or how it ended."""
+        print(f"<{name}>", file=sys.stderr, flush=True)
+        settings = checked(dataclasses.replace(usual, **{"output": directory / name, **options}))
+        try:
+            outcome = trainer.train(settings, ranks)
+            found[name] = {"steps": outcome.steps, "stopped": outcome.stopped}
+        except SystemExit as ended:
+            found[name] = {"code": ended.code}
+        reduce_int32(ranks, [0])  # both ranks got here, whatever happened
+        print(f"</{name}>", file=sys.stderr, flush=True)
+
+    bad_row = str(directory / "bad.jsonl")
+    attempt("model", model=str(directory / "no-model"))
+    attempt("row", data=bad_row)
+    attempt("config", deepspeed_config=str(directory / "wrong.json"))
+    attempt("deepspeed", deepspeed_config=str(directory / "refused.json"))
+    attempt("one-rank", data=bad_row if ranks.rank == 1 else "embedded")
+    attempt("no-checkpoint", resume=True)
+    attempt("sink", deepspeed_config=str(directory / "unwritable.json"))
+
+    told = trainer.rank_seed
+    trainer.rank_seed = lambda scenario, seed, rank: scenarios.rank_seed(scenario, seed, 0)  # as if every rank were 0
+    attempt("seeds")
+    trainer.rank_seed = told
+
+    attempt("whole", eval_rows=10, eval_every=2, save_every=2, save_model=True)
+
+    step = trainer._step
+    calls = 0
+
+    def signalled(run: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if ranks.rank == 1 and calls == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(run)
+
+    trainer._step = signalled
+    attempt("parts", eval_rows=10, eval_every=2)
+    trainer._step = step
+    if ranks.is_first:
+        shutil.copytree(directory / "parts", directory / "damaged")
+        damaged = max((directory / "damaged/checkpoints/step-2").glob("*optim_states.pt"))
+        damaged.write_bytes(damaged.read_bytes()[:-100])
+    reduce_int32(ranks, [0])
+    attempt("damaged", resume=True, eval_rows=10)
+    attempt("other-seed", output=directory / "parts", resume=True, eval_rows=10, seed=43)
+    attempt("resumed", output=directory / "parts", resume=True, eval_rows=10, eval_every=2, save_model=True)
+    attempt("nothing-left", output=directory / "whole", resume=True, eval_rows=10, save_model=False)
+    if SUBSET.is_file():
+        attempt("alpaca", data=str(SUBSET), max_steps=12, accumulation=1, micro_batch=4, activation_checkpointing=True)
+    if ranks.is_first:
+        (directory / "found.json").write_text(json.dumps(found))
+
+
+# ---- the tests: pytest runs these ----------------------------------------------------------------------------------
+
+
+class Cases:
+    """What the two ranks left behind."""
+
+    def __init__(self, directory: Path, said: str) -> None:
+        self.directory = directory
+        self.found: dict[str, Any] = json.loads((directory / "found.json").read_text())
+        self._said = said
+
+    def errors(self, name: str) -> list[str]:
+        """The sentences of one case, over both ranks."""
+        part = re.search(rf"<{name}>\n(.*)</{name}>", self._said, re.DOTALL)
+        assert part is not None
+        assert "Traceback" not in part[1]
+        return [line for line in part[1].splitlines() if line.startswith("error: ")]
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """``train.jsonl`` without what a clock says."""
+        text = (self.directory / name / "train.jsonl").read_text()
+        return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    directory = tmp_path_factory.mktemp("two-ranks")
+    row = {"instruction": "a", "input": "", "output": "b"}
+    (directory / "bad.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "output": 3}) + "\n")
+    (directory / "file").write_text("not a directory")
+    for name, change in {
+        "config": {},
+        "wrong": {"silent_consistency": {"intervall": 1}},
+        "refused": {"zero_optimization": {"stage": 1, "overlap_com": True}},
+        "unwritable": {"silent_consistency": {"output_dir": str(directory / "file")}},
+    }.items():
+        (directory / f"{name}.json").write_text(json.dumps({**CONFIG, **change}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    done = subprocess.run(
+        [*command, str(directory)], env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return Cases(directory, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model", "no-model"),
+        ("row", "row 1 (counted from 0) of"),
+        ("config", 'did you mean "interval"'),
+        ("deepspeed", "overlap_com"),
+        ("one-rank", "text in column 'output', got int 3"),
+        ("no-checkpoint", "--resume found no checkpoint"),
+        ("sink", "output_dir"),
+        ("seeds", "scenario s1-3 with the sharded sampler wants rank 1 to have seed 43, but its generators hold 42"),
+        ("damaged", "is damaged"),
+        ("other-seed", "was made with seed 42, this run has 43"),
+    ],
+)
+def test_a_mistake_ends_all_ranks_with_one_sentence(cases: Cases, name: str, said: str) -> None:
+    assert cases.found[name] == {"code": 2}
+    sentences = cases.errors(name)
+    assert len(set(sentences)) == 1
+    assert said in sentences[0]
+
+
+def test_a_signal_on_one_rank_saves_and_stops_all_at_the_same_step(cases: Cases) -> None:
+    assert cases.found["parts"] == {"steps": 2, "stopped": True}
+    assert not list((cases.directory / "parts").glob("checkpoints/step-[!2]"))
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(cases: Cases) -> None:
+    assert cases.found["whole"] == cases.found["resumed"] == {"steps": 4, "stopped": False}
+    assert cases.lines("parts") == cases.lines("whole")
+    whole, parts = (cases.directory / name / "model" / "model.safetensors" for name in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
+
+
+def test_the_records_of_a_resumed_run_are_continuous(cases: Cases) -> None:
+    whole, parts = (
+        [json.loads(line) for line in (cases.directory / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    )
+    for record in whole + parts:
+        del record["seconds"]
+    assert [record["step"] for record in whole] == [1, 2, 3, 4]
+    assert parts == whole
+
+
+def test_the_log_has_every_step_and_the_linear_decay(cases: Cases) -> None:
+    lines = [line for line in cases.lines("whole") if "lr" in line]
+    assert [line["lr"] for line in lines] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert [line["step"] for line in cases.lines("whole") if "eval_loss" in line] == [2, 4]
+
+
+def test_the_observer_and_the_trainer_agree_on_the_loss(cases: Cases) -> None:
+    records = [json.loads(line) for line in (cases.directory / "whole" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in cases.lines("whole") if "loss" in line]
+    assert [record["loss"]["mean"] for record in records] == pytest.approx(losses, rel=1e-5)
+    assert records[-1]["epoch"] == pytest.approx(4 * 8 / (4096 - 10))
+
+
+def test_a_finished_run_has_nothing_left(cases: Cases) -> None:
+    assert cases.found["nothing-left"] == {"steps": 4, "stopped": False}
+
+
+def test_the_saved_model_is_loaded_by_transformers(cases: Cases) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(cases.directory / "whole" / "model")
+    start = AutoModelForCausalLM.from_pretrained(ROOT / "launch" / "finetune" / "embedded")
+    tokenizer = AutoTokenizer.from_pretrained(cases.directory / "whole" / "model")
+    assert tokenizer("a")["input_ids"]
+    changed = [bool((a != b).any()) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    assert all(changed)
+
+
+@pytest.mark.skipif(not SUBSET.is_file(), reason="the shared Alpaca rows are not here")
+def test_the_loss_on_alpaca_falls(cases: Cases) -> None:
+    losses = [line["loss"] for line in cases.lines("alpaca") if "loss" in line]
+    assert len(losses) == 12
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+
+
+def test_the_command_line_stops_with_its_own_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    arguments = ["--local_rank=0", "--deepspeed_config", str(tmp_path / "config.json"), "--max-steps", "100000"]
+    arguments += ["--output", str(tmp_path / "out"), "--micro-batch", "1", "--accumulation", "1", "--no-progress"]
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "train.py"), *arguments],
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+    ) as process:
+        log = tmp_path / "out" / "train.jsonl"
+        while process.poll() is None and not (log.is_file() and log.stat().st_size):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "--resume goes on" in said
+    assert (tmp_path / "out" / "checkpoints" / "latest").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--scenario", "s9"], "Invalid value for '--scenario'"),
+        (["--no-such-option"], "No such option"),
+        (["--eval-every", "3"], "--eval-every 3 needs rows to evaluate on"),
+    ],
+)
+def test_a_wrong_option_gets_one_sentence(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    assert train.run() == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert shown.count("\n") == 1
+    assert said in shown
+
+
+if __name__ == "__main__":
+    _worker(Path(sys.argv[1]))
