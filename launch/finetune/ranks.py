@@ -94,19 +94,29 @@ def agreed(ranks: Ranks, work: Callable[[], T], mistakes: tuple[type[Exception],
     raise SystemExit(1 if status else EXIT_USER_ERROR)
 
 
-def together(ranks: Ranks, work: Callable[[], T], mistakes: tuple[type[Exception], ...] = (UserError,)) -> T:
-    """``work()`` with collectives inside, whose mistakes all ranks make alike: nothing can be agreed after it.
+def together(
+    ranks: Ranks,
+    work: Callable[[], T],
+    mistakes: tuple[type[Exception], ...] = (UserError,),
+    alike: tuple[type[Exception], ...] = (),
+) -> T:
+    """``work()`` that has collectives inside, so that nothing can be agreed after it has failed.
+
+    Args:
+        mistakes: errors whose text is a sentence for the user.
+        alike: those among them that all ranks make together, so that rank 0 alone says it.
 
     Raises:
-        SystemExit: with ``EXIT_USER_ERROR`` after rank 0's sentence. A rank that fails alone says its own a little
-            later and leaves too, upon which the launcher ends the others.
+        SystemExit: with ``EXIT_USER_ERROR`` after the sentence; the ranks above 0 leave a little later, because a
+            launcher ends the others as soon as one leaves.
     """
     try:
         return work()
     except mistakes as error:
+        if ranks.is_first or not isinstance(error, alike):
+            say_error(str(error))
         if not ranks.is_first:
             time.sleep(SECONDS_FOR_RANK_0)
-        say_error(str(error))
         raise SystemExit(EXIT_USER_ERROR) from error
 
 

@@ -72,7 +72,7 @@ def train(settings: Settings, ranks: Ranks) -> Outcome:
         if settings.resume
         else None
     )
-    engine = together(ranks, lambda: engine_of(prepared, settings), (*MISTAKES, ValueError))
+    engine = together(ranks, lambda: engine_of(prepared, settings), (*MISTAKES, ValueError), alike=MISTAKES)
     sampler = ResumableSampler(prepared.plan, seed, ranks.rank)
     observer = ds_silent.observer_of(engine)
     run = Run(settings, ranks, prepared, engine, sampler, observer, facts)
