@@ -44,7 +44,7 @@ def save(engine: Any, directory: Path, step: int, client_state: dict[str, Any], 
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"rank {ranks.rank} could not write checkpoint step-{step} to {directory} ({reason}): see to space and "
+            f"rank {ranks.rank} could not finish checkpoint step-{step} in {directory} ({reason}): see to space and "
             "rights there, the checkpoint before is untouched"
         ) from error
 
