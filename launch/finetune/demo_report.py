@@ -65,7 +65,7 @@ def report(directory: Path) -> None:
     """Prints table, sentences and the TensorBoard command; writes ``scenarios.png`` into ``directory``."""
     curves = {case: read_curves(directory / case.name) for case in CASES}
     console = Console(soft_wrap=True)
-    console.print(table_of(curves), width=max(console.width, 110))
+    Console(width=max(console.width, 110)).print(table_of(curves))
     draw(curves, directory / PICTURE)
     for sentence in (sharded_sentence(curves), replicated_sentence(curves)):
         console.print(sentence, highlight=False, markup=False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+SHELLCHECK = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
 SCRIPTS = ("gpu.sh", "ascend.sh", "slurm.sbatch")
 
 
@@ -26,10 +28,10 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     )
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not on PATH")
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shellcheck_is_content(script: str) -> None:
-    found = subprocess.run(["shellcheck", str(LAUNCH / script)], capture_output=True, text=True, check=False)
+    found = subprocess.run([str(SHELLCHECK), str(LAUNCH / script)], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
 
 
