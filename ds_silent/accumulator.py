@@ -44,9 +44,10 @@ class Accumulator:
         self._offsets, self._numels = offsets, numels
         self._groups = groups or [0] * len(numels)
         self._count = max(self._groups, default=0) + 1
-        self._tables = torch.zeros(self._count, plan.width, device=plan.row_signs.device)
+        self._tables = torch.zeros(self._count, plan.width, device=plan.signs.device)
         self._table = list(self._tables)
         self._scratch = plan.new_scratch()
+        self._product = plan.new_scratch() if plan.block_rows > 1 else self._scratch
         self._sum_scratch: dict[torch.dtype, Tensor] = {torch.float32: self._scratch}
         self._work: dict[tuple[int, int, int], list[_Work]] = {}
         # One slot per piece of a whole tensor, and as many for its parts: squares are summed once, at the end.
@@ -85,10 +86,10 @@ class Accumulator:
                 part = torch.add(before[piece.begin : piece.end], part, out=self._sum(before.dtype, part.numel()))
             if part.dtype != torch.float32 or part.device != table.device:
                 part = self._scratch[: part.numel()].copy_(part, non_blocking=True)
-            if sketching:
-                sketch.add(self.plan, table, piece, part, weight)
             if square:
                 torch.dot(part, part, out=work.square)
+            if sketching:
+                sketch.add(self.plan, table, piece, part, self._product, weight)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """(G, k) sketches and (G,) squared norms of what was added since the last call; starts again from zero.

@@ -85,7 +85,7 @@ class DirectionConfig(_Block):
     """MiB of extra communication memory that the exact method may take; less memory means more, smaller pieces."""
 
     per_layer: bool = _switch(False)
-    """Norm and direction of every layer too."""
+    """Norm and direction of every layer too (up to 64 ranks; above, the cost per rank must not grow)."""
 
     @field_validator("sketch_size")
     @classmethod

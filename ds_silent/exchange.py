@@ -249,11 +249,9 @@ class ConstantSizeExchange:
 Exchange = GatherExchange | ConstantSizeExchange
 
 
-def make_exchange(
-    layout: Layout, group: dist.ProcessGroup, device: torch.device, gather_limit: int = GATHER_LIMIT
-) -> Exchange:
+def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device) -> Exchange:
     """The exchange that fits the group's size."""
-    small = dist.get_world_size(group) <= gather_limit
+    small = dist.get_world_size(group) <= GATHER_LIMIT
     return GatherExchange(layout, group, device) if small else ConstantSizeExchange(layout, group, device)
 
 

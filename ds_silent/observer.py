@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange import GATHER_LIMIT, Gathered, Layout, make_exchange
+from ds_silent.exchange import Gathered, Layout, make_exchange
 from ds_silent.measure import Context, measure
 from ds_silent.records import Event, Seconds, StepRecord
 from ds_silent.sinks import Sink
@@ -34,15 +34,13 @@ class Observer:
         output_dir: where that rank writes.
     """
 
-    def __init__(
-        self, capture: Capture, config: SilentConsistencyConfig, sink: Sink | None, gather_limit: int = GATHER_LIMIT
-    ):
+    def __init__(self, capture: Capture, config: SilentConsistencyConfig, sink: Sink | None):
         self.samples_per_epoch: int | None = None
         self.last_record: StepRecord | None = None
         self.output_dir = config.output_dir
         self._capture, self._config, self._sink = capture, config, sink  # sink: on the writing rank only
         self._layout = layout_of(config, dist.get_world_size(capture.group), len(capture.layer_names))
-        self._exchange = make_exchange(self._layout, capture.group, capture.device, gather_limit)
+        self._exchange = make_exchange(self._layout, capture.group, capture.device)
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
         self._observing, self._closed = True, False
         self._step_ended: float | None = None

@@ -60,7 +60,7 @@ class Case:
         if self.dtype == "bf16":
             config["bf16"] = {"enabled": True}
         if self.dtype == "fp16":
-            config["fp16"] = {"enabled": True, "initial_scale_power": 8}
+            config.setdefault("fp16", {"enabled": True, "initial_scale_power": 8})
         if enabled:
             config["silent_consistency"] = {
                 "output_dir": str(output_dir),

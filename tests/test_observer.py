@@ -1,0 +1,280 @@
+"""What the observer promises about itself: it ends everywhere at once, leaves no trace, hides nothing, never hangs."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_silent
+from ds_silent import exchange
+from ds_silent.capture.deepspeed import DeepSpeedCapture
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.distributed import run_distributed
+from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, Trace, train
+
+
+def build(case: Case, output_dir: Path, enabled: bool = True) -> Any:
+    torch.manual_seed(1234)
+    model = Probe(None)
+    engine, *_ = ds_silent.initialize(
+        model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled)
+    )
+    return engine
+
+
+def one_step(engine: Any, generator: torch.Generator) -> None:
+    loss = engine(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False)
+    engine.backward(loss)
+    engine.step()
+
+
+# -- an internal error -----------------------------------------------------------------------------
+
+
+def break_one_rank(directory: str, where: str) -> dict[str, Any]:
+    """Rank 1's observer breaks inside at step 3; the training goes on for 8."""
+    case, rank = Case(stage=1), dist.get_rank()
+    plain = train(case, Path(directory) / "off", 8, enabled=False)
+    engine = build(case, Path(directory) / "on")
+    observer = ds_silent.observer_of(engine)
+    assert observer is not None
+    capture = observer._capture
+    assert isinstance(capture, DeepSpeedCapture)
+    if rank == 1:
+        target, name = {"hook": (capture._accumulator, "add"), "boundary": (capture, "_aggregate")}[where]
+        original = getattr(target, name)
+
+        def breaks(*args: Any, **kwargs: Any) -> Any:
+            if capture.step == 3:
+                raise RuntimeError("injected")
+            return original(*args, **kwargs)
+
+        setattr(target, name, breaks)
+    generator = torch.Generator().manual_seed(99 + rank)
+    measuring = []
+    for _ in range(8):
+        one_step(engine, generator)
+        measuring.append(observer.measures(100))
+    from tests.training import _hash_weights
+
+    return {"measuring": measuring, "weights": _hash_weights(engine), "plain": plain.weights}
+
+
+@pytest.mark.parametrize("where", ["hook", "boundary"])
+def test_an_internal_error_ends_observation_on_all_ranks_at_the_same_step(where: str, tmp_path: Path) -> None:
+    results = run_distributed(break_one_rank, 2, (str(tmp_path), where))
+    for result in results:
+        assert result["measuring"] == [True] * 3 + [False] * 5  # step 4 reads what step 3 sent
+        assert result["weights"] == result["plain"]
+    assert [record["step"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")] == [1, 2]
+    [event] = read_events(tmp_path / "on" / "events.jsonl")
+    assert (event["kind"], event["step"], event["ranks"]) == ("observer-off", 3, [1])
+
+
+# -- a rank that is killed -------------------------------------------------------------------------
+
+
+def kill_one_rank(directory: str) -> None:
+    engine = build(Case(), Path(directory) / "on")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(20):
+        if step == 5 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        one_step(engine, generator)
+
+
+def test_when_a_rank_is_killed_the_others_end_and_the_records_stay(tmp_path: Path) -> None:
+    run_distributed(kill_one_rank, 2, (str(tmp_path),), timeout=60, may_die=(0, 1))
+    steps = [record["step"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")]
+    assert steps[:4] == [1, 2, 3, 4]
+
+
+# -- above the gather limit ------------------------------------------------------------------------
+
+
+def constant_size(directory: str) -> Trace:
+    exchange.GATHER_LIMIT = 1
+    return train(Case(stage=1, accumulation=2, per_layer=False), Path(directory), 6, enabled=True, oracle=True)
+
+
+def test_constant_size_exchange_matches_the_oracle(tmp_path: Path) -> None:
+    trace = run_distributed(constant_size, 4, (str(tmp_path),))[0]
+    assert [record["step"] for record in trace.records] == [1, 2, 3, 4, 5, 6]
+    for record, truth in zip(trace.records, trace.oracle, strict=True):
+        direction = record["direction"]
+        error = 5 / math.sqrt(1024)
+        assert direction["mean_cosine"] == pytest.approx(truth["mean_cosine"], abs=5 * direction["standard_error"])
+        assert direction["min_pair"] is None  # pairs are not known: null, not a guess
+        assert record["grad_norm"]["method"] == "exact"
+        assert record["grad_norm"]["per_rank"] == pytest.approx(truth["grad_norm"]["per_rank"], rel=1e-6)
+        assert record["grad_norm"]["aggregated"] == pytest.approx(truth["grad_norm"]["aggregated"], rel=1e-6)
+        if record["step"] < 6:
+            assert direction["per_rank"] == pytest.approx(truth["per_rank_cosine"], abs=error)
+        else:
+            assert direction["per_rank"] is None  # would have come with the next step's collective
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def record_collectives(directory: str) -> list[tuple[str, str, str]]:
+    """Every torch.distributed call that ds_silent makes, with dtype and reduction."""
+    import sys
+
+    seen: list[tuple[str, str, str]] = []
+
+    def recording(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals["__name__"].startswith("ds_silent"):
+                tensors = [a for a in args if isinstance(a, torch.Tensor)]
+                seen.extend((name, str(t.dtype), str(kwargs.get("op", "none"))) for t in tensors)
+                assert tensors, name
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in (
+        "all_reduce",
+        "all_to_all_single",
+        "broadcast",
+        "all_gather",
+        "reduce_scatter_tensor",
+        "reduce",
+        "barrier",
+    ):
+        setattr(dist, name, recording(name, getattr(dist, name)))
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "gather", "scatter"):
+        setattr(dist, name, recording(name, getattr(dist, name)))
+    exchange._all_gather = recording("all_gather_into_tensor", exchange._all_gather)
+    for limit in (64, 1):
+        exchange.GATHER_LIMIT = limit
+        for case in (Case(method="exact"), Case(stage=2, per_layer=limit == 64, exact_interval=2)):
+            train(case, Path(directory) / f"{limit}{case.stage}", 3, enabled=True)
+    return seen
+
+
+def test_collectives_are_those_that_every_backend_has(tmp_path: Path) -> None:
+    ranks = run_distributed(record_collectives, 2, (str(tmp_path),))
+    assert ranks[0] == ranks[1]  # the same calls in the same order
+    assert {name for name, _, _ in ranks[0]} == {"all_gather_into_tensor", "all_reduce", "all_to_all_single"}
+    for name, dtype, op in ranks[0]:
+        assert dtype in ("torch.float32", "torch.bfloat16", "torch.int32"), name
+        assert op in ("none", "RedOpType.SUM", "RedOpType.MIN", "RedOpType.MAX"), name
+
+
+# -- coming and going ------------------------------------------------------------------------------
+
+
+def attach_and_close(directory: str) -> dict[str, Any]:
+    case = Case(stage=2)
+    engine = build(case, Path(directory) / "on", enabled=False)
+    assert ds_silent.observer_of(engine) is None
+    parameters = list(engine.module.parameters())
+    before = (set(engine.__dict__), [dict(p._backward_hooks or {}) for p in parameters], len(engine._forward_hooks))
+    observer = ds_silent.attach(engine, {"output_dir": str(Path(directory) / "on"), "tensorboard": False})
+    assert observer is not None
+    assert ds_silent.observer_of(engine) is observer
+    with pytest.raises(ds_silent.ConfigError, match="already observed"):
+        ds_silent.attach(engine)
+    generator = torch.Generator().manual_seed(1)
+    one_step(engine, generator)
+    observer.close()
+    dist.barrier()  # rank 0 has written
+    after = (set(engine.__dict__), [dict(p._backward_hooks or {}) for p in parameters], len(engine._forward_hooks))
+    one_step(engine, generator)
+    return {
+        "left": sorted(after[0] - before[0]),
+        "hooks": before[1:] == after[1:],
+        "observer": ds_silent.observer_of(engine),
+        "steps": [r["step"] for r in read_metrics(Path(directory) / "on" / "metrics.jsonl")]
+        if dist.get_rank() == 0
+        else [1],
+    }
+
+
+def test_close_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    for result in run_distributed(attach_and_close, 2, (str(tmp_path),)):
+        assert result == {"left": ["_ds_silent_observer"], "hooks": True, "observer": None, "steps": [1]}
+
+
+def without_block(directory: str) -> list[Any]:
+    import deepspeed
+
+    kinds = []
+    for enabled in (None, False):
+        config = Case().config(Path(directory), enabled=bool(enabled))
+        if enabled is False:
+            config["silent_consistency"] = {"enabled": False, "nonsense": 1}
+        model = Probe(None)
+        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+        kinds.append(
+            (type(engine) is deepspeed.DeepSpeedEngine, ds_silent.observer_of(engine), "backward" in engine.__dict__)
+        )
+    return [kinds, os.listdir(directory)]
+
+
+def test_without_the_block_nothing_is_there(tmp_path: Path) -> None:
+    kinds, files = run_distributed(without_block, 1, (str(tmp_path),))[0]
+    assert kinds == [(True, None, False)] * 2
+    assert files == []
+
+
+# -- overflow --------------------------------------------------------------------------------------
+
+
+def overflow(directory: str) -> tuple[Trace, Trace]:
+    case = Case(stage=1, dtype="fp16", top={"fp16": {"enabled": True, "initial_scale_power": 30}})
+    observed = train(case, Path(directory) / "on", 6, enabled=True)
+    return observed, train(case, Path(directory) / "off", 6, enabled=False)
+
+
+def test_overflow_steps_are_recorded_as_what_they_are(tmp_path: Path) -> None:
+    observed, plain = run_distributed(overflow, 2, (str(tmp_path),))[0]
+    assert observed.weights == plain.weights
+    assert [record["step"] for record in observed.records] == [1, 2, 3, 4, 5, 6]
+    assert observed.records[0]["grad_norm"]["mean"] in ("inf", "nan")  # the scale is 2^30: every gradient overflows
+    assert observed.records[0]["direction"]["mean_cosine"] == "nan"
+    assert isinstance(observed.records[0]["loss"]["mean"], float)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def refuse(changes: dict[str, Any], directory: str) -> str:
+    config = Case().config(Path(directory), enabled=True) | changes
+    model = Probe(None)
+    with pytest.raises((ds_silent.ConfigError, ds_silent.SinkError)) as caught:
+        ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type OneBitAdam"),
+        ({"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-3}}}, "optimizer.type ZeroOneAdam"),
+        ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"silent_consistency": {"direction": {"sketch_size": 1000}}}, "sketch_size must"),
+        ({"silent_consistancy": {}}, 'did you mean "silent_consistency"'),
+    ],
+)
+def test_what_cannot_be_observed_is_refused_on_every_rank(changes: Any, sentence: str, tmp_path: Path) -> None:
+    for message in run_distributed(refuse, 2, (changes, str(tmp_path))):
+        assert sentence in message
+        assert "\n" not in message
+
+
+def test_an_output_dir_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    changes = {"silent_consistency": {"output_dir": str(tmp_path / "file" / "below"), "tensorboard": False}}
+    for message in run_distributed(refuse, 2, (changes, str(tmp_path))):
+        assert str(tmp_path / "file" / "below") in message
