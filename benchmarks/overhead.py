@@ -53,7 +53,7 @@ class Settings:
 
 
 def block(settings: Settings, **changes: Any) -> dict[str, Any]:
-    return {"output_dir": f"{settings.directory}/records", **changes}
+    return {"output_dir": f"{settings.directory}/records-{len(str(changes))}", **changes}
 
 
 @contextmanager
@@ -62,12 +62,21 @@ def plain(engine: Any, settings: Settings) -> Iterator[None]:
 
 
 def observed(**changes: Any) -> Callable[..., Any]:
+    """One observer for the whole benchmark, connected for its turns: files and plans are made once, as in training."""
+    made: list[ds_silent.Observer] = []
+
     @contextmanager
     def variant(engine: Any, settings: Settings) -> Iterator[None]:
-        observer = ds_silent.attach(engine, block(settings, **changes))
-        assert observer is not None
+        if made:
+            made[0]._capture.connect(made[0])
+        else:
+            observer = ds_silent.attach(engine, block(settings, **changes))
+            assert observer is not None
+            made.append(observer)
+            del engine.__dict__["_ds_silent_observer"]  # so that the other variants may attach theirs
         yield
-        observer.close()
+        made[0].flush()
+        made[0]._capture.close()
 
     return variant
 
@@ -200,16 +209,18 @@ def worker(rank: int, settings: Settings) -> None:
         step(engine, tokens)
     times: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
     extra = {}
-    for number in range(settings.rounds):
+    for number in range(-1, settings.rounds):  # round -1 is for files, first pictures and caches: not counted
         order = list(VARIANTS) if number % 2 == 0 else list(reversed(VARIANTS))
         for name in order:
-            before = tensor_bytes() if number == 0 else 0
+            before = tensor_bytes() if number < 0 else 0
             length = 10 if "interval 10" in name else settings.turn
             with VARIANTS[name](engine, settings):
                 step(engine, tokens)  # hooks, plans and caches are made once per training, not per step
-                if number == 0:
+                if number < 0:
                     extra[name] = tensor_bytes() - before
-                times[name].append([step(engine, tokens) for _ in range(length)])
+                turn = [step(engine, tokens) for _ in range(length)]
+                if number >= 0:
+                    times[name].append(turn)
     if rank == 0:
         parameters = sum(p.numel() for p in engine.module.parameters())
         result = {"times": times, "extra": extra, "parameters": parameters}

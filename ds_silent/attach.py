@@ -85,12 +85,10 @@ def attach(engine: Any, config: SilentConsistencyConfig | Mapping[str, Any] | No
     engine.__dict__[_ATTRIBUTE] = observer
     _close_at_exit(observer)
     if sinks is not None:
-        logger.warning(
-            "ds_silent: observing %d ranks, every %d steps; records in %s",
-            dist.get_world_size(capture.group),
-            config.interval,
-            config.output_dir,
-        )
+        steps = "every step" if config.interval == 1 else f"every {config.interval} steps"
+        ranks = dist.get_world_size(capture.group)
+        # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
+        logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, config.output_dir)
     return observer
 
 

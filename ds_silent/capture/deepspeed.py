@@ -9,17 +9,17 @@ Every touch of a DeepSpeed internal says what it relies on; all were read in 0.1
 
 The local gradient comes from ``torch.Tensor.register_hook`` on each trainable parameter: a leaf pre-hook, called with
 the gradient of one micro-batch before it is accumulated and before DeepSpeed's own hooks. It returns None (a returned
-tensor would replace the gradient) and keeps no reference (that would disable buffer stealing). In stages 0 and 1 the
-accumulated gradient lies in a room of its own until the boundary, so one look at the boundary suffices; in stages 2
-and 3 every micro-batch is reduced and freed, so every micro-batch is added to the sketch.
+tensor would replace the gradient) and keeps no reference (that would disable buffer stealing).
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -27,13 +27,13 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from ds_silent import sketch
-from ds_silent.accumulator import Accumulator
 from ds_silent.capture.base import Listener
+from ds_silent.capture.local import Accumulated, LocalGradient, layers_of, loss_in
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.exact import copy_overlap, exact_gram
 from ds_silent.exchange import LocalSample
 
+logger = logging.getLogger("ds_silent")
+_Result = TypeVar("_Result")
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -79,35 +79,32 @@ class DeepSpeedCapture:
 
     def __init__(self, engine: Any, config: SilentConsistencyConfig):
         self._engine = engine
-        self._memory_mb = config.direction.exact_memory_mb
         # engine.data_parallel_group may be None; the sequence-data-parallel group is the dense one
         group = engine.seq_data_parallel_group
         self.group: dist.ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
         self.device: torch.device = torch.device(engine.device)
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
-        numels = [_numel(p) for p in self._parameters]
-        self._offsets, self._total = sketch.offsets_of(numels)
-        self.layer_names, groups = _layers([name for name, _ in named])
+        self.layer_names, layers = layers_of([name for name, _ in named])
         self._per_layer = config.direction.per_layer
-        self._sketching = config.direction.method != "off"
-        plan = sketch.make_plan(self._total, config.direction.sketch_size, self.device)
-        self._accumulator = Accumulator(plan, self._offsets, numels, groups if self._per_layer else None)
 
-        # Stages 2 and 3 reduce and free every micro-batch (engine.zero_optimization_partition_gradients).
-        self._additive = bool(engine.zero_optimization_partition_gradients())
-        self._norms_add_up = not (self._additive and engine.gradient_accumulation_steps() > 1)
-        self._accumulated = accumulated_gradients(engine, self._parameters)
+        # Stages 2 and 3 reduce and free every micro-batch; with overlap, stage 1 reduces during the last backward.
+        additive = bool(engine.zero_optimization_partition_gradients())
         overlapped = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
-        self._copies = self._additive or overlapped  # then nobody holds the whole local gradient before the reduction
-        self._copy: Tensor | None = None
-
+        self._local = LocalGradient(
+            [_numel(p) for p in self._parameters],
+            layers if self._per_layer else None,
+            config.direction,
+            self.device,
+            accumulated_gradients(engine, self._parameters),
+            additive=additive,
+            norms_add_up=not (additive and engine.gradient_accumulation_steps() > 1),
+            copied=additive or overlapped,
+        )
+        self._scales_loss = bool(engine.fp16_enabled()) or getattr(engine, "torch_autocast_z0_gradscaler", None)
         self._listener: Listener | None = None
         self._undo: list[Callable[[], None]] = []
         self._failure: Exception | None = None
-        self._scales_loss = bool(engine.fp16_enabled()) or getattr(engine, "torch_autocast_z0_gradscaler", None)
-        self._fires = [0] * len(named)
-        self._captured = [False] * len(named)
         self.end_step()
 
     # -- what the observer reads -------------------------------------------------------------------------------
@@ -125,6 +122,16 @@ class DeepSpeedCapture:
     def batch(self) -> float:
         return float(self._engine.train_batch_size()) / dist.get_world_size(self.group)
 
+    @property
+    def failure(self) -> Exception | None:
+        return self._failure
+
+    def fail(self, error: Exception) -> None:
+        """Remember the first internal error and say it once; the next sample tells all ranks."""
+        if self._failure is None:
+            self._failure = error
+            logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
+
     def sample(self, exact: bool) -> LocalSample:
         """This rank's observation of the step, taken between the reduction and the optimizer.
 
@@ -133,38 +140,21 @@ class DeepSpeedCapture:
         """
         if exact and self._gram is None:
             self._exchange_exactly()
-        failed = LocalSample({"failed": 1.0}, gram=self._gram)
-        if self._failure is not None:
-            self._accumulator.clear()
-            return failed
-        try:
-            return self._sample()
-        except Exception as error:  # a bug here must not stop the training: it is reported, and all switch off
-            self.fail(error)
-            self._accumulator.clear()
-            return failed
-
-    def fail(self, error: Exception) -> None:
-        """Remember the first internal error; the next sample tells all ranks."""
-        self._failure = self._failure or error
-
-    @property
-    def failure(self) -> Exception | None:
-        return self._failure
+        sample = self._guarded(self._sample)
+        if sample is None:
+            self._local.accumulator.clear()
+            return LocalSample({"failed": 1.0}, gram=self._gram)
+        return sample
 
     def end_step(self) -> None:
-        """Forget the step that was taken."""
+        """Forget the step that was taken; an internal error stays until all ranks have read it."""
+        self._local.start_step()
         self._measuring: bool | None = None  # decided at the step's first gradient, from rank-agreed state
         self._exact = False
-        self._fires[:] = [0] * len(self._fires)
-        self._captured[:] = [False] * len(self._captured)
-        self._whole_norm = True
         self._losses: list[Tensor] = []
         self._forward_losses: list[Tensor] = []
         self._loss_scale: Tensor | None = None
-        self._leftover: Tensor | None = None
         self._gram: Tensor | None = None
-        self._failure = None
 
     # -- connecting and disconnecting ---------------------------------------------------------------------------
 
@@ -183,7 +173,7 @@ class DeepSpeedCapture:
     def close(self) -> None:
         while self._undo:
             self._undo.pop()()
-        self._copy = None
+        self._local.close()
 
     def _register(self, handle: Any) -> None:
         self._undo.append(handle.remove)
@@ -191,8 +181,6 @@ class DeepSpeedCapture:
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
         engine = self._engine
         if not hasattr(engine, name):
-            import deepspeed
-
             raise ConfigError(
                 f"silent_consistency needs DeepSpeedEngine.{name}, which DeepSpeed {deepspeed.__version__} does not "
                 "have; use DeepSpeed 0.16.9 to 0.19.8"
@@ -230,16 +218,15 @@ class DeepSpeedCapture:
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
         """Torch-style ``loss.backward()`` never calls ``engine.backward``: then the forward's loss is the loss."""
         if module.training and torch.is_grad_enabled():
-            loss = _loss_in(output)
+            loss = loss_in(output)
             if loss is not None:
                 self._forward_losses.append(loss.detach())
 
     def _allreduce_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called at the end of every backward; at the boundary, before stages 0 and 1 reduce (overlap: while)."""
         if self._is_boundary() and self._measures():
-            if not self._additive:
-                self._guarded(self._capture_silent_parameters)
-            if self._exact and not self._copies and self._gram is None:
+            self._guarded(lambda: self._local.observe_silent(self._exact))
+            if self._exact and not self._local.copied and self._gram is None:
                 self._exchange_exactly()
         return original(*args, **kwargs)
 
@@ -262,15 +249,12 @@ class DeepSpeedCapture:
             self._listener.close()
         return original(*args, **kwargs)
 
-    # -- the local gradient --------------------------------------------------------------------------------------
+    # -- the gradients --------------------------------------------------------------------------------------------
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if self._measures() and self._failure is None:
-                try:
-                    self._on_gradient(index, gradient)
-                except Exception as error:  # see sample()
-                    self.fail(error)
+            if self._measures():
+                self._guarded(lambda: self._local.observe(index, gradient, self._is_boundary(), self._exact))
 
         return hook
 
@@ -284,79 +268,33 @@ class DeepSpeedCapture:
     def _is_boundary(self) -> bool:
         return bool(self._engine.is_gradient_accumulation_boundary()) and not self._engine.inside_no_sync_ctxt
 
-    def _guarded(self, function: Callable[[], None]) -> None:
+    def _guarded(self, function: Callable[[], _Result]) -> _Result | None:
+        """Run what touches only this rank. A bug in it must not stop the training: all ranks switch off instead."""
         if self._failure is None:
             try:
-                function()
-            except Exception as error:  # see sample()
+                return function()
+            except Exception as error:
                 self.fail(error)
+        return None
 
-    def _on_gradient(self, index: int, gradient: Tensor) -> None:
-        first = self._fires[index] == 0
-        self._fires[index] += 1
-        if self._additive:
-            # A parameter of a reentrant checkpoint fires in parts: sketches add up, squared norms do not.
-            self._whole_norm &= first
-            self._captured[index] = True
-            self._add(index, gradient, None, square=self._norms_add_up)
-            return
-        previous = self._accumulated(index)
-        if first and previous is not None:
-            self._take_out_leftover(index, previous)
-        if not self._is_boundary():
-            return
-        if self._captured[index]:
-            self._whole_norm = False
-            self._add(index, gradient, None, square=False)
-            return
-        self._captured[index] = True
-        self._add(index, gradient, None if first else previous, square=True)
-
-    def _add(self, index: int, gradient: Tensor, previous: Tensor | None, square: bool) -> None:
-        self._accumulator.add(index, gradient, previous, square=square, sketching=self._sketching)
-        if self._exact and self._copies:
-            if self._copy is None:
-                self._copy = torch.zeros(self._total, device=self.device)
-            part = self._copy[self._offsets[index] : self._offsets[index] + gradient.numel()]
-            part.add_(gradient.detach().reshape(-1))
-            if previous is not None:
-                part.add_(previous.detach().reshape(-1))
-
-    def _take_out_leftover(self, index: int, previous: Tensor) -> None:
-        """What ``zero_grad`` left of the last step is a fault of its own, never part of the local gradient."""
-        flat = previous.detach().reshape(-1).float()
-        square = torch.dot(flat, flat)
-        self._leftover = square if self._leftover is None else self._leftover + square
-        if not self._is_boundary():  # at the boundary `previous` is simply not added
-            self._accumulator.add(index, previous, weight=-1.0, square=False, sketching=self._sketching)
-
-    def _capture_silent_parameters(self) -> None:
-        """Parameters that took part in earlier micro-batches but not in the boundary's: no hook fired for them."""
-        if len(self._fires) == sum(self._captured):
-            return
-        for index, fires in enumerate(self._fires):
-            if fires and not self._captured[index]:
-                accumulated = self._accumulated(index)
-                if accumulated is not None:
-                    self._captured[index] = True
-                    self._add(index, accumulated, None, square=True)
-
-    # -- the sample -------------------------------------------------------------------------------------------------
+    def _exchange_exactly(self) -> None:
+        """The exact inner products; every rank takes part, with zeros where something broke."""
+        self._gram = self._local.exchange(self._guarded(self._local.parts) or [], self.group)
 
     def _sample(self) -> LocalSample:
-        seen = all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))
+        local = self._local
         scalars: dict[str, float | Tensor] = {
-            "gradient_seen": float(seen),
-            "norm_seen": float(self._norms_add_up and self._whole_norm),
+            "gradient_seen": float(local.seen),
+            "norm_seen": float(local.norm_seen),
             "loss_scale": self._scale(),
         }
         losses = self._losses or self._forward_losses
         if losses:
             scalars["loss_sum"] = torch.stack([loss.float().reshape(()) for loss in losses]).sum()
             scalars["loss_count"] = float(len(losses))
-        if self._leftover is not None:
-            scalars["leftover_squared"] = self._leftover
-        sketches, squares = self._accumulator.take()
+        if local.leftover is not None:
+            scalars["leftover_squared"] = local.leftover
+        sketches, squares = local.accumulator.take()
         scalars["squared_norm"] = squares.sum()
         aggregate, aggregate_squared = self._aggregate()
         scalars["aggregate_seen"] = float(aggregate is not None)
@@ -364,22 +302,23 @@ class DeepSpeedCapture:
             scalars["aggregate_squared"] = aggregate_squared
         return LocalSample(
             scalars=scalars,
-            sketch=sketches.sum(0) if self._sketching else None,
-            aggregate=aggregate if self._sketching else None,
+            sketch=sketches.sum(0) if local.sketching else None,
+            aggregate=aggregate if local.sketching else None,
             layer_squares=squares if self._per_layer else None,
-            layer_sketches=sketches if self._per_layer and self._sketching else None,
+            layer_sketches=sketches if self._per_layer and local.sketching else None,
             gram=self._gram,
         )
 
     def _aggregate(self) -> tuple[Tensor | None, Tensor | None]:
         """Sketch and squared norm of the part of the aggregated gradient that this rank answers for."""
+        local = self._local
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        parts = aggregated_gradients(self._engine, self._parameters, self._offsets, self._total, rank, ranks)
+        parts = aggregated_gradients(self._engine, self._parameters, local.offsets, local.total, rank, ranks)
         if parts is None:
             return None, None
         for index, start, values in parts:
-            self._accumulator.add(index, values, start=start, sketching=self._sketching)
-        sketches, squares = self._accumulator.take()
+            local.accumulator.add(index, values, start=start, sketching=local.sketching)
+        sketches, squares = local.accumulator.take()
         return sketches.sum(0), squares.sum()
 
     def _scale(self) -> float | Tensor:
@@ -391,34 +330,8 @@ class DeepSpeedCapture:
         optimizer = self._engine.optimizer
         return float(optimizer.loss_scale) if isinstance(optimizer, ZeROOptimizer) else 1.0
 
-    def _exchange_exactly(self) -> None:
-        """The exact inner products; every rank takes part, with zeros where something broke."""
-        parts: list[tuple[int, Tensor]] = []
-        if self._failure is None:
-            try:
-                parts = self._local_gradient()
-            except Exception as error:  # see sample()
-                self.fail(error)
 
-        def fill(begin: int, end: int, out: Tensor) -> None:
-            copy_overlap(parts, begin, end, out)
-
-        self._gram = exact_gram(fill, self._total, self.group, self.device, self._memory_mb)
-        if self._copy is not None:
-            self._copy.zero_()
-
-    def _local_gradient(self) -> list[tuple[int, Tensor]]:
-        if self._copies:
-            return [] if self._copy is None else [(0, self._copy)]
-        parts = []
-        for index, offset in enumerate(self._offsets):
-            held = self._accumulated(index) if self._fires[index] else None
-            if held is not None:
-                parts.append((offset, held.detach().reshape(-1)))
-        return parts
-
-
-def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Callable[[int], Tensor | None]:
+def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
     """Where a parameter's gradient of the step's earlier micro-batches lies, in stages 0 and 1.
 
     * ``BF16_Optimizer``: ``fp32_groups_gradients[group][i]``, valid when ``fp32_groups_has_gradients[group][i]``.
@@ -466,9 +379,7 @@ def aggregated_gradients(
     return None
 
 
-def _slices(
-    held: Callable[[int], Tensor | None], offsets: list[int], begin: int, end: int
-) -> Iterator[tuple[int, int, Tensor]]:
+def _slices(held: Accumulated, offsets: list[int], begin: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
     for index, offset in enumerate(offsets):
         values = held(index) if offset < end else None
         if values is not None:
@@ -498,27 +409,3 @@ def _shards(parameters: list[Any], shards: Mapping[int, Tensor], rank: int) -> I
 def _numel(parameter: Any) -> int:
     """Elements of the whole parameter; under ZeRO-3 the tensor itself is empty and ``ds_numel`` knows."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _layers(names: list[str]) -> tuple[tuple[str, ...], list[int]]:
-    """Layer of each parameter: the path up to the first number (``model.layers.3``), else the module's own name."""
-    order: dict[str, int] = {}
-    groups = []
-    for name in names:
-        match = re.match(r"(.*?\.\d+)\.", name)
-        layer = match.group(1) if match else name.rpartition(".")[0] or name
-        groups.append(order.setdefault(layer, len(order)))
-    return tuple(order), groups
-
-
-def _loss_in(output: Any) -> Tensor | None:
-    """The scalar loss in a module's output: the output, its ``loss``, its ``["loss"]`` or its first element."""
-    candidate = output
-    if not isinstance(output, Tensor):
-        candidate = getattr(output, "loss", None)
-        if candidate is None and isinstance(output, Mapping):
-            candidate = output.get("loss")
-        if candidate is None and isinstance(output, (tuple, list)) and output:
-            candidate = output[0]
-    is_loss = isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad
-    return candidate if is_loss else None
