@@ -48,7 +48,7 @@ class Settings:
     dtype: str
     rounds: int
     turn: int
-    interval: int
+    variants: tuple[str, ...]
     directory: str
 
 
@@ -173,13 +173,14 @@ def build(settings: Settings) -> Any:
     return engine
 
 
-def step(engine: Any, tokens: torch.Tensor) -> float:
+def step(engine: Any, tokens: torch.Tensor) -> tuple[float, float]:
+    """Wall seconds of one optimizer step, and CPU seconds of the training thread in it."""
     dist.barrier()
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.thread_time()
     loss = engine(input_ids=tokens, labels=tokens).loss
     engine.backward(loss)
     engine.step()
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.thread_time() - worked
 
 
 def tensor_bytes() -> int:
@@ -207,10 +208,10 @@ def worker(rank: int, settings: Settings) -> None:
     tokens = torch.randint(0, 8192, (BATCH, LENGTH), generator=torch.Generator().manual_seed(rank))
     for _ in range(3):
         step(engine, tokens)
-    times: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
+    times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in settings.variants}
     extra = {}
     for number in range(-1, settings.rounds):  # round -1 is for files, first pictures and caches: not counted
-        order = list(VARIANTS) if number % 2 == 0 else list(reversed(VARIANTS))
+        order = settings.variants if number % 2 == 0 else reversed(settings.variants)
         for name in order:
             before = tensor_bytes() if number < 0 else 0
             length = 10 if "interval 10" in name else settings.turn
@@ -230,29 +231,35 @@ def worker(rank: int, settings: Settings) -> None:
 
 
 def report(settings: Settings, result: dict[str, Any]) -> None:
-    times = result["times"]
-    base = [statistics.median(turn) for turn in times["plain"]]
+    wall, work = added(result["times"], 0), added(result["times"], 1)
+    plain_ms = 1e3 * statistics.median(seconds[0] for turn in result["times"]["plain"] for seconds in turn)
     title = (
         f"{settings.ranks} ranks x 1 thread, {result['parameters'] / 1e6:.1f} M parameters, {settings.dtype}, "
         f"ZeRO {settings.stage}, batch {BATCH} x {LENGTH}; {settings.rounds} rounds of {settings.turn} steps; "
-        f"plain step {1e3 * statistics.median(base):.0f} ms"
+        f"plain step {plain_ms:.0f} ms"
     )
-    table = Table(title=title)
-    for column in ("variant", "added time, median of rounds", "quartiles", "standing tensors, MiB"):
+    table = Table(title=title, caption="added to a plain step of the same round: median of rounds (quartiles)")
+    for column in ("variant", "wall time", "CPU time of the training thread", "standing tensors, MiB"):
         table.add_column(column, justify="left" if column == "variant" else "right")
-    for name, turns in times.items():
-        # the mean of an interval-10 turn holds one measured step in ten; other turns' medians resist outliers
-        centre = statistics.fmean if "interval 10" in name else statistics.median
-        against = [statistics.fmean(turn) for turn in times["plain"]] if "interval 10" in name else base
-        added = sorted(centre(turn) / plain - 1 for turn, plain in zip(turns, against, strict=True))
-        quartiles = statistics.quantiles(added, n=4) if len(added) > 1 else [added[0]] * 3
-        table.add_row(
-            name,
-            f"{100 * statistics.median(added):+.2f} %",
-            f"{100 * quartiles[0]:+.2f} .. {100 * quartiles[2]:+.2f} %",
-            f"{result['extra'][name] / 2**20:.2f}",
-        )
+    for name in result["times"]:
+        table.add_row(name, shown(wall[name]), shown(work[name]), f"{result['extra'][name] / 2**20:.2f}")
     Console(width=150).print(table)
+
+
+def added(times: dict[str, list[list[list[float]]]], kind: int) -> dict[str, list[float]]:
+    """Relative added time of each round. A turn of interval 10 has one measured step in ten: its mean counts."""
+    shares = {}
+    for name, turns in times.items():
+        centre = statistics.fmean if "interval 10" in name else statistics.median
+        ours = [centre([seconds[kind] for seconds in turn]) for turn in turns]
+        plain = [centre([seconds[kind] for seconds in turn]) for turn in times["plain"]]
+        shares[name] = [a / b - 1 for a, b in zip(ours, plain, strict=True)]
+    return shares
+
+
+def shown(shares: list[float]) -> str:
+    low, middle, high = statistics.quantiles(shares, n=4) if len(shares) > 1 else shares * 3
+    return f"{100 * middle:+.2f} % ({100 * low:+.2f} .. {100 * high:+.2f})"
 
 
 def main(
@@ -261,12 +268,16 @@ def main(
     dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
     rounds: Annotated[int, typer.Option(help="rounds of all variants")] = 12,
     turn: Annotated[int, typer.Option(help="steps per turn")] = 5,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="only variants whose name contains this; may be repeated")
+    ] = None,
 ) -> None:
     """Measure the added time of each variant against plain training."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as directory:
-        settings = Settings(ranks, stage, dtype, rounds, turn, 10, directory)
+        chosen = tuple(n for n in VARIANTS if n == "plain" or not variant or any(part in n for part in variant))
+        settings = Settings(ranks, stage, dtype, rounds, turn, chosen, directory)
         multiprocessing.spawn(worker, args=(settings,), nprocs=ranks)
         report(settings, json.loads(Path(directory, "result.json").read_text()))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from ds_silent.capture.deepspeed import DeepSpeedCapture
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, Trace, train
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def build(case: Case, output_dir: Path, enabled: bool = True) -> Any:
@@ -278,3 +282,32 @@ def test_an_output_dir_that_cannot_be_written_is_refused_on_every_rank(tmp_path:
     changes = {"silent_consistency": {"output_dir": str(tmp_path / "file" / "below"), "tensorboard": False}}
     for message in run_distributed(refuse, 2, (changes, str(tmp_path))):
         assert str(tmp_path / "file" / "below") in message
+
+
+# -- a user's script ----------------------------------------------------------------------------------
+
+
+def run_script(script: Path, *prefix: str, rank: str = "0") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "RANK": rank, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *prefix, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def test_a_mistake_in_the_block_is_one_sentence_on_one_rank(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import deepspeed, torch\n"
+        "block = {'direction': {'sketch_size': 1000}}\n"
+        "config = {'train_batch_size': 1, 'silent_consistency': block}\n"
+        "deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)\n"
+    )
+    for rank in ("0", "1"):
+        done = run_script(script, "-m", "ds_silent", rank=rank)
+        said = [line for line in done.stderr.splitlines() if "sketch_size" in line]
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert len(said) == (rank == "0")
+    missing = run_script(tmp_path / "missing.py", "-m", "ds_silent")
+    assert missing.returncode == 1
+    assert "missing.py" in missing.stderr
+    assert "Traceback" not in missing.stderr
