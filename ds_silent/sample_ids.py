@@ -1,0 +1,189 @@
+"""Ids of rows: on their way through the observing collective, and from a row's content where a script gives none.
+
+    sent = pack_ids(ids, capacity)                     # on every rank, into the fp32 all-gather
+    step = unpack_ids(gathered)                        # on the host: every rank's ids
+    tensors, mask = batch_tensors(args, kwargs)        # of the model's forward, when the script gives no ids
+    ids = row_hashes(tensors, mask)
+
+An id is any 64-bit integer that means the same row on every rank. With ids from content, rows that the data set really
+holds twice count as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ids = npt.NDArray[np.int64]
+LIMB_BITS = 22  # fp32 holds integers below 2**24 exactly; three limbs hold 64 bits
+_LIMB = (1 << LIMB_BITS) - 1
+_HASH_BLOCK = 1 << 20  # elements hashed at once: bounds the int64 temporaries to a few times 8 MB
+GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers, Steele et al., OOPSLA 2014
+MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64 of each number: a bijection of 64 bits in which every input bit reaches every output bit."""
+    x = values + np.uint64(GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX[0])
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX[1])
+    mixed: npt.NDArray[np.uint64] = np.bitwise_xor(x, x >> np.uint64(31))
+    return mixed
+
+
+# -- ids on their way ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepIds:
+    """The ids of one step, as every rank received them."""
+
+    per_rank: tuple[Ids, ...]  # int64, at most ``capacity`` each, in the order in which the rank visited them
+    rows: tuple[int, ...]  # how many rows each rank really had; -1 when what it sent is not a row count
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank's rows all fitted."""
+        return all(len(ids) == rows for ids, rows in zip(self.per_rank, self.rows, strict=True))
+
+
+def pack_ids(ids: Tensor, capacity: int) -> Tensor:
+    """64-bit ids as numbers that an fp32 collective without arithmetic brings over bit by bit.
+
+    Args:
+        ids: int64 (rows,), any values, on any device; more than ``capacity`` are cut, and the receiver sees that.
+        capacity: rows that one rank may send; the same on every rank.
+
+    Returns:
+        fp32 (3 * capacity + 1,) on the same device: low, middle and high limbs, then the true number of rows.
+    """
+    packed = torch.zeros(3 * capacity + 1, dtype=torch.float32, device=ids.device)
+    kept = ids[:capacity].to(torch.int64)
+    for limb in range(3):
+        part = (kept >> (LIMB_BITS * limb)) & (_LIMB if limb < 2 else (1 << (64 - 2 * LIMB_BITS)) - 1)
+        packed[limb * capacity : limb * capacity + len(kept)].copy_(part)
+    packed[-1].fill_(float(min(len(ids), 1 << 24)))
+    return packed
+
+
+def unpack_ids(rows: Tensor) -> StepIds:
+    """What :func:`pack_ids` made of each rank's ids.
+
+    Args:
+        rows: (N, 3 * capacity + 1) floating point on the host, one rank per row. All zeros is a rank without rows; a
+            rank whose numbers are no limbs at all (a corrupted exchange) has no ids and ``rows`` -1.
+    """
+    values = rows.double().numpy()
+    capacity = (values.shape[1] - 1) // 3
+    sane = np.isfinite(values).all(1) & (values >= 0).all(1) & (values[:, :-1] <= _LIMB).all(1)
+    counts = np.where(sane, values[:, -1], -1).astype(np.int64)
+    limbs = np.where(sane[:, None], values[:, :-1], 0).astype(np.uint64).reshape(-1, 3, capacity)
+    ids = limbs[:, 0] | limbs[:, 1] << np.uint64(LIMB_BITS) | limbs[:, 2] << np.uint64(2 * LIMB_BITS)
+    per_rank = tuple(one[: max(int(count), 0)].view(np.int64) for one, count in zip(ids, counts, strict=True))
+    return StepIds(per_rank, tuple(counts.tolist()))
+
+
+# -- ids of rows that have none --------------------------------------------------------------------------------------
+
+
+def batch_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Tensor | None]:
+    """The tensors among a model's inputs, in a fixed order, and the one named ``attention_mask``.
+
+    Looks into lists, tuples and dicts. Dicts are read in the order of their keys' names.
+    """
+    tensors: list[Tensor] = []
+    masks: list[Tensor] = []
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            (masks if name == "attention_mask" and not masks and value.ndim == 2 else tensors).append(value)
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                walk(value[key], str(key))
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                walk(item, name)
+
+    walk(args, "")
+    walk(kwargs, "")
+    return tensors, masks[0] if masks else None
+
+
+def row_hashes(tensors: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
+    """An id of each row of a micro-batch from its content: the same bits at the same places give the same id.
+
+    Integer arithmetic on the tensors' device; no host synchronisation, no collective. Each element is mixed with its
+    place and the sum taken, h = sum_j mix(bits_j + mix(place_j)) mod 2^64, so that two rows with other content have
+    the same id with probability 2^-64.
+
+    Args:
+        tensors: of any dtype (floats by their bits). Rows are the first dimension; what has another number of rows
+            than the first tensor (shared position ids, scalars) says nothing about a row and is left out.
+        mask: (rows, length), non-zero where a token is. Masked places of tensors of that length do not count and the
+            others are numbered without them, so that a row has one id however far it was padded, left or right.
+            Without a mask, padding is content: the same row padded to another length is another row.
+
+    Returns:
+        int64 (rows,).
+
+    Raises:
+        ValueError: no tensor with rows.
+    """
+    given = [tensor.detach() for tensor in tensors if tensor.ndim > 0]
+    if not given and mask is None:
+        raise ValueError("row_hashes needs a tensor with a dimension of rows, got none; pass the micro-batch's inputs")
+    rows = (given[0] if given else mask).shape[0]  # type: ignore[union-attr]  # one of the two exists
+    mask = mask if mask is not None and mask.ndim == 2 and mask.shape[0] == rows else None
+    total = torch.zeros(rows, dtype=torch.int64, device=(given[0] if given else mask).device)  # type: ignore[union-attr]
+    if mask is not None:
+        present = mask.detach() != 0
+        numbers = present.to(torch.int64).cumsum(1) - 1
+        total += _mixed(present.sum(1).to(torch.int64))  # a masked batch without tensors of its length still differs
+    for index, tensor in enumerate(tensor for tensor in given if tensor.shape[0] == rows):
+        if mask is not None and tensor.ndim >= 2 and tensor.shape[1] == mask.shape[1]:
+            inner = math.prod(tensor.shape[2:])
+            offset = torch.arange(inner, device=tensor.device)
+            place = (numbers[:, :, None] * inner + offset).reshape(rows, -1)
+            counts = present[:, :, None].expand(-1, -1, inner).reshape(rows, -1)
+        else:
+            place = torch.arange(math.prod(tensor.shape[1:]), device=tensor.device)[None]
+            counts = None
+        bits = _bits(tensor)
+        repeats = bits.shape[1] // max(place.shape[1], 1)  # complex numbers have two words
+        salt = _signed((index + 1) * GOLDEN)
+        columns = max(1, _HASH_BLOCK // max(rows, 1))
+        for begin in range(0, place.shape[1], columns):
+            part = slice(begin, begin + columns)
+            for word in range(repeats):
+                key = _mixed(place[:, part] * repeats + word + salt)
+                mixed = _mixed(bits[:, word::repeats][:, part].to(torch.int64) + key)
+                total += (mixed if counts is None else mixed * counts[:, part]).sum(1)
+    return total
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """(rows, elements) integers of the same bits; complex numbers give two each."""
+    flat = tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(flat.shape[0], -1)
+    if not flat.is_floating_point():
+        return flat
+    return flat.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """splitmix64's finalizer in int64 wrap-around arithmetic; ``>>`` of int64 is arithmetic, hence the masks."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(MIX[0])
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(MIX[1])
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _signed(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
