@@ -1,0 +1,121 @@
+"""From the numbers of a step to what is wrong: who, since when, why, and what to do.
+
+    judge = Judge(config.detectors, interval=config.interval)      # on the writing rank
+    events = judge.step(record, Evidence(...))                     # once per measured step, in order
+
+Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
+data (``order``), a rank that differs (``outlier``), a jump against the run's past (``drift``). They say what they see
+at this step; ``episodes`` makes one event of it when it starts and one when it ends.
+
+``false_alarms_per_million_steps`` is shared equally by the three that judge by chance: order, outlier and drift. The
+derivation is in ``sequential``. The others state facts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ds_silent.config import DetectorsConfig
+from ds_silent.detectors import broken, duplicates
+from ds_silent.detectors.drift import DriftTest
+from ds_silent.detectors.episodes import Episodes
+from ds_silent.detectors.evidence import Coverage, Evidence, Finding
+from ds_silent.detectors.order import OrderTest
+from ds_silent.detectors.outlier import OutlierTest
+from ds_silent.records import Event, StepRecord
+
+__all__ = ["Coverage", "Evidence", "Finding", "Judge"]
+
+_BY_CHANCE = 3  # detectors that share the false-alarm rate
+_VERSION = 1
+
+
+class Judge:
+    """Detectors, baselines and thresholds of one run. Touches nothing but its own state.
+
+    Args:
+        config: ``enabled`` is the caller's business.
+        interval: optimizer steps between measurements; the rate is per million *optimizer* steps.
+    """
+
+    def __init__(self, config: DetectorsConfig, interval: int = 1):
+        per_test = config.false_alarms_per_million_steps * interval / _BY_CHANCE
+        self._log_steps = max(0.0, math.log(1e6 / per_test))  # mean measured steps between two of one test's alarms
+        self._episodes = Episodes()
+        self._order = OrderTest(self._log_steps)
+        self._drift = DriftTest(self._log_steps)
+        self._outlier: OutlierTest | None = None  # made when the world size is known
+        self._pairs_before: set[tuple[int, int]] = set()
+        self._stale_key: str | None = None
+        self._conditional = False  # the model trains other parameters on other ranks, in health
+
+    def step(self, record: StepRecord, extras: Evidence) -> list[Event]:
+        """The events of one measured step, in order of severity of what they are about: broken numbers first."""
+        findings = broken.non_finite(record, extras) + broken.zero_gradient(record, extras)
+        impaired = bool(findings)
+        findings += self._stale(record, extras)
+        same = self._duplicates(record, extras)
+        findings += same
+        findings += self._order.step(record, extras, duplicated=bool(same))
+        notes: list[Event] = []
+        if record.world_size > 1:
+            if self._outlier is None or self._outlier.ranks != record.world_size:
+                self._outlier = OutlierTest(record.world_size, self._log_steps)
+            if not same:  # equal ranks are not exchangeable with the others, and say nothing of them
+                findings += self._outlier.step(record, extras)
+            if not impaired and not findings:  # never learn from a flagged step
+                notes = self._drift.step(record)
+        return self._episodes.update(record.step, findings) + notes
+
+    def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+        found = duplicates.by_ids(record, extras, self._pairs_before)
+        self._pairs_before = duplicates.shared_pairs(extras)
+        if extras.duplicates is not None and extras.rows_per_rank is not None:
+            return found
+        return duplicates.by_gradients(record)
+
+    def _stale(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+        found = [] if self._conditional else broken.stale_parameters(record, extras)
+        if found and self._stale_key not in (None, found[0].key):
+            self._conditional = True
+            return []
+        if found:
+            self._stale_key = found[0].key
+        return found
+
+    # -- a resume ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: baselines and what is going on, so that a resume neither forgets nor repeats."""
+        return {
+            "version": _VERSION,
+            "episodes": self._episodes.state_dict(),
+            "order": self._order.state_dict(),
+            "drift": self._drift.state_dict(),
+            "outlier": None if self._outlier is None else self._outlier.state_dict(),
+            "pairs_before": [list(pair) for pair in sorted(self._pairs_before)],
+            "stale_key": self._stale_key,
+            "conditional": self._conditional,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state was written by another version.
+        """
+        if state.get("version") != _VERSION:
+            raise ValueError(
+                f"the detectors' state has version {state.get('version')!r}, this one reads {_VERSION}: start the "
+                "detectors without it"
+            )
+        self._episodes.load_state_dict(state["episodes"])
+        self._order.load_state_dict(state["order"])
+        self._drift.load_state_dict(state["drift"])
+        self._outlier = None
+        if state["outlier"] is not None:
+            self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps)
+            self._outlier.load_state_dict(state["outlier"])
+        self._pairs_before = {(int(i), int(j)) for i, j in state["pairs_before"]}
+        self._stale_key, self._conditional = state["stale_key"], state["conditional"]

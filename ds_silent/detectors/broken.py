@@ -1,0 +1,100 @@
+"""Numbers that are no numbers, and gradients that are not there: looked at before anything is compared.
+
+These are facts, not statistics: they are reported at the first step, and no false-alarm rate applies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from ds_silent.detectors.evidence import Evidence, Finding, named
+from ds_silent.records import StepRecord
+
+
+def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
+    """A NaN or infinity in any rank's loss or gradient, or born in the aggregation.
+
+    One fault however far it spreads: the event of its first step names where it began. An fp16 step that the dynamic
+    loss scale skipped has infinite gradients by design; there only the losses count.
+    """
+    bad_loss = _indices(record.loss.per_rank, lambda v: not math.isfinite(v))
+    bad_gradient = set() if extras.step_skipped else _indices(record.grad_norm.per_rank, lambda v: not math.isfinite(v))
+    if not extras.step_skipped:
+        bad_gradient |= set(extras.non_finite)
+    ranks = tuple(sorted(bad_loss | bad_gradient))
+    layers = [layer for rank in ranks if (layer := extras.non_finite.get(rank)) is not None]
+    where = layers[0] if layers else ("loss" if bad_loss else "gradient")
+    if ranks:
+        what = " and ".join(name for name, bad in (("loss", bad_loss), ("gradient", bad_gradient)) if bad)
+        began = f", first in {layers[0]}" if layers else ""
+        message = f"The {what} of {named(ranks, record.world_size)} is not finite{began}."
+    elif not extras.step_skipped and _bad(record.grad_norm.aggregated):
+        where, message = "aggregated gradient", "The aggregated gradient is not finite although every rank's own is."
+    elif not extras.step_skipped and _bad(record.direction.mean_cosine) and _all_positive(record.grad_norm.per_rank):
+        where, message = "direction", "A gradient's sketch is not finite although its norm is: it overflows in fp32."
+    else:
+        return []
+    remedy = (
+        "Look at this rank's rows of this step and at the layer named; lower the learning rate or the loss scale; "
+        "go back to the last checkpoint, because the weights may hold the value by now."
+    )
+    return [Finding("non-finite", "non-finite", "error", ranks, where, None, None, message, remedy, record.step)]
+
+
+def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
+    """A rank whose whole gradient is exactly zero."""
+    zero = _indices(record.grad_norm.per_rank, lambda v: v == 0.0) | set(extras.zero_gradient)
+    if not zero:
+        return []
+    ranks = tuple(sorted(zero))
+    tokens = extras.label_tokens
+    unlabelled = tokens is not None and all(tokens[rank] == 0 for rank in ranks)
+    layers = [layer for rank in ranks if (layer := extras.zero_gradient.get(rank)) is not None]
+    cause = ": none of its rows has a label token" if unlabelled else ""
+    place = f", beginning with {layers[0]}" if layers else ""
+    message = f"The gradient of {named(ranks, record.world_size)} is exactly zero{place}{cause}."
+    remedy = (
+        "Drop rows without label tokens (cut before their response, or empty)."
+        if unlabelled
+        else "Look for a detached loss, parameters that do not require gradients, or a batch without labels."
+    )
+    where = layers[0] if layers else "gradient"
+    key = f"zero-gradient:{','.join(map(str, ranks))}"
+    return [Finding(key, "zero-gradient", "error", ranks, where, 0.0, None, message, remedy, record.step)]
+
+
+def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
+    """Parameters that train on other ranks and get no gradient on this one.
+
+    A model with conditional computation does this in health, with other ranks at other steps. ``Judge`` stops asking
+    once the ranks have changed; a frozen parameter stays with its rank.
+    """
+    missing = tuple(sorted(_indices(extras.stale_parameters, lambda v: v > 0)))
+    if not missing or extras.stale_parameters is None:
+        return []
+    most = max(extras.stale_parameters)
+    message = (
+        f"{named(missing).capitalize()} got no gradient for {most} trainable parameter{'s' if most > 1 else ''} that "
+        "other ranks do train."
+    )
+    remedy = (
+        "Compare requires_grad and the model's branches between the ranks; if the model skips layers on purpose "
+        "(mixture of experts), this is expected."
+    )
+    key = f"stale:{','.join(map(str, missing))}"
+    return [
+        Finding(key, "zero-gradient", "warning", missing, "parameters", float(most), 0.0, message, remedy, record.step)
+    ]
+
+
+def _indices(values: Sequence[float] | None, bad: Callable[[float], bool]) -> set[int]:
+    return {index for index, value in enumerate(values or ()) if bad(value)}
+
+
+def _bad(value: float | None) -> bool:
+    return value is not None and not math.isfinite(value)
+
+
+def _all_positive(values: Sequence[float] | None) -> bool:
+    return values is not None and all(value > 0.0 for value in values)

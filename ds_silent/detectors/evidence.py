@@ -1,0 +1,65 @@
+"""What the detectors see besides the record, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ds_silent.records import Severity
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The current epoch so far, over all ranks; shares of the epoch's rows.
+
+    ``epoch`` is what was consumed (1.0 = as many rows as the epoch has), ``seen`` what was visited at least once,
+    ``repeated`` what was consumed although it had been seen in this epoch: epoch = seen + repeated.
+    """
+
+    epoch: float
+    seen: float
+    repeated: float
+    rows: int  # of one epoch
+    error: float = 0.0  # standard error of the shares, where they come from a sketch
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a :class:`~ds_silent.records.StepRecord` lacks; None (or an empty mapping) is "not known" or "none"."""
+
+    duplicates: Mapping[tuple[int, int], int] | None = None  # rows that ranks i < j both hold in this step
+    rows_per_rank: tuple[int, ...] | None = None  # rows of this step
+    label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
+    coverage: Coverage | None = None
+    non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
+    zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
+    stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
+    step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a detector sees at this step. Whether it becomes an event is decided in ``episodes.py``."""
+
+    key: str  # the same for the same fault at every step
+    kind: str
+    severity: Severity
+    ranks: tuple[int, ...]
+    where: str | None
+    score: float | None
+    threshold: float | None
+    message: str
+    remedy: str
+    since: int
+
+
+def named(ranks: tuple[int, ...], world_size: int | None = None) -> str:
+    """``rank 3``, ``ranks 0 and 2``, ``ranks 0, 1 and 2``, ``all 4 ranks``."""
+    if world_size is not None and len(ranks) == world_size > 1:
+        return f"all {world_size} ranks"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ranks if len(ranks) <= 8 else ranks[:7]
+    last = str(shown[-1]) if len(ranks) <= 8 else f"{len(ranks) - 7} more"
+    first = shown[:-1] if len(ranks) <= 8 else shown
+    return f"ranks {', '.join(map(str, first))} and {last}"

@@ -1,0 +1,145 @@
+"""Rows that come again before the epoch is over, and rows that never come.
+
+With one permutation shared by all ranks no row comes twice in an epoch. When each rank takes its share of its *own*
+permutation, after a fraction f of the epoch a row has been seen with probability 1 - (1 - f/N)^N: 68.5 % at the end
+with 4 ranks. Loss, norm and cosine look the same in both cases.
+
+Null hypothesis: a consumed row repeats an earlier one with probability at most ``TOLERATED`` (rows that the data hold
+twice, ids that are hashes). Evidence for a repeat rate q > TOLERATED, from m consumed rows with x repeats:
+(q/p)^x ((1-q)/(1-p))^(m-x), expectation at most 1; accumulated as in ``sequential.py`` over a grid of q.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from ds_silent.detectors.evidence import Coverage, Evidence, Finding
+from ds_silent.records import StepRecord
+
+TOLERATED = 0.01
+_RATES = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.99])
+_HIT, _MISS = np.log(_RATES / TOLERATED), np.log((1 - _RATES) / (1 - TOLERATED))
+
+
+class OrderTest:
+    """Follows the coverage of one run.
+
+    Args:
+        log_threshold: log of the mean number of measured steps between false alarms.
+    """
+
+    def __init__(self, log_threshold: float):
+        self._threshold = log_threshold
+        self._evidence = np.full(len(_RATES), -np.inf)
+        self._last: Coverage | None = None
+        self._mismatch_since: int | None = None
+        self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
+
+    def step(self, record: StepRecord, extras: Evidence, duplicated: bool) -> list[Finding]:
+        """Findings of one step. ``duplicated``: ranks share rows now, which explains repeats by itself."""
+        now, last = extras.coverage, self._last
+        if now is None or not all(math.isfinite(v) for v in (now.epoch, now.seen, now.repeated)):
+            return self._findings(record)
+        new_epoch = last is not None and now.epoch < last.epoch
+        started = last is None or new_epoch
+        consumed = (now.epoch - (0.0 if started or last is None else last.epoch)) * now.rows
+        repeated = (now.repeated - (0.0 if started or last is None else last.repeated)) * now.rows
+        self._last = now
+        if consumed > 0:
+            doubtful = 3.0 * now.error * now.rows  # rows that may be a sketch's error
+            if not duplicated:
+                self._weigh(record.step, consumed, max(0.0, min(repeated, now.repeated * now.rows - doubtful)))
+            self._close_epoch(record.step, now, consumed / now.rows)
+        return self._findings(record)
+
+    def _weigh(self, step: int, consumed: float, repeated: float) -> None:
+        gain = repeated * _HIT + max(consumed - repeated, 0.0) * _MISS
+        cap = self._threshold + math.log(len(_RATES))
+        self._evidence = np.minimum(np.logaddexp(0.0, self._evidence) + gain, cap)
+        score = self.score()
+        if score >= self._threshold:
+            self._mismatch_since = self._mismatch_since or step
+        elif score < self._threshold / 2:
+            self._mismatch_since = None
+
+    def score(self) -> float:
+        """log of the mean evidence."""
+        return float(np.logaddexp.reduce(self._evidence) - math.log(len(_RATES)))
+
+    def _close_epoch(self, step: int, now: Coverage, share_of_step: float) -> None:
+        if now.epoch + share_of_step <= 1.0 + 1e-9:  # another step fits into the epoch
+            return
+        missing = min(now.epoch, 1.0) - now.seen - 3.0 * now.error
+        low = missing > TOLERATED
+        self._low = (self._low[0] if self._low else step, now.seen) if low else None
+
+    def _findings(self, record: StepRecord) -> list[Finding]:
+        findings = []
+        everyone = tuple(range(record.world_size))
+        now = self._last
+        if self._mismatch_since is not None and now is not None:
+            share = now.repeated / now.epoch if now.epoch else 0.0
+            message = (
+                f"Rows come again before the epoch is over: {100 * share:.1f} % of the rows consumed in this epoch "
+                f"had been consumed before (epoch {now.epoch:.2f}, {100 * now.seen:.1f} % of the rows seen)."
+            )
+            remedy = (
+                "Give every rank's sampler the same seed and call set_epoch with the same epoch everywhere; rank-"
+                "dependent seeds belong to dropout and augmentation, not to the order of the data."
+            )
+            findings.append(
+                Finding(
+                    "data-order-mismatch",
+                    "data-order-mismatch",
+                    "error",
+                    everyone,
+                    "sampler",
+                    self.score(),
+                    self._threshold,
+                    message,
+                    remedy,
+                    self._mismatch_since,
+                )
+            )
+        if self._low is not None:
+            since, seen = self._low
+            message = (
+                f"The epoch ended with {100 * seen:.1f} % of its rows seen; the others were never trained on while "
+                "some were repeated."
+            )
+            remedy = "Look at the order of the data (see data-order-mismatch) or at ranks that share rows."
+            findings.append(
+                Finding(
+                    "low-coverage",
+                    "low-coverage",
+                    "warning",
+                    everyone,
+                    "epoch",
+                    seen,
+                    1.0 - TOLERATED,
+                    message,
+                    remedy,
+                    since,
+                )
+            )
+        return findings
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "evidence": [None if value == -np.inf else float(value) for value in self._evidence],
+            "last": None if self._last is None else asdict(self._last),
+            "mismatch_since": self._mismatch_since,
+            "low": self._low,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._evidence = np.array([-np.inf if v is None else v for v in state["evidence"]], dtype=np.float64)
+        self._last = None if state["last"] is None else Coverage(**state["last"])
+        self._mismatch_since = state["mismatch_since"]
+        self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
