@@ -1,10 +1,10 @@
 """Which rows the ranks saw: duplicates within a step, and how much of the epoch was seen, once or again.
 
-    step = unpack_ids(gathered)                        # sample_ids: every rank's ids
-    duplicates(step.per_rank).count                    # exact
-    epoch = EpochCoverage()
-    epoch.update(np.concatenate(step.per_rank))
-    epoch.seen(rows_in_epoch=52002)                    # Estimate(value=0.12, standard_error=0.0)
+step = unpack_ids(gathered)                        # sample_ids: every rank's ids
+duplicates(step.per_rank).count                    # exact
+epoch = EpochCoverage()
+epoch.update(np.concatenate(step.per_rank))
+epoch.seen(rows_in_epoch=52002)                    # Estimate(value=0.12, standard_error=0.0)
 """
 
 from __future__ import annotations

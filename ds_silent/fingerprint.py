@@ -69,6 +69,11 @@ def hash_bytes(data: bytes) -> Hash:
     return low, high
 
 
+def shown_hash(pair: Hash) -> str:
+    """16 hexadecimal digits."""
+    return "".join(f"{half & 0xFFFFFFFF:08x}" for half in reversed(pair))
+
+
 def rng_hashes() -> dict[str, Hash]:
     """States of the generators that a training draws from; two equal hashes mean the same next numbers.
 
