@@ -1,6 +1,7 @@
 """The command line.
 
     ds-silent check ds_config.json --world-size 8 --parameters 1155912192
+    ds-silent drill --config ds_config.json
 
 A mistake is one sentence on standard error and exit status 2.
 """
@@ -44,6 +45,24 @@ def check(
         return
     for line in plan_lines(config, loaded, world_size, parameters):
         typer.echo(line)
+
+
+@app.command()
+def drill(
+    config: Annotated[str | None, typer.Option(help="Your ds_config; else an empty block, fp32, stage 0.")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="Only this fault; may be given again.")] = None,
+    list_faults: Annotated[bool, typer.Option("--list", help="Name the faults and end.")] = False,
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Ranks, on this machine's CPU.")] = 4,
+    rank: Annotated[int, typer.Option(min=0, help="The rank that most faults strike.")] = 2,
+    steps: Annotated[int | None, typer.Option(min=1, help="Longest training, in optimizer steps.")] = None,
+    stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage instead of the configuration's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16 instead of the configuration's.")] = None,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write everything to this file too.")] = None,
+) -> None:
+    """Inject faults into short trainings on the CPU: is each found, with the right kind and ranks?"""
+    from ds_silent.drill.command import drill_command
+
+    raise typer.Exit(drill_command(config, fault or [], list_faults, ranks, rank, steps, stage, dtype, json_path))
 
 
 def plan_lines(

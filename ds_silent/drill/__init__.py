@@ -1,0 +1,1 @@
+"""The fault drill: ``ds-silent drill``. ``program`` runs it, ``report`` says what came of it."""

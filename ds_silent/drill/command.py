@@ -1,0 +1,71 @@
+"""``ds-silent drill``: from what was typed to an exit code. 0 all found, 1 not all, 2 a mistake of the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ds_silent.config import ConfigError
+from ds_silent.drill.program import LONGEST, DrillOptions, Outcome, RankBroke, exit_code, run_drill, to_json
+from ds_silent.drill.report import print_list, print_report
+from ds_silent.drill.setting import Dtype
+
+USER_MISTAKE = 2
+WIDTH = 120  # of what goes into a file or a pipe
+
+
+def drill_command(
+    config: str | None,
+    faults: Sequence[str],
+    list_faults: bool,
+    ranks: int,
+    rank: int,
+    steps: int | None,
+    stage: int | None,
+    dtype: str | None,
+    json_path: str | None,
+) -> int:
+    """Runs the drill and prints its report on standard output; a mistake is one sentence on standard error."""
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    if list_faults:
+        print_list(console)
+        return 0
+    try:
+        if dtype not in (None, "fp32", "bf16"):
+            raise ConfigError(f"--dtype must be fp32 or bf16, got {dtype!a}")
+        _writable(json_path)
+        options = DrillOptions(
+            config, tuple(faults), ranks, rank, LONGEST if steps is None else steps, stage, cast("Dtype | None", dtype)
+        )
+        outcome = _with_progress(options, console)
+    except ConfigError as error:
+        print(f"ds-silent: {error}", file=sys.stderr)
+        return USER_MISTAKE
+    except RankBroke as error:
+        print(f"ds-silent: a training of the drill broke, so nothing can be said: {error}", file=sys.stderr)
+        return 1
+    print_report(outcome, console)
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(to_json(outcome), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    return exit_code(outcome)
+
+
+def _with_progress(options: DrillOptions, console: Console) -> Outcome:
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("starting the ranks", total=None)
+        return run_drill(
+            options, lambda name: progress.update(task, description=f"{ascii(name)[1:-1]} ended", advance=1)
+        )
+
+
+def _writable(path: str | None) -> None:
+    """Minutes later is too late to find that out."""
+    if path is not None and (os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)):
+        raise ConfigError(f"--json {path!a} cannot be written; give a file in a directory that can")

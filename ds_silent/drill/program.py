@@ -1,0 +1,200 @@
+"""Does the alarm work? Injects each fault of :mod:`ds_silent.faults` into a short real training and asks the observer.
+
+    options = DrillOptions(config="ds_config.json", faults=("nan-loss",))
+    outcome = run_drill(options)              # minutes; starts the ranks, prints nothing
+    print_report(outcome, Console())
+    sys.exit(exit_code(outcome))              # 0 all found, 1 not, 2 was an exception: the user's mistake
+
+First runs without a fault, which must end without an alarm; then one training per fault, all in one group of ranks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_silent.config import ConfigError, load_ds_config
+from ds_silent.drill.injections import Strike
+from ds_silent.drill.ranks import RankBroke, on_ranks
+from ds_silent.drill.rehearsal import Run, Trial, prepare, rehearse
+from ds_silent.drill.setting import Dtype, Setting, make_setting
+from ds_silent.drill.verdict import Verdict, judge, judge_healthy, loss_shift
+from ds_silent.faults import FAULTS, WARM, Fault
+
+__all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trials_of"]
+
+HEALTHY_STEPS = 64
+LONGEST = 400  # optimizer steps, unless the user says otherwise
+HEALTHY = ("healthy", "healthy-without-ids", "healthy-own-seeds")
+
+
+@dataclass(frozen=True)
+class DrillOptions:
+    """What the user asks for. ``faults``: names, all when empty; ``rank`` is the one that most faults strike."""
+
+    config: str | None = None
+    faults: tuple[str, ...] = ()
+    ranks: int = 4
+    rank: int = 2
+    steps: int = LONGEST
+    stage: int | None = None
+    dtype: Dtype | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One training: ``fault`` is None for a healthy one; ``loss_shift`` in deviations of the healthy run's loss."""
+
+    trial: Trial
+    run: Run
+    verdict: Verdict
+    loss_shift: float | None
+
+    @property
+    def right(self) -> bool:
+        """Found where there was a fault, silent where there was none."""
+        return self.verdict.found if self.trial.fault is not None else self.verdict.answer == "missed"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The whole drill; ``skipped`` are faults that mean nothing under this ZeRO stage."""
+
+    setting: Setting
+    results: tuple[Result, ...]
+    skipped: tuple[str, ...]
+
+
+def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name: None) -> Outcome:
+    """Starts the ranks, runs everything, judges.
+
+    Args:
+        options: what to do.
+        heard: called with the name of each training that has ended.
+
+    Raises:
+        ConfigError: a mistake in the options or the configuration.
+        RankBroke: a training ended by an error; the message holds its last lines.
+    """
+    ds_config = None if options.config is None else load_ds_config(options.config)
+    if not 0 <= options.rank < options.ranks:
+        raise ConfigError(
+            f"--rank must be one of the {options.ranks} ranks, 0 to {options.ranks - 1}, got {options.rank}"
+        )
+    setting = make_setting(ds_config, options.ranks, options.stage, options.dtype)
+    trials, skipped = trials_of(options, setting)
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="ds_silent_drill_") as directory:
+        for run in on_ranks(perform, (setting, trials, directory), options.ranks):
+            runs.append(run)
+            heard(run.name)
+    return Outcome(setting, tuple(judged(trials, runs, setting.block.interval)), skipped)
+
+
+def perform(send: Callable[[Run], None], setting: Setting, trials: tuple[Trial, ...], directory: str) -> None:
+    """All trainings, on one rank; a collective. Rank 0's ``send`` gets each run as it ends."""
+    stage = prepare(setting)
+    for trial in trials:
+        send(rehearse(stage, trial, Path(directory, trial.name)))
+
+
+def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
+    """The trainings in their order, healthy ones first, and the names of faults that are left out.
+
+    Raises:
+        ConfigError: an unknown fault, or too few steps.
+    """
+    interval = setting.block.interval
+    shortest = (WARM + 6) * interval
+    if options.steps < shortest:
+        raise ConfigError(
+            f"--steps must be at least {shortest}, got {options.steps}: most faults strike at step {WARM * interval}"
+        )
+    for name in options.faults:
+        if name not in FAULTS:
+            raise ConfigError(f"there is no fault {name!a}; ds-silent drill --list names them")
+    chosen = [fault for name, fault in FAULTS.items() if not options.faults or name in options.faults]
+    able = [fault for fault in chosen if setting.stage in fault.stages]
+    skipped = tuple(fault.name for fault in chosen if fault not in able)
+    nobody = Strike(options.rank, options.ranks, 0)
+    healthy = Trial(HEALTHY[0], None, nobody, min(options.steps, HEALTHY_STEPS * interval))
+    trials = [
+        healthy,
+        replace(healthy, name=HEALTHY[1], ids=False),
+        replace(healthy, name=HEALTHY[2], own_seeds=True),
+        *(_trial(fault, options, interval) for fault in able),
+    ]
+    return tuple(trials), skipped
+
+
+def _trial(fault: Fault, options: DrillOptions, interval: int) -> Trial:
+    """Steps count in measured ones: with ``interval`` 10 a history of 20 measurements takes 200 steps."""
+    first = 1 + (fault.first_step - 1) * interval if fault.first_step > 1 else fault.first_step
+    strike = Strike(options.rank, options.ranks, first, fault.size)
+    return Trial(fault.name, fault, strike, min(options.steps, first + fault.steps * interval), ids=fault.ids)
+
+
+def judged(trials: tuple[Trial, ...], runs: list[Run], interval: int) -> Iterator[Result]:
+    """The verdict on every run, against the first healthy one."""
+    healthy = runs[0].losses if runs else ()
+    for trial, run in zip(trials, runs, strict=True):
+        if trial.fault is None:
+            yield Result(trial, run, judge_healthy(run.events), None)
+            continue
+        verdict = judge(trial.fault, trial.strike, run.events, interval)
+        last = verdict.step if verdict.found and verdict.step is not None else len(run.losses)
+        shift = None if last == 0 else loss_shift(run.losses, healthy, trial.strike.step, last)
+        yield Result(trial, run, verdict, shift)
+
+
+def exit_code(outcome: Outcome) -> int:
+    """0 when every fault was found and the healthy runs were silent, else 1."""
+    return 0 if outcome.results and all(result.right for result in outcome.results) else 1
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """For ``--json``: numbers that are not finite are strings."""
+    from ds_silent.records import to_json as plain
+
+    setting = outcome.setting
+    return {
+        "version": 1,
+        "all_found": exit_code(outcome) == 0,
+        "zero_stage": setting.stage,
+        "dtype": setting.dtype,
+        "micro_batch": setting.micro_batch,
+        "accumulation": setting.accumulation,
+        "notes": list(setting.notes),
+        "skipped": list(outcome.skipped),
+        "trainings": [_result_json(result, plain) for result in outcome.results],
+    }
+
+
+def _result_json(result: Result, plain: Callable[[Any], Any]) -> dict[str, Any]:
+    trial, fault = result.trial, result.trial.fault
+    described = (
+        {}
+        if fault is None
+        else {
+            "expected_kinds": list(fault.kinds),
+            "expected_ranks": [list(ranks) for ranks in fault.expected_ranks(trial.strike)],
+            "strikes": fault.strikes,
+            "deterministic": fault.deterministic,
+            "first_step": trial.strike.step,
+            "size": fault.size,
+        }
+    )
+    return {
+        "name": trial.name,
+        "fault": fault is not None,
+        **described,
+        "right": result.right,
+        "verdict": plain(result.verdict),
+        "loss_shift": plain(result.loss_shift),
+        "steps": len(result.run.losses),
+        "losses": plain(list(result.run.losses)),
+        "events": plain(list(result.run.events)),
+    }

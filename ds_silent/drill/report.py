@@ -1,0 +1,110 @@
+"""What the drill says on a terminal: a table, a sentence.
+
+print_report(outcome, Console())
+print_list(Console())
+"""
+
+from __future__ import annotations
+
+import math
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ds_silent.drill.program import Outcome, Result
+from ds_silent.faults import FAULTS, Fault
+
+_LOSS_NOTE = (
+    "mean loss: its change between the fault and the alarm, against the same steps of the healthy run, in standard "
+    "deviations of that run's steps. Whoever watches that curve alone sees nothing below about 2 σ."
+)
+
+
+def print_list(console: Console) -> None:
+    """Every fault with its expected event."""
+    for fault in FAULTS.values():
+        console.print(f"{fault.name} → {fault.kind}", style="bold", markup=False, highlight=False)
+        console.print(f"  {fault.description}", markup=False, highlight=False)
+
+
+def print_report(outcome: Outcome, console: Console) -> None:
+    """The table, what was left out, and one sentence that says whether the alarm works."""
+    setting = outcome.setting
+    console.print(
+        f"ds_silent drill: ZeRO stage {setting.stage}, {setting.dtype}, micro-batch {setting.micro_batch}, "
+        f"accumulation {setting.accumulation}",
+        markup=False,
+    )
+    for note in setting.notes:
+        console.print(f"  {note}", markup=False, highlight=False)
+    console.print(_table(outcome))
+    if outcome.skipped:
+        console.print(
+            f"Left out under ZeRO stage {setting.stage}: {', '.join(outcome.skipped)}.", markup=False, highlight=False
+        )
+    console.print(_LOSS_NOTE, markup=False, highlight=False)
+    console.print(sentence(outcome), markup=False, highlight=False)
+
+
+def sentence(outcome: Outcome) -> str:
+    """Whether the alarm works, and what to look at when it does not."""
+    faults = [result for result in outcome.results if result.trial.fault is not None]
+    missed = [result.trial.name for result in faults if not result.right]
+    false = [result.trial.name for result in outcome.results if result.trial.fault is None and not result.right]
+    found = f"{len(faults) - len(missed)} of {len(faults)} faults found with the right kind and ranks"
+    silent = "the healthy runs stayed silent" if not false else f"a false alarm in {', '.join(false)}"
+    if not missed and not false:
+        return f"The alarm works: {found}, and {silent}."
+    return f"The alarm does not work everywhere: {found} (not: {', '.join(missed) or 'none'}); {silent}."
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("fault", "expected event", "struck", "found", "ranks", "mean loss"):
+        table.add_column(title, no_wrap=title in ("fault", "expected event"))
+    for result in outcome.results:
+        table.add_row(*_row(result))
+    return table
+
+
+def _row(result: Result) -> tuple[str | Text, ...]:
+    fault, verdict, name = result.trial.fault, result.verdict, result.trial.name
+    if fault is None:
+        answer = Text("silent", "green") if result.right else Text(f"{verdict.kind} at step {verdict.step}", "bold red")
+        return name, "none", "", answer, _ranks(verdict.ranks), ""
+    struck = "at start" if result.trial.strike.step <= 1 else f"step {result.trial.strike.step}"
+    return name, fault.kind, struck, _answer(result), _who(result, fault), _loss(result)
+
+
+def _answer(result: Result) -> Text:
+    verdict = result.verdict
+    if verdict.found:
+        place = "preflight" if verdict.step == 0 else f"step {verdict.step}"
+        return Text(f"{place}{' (late)' if verdict.late else ''}", "yellow" if verdict.late else "green")
+    if verdict.answer == "missed":
+        return Text(f"not in {len(result.run.losses)} steps", "bold red")
+    return Text(f"{verdict.answer}: {verdict.kind} at step {verdict.step}", "bold red")
+
+
+def _who(result: Result, fault: Fault) -> Text:
+    verdict = result.verdict
+    if verdict.answer in ("missed", "wrong kind"):
+        return Text("")
+    shown = _ranks(verdict.ranks)
+    if verdict.answer == "wrong ranks":
+        expected = _ranks(fault.expected_ranks(result.trial.strike)[0])
+        return Text(f"{shown}, should be {expected}", "bold red")
+    return Text(shown)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _loss(result: Result) -> str:
+    shift = result.loss_shift
+    if shift is None:
+        return ""
+    return f"{shift:+.1f} σ" if math.isfinite(shift) else "not finite"

@@ -1,0 +1,140 @@
+"""The ds_config that the drill trains under: the user's own as far as it decides what the observer sees.
+
+    setting = make_setting(load_ds_config("ds_config.json"), ranks=4)
+    setting.config["zero_optimization"], setting.notes
+
+Kept are the ``silent_consistency`` block, ZeRO, the dtype, clipping, accumulation and the micro-batch. The optimizer
+is the drill's own: a learning rate that suits another model would tear the practice model apart. Monitors and the like
+would write where the user does not expect it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ds_silent.capture.deepspeed import refuse_unsupported_config
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
+
+Dtype = Literal["fp32", "bf16"]
+KEPT = (
+    "zero_optimization",
+    "bf16",
+    "data_types",
+    "gradient_clipping",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+)
+# Read, replaced, or without meaning for numbers: no reason to speak of them.
+SILENT = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"),
+    *("fp16", "steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "comet", BLOCK),
+)
+MICRO_BATCH, LARGEST_MICRO_BATCH, LARGEST_ACCUMULATION = 8, 16, 4
+LARGEST_BUCKET = 5_000_000  # elements; a real model's bucket would be allocated on every rank
+LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A ds_config without an output directory, the same on every rank, and what was changed to get there."""
+
+    config: dict[str, Any]
+    block: SilentConsistencyConfig
+    micro_batch: int
+    accumulation: int
+    stage: int
+    dtype: Dtype
+    notes: tuple[str, ...]
+
+
+def make_setting(
+    ds_config: Mapping[str, Any] | None, ranks: int, stage: int | None = None, dtype: Dtype | None = None
+) -> Setting:
+    """The drill's configuration.
+
+    Args:
+        ds_config: the user's; None takes an empty block, ZeRO stage 0 and fp32.
+        ranks: data-parallel ranks of the drill, whatever the configuration was written for.
+        stage: replaces ``zero_optimization.stage``.
+        dtype: replaces the dtype.
+
+    Raises:
+        ConfigError: there is no block, it is switched off, or something in the configuration cannot be honoured.
+    """
+    given = copy.deepcopy(dict({BLOCK: {}} if ds_config is None else ds_config))
+    own = given.get(BLOCK)
+    if isinstance(own, Mapping):  # the trainer fills it in; here it is replaced
+        given[BLOCK] = {key: value for key, value in own.items() if key != "output_dir"}
+    block = parse(given)
+    if block is None:
+        raise ConfigError(f'the ds_config has no active "{BLOCK}" block to try; add "{BLOCK}": {{}} to it')
+    refuse_unsupported_config(given)
+    notes = [f"{key}: not part of the drill" for key in given if key not in (*KEPT, *SILENT)]
+    config = {key: given[key] for key in KEPT if key in given and given[key] != "auto"}
+    zero, dropped = _zero(given.get("zero_optimization"), stage)
+    notes += dropped
+    dtype, note = _dtype(given, dtype)
+    notes += note
+    micro, accumulation, note = _batch(given)
+    notes += note
+    config |= {
+        "zero_optimization": zero,
+        "bf16": {**_section(given.get("bf16")), "enabled": dtype == "bf16"},
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro * accumulation * ranks,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "torch_adam": True},
+        },
+        "steps_per_print": 10**9,
+        BLOCK: {**given[BLOCK], "tensorboard": False},
+    }
+    return Setting(config, block, micro, accumulation, zero["stage"], dtype, tuple(notes))
+
+
+def _zero(section: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:
+    """Without "auto", offloading (which needs compilers and moves no number) and buckets of a large model's size."""
+    zero = _section(section)
+    offloaded = [key for key in zero if "offload" in key]
+    kept: dict[str, Any] = {k: v for k, v in zero.items() if v != "auto" and k not in offloaded}
+    for key, value in kept.items():
+        if key.endswith("_bucket_size") and isinstance(value, (int, float)):
+            kept[key] = min(int(value), LARGEST_BUCKET)
+    kept["stage"] = kept.get("stage", 0) if stage is None else stage
+    if kept["stage"] not in (0, 1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {kept['stage']!a}")
+    return kept, [f"zero_optimization.{key}: not part of the drill" for key in offloaded]
+
+
+def _dtype(given: Mapping[str, Any], asked: Dtype | None) -> tuple[Dtype, list[str]]:
+    if asked is not None:
+        return asked, []
+    if _section(given.get("fp16")).get("enabled") is True:
+        return "bf16", ["fp16: computed in bf16, because DeepSpeed has no fp16 on the CPU"]
+    return ("bf16" if _section(given.get("bf16")).get("enabled") is True else "fp32"), []
+
+
+def _batch(given: Mapping[str, Any]) -> tuple[int, int, list[str]]:
+    notes, sizes = [], []
+    for key, default, largest in (
+        ("train_micro_batch_size_per_gpu", MICRO_BATCH, LARGEST_MICRO_BATCH),
+        ("gradient_accumulation_steps", 1, LARGEST_ACCUMULATION),
+    ):
+        value = given.get(key, "auto")
+        if value == "auto":
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f'{key} must be a whole number of at least 1, or "auto", got {value!a}')
+        if value > largest:
+            notes.append(f"{key}: {largest} instead of {value}, to stay short")
+        sizes.append(min(value, largest))
+    return sizes[0], sizes[1], notes
+
+
+def _section(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}

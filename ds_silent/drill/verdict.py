@@ -1,0 +1,102 @@
+"""Was the fault found? Pure: events and losses in, a judgement out.
+
+verdict = judge(fault, strike, events, interval=1)
+verdict.found, verdict.step, verdict.why
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ds_silent.drill.injections import Strike
+from ds_silent.faults import Fault
+
+Answer = Literal["found", "missed", "wrong kind", "wrong ranks", "false alarm"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``step`` and ``ranks`` are those of the event that decided; ``late``: a deterministic fault's came too late."""
+
+    answer: Answer
+    step: int | None = None
+    kind: str | None = None
+    ranks: tuple[int, ...] = ()
+    late: bool = False
+    also: tuple[str, ...] = ()  # other kinds that were reported
+
+    @property
+    def found(self) -> bool:
+        return self.answer == "found"
+
+
+def alarms(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Events that ask for somebody's attention: information and ends do not."""
+    return [event for event in events if event["severity"] != "info"]
+
+
+def judge_healthy(events: Sequence[Mapping[str, Any]]) -> Verdict:
+    """A run without a fault must end without an alarm."""
+    raised = alarms(events)
+    return Verdict("missed") if not raised else _verdict("false alarm", raised[0], raised)
+
+
+def judge(fault: Fault, strike: Strike, events: Sequence[Mapping[str, Any]], interval: int) -> Verdict:
+    """The first event of the right kind and ranks decides; any alarm before the fault is a false one.
+
+    Args:
+        fault: what was injected.
+        strike: on whom and when; ``strike.step`` is an optimizer step.
+        events: all of the run, as ``events.jsonl`` holds them.
+        interval: optimizer steps between measurements.
+    """
+    raised = alarms(events)
+    # What is there from the start may be seen in the preflight, at step 0.
+    start = strike.step if strike.step > 1 else 0
+    for event in raised:
+        if event["step"] < start:
+            return _verdict("false alarm", event, raised)
+    kinds = [event for event in raised if event["kind"] in fault.kinds]
+    expected = fault.expected_ranks(strike)
+    right = [event for event in kinds if tuple(event["ranks"]) in expected]
+    if right:
+        late = fault.deterministic and right[0]["step"] > first_measured(strike.step, interval)
+        return _verdict("found", right[0], raised, late)
+    if kinds:
+        return _verdict("wrong ranks", kinds[0], raised)
+    return _verdict("wrong kind", raised[0], raised) if raised else Verdict("missed")
+
+
+def first_measured(step: int, interval: int) -> int:
+    """The first measured optimizer step that is not before ``step``; 0 is the preflight."""
+    return -(-step // interval) * interval
+
+
+def loss_shift(losses: Sequence[float], healthy: Sequence[float], first: int, last: int) -> float | None:
+    """How far the averaged loss went from the healthy run's while the fault was there, in the latter's deviations.
+
+    Both runs start from the same weights and take the same rows, so at each step their losses are compared in pairs;
+    a person who watches one curve has no such pair and sees less. None: no step of both runs lies within.
+
+    Args:
+        losses: loss averaged over the ranks at steps 1, 2, …
+        healthy: of the run without a fault.
+        first: step at which the fault began.
+        last: step at which it was found, or the run's last.
+    """
+    pairs = list(zip(losses, healthy, strict=False))[max(first, 1) - 1 : last]
+    if not pairs or len(healthy) < 2:
+        return None
+    mean = sum(a - b for a, b in pairs) / len(pairs)  # NaN stays NaN
+    spread = statistics.stdev(healthy)
+    return mean / spread if spread > 0 else None
+
+
+def _verdict(
+    answer: Answer, event: Mapping[str, Any], raised: Sequence[Mapping[str, Any]], late: bool = False
+) -> Verdict:
+    also = dict.fromkeys(other["kind"] for other in raised if other["kind"] != event["kind"])
+    return Verdict(answer, event["step"], event["kind"], tuple(event["ranks"]), late, tuple(also))

@@ -1,0 +1,181 @@
+"""What the drill injects: the faults that data, seeds, weights, hyper-parameters and gradients can have.
+
+    fault = FAULTS["gradient-scaled-1.5"]
+    strike = Strike(rank=2, ranks=4, step=21, size=fault.size)
+    injection = fault.inject(strike, me=2)          # what changes on rank 2; nothing changes where nothing is set
+    fault.expected_ranks(strike)                    # ((2,),)
+
+A fault says what the observer must answer: the kind of event, the ranks, and whether chance plays a part. What goes
+wrong in or after the reduction is not here: it needs other hooks than a training's own pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ds_silent.drill import injections as inject
+from ds_silent.drill.injections import Injection, Strike
+
+Where = Literal["data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss"]
+Who = Literal["the rank", "the odd rank", "the rank or all", "the pair", "all ranks"]
+"""``the odd rank`` is found by comparison, and two ranks cannot outvote each other: then both are named, or none.
+``the rank or all``: rows that come again are known without knowing whose fault it is; the sampler's own facts, where
+the observer has them, name the rank."""
+
+BEFORE = 0
+WARM = 21  # the statistical detectors have a history by then
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way in which a data-parallel training goes wrong, and what must be said about it.
+
+    ``kinds``: the event that must come; each is right where a fault has several faces (a NaN loss also has a zero or
+    NaN gradient). ``first_step``: 0 is before the training. ``deterministic``: no chance in it, so the event must be
+    at the first measured step. ``steps``: how long a training may go on after the first step, in measured steps;
+    ``stages``: ZeRO stages under which DeepSpeed survives the fault and it means something.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    who: Who
+    strikes: Where
+    inject: Callable[[Strike, int], Injection]
+    description: str
+    deterministic: bool = True
+    first_step: int = WARM
+    steps: int = 6
+    size: float = 1.0
+    ids: bool = True  # whether the script tells the row ids
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+
+    @property
+    def kind(self) -> str:
+        """The event to expect, as a table says it."""
+        return self.kinds[0]
+
+    def expected_ranks(self, strike: Strike) -> tuple[tuple[int, ...], ...]:
+        """What the event may name; the first is the best answer. Empty: no majority, so nobody is accused."""
+        everyone, rank = tuple(range(strike.ranks)), (strike.rank,)
+        if self.who == "the pair":
+            return (tuple(sorted((strike.rank, strike.partner))),)
+        if self.who == "all ranks" or (self.who == "the odd rank" and strike.ranks == 2):
+            return (everyone, ())
+        return (rank, everyone) if self.who == "the rank or all" else (rank,)
+
+
+def _chance(steps: int, fault: Fault) -> Fault:
+    """Found by a sequential test, which has to see some steps first."""
+    return replace(fault, deterministic=False, steps=steps)
+
+
+def _before(
+    name: str,
+    kinds: tuple[str, ...],
+    strikes: Where,
+    injection: Callable[[Strike, int], Injection],
+    description: str,
+    size: float = 1.0,
+    stages: tuple[int, ...] = (0, 1, 2, 3),
+) -> Fault:
+    """Found before the training, by comparing the ranks."""
+    return Fault(
+        name, kinds, "the odd rank", strikes, injection, description, first_step=BEFORE, size=size, stages=stages
+    )
+
+
+_ORDER = ("data-order-mismatch", "low-coverage")
+_DUPLICATE, _OUTLIER, _CONFIG = ("duplicate-data",), ("outlier-rank",), ("config-mismatch",)
+_SEED, _WEIGHTS = ("seed-mismatch",), ("initial-weights-mismatch",)
+_REPLICATED = (0, 1, 2)  # under ZeRO-3 each number has one owner: no two ranks could disagree
+
+# A table reads better than what a formatter makes of it.
+# fmt: off
+_DATA = (
+    Fault("same-batch-everywhere", _DUPLICATE, "all ranks", "data", inject.same_batch,
+          "every rank gets the first rank's rows (a sampler that nobody told of the ranks)"),
+    Fault("same-batch-everywhere-without-ids", _DUPLICATE, "all ranks", "data", inject.same_batch,
+          "the same, and the script does not tell which rows it takes", ids=False),
+    Fault("same-batch-pair", _DUPLICATE, "the pair", "data", inject.same_batch_as_neighbour,
+          "one rank gets its neighbour's rows"),
+    Fault("same-batch-pair-without-ids", _DUPLICATE, "the pair", "data", inject.same_batch_as_neighbour,
+          "the same, and the script does not tell which rows it takes", ids=False),
+    Fault("same-content-other-ids", _DUPLICATE, "the pair", "data", inject.neighbours_content,
+          "one rank computes on its neighbour's rows under ids of its own: only the gradients can tell"),
+    _chance(12, Fault("repeated-batch", _ORDER, "the rank or all", "data", inject.repeated_batch,
+          "one rank's loader is stuck: the same rows again and again")),
+    _chance(40, Fault("sampler-seed-one-rank", _ORDER, "the rank or all", "data", inject.sampler_seed_one_rank,
+          "one rank shuffles with another seed under a sharded sampler", first_step=1)),
+    _chance(40, Fault("sampler-seed-every-rank", _ORDER, "all ranks", "data", inject.sampler_seed_every_rank,
+          "every rank shuffles with a seed of its own: a third of the rows is never seen", first_step=1)),
+    Fault("sampler-world-size-one", _DUPLICATE, "all ranks", "data", inject.sampler_alone,
+          "every rank's sampler believes to be alone", first_step=1),
+    _chance(40, Fault("sampler-world-size-twice", ("low-coverage", "data-order-mismatch"), "all ranks", "data",
+          inject.sampler_twice, "the sampler counts twice the ranks: half of the rows is never seen", first_step=1)),
+    Fault("no-labels", ("non-finite", "zero-gradient"), "the rank", "data", inject.no_labels,
+          "no token of one rank's rows has a label: NaN loss, no gradient"),
+    _chance(100, Fault("label-noise", _OUTLIER, "the odd rank", "data", inject.label_noise,
+          "one rank's labels are random")),
+    _chance(100, Fault("other-distribution", _OUTLIER, "the odd rank", "data", inject.other_distribution,
+          "one rank's rows are random tokens, another data set than that of the others")),
+)
+
+_BEFORE = (
+    _before("torch-seed", _SEED, "seed", inject.torch_seed, "one rank's torch generator has another state"),
+    _before("numpy-seed", _SEED, "seed", inject.numpy_seed, "one rank's numpy generator has another state"),
+    _before("python-seed", _SEED, "seed", inject.python_seed, "one rank's random module has another state"),
+    _before("initial-weights-tensor", _WEIGHTS, "weights", inject.other_tensor,
+            "one tensor of one rank has other values", stages=_REPLICATED),
+    _before("initial-weights-bit", _WEIGHTS, "weights", inject.other_bit,
+            "one bit of one weight of one rank differs", stages=_REPLICATED),
+    _before("learning-rate", _CONFIG, "hyper-parameter", inject.learning_rate,
+            "one rank's learning rate is twice that of the others", size=2.0),
+    _before("weight-decay", _CONFIG, "hyper-parameter", inject.weight_decay,
+            "one rank's weight decay is 0.05 more", size=0.05),
+    _before("config-value", _CONFIG, "hyper-parameter", inject.config_value,
+            "one rank's ds_config clips gradients at another norm", size=0.3),
+    _before("environment-cublas", _CONFIG, "environment", inject.environment("CUBLAS_WORKSPACE_CONFIG", ":16:8"),
+            "CUBLAS_WORKSPACE_CONFIG differs on one rank"),
+    _before("environment-omp", _CONFIG, "environment", inject.environment("OMP_NUM_THREADS", "3"),
+            "OMP_NUM_THREADS differs on one rank"),
+    _before("environment-nccl", _CONFIG, "environment", inject.environment("NCCL_ALGO", "Tree"),
+            "NCCL_ALGO differs on one rank"),
+)
+
+_GRADIENTS = (
+    Fault("nan-loss", ("non-finite",), "the rank", "loss", inject.nan_loss, "one rank's loss is NaN"),
+    Fault("inf-gradient", ("non-finite",), "the rank", "gradient", inject.inf_gradient,
+          "one element of one parameter's gradient is infinite at one step"),
+    Fault("bit-flip", ("non-finite", "outlier-rank"), "the rank", "gradient", inject.bit_flip,
+          "the top exponent bit of one gradient element flips at one step (silent data corruption)"),
+    Fault("zero-gradient", ("zero-gradient",), "the rank", "gradient", inject.zero_gradient,
+          "one rank's loss is fine and its gradient is zero (a detached graph)"),
+    _chance(300, Fault("gradient-scaled-1.1", _OUTLIER, "the odd rank", "gradient", inject.scaled_gradient,
+          "one rank's gradient is 1.1 times too large", size=1.1)),
+    _chance(100, Fault("gradient-scaled-1.5", _OUTLIER, "the odd rank", "gradient", inject.scaled_gradient,
+          "one rank's gradient is 1.5 times too large", size=1.5)),
+    _chance(60, Fault("gradient-scaled-1000", _OUTLIER, "the odd rank", "gradient", inject.scaled_gradient,
+          "one rank's gradient is 1000 times too large", size=1000.0)),
+    _chance(60, Fault("gradient-negated", _OUTLIER, "the odd rank", "gradient", inject.scaled_gradient,
+          "one rank climbs instead of descending", size=-1.0)),
+    _chance(100, Fault("gradient-noise-1.0", _OUTLIER, "the odd rank", "gradient", inject.noisy_gradient,
+          "noise as large as the gradient is added on one rank")),
+    _chance(300, Fault("gradient-noise-0.5", _OUTLIER, "the odd rank", "gradient", inject.noisy_gradient,
+          "noise half as large as the gradient is added on one rank", size=0.5)),
+    _chance(100, Fault("stuck-gradient", _OUTLIER, "the odd rank", "gradient", inject.stuck_gradient,
+          "one rank sends the gradient of an earlier step again and again (a stale buffer)")),
+    _chance(100, Fault("frozen-layer", ("outlier-rank", "zero-gradient"), "the odd rank", "gradient",
+          inject.frozen_layer, "the last layer gets a zero gradient on one rank")),
+    # in the other stages the ranks' buckets then differ in size, and DeepSpeed's own reduction dies
+    Fault("layer-without-gradient", ("zero-gradient", "outlier-rank"), "the odd rank", "gradient",
+          inject.detached_layer, "the last layer takes no part in one rank's backward", stages=(0,)),
+    _chance(60, Fault("loss-scaled", _OUTLIER, "the odd rank", "loss", inject.scaled_loss,
+          "one rank forgets to divide its loss by four", size=4.0)),
+    _chance(300, Fault("eval-mode", _OUTLIER, "the odd rank", "loss", inject.eval_mode,
+          "one rank trains without dropout (model.eval() was left on)")),
+)
+# fmt: on
+
+FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in (*_DATA, *_BEFORE, *_GRADIENTS)}
