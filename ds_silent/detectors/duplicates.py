@@ -67,6 +67,9 @@ def by_gradients(record: StepRecord) -> list[Finding]:
         return []
     ranks = range(record.world_size)
     if record.cosine_matrix is not None:
+        highest = record.direction.max_cosine
+        if highest is not None and highest < 1.0 - COSINE_GAP:  # the common case, without looking at N^2 pairs
+            return []
         matrix = record.cosine_matrix
         near = [(i, j) for i in ranks for j in ranks if i < j and matrix[i][j] >= 1.0 - COSINE_GAP]
     elif (record.direction.mean_cosine or 0.0) >= 1.0 - COSINE_GAP:  # above the gather limit pairs are not known

@@ -13,8 +13,9 @@ count differs", and a rank is flagged only when its statistics differ by more th
 by the evidence of the tokens, which can only lower it. A norm that depends on the tokens never says more about which
 rank is odd than the tokens themselves.
 
-A flagged rank leaves the comparison and the history, back to the step where its fault began; it is itself compared
-with the others until half of the (log) evidence is taken back. Two ranks cannot outvote each other: both are named.
+A flagged rank leaves the comparison and the history, back to the step where its fault began. The component that
+flagged it goes on comparing it with the others; when half of the (log) evidence has been taken back the fault has
+ended. Two ranks cannot outvote each other: both are named.
 """
 
 from __future__ import annotations
@@ -57,8 +58,7 @@ class OutlierTest:
         self.ranks = ranks
         self._threshold = log_threshold + math.log(ranks)
         cap = self._threshold + math.log(len(STATISTICS))
-        self._tests = {name: SequentialTest(ranks, cap) for name in STATISTICS}
-        self._tokens = SequentialTest(ranks, cap)
+        self._test = SequentialTest(len(STATISTICS) + 1, ranks, cap)  # the last one: label tokens
         self._norm, self._direction = Explained(3), Explained(2)
         self._flagged: dict[int, dict[str, Any]] = {}
 
@@ -71,49 +71,48 @@ class OutlierTest:
             loss = _column(record.loss.per_rank, self.ranks)
             cosine = _column(record.direction.per_rank, self.ranks)
             log_norm = np.log(_column(record.grad_norm.per_rank, self.ranks))
-            columns = {
-                "loss": loss,
-                "gradient norm": self._norm.residual(log_norm, [loss, log_tokens, cosine], healthy),
-                "gradient direction": self._direction.residual(cosine, [loss, log_tokens], healthy),
-            }
-        for name, values in columns.items():
-            self._tests[name].step(record.step, values, healthy)
-        self._tokens.step(record.step, log_tokens, healthy)
-        score = self.score()
-        self._end(score)
-        self._flag(score, healthy)
-        return [self._finding(rank, score[rank], record.step) for rank in self._flagged]
+            norm = self._norm.residual(log_norm, [loss, log_tokens, cosine], healthy)
+            direction = self._direction.residual(cosine, [loss, log_tokens], healthy)
+        self._test.step(record.step, np.stack([loss, norm, direction, log_tokens]), healthy)
+        self._end()
+        self._flag(self.score(), healthy)
+        return [self._finding(rank) for rank in self._flagged]
 
     def score(self) -> Array:
         """(N,) log evidence against each rank, to be compared with ``threshold``."""
-        evidence = np.stack([self._tests[name].log_evidence() for name in STATISTICS])
-        together = np.logaddexp.reduce(evidence, axis=0) - math.log(len(STATISTICS))
-        return np.asarray(together - self._tokens.log_cusum())
+        together = np.logaddexp.reduce(self._test.log_evidence()[:-1], axis=0) - math.log(len(STATISTICS))
+        return np.asarray(together - self._test.log_cusum()[-1])
 
-    def _end(self, score: Array) -> None:
-        for rank in [rank for rank in self._flagged if score[rank] < self._threshold / 2]:
-            del self._flagged[rank]
-            self._forget(np.arange(self.ranks) == rank)
+    def _end(self) -> None:
+        for rank, flag in list(self._flagged.items()):
+            gain = float(self._test.gain[STATISTICS.index(flag["where"]), flag["component"], rank])
+            flag["left"] = min(flag["left"] + gain, self._threshold)
+            if flag["left"] < self._threshold / 2:
+                del self._flagged[rank]
+                self._test.forget_evidence(np.arange(self.ranks) == rank)
 
     def _flag(self, score: Array, healthy: Any) -> None:
         candidates = np.where(healthy, score, -np.inf)
         rank = int(np.argmax(candidates))
         if not candidates[rank] >= self._threshold:
             return
-        name = max(STATISTICS, key=lambda name: self._tests[name].log_evidence()[rank])
-        onset = self._tests[name].onset(rank)
+        strongest = int(np.argmax(self._test.log_evidence()[:-1, rank]))
+        onset = self._test.onset(strongest, rank)
         peers = [int(other) for other in np.flatnonzero(healthy)]
         ranks = tuple(peers) if len(peers) == 2 else (rank,)
-        self._flagged[rank] = {"ranks": list(ranks), "where": name, "since": onset.step, "sign": onset.sign}
-        for test in (*self._tests.values(), self._tokens):
-            test.unlearn(rank, onset.step)
-        self._forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+        self._flagged[rank] = {
+            "ranks": list(ranks),
+            "where": STATISTICS[strongest],
+            "since": onset.step,
+            "sign": onset.sign,
+            "component": onset.component,
+            "score": float(score[rank]),
+            "left": self._threshold,
+        }
+        self._test.unlearn(rank, onset.step)
+        self._test.forget_evidence(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
 
-    def _forget(self, ranks: Any) -> None:
-        for test in (*self._tests.values(), self._tokens):
-            test.forget_evidence(ranks)
-
-    def _finding(self, rank: int, score: float, step: int) -> Finding:
+    def _finding(self, rank: int) -> Finding:
         flag = self._flagged[rank]
         ranks, where, since = tuple(flag["ranks"]), flag["where"], flag["since"]
         if len(ranks) == 2:
@@ -129,7 +128,7 @@ class OutlierTest:
             "warning",
             ranks,
             where,
-            float(score),
+            flag["score"],
             self._threshold,
             message,
             _REMEDY,
@@ -140,8 +139,7 @@ class OutlierTest:
         """JSON-able."""
         return {
             "ranks": self.ranks,
-            "tests": {name: test.state_dict() for name, test in self._tests.items()},
-            "tokens": self._tokens.state_dict(),
+            "test": self._test.state_dict(),
             "norm": self._norm.state_dict(),
             "direction": self._direction.state_dict(),
             "flagged": {str(rank): flag for rank, flag in self._flagged.items()},
@@ -151,9 +149,7 @@ class OutlierTest:
         """Continue from :meth:`state_dict`; of another number of ranks nothing can be taken over."""
         if state["ranks"] != self.ranks:
             return
-        for name, test in self._tests.items():
-            test.load_state_dict(state["tests"][name])
-        self._tokens.load_state_dict(state["tokens"])
+        self._test.load_state_dict(state["test"])
         self._norm.load_state_dict(state["norm"])
         self._direction.load_state_dict(state["direction"])
         self._flagged = {int(rank): dict(flag) for rank, flag in state["flagged"].items()}

@@ -1,8 +1,8 @@
 """Is one rank different from the others, step after step? Evidence that adds up, with a stated false-alarm rate.
 
-    test = SequentialTest(ranks=4, cap=20.0)
-    test.step(12, values, healthy)         # (N,) one statistic of each rank at step 12
-    test.log_evidence()                    # (N,) log of the Shiryaev-Roberts evidence against each rank
+    test = SequentialTest(series=3, ranks=4, cap=20.0)
+    test.step(12, values, healthy)         # (S, N): S statistics of each rank at step 12
+    test.log_evidence()                    # (S, N) log of the Shiryaev-Roberts evidence against each rank
 
 Null hypothesis: given everything before, the ranks' statistics x_1..x_N of a step are *exchangeable*: which rank got
 which value is a matter of chance, because the data are dealt at random. Nothing is assumed about their distribution.
@@ -32,9 +32,10 @@ off by 50 deviations needs a dozen steps. So a second family compares z_r with t
 Its expectation is 1 when the scaled residuals are exchangeable over time too (a conformal e-value). The scale is the
 larger of the run's past and of the *other* ranks' spread at this very step, so a restless phase of the training is no
 evidence. That is an assumption more, so only large tilts are used here, whose evidence a misjudged pool cannot carry,
-and this half is calibrated by simulation (benchmarks/detection.py). A single spike cannot alarm: it counts at most N + pool once.
+and this half is calibrated by simulation (benchmarks/detection.py). A single spike cannot alarm: it counts at most
+N + pool, once.
 
-TILTS, POOL and CLIP say against which effects the test is strong; the false-alarm rate does not depend on them.
+WITHIN, HISTORY, POOL and CLIP say against which effects the test is strong; the guarantee does not depend on them.
 """
 
 from __future__ import annotations
@@ -54,125 +55,142 @@ HISTORY = (1.0, 2.0, 4.0)
 POOL = 1024  # residuals remembered, over all ranks
 SCALES = 64  # steps whose spread makes the scale
 CLIP = 4.0  # deviations beyond which all are equally extreme: a spike in the pool must not outweigh it
+LARGEST = 1e60  # larger values are this large: their squares must stay finite
 RESOLUTION = 1e-6  # relative differences that are rounding, not spread
 
-_SIGNED_WITHIN = np.array([*WITHIN, *(-t for t in WITHIN)])
-_SIGNED_HISTORY = np.array([*HISTORY, *(-t for t in HISTORY)])
-_SIGNS = np.sign(np.concatenate([_SIGNED_WITHIN, _SIGNED_HISTORY]))
-_LOG_WEIGHTS = np.log([0.5 / len(tilts) for tilts in (_SIGNED_WITHIN, _SIGNED_HISTORY) for _ in tilts])[:, None]
-_ROWS = len(_LOG_WEIGHTS)
+_TILTS = np.array([*WITHIN, *(-t for t in WITHIN), *HISTORY, *(-t for t in HISTORY)])
+_SIGNS = np.sign(_TILTS)
+_REMEMBERS = np.arange(len(_TILTS)) >= 2 * len(WITHIN)  # components that look at the pool too
+_LOG_WEIGHTS = np.log(np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN)))[:, None]
 
 
 @dataclass(frozen=True)
 class Onset:
-    """Since when, and in which direction, a rank differs."""
+    """Since when, and how, a rank differs."""
 
     step: int
     sign: int  # +1: higher than the others
+    component: int  # the tilt that fits best
 
 
 class SequentialTest:
-    """The evidence that one statistic of one rank differs from the others'.
+    """The evidence that statistics of one rank differ from the others'.
 
     Args:
+        series: S, statistics that are followed side by side.
         ranks: N.
-        cap: log evidence above which a component need not grow, so that a fault's end is seen as soon as its start.
+        cap: log evidence above which a component need not grow.
+
+    Attributes:
+        gain: (S, components, N) log L of the newest step; 0 where nothing was compared.
     """
 
-    def __init__(self, ranks: int, cap: float):
-        self.ranks, self._cap = ranks, cap
-        self._evidence = np.full((_ROWS, ranks), -np.inf)  # log M
-        self._cusum = np.zeros((_ROWS, ranks))
-        self._onset = np.zeros((_ROWS, ranks), dtype=np.int64)
-        self._pool: list[Array] = []  # newest last, (N,) residuals, NaN where unknown
-        self._pool_steps: list[int] = []
-        self._spreads: list[float] = []
+    def __init__(self, series: int, ranks: int, cap: float):
+        self.series, self.ranks, self._cap = series, ranks, cap - _LOG_WEIGHTS
+        shape = (series, len(_TILTS), ranks)
+        self.gain = np.zeros(shape)
+        self._evidence = np.full(shape, -np.inf)  # log M
+        self._cusum = np.zeros(shape)
+        self._onset = np.zeros(shape, dtype=np.int64)
+        length = POOL // ranks
+        self._pool = np.full((length, series, ranks), np.nan)  # rings: the entry of a step is its number modulo length
+        self._pool_steps = np.full(length, -1, dtype=np.int64)
+        self._spreads = np.full((SCALES, series), np.nan)
+        self._taken = 0
+        self._sum_pool()
 
     def step(self, step: int, values: Array, healthy: Flags) -> None:
         """Add the evidence of one step.
 
         Args:
             step: for the onset.
-            values: (N,); a rank whose value is not finite is not compared and keeps its evidence.
+            values: (S, N); a rank whose value is not finite is not compared and keeps its evidence.
             healthy: (N,) ranks that the others are compared with; flagged ranks are compared with these.
         """
         known = np.isfinite(values)
+        known &= ((known & healthy).sum(axis=1) >= 1)[:, None] & (known.sum(axis=1) >= 2)[:, None]
         peers = known & healthy
-        if peers.sum() < 1 or known.sum() < 2:
-            return
-        residuals = self._residuals(values, known, peers)
-        gain = self._gain(residuals, known, peers)
-        fresh = self._cusum <= 0.0
-        self._onset = np.where(fresh & known, step, self._onset)
-        self._cusum = np.where(known, np.clip(self._cusum + gain, 0.0, self._cap - _LOG_WEIGHTS), self._cusum)
-        grown = np.minimum(np.logaddexp(0.0, self._evidence) + gain, self._cap - _LOG_WEIGHTS)
-        self._evidence = np.where(known, grown, self._evidence)
-        self._learn(step, values, residuals, peers)
+        values = np.clip(np.where(known, values, 0.0), -LARGEST, LARGEST)
+        residuals, spreads = self._residuals(values, known, peers)
+        self.gain = gain = self._gain(residuals, known, peers)
+        mask = known[:, None, :]
+        self._onset = np.where(mask & (self._cusum <= 0.0), step, self._onset)
+        self._cusum = np.minimum(np.maximum(self._cusum + gain, 0.0), self._cap)
+        grown = np.minimum(np.logaddexp(0.0, self._evidence) + gain, self._cap)
+        self._evidence = np.where(mask, grown, self._evidence)
+        self._learn(step, residuals, spreads, peers)
 
     def log_evidence(self) -> Array:
-        """(N,) log of the mean Shiryaev-Roberts evidence; its expectation under the null is the number of steps."""
-        return np.asarray(np.logaddexp.reduce(self._evidence + _LOG_WEIGHTS, axis=0))
+        """(S, N) log of the mean Shiryaev-Roberts evidence; its expectation under the null is the number of steps."""
+        return np.asarray(np.logaddexp.reduce(self._evidence + _LOG_WEIGHTS, axis=1))
 
     def log_cusum(self) -> Array:
-        """(N,) log of the mean CUSUM evidence, at least 0: what the newest run of steps says."""
-        return np.asarray(np.logaddexp.reduce(self._cusum + _LOG_WEIGHTS, axis=0))
+        """(S, N) log of the mean CUSUM evidence, at least 0: what the newest run of steps says."""
+        return np.asarray(np.logaddexp.reduce(self._cusum + _LOG_WEIGHTS, axis=1))
 
-    def onset(self, rank: int) -> Onset:
-        """Of the strongest component of ``rank``."""
-        row = int(np.argmax(self._evidence[:, rank] + _LOG_WEIGHTS[:, 0]))
-        return Onset(int(self._onset[row, rank]), int(_SIGNS[row]))
+    def onset(self, series: int, rank: int) -> Onset:
+        """Of the strongest component."""
+        best = int(np.argmax(self._evidence[series, :, rank] + _LOG_WEIGHTS[:, 0]))
+        return Onset(int(self._onset[series, best, rank]), int(_SIGNS[best]), best)
 
     def forget_evidence(self, ranks: Flags) -> None:
         """Start again for these ranks: the comparison was spoiled, or the fault has ended."""
-        self._evidence[:, ranks] = -np.inf
-        self._cusum[:, ranks] = 0.0
+        self._evidence[:, :, ranks] = -np.inf
+        self._cusum[:, :, ranks] = 0.0
 
     def unlearn(self, rank: int, since: int) -> None:
         """Take a flagged rank out of the history, from the step at which its fault began."""
-        for row, at in zip(self._pool, self._pool_steps, strict=True):
-            if at >= since:
-                row[rank] = np.nan
+        self._pool[self._pool_steps >= since, :, rank] = np.nan
+        self._sum_pool()
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _residuals(self, values: Array, known: Flags, peers: Flags) -> Array:
-        """(N,) deviations from the other peers' median, in units of the spread; clipped, NaN where not known."""
-        x = values[peers]
-        past = float(np.median(self._spreads)) if self._spreads else 0.0
-        result = np.full(self.ranks, np.nan)
-        centres, spreads = _others(x)
-        everyone = float(np.median(x)), float(x.std(ddof=1)) if len(x) > 1 else 0.0
-        centre = np.full(self.ranks, everyone[0])
-        spread = np.full(self.ranks, everyone[1])
-        if len(x) > 1:
-            centre[peers], spread[peers] = centres, spreads
-        floor = RESOLUTION * max(abs(everyone[0]), RESOLUTION)
-        scale = np.maximum(np.maximum(spread, past), floor)
-        result[known] = np.clip((values[known] - centre[known]) / scale[known], -CLIP, CLIP)
-        return result
+    def _residuals(self, values: Array, known: Flags, peers: Flags) -> tuple[Array, Array]:
+        """(S, N) deviations from the other peers' median in units of the spread, clipped; (S,) the peers' spread."""
+        past = _median_of_known(self._spreads)
+        residuals, spreads = np.zeros(values.shape), np.full(self.series, np.nan)
+        alike = bool((known == known[0]).all())  # nearly always: all statistics know the same ranks
+        for rows in [slice(None)] if alike else [slice(s, s + 1) for s in range(self.series)]:
+            inside, any_known = peers[rows][0], known[rows][0]
+            if not any_known.any():
+                continue
+            x = values[rows][:, inside]
+            middle = np.median(x, axis=1)[:, None]
+            whole = x.std(axis=1, ddof=1)[:, None] if x.shape[1] > 1 else np.zeros_like(middle)
+            centre, spread = np.repeat(middle, self.ranks, axis=1), np.repeat(whole, self.ranks, axis=1)
+            if x.shape[1] > 1:
+                centre[:, inside], spread[:, inside] = _others(x)
+                spreads[rows] = whole[:, 0]
+            floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
+            scale = np.maximum(np.maximum(spread, past[rows][:, None]), floor)
+            deviation = np.clip((values[rows] - centre) / scale, -CLIP, CLIP)
+            residuals[rows] = np.where(any_known, deviation, 0.0)
+        return residuals, spreads
 
     def _gain(self, residuals: Array, known: Flags, peers: Flags) -> Array:
-        """(rows, N) log L of this step, 0 where not known."""
-        z = np.where(known, residuals, 0.0)
-        outsiders = (known & ~peers).astype(float)  # flagged ranks: compared with the peers and themselves
-        pool = np.concatenate(self._pool) if self._pool else np.zeros(0)
-        pool = pool[np.isfinite(pool)]
-        gains = []
-        for tilts, remembered in ((_SIGNED_WITHIN, np.zeros(0)), (_SIGNED_HISTORY, pool)):
-            tilted = np.exp(tilts[:, None] * z)
-            total = tilted[:, peers].sum(axis=1) + np.exp(tilts[:, None] * remembered).sum(axis=1)
-            count = peers.sum() + len(remembered) + outsiders
-            gains.append(tilts[:, None] * z + np.log(count) - np.log(total[:, None] + outsiders * tilted))
-        return np.where(known, np.concatenate(gains), 0.0)
+        """(S, components, N) log L of this step, 0 where not known."""
+        exponents = _TILTS[:, None] * residuals[:, None, :]
+        tilted = np.exp(exponents)
+        outsiders = (known & ~peers)[:, None, :]  # flagged ranks: compared with the peers and themselves
+        total = (tilted * peers[:, None, :]).sum(axis=2) + self._pool_total
+        count = peers.sum(axis=1)[:, None] + self._pool_count[:, None] * _REMEMBERS
+        with np.errstate(divide="ignore", invalid="ignore"):
+            gain = exponents + np.log(count[:, :, None] + outsiders) - np.log(total[:, :, None] + outsiders * tilted)
+        return np.where(known[:, None, :], gain, 0.0)
 
-    def _learn(self, step: int, values: Array, residuals: Array, peers: Flags) -> None:
-        if peers.sum() < 2:
-            return
-        self._spreads = [*self._spreads, float(values[peers].std(ddof=1))][-SCALES:]
-        length = POOL // self.ranks
-        if length:
-            self._pool = [*self._pool, np.where(peers, residuals, np.nan)][-length:]
-            self._pool_steps = [*self._pool_steps, step][-length:]
+    def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
+        self._spreads[self._taken % SCALES] = spreads
+        if len(self._pool):
+            at = self._taken % len(self._pool)
+            self._pool[at] = np.where(peers, residuals, np.nan)
+            self._pool_steps[at] = step
+            self._pool_sums[at], self._pool_counts[at] = _tilted_sums(self._pool[at])
+            self._pool_total, self._pool_count = self._pool_sums.sum(axis=0), self._pool_counts.sum(axis=0)
+        self._taken += 1
+
+    def _sum_pool(self) -> None:
+        self._pool_sums, self._pool_counts = _tilted_sums(self._pool)
+        self._pool_total, self._pool_count = self._pool_sums.sum(axis=0), self._pool_counts.sum(axis=0)
 
     # -- a resume ----------------------------------------------------------------------------------------------------
 
@@ -182,43 +200,61 @@ class SequentialTest:
             "evidence": _listed(self._evidence),
             "cusum": self._cusum.tolist(),
             "onset": self._onset.tolist(),
-            "pool": [_listed(row) for row in self._pool],
-            "pool_steps": self._pool_steps,
-            "spreads": self._spreads,
+            "pool": _listed(self._pool),
+            "pool_steps": self._pool_steps.tolist(),
+            "spreads": _listed(self._spreads),
+            "taken": self._taken,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` of the same number of ranks."""
-        self._evidence = np.array(
-            [[-np.inf if value is None else value for value in row] for row in state["evidence"]], dtype=np.float64
-        )
+        evidence = np.array(state["evidence"], dtype=np.float64)  # None becomes NaN
+        self._evidence = np.where(np.isnan(evidence), -np.inf, evidence)
         self._cusum = np.array(state["cusum"], dtype=np.float64)
         self._onset = np.array(state["onset"], dtype=np.int64)
-        self._pool = [np.array([np.nan if v is None else v for v in row], dtype=np.float64) for row in state["pool"]]
-        self._pool_steps = [int(step) for step in state["pool_steps"]]
-        self._spreads = [float(spread) for spread in state["spreads"]]
+        self._pool[...] = np.array(state["pool"], dtype=np.float64).reshape(self._pool.shape)
+        self._pool_steps = np.array(state["pool_steps"], dtype=np.int64)
+        self._spreads = np.array(state["spreads"], dtype=np.float64)
+        self._taken = int(state["taken"])
+        self._sum_pool()
+
+
+def _tilted_sums(pool: Array) -> tuple[Array, Array]:
+    """(..., S, N) residuals to the (..., S, components) sums of exp(t z), where the history counts, and (..., S) counts."""
+    known = np.isfinite(pool)
+    counts = known.sum(axis=-1).astype(np.float64)
+    tilted = np.exp(_TILTS[_REMEMBERS][:, None] * np.where(known, pool, 0.0)[..., None, :]) * known[..., None, :]
+    sums = np.zeros((*pool.shape[:-1], len(_TILTS)))
+    sums[..., _REMEMBERS] = tilted.sum(axis=-1)
+    return sums, counts
+
+
+def _median_of_known(rows: Array) -> Array:
+    """(T, S) to the (S,) medians of what is not NaN; 0 where nothing is known."""
+    ordered = np.sort(rows, axis=0)  # NaN comes last
+    count = np.isfinite(rows).sum(axis=0)
+    columns = np.arange(rows.shape[1])
+    middle = (ordered[np.maximum(count - 1, 0) // 2, columns] + ordered[count // 2 % len(rows), columns]) / 2
+    return np.where(count > 0, middle, 0.0)
 
 
 def _others(x: Array) -> tuple[Array, Array]:
-    """(n,) median and standard deviation of the n - 1 *other* values (deviation 0 when there is only one other)."""
-    count = len(x)
-    if count < 2:
-        return x.copy(), np.zeros(count)
-    order = np.argsort(x, kind="stable")
-    place = np.empty(count, dtype=np.int64)
-    place[order] = np.arange(count)
-    ordered = x[order]
+    """(S, n) median and standard deviation of the n - 1 *other* values of a row (0 when there is only one other)."""
+    count = x.shape[1]
+    order = np.argsort(x, axis=1, kind="stable")
+    place = np.argsort(order, axis=1)
+    ordered = np.take_along_axis(x, order, axis=1)
+    rest = count - 1
 
     def other(index: int) -> Array:
-        return np.asarray(ordered[index + (index >= place)])
+        return np.take_along_axis(ordered, index + (index >= place), axis=1)
 
-    rest = count - 1
     medians = (other((rest - 1) // 2) + other(rest // 2)) / 2
     if rest < 2:
-        return medians, np.zeros(count)
-    centred = x - x.mean()  # or the squares cancel
-    squares = (centred**2).sum() - centred**2 - centred**2 / rest
-    return medians, np.sqrt(np.maximum(squares, 0.0) / (rest - 1))
+        return medians, np.zeros_like(x)
+    squares = (x - x.mean(axis=1, keepdims=True)) ** 2  # centred first, or they cancel
+    left = squares.sum(axis=1, keepdims=True) - squares - squares / rest
+    return medians, np.sqrt(np.maximum(left, 0.0) / (rest - 1))
 
 
 def _listed(values: Array) -> Any:

@@ -1,0 +1,238 @@
+"""How soon the detectors find a rank that is off, and how often they are wrong, on real gradients.
+
+    python benchmarks/detection.py --seed 0                  # both parts; the gradients are computed once and cached
+    python benchmarks/detection.py --part power --ranks 4    # one part, one world size
+
+A step is a bootstrap: every simulated worker draws one micro-batch of the pool (``gradient_pool.py``: real gradients
+of the warm embedded model, 4 rows each); loss, label tokens, norm and all inner products are the real ones. A fault
+changes one worker's entries as it would change its gradient:
+
+* scaled by s: its norm and inner products times s;
+* rotated by relative noise e: its squared norm times 1 + e^2, its inner products as those of random noise seen through
+  a sketch of 16,384 numbers;
+* label noise: it draws from micro-batches whose gradients were computed with that share of labels replaced.
+
+Workers are unlike a cluster in two ways: their data are dealt perfectly at random, and the weights stand still.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from gradient_pool import LABEL_NOISE, Pool, load_or_collect
+from rich.console import Console
+from rich.table import Table
+
+from ds_silent import statistics
+from ds_silent.config import DetectorsConfig
+from ds_silent.detectors import Evidence, Judge
+from ds_silent.records import Event, StepRecord
+
+SKETCH = 16_384
+CONSOLE = Console(width=110)
+WARM_UP = 100  # healthy steps before a fault
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to the last worker."""
+
+    name: str
+    scale: float = 1.0
+    rotation: float = 0.0
+    kind: int = 0  # of the pool
+
+
+FAULTS = (
+    *(Fault(f"gradients x {s:g}", scale=s) for s in (1.03, 1.1, 1.5)),
+    *(Fault(f"rotated by noise {e:g}", rotation=e) for e in (0.02, 0.05, 0.2)),
+    *(Fault(f"label noise {100 * share:g} %", kind=1 + index) for index, share in enumerate(LABEL_NOISE)),
+)
+HEALTHY = Fault("healthy")
+
+
+class Workers:
+    """N simulated workers on the pool's gradients."""
+
+    def __init__(self, pool: Pool, ranks: int, seed: int, uneven: bool = False):
+        self._pool, self._ranks = pool, ranks
+        self._generator = torch.Generator().manual_seed(seed)
+        self._healthy = pool.of_kind(0)
+        few = pool.tokens[self._healthy] <= pool.tokens[self._healthy].double().quantile(0.25)
+        self._few_tokens = self._healthy[few] if uneven else None  # rank 0 always draws short micro-batches
+
+    def step(self, step: int, fault: Fault) -> tuple[StepRecord, Evidence]:
+        """The record of one step, as the observer would make it."""
+        pool, ranks, bad = self._pool, self._ranks, self._ranks - 1
+        chosen = self._draw(self._healthy, ranks)
+        if self._few_tokens is not None:
+            chosen[0] = self._draw(self._few_tokens, 1)[0]
+        if fault.kind:
+            chosen[bad] = self._draw(pool.of_kind(fault.kind), 1)[0]
+        gram = pool.gram[chosen[:, None], chosen].clone()
+        norms = gram.diagonal().sqrt()
+        if fault.rotation:
+            seen = torch.randn(ranks, generator=self._generator, dtype=torch.float64) / math.sqrt(SKETCH)
+            gram[bad] += fault.rotation * norms[bad] * norms * seen
+            gram[:, bad] = gram[bad]
+            gram[bad, bad] = norms[bad] ** 2 * (1.0 + fault.rotation**2)
+        gram[bad] *= fault.scale
+        gram[:, bad] *= fault.scale
+        cosines = statistics.normalised(gram)
+        record = StepRecord(
+            step=step,
+            samples=step * 4 * ranks,
+            epoch=None,
+            world_size=ranks,
+            loss=statistics.loss_stats(pool.loss[chosen]),
+            grad_norm=statistics.norm_stats(gram.diagonal().sqrt(), "exact", float(gram.mean()) ** 0.5),
+            direction=statistics.direction_stats(gram, cosines, "sketch", SKETCH),
+            noise_scale=statistics.noise_scale(float(gram.diagonal().mean()), float(gram.mean()), ranks, 4.0),
+            cosine_matrix=tuple(tuple(row) for row in cosines.tolist()),
+        )
+        return record, Evidence(label_tokens=tuple(pool.tokens[chosen].tolist()))
+
+    def _draw(self, among: torch.Tensor, count: int) -> torch.Tensor:
+        """Without replacement: the same micro-batch twice in a step would be a real duplicate."""
+        while True:
+            drawn = torch.randint(0, len(among), (count,), generator=self._generator)
+            if len(drawn.unique()) == count:
+                return among[drawn]
+
+
+def false_alarms(pool: Pool, ranks: int, rate: float, steps: int, seed: int, uneven: bool) -> Counter[str]:
+    """Number of events, by kind, in ``steps`` healthy steps."""
+    workers, judge = Workers(pool, ranks, seed, uneven), Judge(DetectorsConfig(false_alarms_per_million_steps=rate))
+    found: Counter[str] = Counter()
+    for step in range(1, steps + 1):
+        events = judge.step(*workers.step(step, HEALTHY))
+        found.update(event.kind for event in events if not event.message.startswith(("Ended", "Still")))
+    return found
+
+
+def delay(pool: Pool, warm: tuple[Workers, Judge], fault: Fault, limit: int) -> tuple[int | None, Event | None]:
+    """Steps from a fault's first step to its event, counting that step; None when it took more than ``limit``."""
+    workers, judge = copy.copy(warm[0]), copy.deepcopy(warm[1])
+    for step in range(1, limit + 1):
+        for event in judge.step(*workers.step(WARM_UP + step, fault)):
+            if event.kind == "outlier-rank":
+                return step, event
+    return None, None
+
+
+def poisson_interval(count: int) -> tuple[float, float]:
+    """Exact 95 % interval of a Poisson mean: the limit of the binomial's at small rates."""
+
+    def below(mean: float, k: int) -> float:  # P(X <= k)
+        return sum(math.exp(-mean + i * math.log(mean) - math.lgamma(i + 1)) for i in range(k + 1))
+
+    def solve(k: int, probability: float) -> float:
+        low, high = 1e-9, 10.0 * count + 20.0
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (middle, high) if below(middle, k) > probability else (low, middle)
+        return low
+
+    return (0.0 if count == 0 else solve(count - 1, 0.975)), solve(count, 0.025)
+
+
+def report_false_alarms(pool: Pool, worlds: list[int], rates: list[float], steps: int, seed: int) -> None:
+    table = Table(title=f"False alarms on healthy bootstrapped steps (seed {seed})")
+    columns = ("workers", "label tokens", "stated, per million", "steps", "alarms", "measured, per million", "95 %")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for rate in rates:
+        for uneven in (False, True):
+            for ranks in worlds:
+                found = false_alarms(pool, ranks, rate, steps, seed + ranks, uneven)
+                count = sum(found.values())
+                low, high = (1e6 * bound / steps for bound in poisson_interval(count))
+                kinds = ", ".join(f"{n} {kind}" for kind, n in found.items()) or "0"
+                dealt = "rank 0 always few" if uneven else "at random"
+                measured, interval = f"{1e6 * count / steps:.0f}", f"{low:.0f}-{high:.0f}"
+                table.add_row(str(ranks), dealt, f"{rate:g}", f"{steps:,}", kinds, measured, interval)
+    CONSOLE.print(table)
+
+
+def report_power(pool: Pool, worlds: list[int], trials: int, limit: int, seed: int) -> None:
+    table = Table(
+        title=f"Steps until the event, median (10 %-90 %) of {trials} runs; 1 false alarm per million (seed {seed})"
+    )
+    table.add_column("fault on one worker")
+    for ranks in worlds:
+        table.add_column(f"N = {ranks}", justify="right")
+    rows: dict[str, list[str]] = {fault.name: [fault.name] for fault in FAULTS}
+    for ranks in worlds:
+        warm = []
+        for trial in range(trials):
+            workers, judge = Workers(pool, ranks, seed + 1000 * trial + ranks), Judge(DetectorsConfig())
+            for step in range(1, WARM_UP + 1):
+                judge.step(*workers.step(step, HEALTHY))
+            warm.append((workers, judge))
+        for fault in FAULTS:
+            results = [delay(pool, pair, fault, limit) for pair in warm]
+            rows[fault.name].append(summary(results, ranks, limit))
+    for row in rows.values():
+        table.add_row(*row)
+    CONSOLE.print(table)
+
+
+def summary(results: list[tuple[int | None, Event | None]], ranks: int, limit: int) -> str:
+    """Median and spread of the delays; how many were found, and how many named another rank."""
+    delays = sorted(limit + 1 if steps is None else steps for steps, _ in results)
+    found = sum(steps is not None for steps, _ in results)
+    wrong = sum(event is not None and event.ranks != (ranks - 1,) for _, event in results)
+
+    def shown(value: int) -> str:
+        return f">{limit:,}" if value > limit else f"{value:,}"
+
+    low, middle, high = (delays[min(int(q * len(delays)), len(delays) - 1)] for q in (0.1, 0.5, 0.9))
+    text = f"{shown(middle)} ({shown(low)}-{shown(high)})" if found else f">{limit:,}"
+    text += "" if found == len(results) else f", {found}/{len(results)} found"
+    return text + (f", {wrong} named another rank" if wrong else "")
+
+
+def main(
+    seed: Annotated[int, typer.Option(help="of the bootstrap and of the micro-batches")] = 0,
+    part: Annotated[str, typer.Option(help="false-alarms, power or all")] = "all",
+    ranks: Annotated[list[int] | None, typer.Option(help="workers; may be given several times")] = None,
+    steps: Annotated[int, typer.Option(help="healthy steps per row of the first table")] = 20_000,
+    rate: Annotated[list[float] | None, typer.Option(help="stated false alarms per million steps")] = None,
+    trials: Annotated[int, typer.Option(help="runs per cell of the second table")] = 10,
+    limit: Annotated[int, typer.Option(help="steps after which a run gives up")] = 3000,
+    batches: Annotated[int, typer.Option(help="healthy micro-batches in the pool")] = 2000,
+    noisy: Annotated[int, typer.Option(help="micro-batches per label noise")] = 300,
+    cache: Annotated[Path, typer.Option(help="where the gradients' statistics are kept")] = Path(
+        "runs/gradient_pool.pt"
+    ),
+) -> None:
+    """Detection delay and false alarms of the detectors on real gradients."""
+    if part not in ("false-alarms", "power", "all"):
+        raise typer.BadParameter(f"must be false-alarms, power or all, got {part!r}", param_hint="--part")
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    pool = load_or_collect(cache, batches, noisy, seed)
+    healthy = pool.of_kind(0)
+    CONSOLE.print(
+        f"{len(healthy)} micro-batches: loss {pool.loss[healthy].mean():.2f} ± {pool.loss[healthy].std():.2f}, norm CV "
+        f"{pool.gram.diagonal()[healthy].sqrt().std() / pool.gram.diagonal()[healthy].sqrt().mean():.2f}, label tokens "
+        f"{int(pool.tokens[healthy].min())}-{int(pool.tokens[healthy].max())}"
+    )
+    worlds = ranks or [4, 8, 64]
+    if part in ("false-alarms", "all"):
+        report_false_alarms(pool, worlds, rate or [1.0, 1000.0], steps, seed)
+    if part in ("power", "all"):
+        report_power(pool, worlds, trials, limit, seed)
+    CONSOLE.print(f"{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    typer.run(main)
