@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from ds_silent.drill import injections as inject
@@ -136,11 +137,12 @@ _BEFORE = (
             "one rank's weight decay is 0.05 more", size=0.05),
     _before("config-value", _CONFIG, "hyper-parameter", inject.config_value,
             "one rank's ds_config clips gradients at another norm", size=0.3),
-    _before("environment-cublas", _CONFIG, "environment", inject.environment("CUBLAS_WORKSPACE_CONFIG", ":16:8"),
+    _before("environment-cublas", _CONFIG, "environment",
+            partial(inject.environment, "CUBLAS_WORKSPACE_CONFIG", ":16:8"),
             "CUBLAS_WORKSPACE_CONFIG differs on one rank"),
-    _before("environment-omp", _CONFIG, "environment", inject.environment("OMP_NUM_THREADS", "3"),
+    _before("environment-omp", _CONFIG, "environment", partial(inject.environment, "OMP_NUM_THREADS", "3"),
             "OMP_NUM_THREADS differs on one rank"),
-    _before("environment-nccl", _CONFIG, "environment", inject.environment("NCCL_ALGO", "Tree"),
+    _before("environment-nccl", _CONFIG, "environment", partial(inject.environment, "NCCL_ALGO", "Tree"),
             "NCCL_ALGO differs on one rank"),
 )
 
@@ -158,7 +160,7 @@ _GRADIENTS = (
           "one rank's gradient is 1.5 times too large", size=1.5)),
     _chance(60, Fault("gradient-scaled-1000", _OUTLIER, "the odd rank", "gradient", inject.scaled_gradient,
           "one rank's gradient is 1000 times too large", size=1000.0)),
-    _chance(60, Fault("gradient-negated", _OUTLIER, "the odd rank", "gradient", inject.scaled_gradient,
+    _chance(300, Fault("gradient-negated", _OUTLIER, "the odd rank", "gradient", inject.scaled_gradient,
           "one rank climbs instead of descending", size=-1.0)),
     _chance(100, Fault("gradient-noise-1.0", _OUTLIER, "the odd rank", "gradient", inject.noisy_gradient,
           "noise as large as the gradient is added on one rank")),
@@ -166,7 +168,7 @@ _GRADIENTS = (
           "noise half as large as the gradient is added on one rank", size=0.5)),
     _chance(100, Fault("stuck-gradient", _OUTLIER, "the odd rank", "gradient", inject.stuck_gradient,
           "one rank sends the gradient of an earlier step again and again (a stale buffer)")),
-    _chance(100, Fault("frozen-layer", ("outlier-rank", "zero-gradient"), "the odd rank", "gradient",
+    _chance(300, Fault("frozen-layer", ("outlier-rank", "zero-gradient"), "the odd rank", "gradient",
           inject.frozen_layer, "the last layer gets a zero gradient on one rank")),
     # in the other stages the ranks' buckets then differ in size, and DeepSpeed's own reduction dies
     Fault("layer-without-gradient", ("zero-gradient", "outlier-rank"), "the odd rank", "gradient",

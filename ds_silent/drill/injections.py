@@ -242,11 +242,8 @@ def config_value(strike: Strike, me: int) -> Injection:
     return Injection(config=change) if me == strike.rank else NOTHING
 
 
-def environment(name: str, value: str) -> Callable[[Strike, int], Injection]:
-    def inject(strike: Strike, me: int) -> Injection:
-        return Injection(environment={name: value}) if me == strike.rank else NOTHING
-
-    return inject
+def environment(name: str, value: str, strike: Strike, me: int) -> Injection:
+    return Injection(environment={name: value}) if me == strike.rank else NOTHING
 
 
 # -- loss and gradient -----------------------------------------------------------------------------------------------
@@ -296,7 +293,7 @@ def noisy_gradient(strike: Strike, me: int) -> Injection:
 
     def noisy(name: str, gradient: Tensor) -> Tensor:
         noise = torch.randn(gradient.shape, generator=generator)
-        scale = strike.size * gradient.float().norm() / noise.norm()
+        scale = strike.size * float(gradient.float().norm()) / float(noise.norm())
         return gradient + (noise * scale).to(gradient)
 
     return _gradient(strike, me, noisy)
