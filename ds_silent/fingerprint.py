@@ -23,7 +23,8 @@ from ds_silent.sample_ids import GOLDEN, mix64
 Hash = tuple[int, int]
 
 KEYS = 1 << 14  # words per row; their keys take 128 KB
-ROWS = 16  # rows hashed at once: bounds the int64 temporaries to 2 MB
+ROWS = 4  # rows hashed at once on a CPU, so that the int64 temporaries (512 KB) stay in its cache
+DEVICE_ROWS = 64  # and on an accelerator: 8 MB, so that few kernels are launched; the hash is the same
 _MASK = (1 << 32) - 1
 
 
@@ -38,7 +39,7 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     * any other difference, swaps across rows too, is missed with a probability of about 2^-64 (2^-32 at worst, when
       the difference is in the sign bits of fp32 words alone).
 
-    Memory: 2 MB of temporaries, whatever the size; only a tensor whose elements do not lie densely is copied. No host
+    Memory: at most 8 MB of temporaries, whatever the size; only a tensor whose elements do not lie densely is copied. No host
     synchronisation, no collective. Time: a few passes over the tensor.
     """
     flat, order = _flat(tensor.detach())
@@ -100,7 +101,8 @@ def _flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def _words(flat: Tensor) -> Iterator[Tensor]:
     """The bits as int32 words, block by block; the last bytes are filled up with zeros."""
-    per_block = KEYS * ROWS * 4 // flat.element_size()
+    rows = ROWS if flat.device.type == "cpu" else DEVICE_ROWS
+    per_block = KEYS * rows * 4 // flat.element_size()
     aligned = flat.storage_offset() * flat.element_size() % 4 == 0
     for begin in range(0, flat.numel(), per_block):
         block = flat[begin : begin + per_block]
@@ -115,9 +117,9 @@ def _words(flat: Tensor) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=8)
 def _keys(device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 (KEYS,) odd keys whose lower halves are distinct, and (ROWS + 1,) powers of the odd row multiplier."""
+    """int64 (KEYS,) odd keys whose lower halves are distinct, and (DEVICE_ROWS + 1,) powers of the odd row multiplier."""
     keys = mix64(np.arange(KEYS, dtype=np.uint64)) | np.uint64(1)
-    powers = [_signed(pow(GOLDEN, exponent, 1 << 64)) for exponent in range(ROWS + 1)]
+    powers = [_signed(pow(GOLDEN, exponent, 1 << 64)) for exponent in range(DEVICE_ROWS + 1)]
     return torch.from_numpy(keys.view(np.int64)).to(device), torch.tensor(powers, dtype=torch.int64, device=device)
 
 

@@ -137,15 +137,14 @@ def row_hashes(tensors: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
         ValueError: no tensor with rows.
     """
     given = [tensor.detach() for tensor in tensors if tensor.ndim > 0]
-    if not given and mask is None:
+    if not given:
         raise ValueError("row_hashes needs a tensor with a dimension of rows, got none; pass the micro-batch's inputs")
-    rows = (given[0] if given else mask).shape[0]  # type: ignore[union-attr]  # one of the two exists
+    rows = given[0].shape[0]
     mask = mask if mask is not None and mask.ndim == 2 and mask.shape[0] == rows else None
-    total = torch.zeros(rows, dtype=torch.int64, device=(given[0] if given else mask).device)  # type: ignore[union-attr]
+    total = torch.zeros(rows, dtype=torch.int64, device=given[0].device)
     if mask is not None:
         present = mask.detach() != 0
         numbers = present.to(torch.int64).cumsum(1) - 1
-        total += _mixed(present.sum(1).to(torch.int64))  # a masked batch without tensors of its length still differs
     for index, tensor in enumerate(tensor for tensor in given if tensor.shape[0] == rows):
         if mask is not None and tensor.ndim >= 2 and tensor.shape[1] == mask.shape[1]:
             inner = math.prod(tensor.shape[2:])

@@ -41,11 +41,11 @@ def test_what_did_not_fit_is_seen() -> None:
     assert not step.complete
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 2.0**23])
-def test_what_is_no_id_is_no_row(value: float) -> None:
+@pytest.mark.parametrize(("place", "value"), [(2, torch.nan), (2, torch.inf), (2, -1.0), (2, 2.0**23), (-1, torch.inf)])
+def test_what_is_no_id_is_no_row(place: int, value: float) -> None:
     good = pack_ids(torch.arange(4), 4)
     bad = good.clone()
-    bad[2] = value
+    bad[place] = value
     step = unpack_ids(torch.stack([bad, good]))
     assert step.rows == (-1, 4)
     assert len(step.per_rank[0]) == 0
@@ -176,6 +176,11 @@ def test_replicas_and_one_pair() -> None:
     assert (found.count, found.groups, found.pairs, found.shared) == (8, ((1, 3),), ((1, 3, 8),), (0, 8, 0, 8))
     healthy = duplicates([np.arange(8) + 100 * rank for rank in range(4)])
     assert (healthy.count, healthy.groups, healthy.pairs) == (0, (), ())
+
+
+def test_ranks_connected_through_another_are_one_group() -> None:
+    chain = [np.array([1]), np.array([2]), np.array([1, 2]), np.array([7]), np.array([8]), np.array([7, 8])]
+    assert duplicates(chain).groups == ((0, 1, 2), (3, 4, 5))
 
 
 def test_many_ranks_keep_their_groups() -> None:
