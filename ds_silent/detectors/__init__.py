@@ -8,7 +8,8 @@ data (``order``), a rank that differs (``outlier``), a jump against the run's pa
 at this step; ``episodes`` makes one event of it when it starts and one when it ends.
 
 ``false_alarms_per_million_steps`` is shared equally by the three that judge by chance: order, outlier and drift. The
-derivation is in ``sequential``. The others state facts.
+derivation is in ``sequential``. The others state facts. Scores and thresholds of the three are natural logarithms of
+evidence: a threshold of 16 says that chance reaches it once in e^16 steps.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Judge:
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
                 self._outlier = OutlierTest(record.world_size, self._log_steps)
-            if not same:  # equal ranks are not exchangeable with the others, and say nothing of them
-                findings += self._outlier.step(record, extras)
+            # ranks that hold the same rows are not exchangeable with the others
+            findings += self._outlier.standing() if same else self._outlier.step(record, extras)
             if not impaired and not findings:  # never learn from a flagged step
                 notes = self._drift.step(record)
         return self._episodes.update(record.step, findings) + notes
@@ -71,9 +72,7 @@ class Judge:
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         found = duplicates.by_ids(record, extras, self._pairs_before)
         self._pairs_before = duplicates.shared_pairs(extras)
-        if extras.duplicates is not None and extras.rows_per_rank is not None:
-            return found
-        return duplicates.by_gradients(record)
+        return found or duplicates.by_gradients(record)  # also with ids: they may be counted per rank
 
     def _stale(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         found = [] if self._conditional else broken.stale_parameters(record, extras)

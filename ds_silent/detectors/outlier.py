@@ -76,6 +76,10 @@ class OutlierTest:
         self._test.step(record.step, np.stack([loss, norm, direction, log_tokens]), healthy)
         self._end()
         self._flag(self.score(), healthy)
+        return self.standing()
+
+    def standing(self) -> list[Finding]:
+        """What is flagged; also the answer at a step at which ranks cannot be compared."""
         return [self._finding(rank) for rank in self._flagged]
 
     def score(self) -> Array:

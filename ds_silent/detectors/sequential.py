@@ -220,7 +220,7 @@ class SequentialTest:
 
 
 def _tilted_sums(pool: Array) -> tuple[Array, Array]:
-    """(..., S, N) residuals to the (..., S, components) sums of exp(t z), where the history counts, and (..., S) counts."""
+    """(..., S, N) residuals to (..., S, components) sums of exp(t z), where history counts, and (..., S) counts."""
     known = np.isfinite(pool)
     counts = known.sum(axis=-1).astype(np.float64)
     tilted = np.exp(_TILTS[_REMEMBERS][:, None] * np.where(known, pool, 0.0)[..., None, :]) * known[..., None, :]
