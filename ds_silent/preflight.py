@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
+from ds_silent.coverage import expected_coverage
 from ds_silent.fingerprint import Hash, hash_text
 from ds_silent.records import Event, Severity
 
@@ -234,6 +235,9 @@ _REMEDIES: Mapping[str, str] = {
 }
 
 
+_STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
 def kind_of(item: Item) -> str:
     """The kind of event that an item makes when it is not as expected."""
     if item.expectation == "different" and item.group == "sampler":
@@ -268,9 +272,14 @@ def _sentence(findings: Sequence[Finding]) -> str:
         return f"{first.item.name} must differ between ranks, but {collide}{more}."
     shown = [f"{_shown(first, i)} on {_ranks(part)}" for i, part in enumerate(first.parts[:3])]
     rest = len(first.parts) - len(shown)
-    values = "; ".join(shown) + (f"; and {rest} other values" if rest else "")
-    nobody = "" if first.odd else " No majority: which side is right cannot be said."
-    return f"{first.item.name} differs between ranks: {values}{more}.{nobody}"
+    values = "; ".join(shown) + (f"; {rest} more value{'s' if rest > 1 else ''}" if rest else "")
+    nobody = "" if first.odd else " There is no majority, so no rank is named."
+    ranks = len(first.parts)
+    missed = ""
+    shuffled = first.item.name in ("sampler's seed", "sampler's permutation")
+    if shuffled and all(len(part) == 1 for part in first.parts):
+        missed = f" An epoch would see {expected_coverage(ranks):.1%} of the rows, some of them again."
+    return f"{first.item.name} differs between ranks: {values}{more}.{nobody}{missed}"
 
 
 def _colliding(finding: Finding) -> list[tuple[int, tuple[int, ...]]]:
@@ -300,21 +309,27 @@ def verdict(finding: Finding) -> str:
     return f"{_ranks(finding.odd)} differ{'s' if len(finding.odd) == 1 else ''}" if finding.odd else "no agreement"
 
 
-def table(outcome: Outcome) -> Table:
-    """A row per item; of the weights, which may be hundreds, one row and those that differ. Text is never markup."""
+def table(outcome: Outcome, full: bool = False) -> Table:
+    """What is not as expected, and one row for the rest of each group; with ``full``, a row per item.
+
+    Names and values come from configuration and environment: they are never markup.
+    """
     drawn = Table(title=f"ds_silent preflight: {outcome.world_size} ranks", title_justify="left")
     drawn.add_column("item")
     drawn.add_column("value", overflow="ellipsis", no_wrap=True, max_width=60)
     drawn.add_column("verdict")
-    fine = [finding for finding in outcome.findings if finding.ok and finding.item.group == "weights"]
-    if len(fine) > 1:
-        drawn.add_row("weights", f"{len(fine)} tensors", Text("equal", style="green"))
-    for finding in outcome.findings:
-        if finding in fine and len(fine) > 1:
-            continue
-        value = " | ".join(finding.texts) if finding.agrees or not finding.ok else "…"
-        style = "green" if finding.ok else {"error": "bold red", "warning": "yellow"}.get(finding.item.severity, "cyan")
-        drawn.add_row(Text(_plain(finding.item.name)), Text(_plain(value)), Text(verdict(finding), style=style))
+    for group in GROUPS:
+        members = [finding for finding in outcome.findings if finding.item.group == group]
+        fine = [finding for finding in members if finding.ok]
+        if fine and not full:
+            verdicts = Counter(verdict(finding) for finding in fine)
+            said = ", ".join(f"{count} {words}" for words, count in verdicts.items())
+            drawn.add_row(group, f"{len(fine)} items", Text(said, style="green"))
+        for finding in members if full else outcome.wrong:
+            if finding.item.group == group:
+                style = "green" if finding.ok else _STYLES[finding.item.severity]
+                value = "…" if finding.ok and not finding.agrees else " | ".join(finding.texts)
+                drawn.add_row(Text(_plain(finding.item.name)), Text(_plain(value)), Text(verdict(finding), style=style))
     return drawn
 
 

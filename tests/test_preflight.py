@@ -82,8 +82,22 @@ def test_without_a_majority_the_sentence_says_so() -> None:
     items, hashes, texts = items_and_hashes([item_of("lr", "optimizer", "1")], [item_of("lr", "optimizer", "2")])
     event = events_of(judge(items, hashes, texts))[0]
     assert event.ranks == ()
-    assert "No majority" in event.message
+    assert "no majority" in event.message
     assert "1 on rank 0; 2 on rank 1" in event.message
+
+
+def test_permutations_of_ones_own_say_what_is_missed() -> None:
+    ranks = [[item_of("sampler's permutation", "sampler", str(rank))] for rank in range(4)]
+    items, hashes, texts = items_and_hashes(*ranks)
+    event = events_of(judge(items, hashes, texts))[0]
+    assert (event.kind, event.ranks) == ("data-order-mismatch", ())
+    assert "68.4% of the rows" in event.message
+
+
+def test_the_short_table_has_a_row_per_group() -> None:
+    items, hashes, _ = items_and_hashes(*[[item_of(f"w{i}", "weights", "x") for i in range(300)]] * 3)
+    assert table(judge(items, hashes)).row_count == 1
+    assert table(judge(items, hashes), full=True).row_count == 300
 
 
 def test_values_that_look_alike_are_told_apart() -> None:
@@ -111,7 +125,11 @@ def test_the_table_shows_text_as_text() -> None:
     items, hashes, texts = items_and_hashes(rank("[bold]\x1b[2J"), rank("b"), rank("b"))
     outcome = judge(items, hashes, texts)
     out = io.StringIO()
-    Console(file=out, width=140).print(table(outcome))
+    Console(file=out, width=140).print(table(outcome, full=True))
+    short = io.StringIO()
+    Console(file=short, width=140).print(table(outcome))
+    assert "1 each rank its own" not in short.getvalue()
+    assert short.getvalue().count("rank 0 differs") == 2
     assert "[red]lr[/red]" in out.getvalue()
     assert "\x1b[2J" not in out.getvalue()
     assert "rank 0 differs" in out.getvalue()
