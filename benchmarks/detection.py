@@ -157,6 +157,7 @@ def report_false_alarms(pool: Pool, worlds: list[int], rates: list[float], steps
                 low, high = (1e6 * bound / steps for bound in poisson_interval(count))
                 kinds = ", ".join(f"{n} {kind}" for kind, n in found.items()) or "0"
                 dealt = "rank 0 always few" if uneven else "at random"
+                CONSOLE.print(f"N = {ranks}, tokens {dealt}, {rate:g} per million stated: {kinds} in {steps:,} steps")
                 measured, interval = f"{1e6 * count / steps:.0f}", f"{low:.0f}-{high:.0f}"
                 table.add_row(str(ranks), dealt, f"{rate:g}", f"{steps:,}", kinds, measured, interval)
     CONSOLE.print(table)
@@ -180,6 +181,7 @@ def report_power(pool: Pool, worlds: list[int], trials: int, limit: int, seed: i
         for fault in FAULTS:
             results = [delay(pool, pair, fault, limit) for pair in warm]
             rows[fault.name].append(summary(results, ranks, limit))
+            CONSOLE.print(f"N = {ranks}, {fault.name}: {rows[fault.name][-1]}")  # the table comes at the very end
     for row in rows.values():
         table.add_row(*row)
     CONSOLE.print(table)
