@@ -36,16 +36,25 @@ class Accumulator:
         plan: of the sketch; ``plan.numel`` covers every tensor at its offset.
         offsets: of the tensors in the long vector.
         numels: of the tensors.
-        groups: the group (layer) of each tensor, 0..G-1; sketches and squares are kept per group.
+        groups: the group (layer) of each tensor, 0..G-1; squares are kept per group.
+        sketch_groups: keep sketches per group too, at 4 T bytes each.
     """
 
-    def __init__(self, plan: SketchPlan, offsets: list[int], numels: list[int], groups: list[int] | None = None):
+    def __init__(
+        self,
+        plan: SketchPlan,
+        offsets: list[int],
+        numels: list[int],
+        groups: list[int] | None = None,
+        sketch_groups: bool = False,
+    ):
         self.plan = plan
-        self._offsets, self._numels = offsets, numels
+        self._offsets = offsets
         self._groups = groups or [0] * len(numels)
         self._count = max(self._groups, default=0) + 1
-        self._tables = torch.zeros(self._count, plan.width, device=plan.signs.device)
-        self._table = list(self._tables)
+        self._tables = torch.zeros(self._count if sketch_groups else 1, plan.width, device=plan.signs.device)
+        tables = self._tables.unbind()
+        self._table = [tables[group if sketch_groups else 0] for group in self._groups]
         self._scratch = plan.new_scratch()
         self._product = plan.new_scratch() if plan.block_rows > 1 else self._scratch
         self._sum_scratch: dict[torch.dtype, Tensor] = {torch.float32: self._scratch}
@@ -78,7 +87,7 @@ class Accumulator:
         """
         flat = values.detach().reshape(-1)
         before = None if previous is None else previous.detach().reshape(-1)
-        table = self._table[self._groups[index]]
+        table = self._table[index]
         for work in self._work_of(index, start, flat.numel()):
             piece = work.piece
             part = flat[piece.begin : piece.end]
@@ -92,7 +101,7 @@ class Accumulator:
                 sketch.add(self.plan, table, piece, part, self._product, weight)
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """(G, k) sketches and (G,) squared norms of what was added since the last call; starts again from zero.
+        """(G, k) or (1, k) sketches and (G,) squared norms since the last call; starts again from zero.
 
         A piece counts its last addition in the squared norm: norms, unlike sketches, do not add up over additions.
         """

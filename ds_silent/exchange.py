@@ -30,14 +30,16 @@ class Layout:
     """Sizes of what one rank sends; equal on all ranks."""
 
     size: int  # k of the sketch
+    groups: int = 0  # layers, of which squared norms travel
+    ids: int = 0  # numbers that hold the ids of the step's rows, see ds_silent.sample_ids
     layers: int = 0  # per-layer sketches, 0 when off
     layer_size: int = 0
     gram: int = 0  # N * N when exact inner products may travel too, else 0
 
     @property
     def scalars(self) -> int:
-        """Scalars of :class:`LocalSample`, then squared norms per layer."""
-        return len(SCALARS) + self.layers
+        """Scalars of :class:`LocalSample`, then squared norms per layer, then ids."""
+        return len(SCALARS) + self.groups + self.ids
 
     @property
     def vectors(self) -> int:
@@ -63,6 +65,8 @@ SCALARS = (
     "squared_norm",
     "sketch_squared",  # of the local sketch; only above the gather limit
     "aggregate_squared",  # of the part of the aggregate that this rank answers for
+    "fired",  # trainable parameters that got a gradient
+    "label_tokens",  # tokens that enter the loss, 0 when not known
     "cosine_with_rest",  # of the sample before this one; only above the gather limit
 )
 
@@ -74,7 +78,8 @@ class LocalSample:
     scalars: dict[str, float | Tensor]  # by the names of SCALARS; what is missing is 0
     sketch: Tensor | None = None  # (k,) of the local accumulated gradient
     aggregate: Tensor | None = None  # (k,) of the owned part of the aggregated gradient
-    layer_squares: Tensor | None = None  # (L,)
+    layer_squares: Tensor | None = None  # (G,)
+    ids: Tensor | None = None  # packed ids of the rows since the last sample
     layer_sketches: Tensor | None = None  # (L, k); sent folded to layer_size
     gram: Tensor | None = None  # (N, N) this rank's part of the exact inner products; sets ``gram_seen``
 
@@ -86,7 +91,8 @@ class Gathered:
     step: int
     scalars: dict[str, Tensor]  # name -> (N,)
     aggregate: Tensor  # (k,) sketch of the aggregated gradient
-    layer_squares: Tensor  # (N, L)
+    layer_squares: Tensor  # (N, G)
+    ids: Tensor  # (N, layout.ids)
     gram: Tensor | None  # (N, N) exact inner products, summed over pieces
     sketches: Tensor | None  # (N, k); None above the gather limit
     layer_sketches: Tensor | None  # (N, L, layer_size); None above the gather limit
@@ -155,12 +161,13 @@ class GatherExchange:
         layout = self._layout
         rows = self._landing.result().view(self._ranks, -1).double()
         scalars, sketches, aggregates, layers, grams = torch.split(rows, layout.parts, dim=1)
-        names, squares = _unpack_scalars(layout, scalars)
+        names, squares, ids = _unpack_scalars(layout, scalars)
         return Gathered(
             step=step,
             scalars=names,
             aggregate=aggregates.sum(0),
             layer_squares=squares,
+            ids=ids,
             gram=_gram(names, grams.sum(0), self._ranks),
             sketches=sketches,
             layer_sketches=layers.reshape(self._ranks, layout.layers, layout.layer_size) if layout.layers else None,
@@ -222,13 +229,14 @@ class ConstantSizeExchange:
         layout, size = self._layout, self._layout.size
         sums = self._sums_landing.result().double()
         rows = self._scalars_landing.result().view(self._ranks, -1).double()
-        names, squares = _unpack_scalars(layout, rows)
+        names, squares, ids = _unpack_scalars(layout, rows)
         complete, late = self._incomplete, names.pop("cosine_with_rest")
         self._incomplete = Gathered(
             step=step,
             scalars=names,
             aggregate=sums[2 * size : 3 * size].clone(),
             layer_squares=squares,
+            ids=ids,
             gram=_gram(names, sums[3 * size :], self._ranks),
             sketches=None,
             layer_sketches=None,
@@ -269,13 +277,16 @@ def _pack_scalars(layout: Layout, sample: LocalSample, out: Tensor) -> None:
     for name, value in {**sample.scalars, "gram_seen": float(sample.gram is not None)}.items():
         slot = out[SCALARS.index(name)]
         slot.copy_(value) if isinstance(value, Tensor) else slot.fill_(value)
+    _, squares, ids = torch.split(out, [len(SCALARS), layout.groups, layout.ids])
     if sample.layer_squares is not None:
-        out[len(SCALARS) :].copy_(sample.layer_squares)
+        squares.copy_(sample.layer_squares)
+    if sample.ids is not None:
+        ids.copy_(sample.ids)
 
 
-def _unpack_scalars(layout: Layout, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    names = {name: rows[:, column].clone() for column, name in enumerate(SCALARS)}
-    return names, rows[:, len(SCALARS) :].clone()
+def _unpack_scalars(layout: Layout, rows: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    scalars, squares, ids = torch.split(rows, [len(SCALARS), layout.groups, layout.ids], dim=1)
+    return {name: scalars[:, column].clone() for column, name in enumerate(SCALARS)}, squares.clone(), ids.clone()
 
 
 def _gram(scalars: dict[str, Tensor], total: Tensor, ranks: int) -> Tensor | None:

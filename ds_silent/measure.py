@@ -26,6 +26,8 @@ class Context:
     epoch: float | None
     seconds: Seconds
     layer_names: tuple[str, ...] = ()
+    rows_in_epoch: int | None = None
+    skipped: bool = False  # the optimizer did not apply this step (fp16 overflow)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def _exact_check(sketches: Tensor | None, exact: float | None) -> float | None:
 
 
 def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple[LayerStats, ...]:
-    if gathered.layer_sketches is None or not _all(gathered.scalars["gradient_seen"]):
+    if gathered.layer_sketches is None or not layout.layers or not _all(gathered.scalars["gradient_seen"]):
         return ()
     scale = gathered.scalars["loss_scale"]
     sketches = gathered.layer_sketches / scale[:, None, None]

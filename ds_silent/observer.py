@@ -1,6 +1,6 @@
 """One step, from backward to sinks.
 
-    backward -> capture -> LocalSample -> exchange -> measure -> sinks
+    backward -> capture -> LocalSample -> exchange -> measure -> judge -> sinks
 
 The observer only orders the others. Whether anything communicates depends on the step and the configuration, never
 on what happened on one rank: a rank whose part broke still sends a sample, which says so, and one step later all
@@ -9,18 +9,23 @@ ranks read that and stop observing together.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.detectors import Judge
 from ds_silent.exchange import Gathered, Layout, make_exchange
 from ds_silent.measure import Context, measure
 from ds_silent.records import Event, Seconds, StepRecord
 from ds_silent.sinks import Sink
+from ds_silent.testimony import RowTracker, testimony
 
 logger = logging.getLogger("ds_silent")
 
@@ -39,8 +44,11 @@ class Observer:
         self.last_record: StepRecord | None = None
         self.output_dir = config.output_dir
         self._capture, self._config, self._sink = capture, config, sink  # sink: on the writing rank only
-        self._layout = layout_of(config, dist.get_world_size(capture.group), len(capture.layer_names))
+        self._layout = layout_of(config, dist.get_world_size(capture.group), len(capture.layer_names), capture.id_size)
         self._exchange = make_exchange(self._layout, capture.group, capture.device)
+        self._judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
+        self._tracker = RowTracker()
+        self._listeners: list[Callable[[Event], None]] = []
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
         self._observing, self._closed = True, False
         self._step_ended: float | None = None
@@ -88,17 +96,41 @@ class Observer:
             self._switch_off(gathered.step, failed)
         elif self._sink is not None:
             try:
-                record = measure(gathered, self._layout, self._contexts.pop(gathered.step))
-                self.last_record = record
-                self._sink.write(record)
+                self._record(gathered, self._contexts.pop(gathered.step))
             except Exception as error:  # this rank's own bug: its next sample says so, and all switch off together
                 self._capture.fail(error)
+
+    def _record(self, gathered: Gathered, context: Context) -> None:
+        record = measure(gathered, self._layout, context)
+        coverage, evidence = testimony(gathered, self._tracker, context)
+        self.last_record = dataclasses.replace(record, coverage=coverage)
+        assert self._sink is not None
+        self._sink.write(self.last_record)
+        for event in self._judge.step(self.last_record, evidence) if self._judge is not None else []:
+            self.report(event)
+
+    def report(self, event: Event) -> None:
+        """Write an event and tell the callbacks; on the writing rank."""
+        if self._sink is not None:
+            self._sink.write_event(event)
+            for listener in self._listeners:
+                try:
+                    listener(event)
+                except Exception as error:  # somebody else's code: it must not end the observation
+                    logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
 
     def _context(self, seconds: Seconds) -> Context:
         samples = self._capture.samples
         epoch = samples / self.samples_per_epoch if self.samples_per_epoch else None
-        layers = self._capture.layer_names if self._layout.layers else ()
-        return Context(samples, self._capture.batch, epoch, seconds, layers)
+        return Context(
+            samples,
+            self._capture.batch,
+            epoch,
+            seconds,
+            self._capture.layer_names,
+            self.samples_per_epoch,
+            self._capture.skipped,
+        )
 
     # -- for the training script -----------------------------------------------------------------------------------
 
@@ -113,14 +145,33 @@ class Observer:
                 f"observe_batch needs a 1-D int64 tensor of row ids, got {sample_ids.dtype} of shape "
                 f"{tuple(sample_ids.shape)}; pass one id per row of this rank's micro-batch"
             )
+        if self._observing:
+            self._capture.observe_batch(sample_ids)
 
-    def state_dict(self) -> dict[str, int]:
-        """What a checkpoint must keep; the same on every rank. Steps and samples are in the engine's own counters."""
-        return {"version": 1, "samples_per_epoch": self.samples_per_epoch or 0}
+    def on_event(self, function: Callable[[Event], None]) -> None:
+        """Call ``function(event)`` for every event from now on, on the writing rank, between two optimizer steps."""
+        self._listeners.append(function)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self.samples_per_epoch = state["samples_per_epoch"] or None
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, whose
+        ``client_state`` is the one that DeepSpeed keeps. Steps and samples are in the engine's own counters."""
+        self._drain()
+        state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
+        if self._sink is not None:
+            state["rows"] = self._tracker.state_dict()
+            state["judge"] = None if self._judge is None else self._judge.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
+        self.samples_per_epoch = state.get("samples_per_epoch") or None
+        try:
+            if "rows" in state:
+                self._tracker.load_state_dict(state["rows"])
+            if self._judge is not None and state.get("judge") is not None:
+                self._judge.load_state_dict(state["judge"])
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", error)
 
     @property
     def closed(self) -> bool:
@@ -157,19 +208,19 @@ class Observer:
         if self._sink is not None:
             message = f"ds_silent broke on rank {', '.join(map(str, ranks))} at step {step} and stopped observing."
             remedy = "The training is not affected; please report the warning that the rank printed."
-            self._sink.write_event(Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy))
+            self.report(Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy))
 
     def _stop(self) -> None:
         self._observing = False
         self._capture.close()
 
 
-def layout_of(config: SilentConsistencyConfig, ranks: int, layers: int) -> Layout:
+def layout_of(config: SilentConsistencyConfig, ranks: int, groups: int, ids: int) -> Layout:
     """What each rank sends, from what all ranks know."""
     direction = config.direction
     size = 0 if direction.method == "off" else direction.sketch_size
     exact = direction.method == "exact" or (direction.exact_interval > 0 and size > 0)
-    layers = layers if direction.per_layer and size else 0
+    layers = groups if direction.per_layer and size else 0
     # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size.
     layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
-    return Layout(size, layers, min(layer_size, size), ranks * ranks if exact else 0)
+    return Layout(size, groups, ids, layers, min(layer_size, size), ranks * ranks if exact else 0)

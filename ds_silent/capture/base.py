@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ds_silent.exchange import LocalSample
 
@@ -39,6 +40,8 @@ class Capture(Protocol):
     device: torch.device
     layer_names: tuple[str, ...]
 
+    id_size: int  # numbers that a sample's row ids take
+
     @property
     def step(self) -> int:
         """The optimizer step that is being taken, counted from 1."""
@@ -50,6 +53,13 @@ class Capture(Protocol):
     @property
     def batch(self) -> float:
         """Rows per rank and optimizer step."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer did not apply the step that was just taken."""
+
+    def observe_batch(self, sample_ids: Tensor) -> None:
+        """Ids of the rows of this rank's next micro-batch."""
 
     def connect(self, listener: Listener) -> None:
         """Register every hook."""

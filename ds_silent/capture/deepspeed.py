@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ds_silent.capture.base import Listener
 from ds_silent.capture.local import Accumulated, LocalGradient, layers_of, loss_in
+from ds_silent.capture.rows import RowIds, id_capacity
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange import LocalSample
 
@@ -93,7 +94,7 @@ class DeepSpeedCapture:
         overlapped = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
         self._local = LocalGradient(
             [_numel(p) for p in self._parameters],
-            layers if self._per_layer else None,
+            layers,
             config.direction,
             self.device,
             accumulated_gradients(engine, self._parameters),
@@ -101,10 +102,14 @@ class DeepSpeedCapture:
             norms_add_up=not (additive and engine.gradient_accumulation_steps() > 1),
             copied=additive or overlapped,
         )
+        capacity = id_capacity(config, self.rows_per_step)
+        self.id_size = 3 * capacity + 1 if capacity else 0
+        self._rows = RowIds(enabled=config.coverage, capacity=capacity)
         self._scales_loss = bool(engine.fp16_enabled()) or getattr(engine, "torch_autocast_z0_gradscaler", None)
         self._listener: Listener | None = None
         self._undo: list[Callable[[], None]] = []
         self._failure: Exception | None = None
+        self._measuring: bool | None = None
         self.end_step()
 
     # -- what the observer reads -------------------------------------------------------------------------------
@@ -121,6 +126,20 @@ class DeepSpeedCapture:
     @property
     def batch(self) -> float:
         return float(self._engine.train_batch_size()) / dist.get_world_size(self.group)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows per rank and optimizer step, as configured; the same on every rank."""
+        return int(self._engine.train_micro_batch_size_per_gpu()) * int(self._engine.gradient_accumulation_steps())
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step just taken was not applied (``engine.was_step_applied()``, 0.12 to 0.19)."""
+        return not self._engine.was_step_applied()
+
+    def observe_batch(self, sample_ids: Tensor) -> None:
+        """Ids of the rows of this rank's next micro-batch."""
+        self._rows.given(sample_ids)
 
     @property
     def failure(self) -> Exception | None:
@@ -149,7 +168,8 @@ class DeepSpeedCapture:
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
         self._local.start_step()
-        self._measuring: bool | None = None  # decided at the step's first gradient, from rank-agreed state
+        self._rows.end_step()
+        self._measuring = None  # decided at the step's first gradient, from rank-agreed state
         self._exact = False
         self._losses: list[Tensor] = []
         self._forward_losses: list[Tensor] = []
@@ -163,6 +183,7 @@ class DeepSpeedCapture:
         engine = self._engine
         for index, parameter in enumerate(self._parameters):
             self._register(parameter.register_hook(self._gradient_hook(index)))
+        self._register(engine.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self._register(engine.register_forward_hook(self._after_forward))
         self._wrap("backward", self._backward)
         self._wrap("allreduce_gradients", self._allreduce_gradients)
@@ -214,6 +235,11 @@ class DeepSpeedCapture:
 
             loss.register_hook(keep_scale)  # type: ignore[no-untyped-call]
         return original(loss, *args, **kwargs)
+
+    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens."""
+        if module.training and torch.is_grad_enabled():
+            self._guarded(lambda: self._rows.forward(args, kwargs))
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
         """Torch-style ``loss.backward()`` never calls ``engine.backward``: then the forward's loss is the loss."""
@@ -294,6 +320,11 @@ class DeepSpeedCapture:
             scalars["loss_count"] = float(len(losses))
         if local.leftover is not None:
             scalars["leftover_squared"] = local.leftover
+        scalars["fired"] = float(local.fired)
+        tokens = self._rows.take_label_tokens()
+        if tokens is not None:
+            scalars["label_tokens"] = tokens
+        ids = self._rows.take(self.device)
         sketches, squares = local.accumulator.take()
         scalars["squared_norm"] = squares.sum()
         aggregate, aggregate_squared = self._aggregate()
@@ -304,7 +335,8 @@ class DeepSpeedCapture:
             scalars=scalars,
             sketch=sketches.sum(0) if local.sketching else None,
             aggregate=aggregate if local.sketching else None,
-            layer_squares=squares if self._per_layer else None,
+            layer_squares=squares,
+            ids=ids,
             layer_sketches=sketches if self._per_layer and local.sketching else None,
             gram=self._gram,
         )

@@ -34,7 +34,7 @@ class LocalGradient:
 
     Args:
         numels: elements of each trainable parameter.
-        groups: layer of each parameter, or None to keep no layers apart.
+        groups: layer of each parameter.
         config: the ``direction`` block.
         device: where the gradients are.
         accumulated: see :data:`Accumulated`; never called when ``additive``.
@@ -46,7 +46,7 @@ class LocalGradient:
     def __init__(
         self,
         numels: list[int],
-        groups: list[int] | None,
+        groups: list[int],
         config: DirectionConfig,
         device: torch.device,
         accumulated: Accumulated,
@@ -56,7 +56,7 @@ class LocalGradient:
     ):
         self.offsets, self.total = sketch.offsets_of(numels)
         plan = sketch.make_plan(self.total, config.sketch_size, device)
-        self.accumulator = Accumulator(plan, self.offsets, numels, groups)
+        self.accumulator = Accumulator(plan, self.offsets, numels, groups, sketch_groups=config.per_layer)
         self.sketching = config.method != "off"
         self.copied = copied
         self._memory_mb, self._device = config.exact_memory_mb, device
@@ -82,6 +82,11 @@ class LocalGradient:
     def norm_seen(self) -> bool:
         """Whether the squared norm is that of the whole step; else it must come from the sketch."""
         return self._norms_add_up and self._once
+
+    @property
+    def fired(self) -> int:
+        """How many parameters took part in this step."""
+        return sum(fires > 0 for fires in self._fires)
 
     def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool) -> None:
         """One micro-batch's gradient of parameter ``index``, before it is accumulated.

@@ -1,0 +1,84 @@
+"""Which rows this rank's micro-batches hold, from ids that the script gives or else from the model's inputs.
+
+rows = RowIds(enabled=True, capacity=64)
+rows.given(sample_ids); rows.forward(args, kwargs)       # per micro-batch, in this order
+packed = rows.take(device)                               # at a measured step: everything since the last one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.sample_ids import batch_tensors, pack_ids, row_hashes
+
+MAX_ROWS = 4096  # per rank and sample: 48 kB
+IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
+
+
+def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:
+    """Rows that one sample has room for; 0 with ``coverage`` off. The same on every rank."""
+    return min(config.interval * rows_per_step, MAX_ROWS) if config.coverage else 0
+
+
+class RowIds:
+    """Collects ids until they are sent. ``capacity`` rows at most are kept; what is lost is counted."""
+
+    def __init__(self, enabled: bool, capacity: int):
+        self._enabled, self._capacity = enabled, capacity
+        self._ids: list[Tensor] = []
+        self._given = 0  # micro-batches whose ids the script told before their forward
+        self._label_tokens: Tensor | None = None
+
+    def given(self, sample_ids: Tensor) -> None:
+        """Ids of the next micro-batch, int64 (rows,), on any device."""
+        if self._enabled:
+            self._ids.append(sample_ids.detach().to(torch.int64))
+            self._given += 1
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The inputs of one training forward."""
+        if not self._enabled:
+            return
+        labels = kwargs.get("labels")
+        if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.dtype.is_floating_point:
+            tokens = (labels[:, 1:] != IGNORED_LABEL).sum()
+            self._label_tokens = tokens if self._label_tokens is None else self._label_tokens + tokens
+        if self._given:
+            self._given -= 1
+            return
+        tensors, mask = batch_tensors(args, kwargs)
+        tensors = [tensor for tensor in tensors if tensor.ndim]
+        if tensors:
+            self._ids.append(row_hashes(tensors, mask))
+
+    def take(self, device: torch.device) -> Tensor | None:
+        """Packed ids of every row since the last call, fp32 (3 capacity + 1,) on ``device``; None when off."""
+        if not self._enabled:
+            return None
+        ids, self._ids = self._ids, []
+        if not ids:
+            return None
+        together = torch.cat([one.to(ids[-1].device) for one in ids])
+        if len(together) > self._capacity:  # the newest are those of the measured step
+            packed = pack_ids(together[-self._capacity :], self._capacity)
+            packed[-1].fill_(float(len(together)))
+        else:
+            packed = pack_ids(together, self._capacity)
+        return packed.to(device, non_blocking=True)
+
+    def take_label_tokens(self) -> Tensor | None:
+        """Tokens that entered this step's loss, 0-dim; None when the inputs have no labels."""
+        return None if self._label_tokens is None else self._label_tokens.float()
+
+    def end_step(self) -> None:
+        """Forget what belongs to one step only; ids of unmeasured steps wait for the next sample."""
+        self._label_tokens = None
+        self._given = 0
+        kept = sum(len(one) for one in self._ids)
+        while len(self._ids) > 1 and kept - len(self._ids[0]) > self._capacity:
+            kept -= len(self._ids.pop(0))

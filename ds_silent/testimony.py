@@ -1,0 +1,120 @@
+"""What the ranks' samples say besides the metrics: which rows they held, whose gradient broke, who stayed silent.
+
+rows = RowTracker()
+coverage, evidence = testimony(gathered, rows, context)      # on the writing rank, in the order of the steps
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_silent.coverage import EpochCoverage, duplicates, epoch_is_over
+from ds_silent.detectors import Coverage, Evidence
+from ds_silent.exchange import Gathered
+from ds_silent.measure import Context
+from ds_silent.records import CoverageStats
+from ds_silent.sample_ids import unpack_ids
+
+
+class RowTracker:
+    """Follows the rows of the current epoch over all ranks; constant memory, see :class:`EpochCoverage`."""
+
+    def __init__(self) -> None:
+        self._epoch = EpochCoverage()
+        self._partial = False  # rows were missed in this epoch: shares would be wrong
+
+    def step(
+        self, ids: Tensor, own_rows: int, rows_in_epoch: int | None
+    ) -> tuple[CoverageStats, Coverage | None, dict[tuple[int, int], int], tuple[int, ...]] | None:
+        """Take in what all ranks sent: (N, n) packed ids of the rows since the last sample.
+
+        Args:
+            own_rows: rows per rank of the measured step itself, the last ones sent.
+            rows_in_epoch: None when not known: then no shares.
+
+        Returns:
+            coverage for the record and for the detectors, rows that pairs of ranks share, and rows per rank; None when
+            a rank sent no ids.
+        """
+        sent = unpack_ids(ids)
+        if min(sent.rows) <= 0:
+            self._partial = True
+            return None
+        of_step = [one[-own_rows:] for one in sent.per_rank]
+        found = duplicates(of_step)
+        pairs = {(min(a, b), max(a, b)): shared for a, b, shared in found.pairs}
+        rows = tuple(len(one) for one in of_step)
+        self._partial |= not sent.complete
+        together = np.concatenate(sent.per_rank)
+        if rows_in_epoch is not None and epoch_is_over(
+            self._epoch.visits, len(together), rows_in_epoch, len(sent.per_rank)
+        ):
+            self._epoch.start_epoch()
+            self._partial = False
+        self._epoch.update(together)
+        if rows_in_epoch is None or self._partial:
+            return CoverageStats(duplicates=found.count), None, pairs, rows
+        seen = self._epoch.seen(rows_in_epoch)
+        consumed = self._epoch.visits / rows_in_epoch
+        repeated = max(0.0, consumed - seen.value)
+        coverage = Coverage(consumed, seen.value, repeated, rows_in_epoch, seen.standard_error)
+        return CoverageStats(found.count, seen.value, repeated), coverage, pairs, rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """What continues the epoch after a resume."""
+        return {"epoch": self._epoch.state_dict(), "partial": self._partial}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        self._epoch.load_state_dict(state["epoch"])
+        self._partial = bool(state["partial"])
+
+
+def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
+    """Coverage for the record, and what the detectors need besides the record."""
+    scalars = gathered.scalars
+    tokens, fired = scalars["label_tokens"], scalars["fired"]
+    told = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch) if gathered.ids.numel() else None
+    coverage, of_epoch, pairs, rows = told if told is not None else (CoverageStats(), None, None, None)
+    non_finite, zero = _broken(gathered, context.layer_names)
+    return coverage, Evidence(
+        duplicates=pairs,
+        rows_per_rank=rows,
+        label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
+        coverage=of_epoch,
+        non_finite=non_finite,
+        zero_gradient=zero,
+        stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
+        step_skipped=context.skipped,
+    )
+
+
+def _broken(gathered: Gathered, names: tuple[str, ...]) -> tuple[dict[int, str | None], dict[int, str | None]]:
+    """Rank -> layer of non-finite and of zero gradients. Backward runs from the last layer to the first, so a NaN is
+    born in the last layer that has one."""
+    if not bool((gathered.scalars["gradient_seen"] > 0).all()):
+        return {}, {}
+    norms_known = bool((gathered.scalars["norm_seen"] > 0).all())
+    squares: Tensor = gathered.layer_squares
+    whole = gathered.scalars["squared_norm"]
+    if not norms_known:
+        if gathered.sketches is None:
+            return {}, {}
+        squares, whole = squares[:, :0], gathered.sketches.square().sum(dim=1)
+    non_finite: dict[int, str | None] = {}
+    zero: dict[int, str | None] = {}
+    for rank, total in enumerate(whole.tolist()):
+        if not np.isfinite(total):
+            layers = torch.nonzero(~torch.isfinite(squares[rank])).flatten().tolist()
+            non_finite[rank] = names[layers[-1]] if layers else None
+        elif total == 0.0:
+            zero[rank] = None
+    return non_finite, zero
