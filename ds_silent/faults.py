@@ -168,8 +168,8 @@ _GRADIENTS = (
           "noise half as large as the gradient is added on one rank", size=0.5)),
     _chance(100, Fault("stuck-gradient", _OUTLIER, "the odd rank", "gradient", inject.stuck_gradient,
           "one rank sends the gradient of an earlier step again and again (a stale buffer)")),
-    _chance(300, Fault("frozen-layer", ("outlier-rank", "zero-gradient"), "the odd rank", "gradient",
-          inject.frozen_layer, "the last layer gets a zero gradient on one rank")),
+    _chance(300, Fault("frozen-layers", ("outlier-rank", "zero-gradient"), "the odd rank", "gradient",
+          inject.frozen_layers, "all layers get a zero gradient on one rank, which trains the embeddings only")),
     # in the other stages the ranks' buckets then differ in size, and DeepSpeed's own reduction dies
     Fault("layer-without-gradient", ("zero-gradient", "outlier-rank"), "the odd rank", "gradient",
           inject.detached_layer, "the last layer takes no part in one rank's backward", stages=(0,)),

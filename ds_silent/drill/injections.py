@@ -303,9 +303,9 @@ def zero_gradient(strike: Strike, me: int) -> Injection:
     return _gradient(strike, me, lambda name, gradient: torch.zeros_like(gradient))
 
 
-def frozen_layer(strike: Strike, me: int) -> Injection:
+def frozen_layers(strike: Strike, me: int) -> Injection:
     def freeze(name: str, gradient: Tensor) -> Tensor:
-        return torch.zeros_like(gradient) if name.startswith(f"{LAST_LAYER}.") else gradient
+        return torch.zeros_like(gradient) if name.startswith("layers.") else gradient
 
     return _gradient(strike, me, freeze)
 

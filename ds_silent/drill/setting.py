@@ -35,7 +35,7 @@ SILENT = (
 )
 MICRO_BATCH, LARGEST_MICRO_BATCH, LARGEST_ACCUMULATION = 8, 16, 4
 LARGEST_BUCKET = 5_000_000  # elements; a real model's bucket would be allocated on every rank
-LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
+LEARNING_RATE, WEIGHT_DECAY = 5e-5, 0.01
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,290 @@
+"""The drill's own honesty: what counts as found, what the user's configuration becomes, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ds_silent.cli import app
+from ds_silent.config import ConfigError
+from ds_silent.drill.injections import Strike
+from ds_silent.drill.program import HEALTHY, DrillOptions, Outcome, exit_code, judged, to_json, trials_of
+from ds_silent.drill.ranks import RankBroke, on_ranks
+from ds_silent.drill.rehearsal import Run, Trial, rehearse
+from ds_silent.drill.report import print_report, sentence
+from ds_silent.drill.setting import make_setting
+from ds_silent.drill.verdict import first_measured, judge, judge_healthy, loss_shift
+from ds_silent.faults import FAULTS
+from ds_silent.records import Event, StepRecord
+from tests.test_faults import cold_stage
+
+STRIKE = Strike(2, 4, 21)
+BLOCK: dict[str, Any] = {"silent_consistency": {}}
+
+
+def event(step: int, kind: str, ranks: tuple[int, ...], severity: str = "error") -> dict[str, Any]:
+    return {"step": step, "kind": kind, "severity": severity, "ranks": list(ranks)}
+
+
+# -- the verdict ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "events", "answer"),
+    [
+        ("nan-loss", [event(21, "non-finite", (2,))], "found"),
+        ("nan-loss", [], "missed"),
+        ("nan-loss", [event(21, "non-finite", (2,), "info")], "missed"),
+        ("nan-loss", [event(21, "non-finite", (1,))], "wrong ranks"),
+        ("nan-loss", [event(22, "non-finite", (0, 1, 2, 3))], "wrong ranks"),
+        ("nan-loss", [event(21, "outlier-rank", (2,))], "wrong kind"),
+        ("nan-loss", [event(20, "non-finite", (2,))], "false alarm"),
+        ("nan-loss", [event(20, "outlier-rank", (0,)), event(21, "non-finite", (2,))], "false alarm"),
+        ("nan-loss", [event(21, "outlier-rank", (0,)), event(21, "non-finite", (2,))], "found"),
+        ("no-labels", [event(21, "zero-gradient", (2,))], "found"),
+        ("learning-rate", [event(0, "config-mismatch", (2,))], "found"),
+        ("learning-rate", [event(0, "config-mismatch", ())], "wrong ranks"),
+        ("repeated-batch", [event(25, "data-order-mismatch", (0, 1, 2, 3))], "found"),
+        ("repeated-batch", [event(25, "data-order-mismatch", (1,))], "wrong ranks"),
+    ],
+)
+def test_what_counts_as_found(name: str, events: list[dict[str, Any]], answer: str) -> None:
+    fault = FAULTS[name]
+    strike = Strike(2, 4, fault.first_step)
+    assert judge(fault, strike, events, interval=1).answer == answer
+
+
+def test_a_deterministic_fault_must_be_found_at_its_first_measured_step() -> None:
+    fault = FAULTS["nan-loss"]
+    assert not judge(fault, STRIKE, [event(21, "non-finite", (2,))], 1).late
+    assert judge(fault, STRIKE, [event(22, "non-finite", (2,))], 1).late
+    assert not judge(fault, STRIKE, [event(30, "non-finite", (2,))], 10).late
+    assert not judge(FAULTS["gradient-negated"], STRIKE, [event(60, "outlier-rank", (2,))], 1).late
+    assert [first_measured(step, 10) for step in (0, 1, 10, 11)] == [0, 10, 10, 20]
+
+
+def test_a_healthy_run_is_right_only_without_an_alarm() -> None:
+    assert judge_healthy([]).answer == "missed"
+    assert judge_healthy([event(9, "drift", (), "info")]).answer == "missed"
+    assert judge_healthy([event(9, "outlier-rank", (1,), "warning")]).answer == "false alarm"
+
+
+def test_the_loss_is_compared_step_by_step_in_the_healthy_runs_deviations() -> None:
+    healthy = [1.0, 3.0, 1.0, 3.0, 1.0, 3.0]
+    deviation = math.sqrt(6 / 5)
+    shifted = [1.0, 3.0, 2.0, 4.0]
+    assert loss_shift(shifted, healthy, 3, 4) == pytest.approx(1.0 / deviation)
+    assert loss_shift(shifted, healthy, 1, 4) == pytest.approx(0.5 / deviation)
+    assert loss_shift(shifted, healthy, 7, 9) is None
+    assert math.isnan(loss_shift([1.0, math.nan], healthy, 2, 2) or 0.0)
+
+
+# -- the user's configuration -----------------------------------------------------------------------------------------
+
+
+def test_what_decides_about_the_observer_is_kept_and_the_rest_is_named() -> None:
+    given = {
+        **BLOCK,
+        "train_batch_size": 512,
+        "train_micro_batch_size_per_gpu": 32,
+        "gradient_accumulation_steps": 16,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "Lamb", "params": {"lr": 1.0}},
+        "wandb": {"enabled": True},
+        "flops_profiler": {"enabled": True},
+    }
+    setting = make_setting(given, ranks=4)
+    assert (setting.stage, setting.dtype, setting.micro_batch, setting.accumulation) == (2, "bf16", 16, 4)
+    assert setting.config["train_batch_size"] == 16 * 4 * 4
+    assert setting.config["gradient_clipping"] == 0.5
+    assert setting.config["optimizer"]["type"] == "AdamW"
+    assert setting.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 5_000_000}
+    assert "wandb" not in setting.config
+    assert [note.split(":")[0] for note in setting.notes] == [
+        "flops_profiler",
+        "zero_optimization.offload_optimizer",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ]
+    assert given["zero_optimization"]["offload_optimizer"]  # the caller's dictionary is its own
+
+
+def test_options_win_over_the_file_and_fp16_is_computed_in_bf16() -> None:
+    fp16 = {**BLOCK, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    assert make_setting(fp16, 4).dtype == "bf16"
+    assert "fp16" in make_setting(fp16, 4).notes[0]
+    chosen = make_setting(fp16, 4, stage=0, dtype="fp32")
+    assert (chosen.stage, chosen.dtype, chosen.config["bf16"]["enabled"]) == (0, "fp32", False)
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("ds_*.json")), ids=lambda path: path.name)
+def test_every_shipped_configuration_can_be_drilled(path: Path) -> None:
+    from ds_silent.config import load_ds_config
+
+    setting = make_setting(load_ds_config(path), 4)
+    assert '"auto"' not in json.dumps(setting.config)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({}, "no active"),
+        ({"silent_consistency": {"enabled": False}}, "no active"),
+        ({"silent_consistency": {"interval": 0}}, "silent_consistency.interval must"),
+        ({**BLOCK, "zero_optimization": {"stage": 7}}, "zero_optimization.stage must be 0, 1, 2 or 3, got 7"),
+        ({**BLOCK, "train_micro_batch_size_per_gpu": "8"}, "train_micro_batch_size_per_gpu must be a whole number"),
+        ({**BLOCK, "compile": {"deepcompile": True}}, "deepcompile"),
+    ],
+)
+def test_a_configuration_that_cannot_be_drilled_is_refused(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_setting(config, 4)
+
+
+def test_with_an_interval_the_faults_strike_later_and_trainings_are_longer() -> None:
+    options = DrillOptions(faults=("nan-loss", "learning-rate"))
+    setting = make_setting({"silent_consistency": {"interval": 5}}, 4)
+    trials, _ = trials_of(options, setting)
+    strikes = {trial.name: trial for trial in trials}
+    assert strikes["nan-loss"].strike.step == 101
+    assert strikes["nan-loss"].steps == 101 + 6 * 5
+    assert strikes["learning-rate"].strike.step == 0
+    assert [trial.name for trial in trials[:3]] == list(HEALTHY)
+
+
+def test_faults_that_mean_nothing_under_a_stage_are_left_out_and_named() -> None:
+    trials, skipped = trials_of(DrillOptions(), make_setting(BLOCK, 4, stage=3))
+    assert set(skipped) == {"layer-without-gradient", "initial-weights-tensor", "initial-weights-bit"}
+    assert not set(skipped) & {trial.name for trial in trials}
+    assert len(trials) == len(HEALTHY) + len(FAULTS) - len(skipped)
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_the_list_names_every_fault() -> None:
+    result = CliRunner().invoke(app, ["drill", "--list"])
+    assert result.exit_code == 0
+    for fault in FAULTS.values():
+        assert f"{fault.name} → {fault.kind}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--fault", "no-such"], "there is no fault 'no-such'"),
+        (["--rank", "4"], "--rank must be one of the 4 ranks"),
+        (["--steps", "5"], "--steps must be at least 27, got 5"),
+        (["--dtype", "fp16"], "--dtype must be fp32 or bf16, got 'fp16'"),
+        (["--config", "missing.json"], "there is no ds_config file"),
+        (["--json", "no/such/place.json"], "--json 'no/such/place.json' cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_status_2(arguments: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(app, ["drill", *arguments])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"ds-silent: {sentence}")
+
+
+# -- the ranks --------------------------------------------------------------------------------------------------------
+
+
+def report_ranks(send: Callable[[Any], None], what: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    send((what, int(total)))
+    if what == "broken" and dist.get_rank() == 1:
+        raise ValueError("a rank \x1b[31mbroke")
+    if what == "dead" and dist.get_rank() == 1:
+        os._exit(9)
+    if what == "silent":
+        time.sleep(60)
+
+
+def test_rank_0_is_heard_and_nobody_is_left() -> None:
+    assert list(on_ranks(report_ranks, ("well",), 2)) == [("well", 2)]
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"), [("broken", "broke"), ("dead", "exit code 9"), ("silent", "said nothing")]
+)
+def test_a_rank_that_breaks_ends_the_drill_with_its_last_words(what: str, sentence: str) -> None:
+    with pytest.raises(RankBroke, match=sentence) as caught:
+        for _ in on_ranks(report_ranks, (what,), 2, silence=5.0 if what == "silent" else 60.0):
+            pass
+    assert "\x1b" not in str(caught.value)
+
+
+# -- the whole, with judges of our own --------------------------------------------------------------------------------
+
+FAKES = ("right", "disabled", "wrong rank", "wrong kind", "cries wolf")
+
+
+def perform_with(send: Callable[[Any], None], fake: str, trials: tuple[Trial, ...], directory: str) -> None:
+    """Trains for real; in place of the detectors a judge that is right, or broken in a known way."""
+    from ds_silent.sinks.base import FanOut
+
+    write = FanOut.write
+
+    def write_and_judge(sink: FanOut, record: StepRecord) -> None:
+        write(sink, record)
+        assert record.loss.per_rank is not None
+        bad = tuple(rank for rank, loss in enumerate(record.loss.per_rank) if not math.isfinite(loss))
+        if fake == "cries wolf" and record.step == 2:
+            bad = (0,)
+        if bad and fake != "disabled":
+            ranks = (0,) if fake == "wrong rank" else bad
+            kind = "outlier-rank" if fake == "wrong kind" else "non-finite"
+            sink.write_event(Event(record.step, kind, "error", ranks, "loss", None, None, "NaN.", ""))
+
+    FanOut.write = write_and_judge  # type: ignore[method-assign]  # this process ends with the test
+    stage = cold_stage({}, 0, "fp32")
+    for trial in trials:
+        send(rehearse(stage, trial, Path(directory, trial.name)))
+
+
+@pytest.mark.parametrize("fake", FAKES)
+def test_the_exit_code_is_0_only_for_a_judge_that_is_right(fake: str, tmp_path: Path) -> None:
+    fault = FAULTS["nan-loss"]
+    trials = (
+        Trial("healthy", None, Strike(2, 3, 0), 4),
+        Trial("nan-loss", fault, Strike(2, 3, 3), 8),
+    )
+    runs: list[Run] = list(on_ranks(perform_with, (fake, trials, str(tmp_path)), 3))
+    setting = make_setting(BLOCK, 3)
+    outcome = Outcome(setting, tuple(judged(trials, runs, 1)), ())
+    assert exit_code(outcome) == (0 if fake == "right" else 1)
+    healthy, faulty = outcome.results
+    expected = {
+        "right": ("missed", "found"),
+        "disabled": ("missed", "missed"),
+        "wrong rank": ("missed", "wrong ranks"),
+        "wrong kind": ("missed", "wrong kind"),
+        "cries wolf": ("false alarm", "false alarm"),
+    }[fake]
+    assert (healthy.verdict.answer, faulty.verdict.answer) == expected
+    assert len(faulty.run.losses) == (8 if fake in ("disabled", "wrong rank", "wrong kind") else len(faulty.run.losses))
+    if fake == "right":
+        assert len(faulty.run.losses) < 8  # it ends soon after it has found the fault
+    json.dumps(to_json(outcome), allow_nan=False)
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    print_report(outcome, console)
+    text = console.export_text()
+    assert "nan-loss" in text
+    assert ("The alarm works" in text) == (fake == "right")
+    assert ("not: nan-loss" in sentence(outcome)) == (fake != "right")
