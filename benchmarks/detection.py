@@ -74,7 +74,8 @@ class Workers:
         pool, ranks, bad = self._pool, self._ranks, self._ranks - 1
         chosen = self._draw(self._healthy, ranks)
         if self._few_tokens is not None:
-            chosen[0] = self._draw(self._few_tokens, 1)[0]
+            short = self._few_tokens[~torch.isin(self._few_tokens, chosen[1:])]  # never the others' micro-batch
+            chosen[0] = self._draw(short, 1)[0]
         if fault.kind:
             chosen[bad] = self._draw(pool.of_kind(fault.kind), 1)[0]
         gram = pool.gram[chosen[:, None], chosen].clone()
