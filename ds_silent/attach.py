@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import json
 import logging
 import os
 import sys
@@ -20,9 +21,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
+from ds_silent import preflight
 from ds_silent.capture.deepspeed import DeepSpeedCapture, refuse_unsupported_config, refuse_unsupported_engine
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, load_ds_config, parse
+from ds_silent.fingerprint import Hash
+from ds_silent.inventory import local_items, sampler_facts, weights_hash
 from ds_silent.observer import Observer
 from ds_silent.sinks import FanOut, SinkError, open_sinks
 
@@ -45,11 +50,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     arguments = inspect.signature(_deepspeed_initialize).bind(*args, **kwargs).arguments
     try:
         config = _block_of(arguments)
+        model = arguments.get("model")
+        # DeepSpeed broadcasts rank 0's weights: what a rank itself had loaded can only be seen before
+        before = weights_hash(model) if config is not None and config.preflight and model is not None else None
         result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
         if config is not None:
-            observer = attach(result[0], config)
+            observer = _observe(result[0], config, result[2], before)
             data = arguments.get("training_data")
-            if observer is not None and data is not None and hasattr(data, "__len__"):
+            if data is not None and hasattr(data, "__len__"):
                 observer.samples_per_epoch = len(data)
     except (ConfigError, SinkError):
         _print_without_traceback()
@@ -70,13 +78,25 @@ def attach(engine: Any, config: SilentConsistencyConfig | Mapping[str, Any] | No
     Raises:
         ConfigError, SinkError: see :func:`initialize`.
     """
+    if not isinstance(config, SilentConsistencyConfig):
+        config = parse({BLOCK: config if config is not None else find_block(_config_of(engine)) or {}})
+    return None if config is None else _observe(engine, config)
+
+
+def observer_of(engine: Any) -> Observer | None:
+    """The observer of an engine, or None when it has none (no block, disabled, or closed)."""
+    observer: Observer | None = engine.__dict__.get(_ATTRIBUTE)
+    return None if observer is None or observer.closed else observer
+
+
+_deepspeed_initialize = deepspeed.initialize  # kept, because `python -m ds_silent` puts ours in its place
+
+
+def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, before: Hash | None = None) -> Observer:
+    """An observer for an engine. A collective: refusals, the output directory and the preflight are agreed."""
     if observer_of(engine) is not None:
         raise ConfigError("this engine is already observed; close its observer (ds_silent.observer_of) first")
-    ds_config = load_ds_config(engine.config) if engine.config is not None else {}
-    if not isinstance(config, SilentConsistencyConfig):
-        config = parse({BLOCK: config if config is not None else find_block(ds_config) or {}})
-    if config is None:
-        return None
+    ds_config = _config_of(engine)
     refuse_unsupported_config(ds_config)
     refuse_unsupported_engine(engine)
     capture = DeepSpeedCapture(engine, config)
@@ -89,16 +109,28 @@ def attach(engine: Any, config: SilentConsistencyConfig | Mapping[str, Any] | No
         ranks = dist.get_world_size(capture.group)
         # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
         logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, config.output_dir)
+    if config.preflight:
+        items = local_items(engine, ds_config, sampler_facts(loader), before)
+        outcome = preflight.compare(items, capture.group, capture.device)
+        if sinks is not None:
+            _publish_preflight(outcome, observer)
     return observer
 
 
-def observer_of(engine: Any) -> Observer | None:
-    """The observer of an engine, or None when it has none (no block, disabled, or closed)."""
-    observer: Observer | None = engine.__dict__.get(_ATTRIBUTE)
-    return None if observer is None or observer.closed else observer
+def _publish_preflight(outcome: preflight.Outcome, observer: Observer) -> None:
+    Console(stderr=True).print(preflight.table(outcome))
+    try:
+        text = json.dumps(preflight.to_json(outcome), indent=1)
+        Path(observer.output_dir, "preflight.json").write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning("ds_silent: preflight.json could not be written: %s", error)
+    for event in preflight.events_of(outcome):
+        observer.report(event)
 
 
-_deepspeed_initialize = deepspeed.initialize  # kept, because `python -m ds_silent` puts ours in its place
+def _config_of(engine: Any) -> dict[str, Any]:
+    """The configuration that an engine was made with (``engine.config``: a path, a dict or its base64 form)."""
+    return load_ds_config(engine.config) if engine.config is not None else {}
 
 
 def _block_of(arguments: Mapping[str, Any]) -> SilentConsistencyConfig | None:

@@ -166,7 +166,7 @@ _GRADIENTS = (
           "noise as large as the gradient is added on one rank")),
     _chance(300, Fault("gradient-noise-0.5", _OUTLIER, "the odd rank", "gradient", inject.noisy_gradient,
           "noise half as large as the gradient is added on one rank", size=0.5)),
-    _chance(100, Fault("stuck-gradient", _OUTLIER, "the odd rank", "gradient", inject.stuck_gradient,
+    _chance(300, Fault("stuck-gradient", _OUTLIER, "the odd rank", "gradient", inject.stuck_gradient,
           "one rank sends the gradient of an earlier step again and again (a stale buffer)")),
     _chance(300, Fault("frozen-layers", ("outlier-rank", "zero-gradient"), "the odd rank", "gradient",
           inject.frozen_layers, "all layers get a zero gradient on one rank, which trains the embeddings only")),
