@@ -235,11 +235,14 @@ def test_a_rank_that_breaks_ends_the_drill_with_its_last_words(what: str, senten
 FAKES = ("right", "disabled", "wrong rank", "wrong kind", "cries wolf")
 
 
-def perform_with(send: Callable[[Any], None], fake: str, trials: tuple[Trial, ...], directory: str) -> None:
+TRIALS = (Trial("healthy", None, Strike(2, 3, 0), 4), Trial("nan-loss", FAULTS["nan-loss"], Strike(2, 3, 3), 8))
+
+
+def perform_with_fakes(send: Callable[[Any], None], directory: str) -> None:
     """Trains for real; in place of the detectors a judge that is right, or broken in a known way."""
     from ds_silent.sinks.base import FanOut
 
-    write = FanOut.write
+    write, fake = FanOut.write, FAKES[0]
 
     def write_and_judge(sink: FanOut, record: StepRecord) -> None:
         write(sink, record)
@@ -254,20 +257,18 @@ def perform_with(send: Callable[[Any], None], fake: str, trials: tuple[Trial, ..
 
     FanOut.write = write_and_judge  # type: ignore[method-assign]  # this process ends with the test
     stage = cold_stage({}, 0, "fp32")
-    for trial in trials:
-        send(rehearse(stage, trial, Path(directory, trial.name)))
+    for fake in FAKES:
+        send((fake, [rehearse(stage, trial, Path(directory, fake, trial.name)) for trial in TRIALS]))
+
+
+@pytest.fixture(scope="module")
+def judged_by_fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Run]]:
+    return dict(on_ranks(perform_with_fakes, (str(tmp_path_factory.mktemp("drill")),), 3))
 
 
 @pytest.mark.parametrize("fake", FAKES)
-def test_the_exit_code_is_0_only_for_a_judge_that_is_right(fake: str, tmp_path: Path) -> None:
-    fault = FAULTS["nan-loss"]
-    trials = (
-        Trial("healthy", None, Strike(2, 3, 0), 4),
-        Trial("nan-loss", fault, Strike(2, 3, 3), 8),
-    )
-    runs: list[Run] = list(on_ranks(perform_with, (fake, trials, str(tmp_path)), 3))
-    setting = make_setting(BLOCK, 3)
-    outcome = Outcome(setting, tuple(judged(trials, runs, 1)), ())
+def test_the_exit_code_is_0_only_for_a_judge_that_is_right(fake: str, judged_by_fakes: dict[str, list[Run]]) -> None:
+    outcome = Outcome(make_setting(BLOCK, 3), tuple(judged(TRIALS, judged_by_fakes[fake], 1)), ())
     assert exit_code(outcome) == (0 if fake == "right" else 1)
     healthy, faulty = outcome.results
     expected = {

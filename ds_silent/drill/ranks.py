@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SILENCE_SECONDS = 240.0  # longer than any training of the drill, and than DeepSpeed's first compilation
+SETTLE_SECONDS = 0.5
 LINES_SHOWN = 12
 
 
@@ -69,15 +70,27 @@ def _messages(receiver: Connection, processes: list[Any], folder: Path, silence:
             heard = time.monotonic()
             yield message
             continue
-        for rank, process in enumerate(processes):
-            if process.exitcode not in (None, 0):
-                raise RankBroke(_last_words(folder, rank, f"ended with exit code {process.exitcode}"))
+        if any(process.exitcode not in (None, 0) for process in processes):
+            time.sleep(SETTLE_SECONDS)  # the culprit may be slower to end than those that missed it
+            raise _broke(processes, folder)
         if time.monotonic() - heard > silence:
             raise RankBroke(_last_words(folder, 0, f"said nothing for {silence:.0f} s"))
-    for rank, process in enumerate(processes):
+    for process in processes:
         process.join(timeout=10.0)
-        if process.exitcode != 0:
-            raise RankBroke(_last_words(folder, rank, f"ended with exit code {process.exitcode}"))
+    if any(process.exitcode != 0 for process in processes):
+        raise _broke(processes, folder)
+
+
+def _broke(processes: list[Any], folder: Path) -> RankBroke:
+    """The rank that began it: one that died without a word, else the first that raised; its peers only miss it."""
+
+    def raised_at(rank: int) -> float:
+        note = folder / f"raised_{rank}"
+        return float(note.read_text() or "inf") if note.exists() else 0.0
+
+    broken = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
+    culprit = min(broken, key=raised_at, default=0)
+    return RankBroke(_last_words(folder, culprit, f"ended with exit code {processes[culprit].exitcode}"))
 
 
 def _last_words(folder: Path, rank: int, what: str) -> str:
@@ -111,6 +124,7 @@ def _main(
         dist.destroy_process_group()
     except BaseException:
         status = 1
+        Path(directory, f"raised_{rank}").write_text(str(time.monotonic()))
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
