@@ -289,3 +289,68 @@ def test_the_exit_code_is_0_only_for_a_judge_that_is_right(fake: str, judged_by_
     assert "nan-loss" in text
     assert ("The alarm works" in text) == (fake == "right")
     assert ("not: nan-loss" in sentence(outcome)) == (fake != "right")
+
+
+# -- the whole, with the real detectors -------------------------------------------------------------------------------
+
+ON = {"detectors": {"enabled": True}, "coverage": True, "preflight": True}
+HIT_BY: dict[str, tuple[tuple[str, str], ...]] = {  # fault → the functions without which it cannot be found
+    "nan-loss": (("ds_silent.detectors.broken", "non_finite"),),
+    "zero-gradient": (("ds_silent.detectors.broken", "zero_gradient"),),
+    "same-batch-pair": (
+        ("ds_silent.detectors.duplicates", "by_ids"),
+        ("ds_silent.detectors.duplicates", "by_gradients"),
+    ),
+    "learning-rate": (("ds_silent.preflight", "events_of"),),
+}
+
+
+def perform_with_mutations(send: Callable[[Any], None], directory: str) -> None:
+    """Every fault with the detectors as they are, then each again with its detector disabled."""
+    import importlib
+
+    stage = cold_stage(ON, 0, "fp32")
+    for trial in real_trials():
+        send((trial.name, "intact", rehearse(stage, trial, Path(directory, "intact", trial.name))))
+    for trial in real_trials()[1:]:
+        whole = [(importlib.import_module(module), name) for module, name in HIT_BY[trial.name]]
+        kept = [getattr(module, name) for module, name in whole]
+        for module, name in whole:
+            setattr(module, name, lambda *given: [])
+        send((trial.name, "disabled", rehearse(stage, trial, Path(directory, "disabled", trial.name))))
+        for (module, name), function in zip(whole, kept, strict=True):
+            setattr(module, name, function)
+
+
+def real_trials() -> tuple[Trial, ...]:
+    faults = [FAULTS[name] for name in HIT_BY]
+    struck = [(fault, Strike(2, 4, min(fault.first_step, 3), fault.size)) for fault in faults]
+    return (
+        Trial("healthy", None, Strike(2, 4, 0), 8),
+        *(Trial(fault.name, fault, strike, 6) for fault, strike in struck),
+    )
+
+
+@pytest.fixture(scope="module")
+def real_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
+    folder = str(tmp_path_factory.mktemp("real"))
+    return {(name, state): run for name, state, run in on_ranks(perform_with_mutations, (folder,), 4)}
+
+
+def test_the_real_alarm_finds_the_faults_that_need_no_statistics(real_runs: dict[tuple[str, str], Run]) -> None:
+    trials = real_trials()
+    runs = [real_runs[trial.name, "intact"] for trial in trials]
+    outcome = Outcome(make_setting(BLOCK, 4), tuple(judged(trials, runs, 1)), ())
+    assert {result.trial.name: result.verdict.answer for result in outcome.results if not result.right} == {}
+    assert not any(result.verdict.late for result in outcome.results)
+    assert exit_code(outcome) == 0
+
+
+@pytest.mark.parametrize("name", HIT_BY)
+def test_a_disabled_detector_makes_the_drill_fail(name: str, real_runs: dict[tuple[str, str], Run]) -> None:
+    trials = tuple(trial for trial in real_trials() if trial.name in ("healthy", name))
+    runs = [real_runs["healthy", "intact"], real_runs[name, "disabled"]]
+    outcome = Outcome(make_setting(BLOCK, 4), tuple(judged(trials, runs, 1)), ())
+    assert outcome.results[0].right
+    assert not outcome.results[1].right
+    assert exit_code(outcome) == 1
