@@ -158,7 +158,7 @@ class Observer:
         self._drain()
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
         if self._sink is not None:
-            state["rows"] = self._tracker.state_dict()
+            state["rows"] = self._tracker.state_dict(self._capture.rows_waiting)
             state["judge"] = None if self._judge is None else self._judge.state_dict()
         return state
 

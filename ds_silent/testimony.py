@@ -64,9 +64,14 @@ class RowTracker:
         coverage = Coverage(consumed, seen.value, repeated, rows_in_epoch, seen.standard_error)
         return CoverageStats(found.count, seen.value, repeated), coverage, pairs, rows
 
-    def state_dict(self) -> dict[str, Any]:
-        """What continues the epoch after a resume."""
-        return {"epoch": self._epoch.state_dict(), "partial": self._partial}
+    def state_dict(self, unsent: bool) -> dict[str, Any]:
+        """What continues the epoch after a resume.
+
+        Args:
+            unsent: rows of steps since the last sample wait on the ranks; a checkpoint does not hold them, so after a
+                resume the shares of this epoch are not known.
+        """
+        return {"epoch": self._epoch.state_dict(), "partial": self._partial or unsent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`.

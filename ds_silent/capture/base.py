@@ -58,6 +58,10 @@ class Capture(Protocol):
     def skipped(self) -> bool:
         """Whether the optimizer did not apply the step that was just taken."""
 
+    @property
+    def rows_waiting(self) -> bool:
+        """Whether ids of earlier steps wait for the next sample."""
+
     def observe_batch(self, sample_ids: Tensor) -> None:
         """Ids of the rows of this rank's next micro-batch."""
 

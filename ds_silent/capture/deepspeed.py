@@ -137,6 +137,10 @@ class DeepSpeedCapture:
         """Whether the step just taken was not applied (``engine.was_step_applied()``, 0.12 to 0.19)."""
         return not self._engine.was_step_applied()
 
+    @property
+    def rows_waiting(self) -> bool:
+        return self._rows.waiting
+
     def observe_batch(self, sample_ids: Tensor) -> None:
         """Ids of the rows of this rank's next micro-batch."""
         self._rows.given(sample_ids)

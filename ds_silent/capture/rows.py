@@ -56,6 +56,11 @@ class RowIds:
         if tensors:
             self._ids.append(row_hashes(tensors, mask))
 
+    @property
+    def waiting(self) -> bool:
+        """Whether ids wait to be sent."""
+        return bool(self._ids)
+
     def take(self, device: torch.device) -> Tensor | None:
         """Packed ids of every row since the last call, fp32 (3 capacity + 1,) on ``device``; None when off."""
         if not self._enabled:

@@ -77,7 +77,9 @@ def train(settings: Settings, ranks: Ranks) -> Outcome:
     observer = ds_silent.observer_of(engine)
     run = Run(settings, ranks, prepared, engine, sampler, observer, facts)
     if observer is not None:
-        observer.samples_per_epoch = prepared.plan.rows
+        # with the last batch completed from the epoch's start, an epoch has a few rows more than the data
+        plan = prepared.plan
+        observer.samples_per_epoch = max(plan.rows, plan.steps_per_epoch * plan.global_batch)
     done = _resume(run, tag) if tag is not None else 0
     if tag is None:
         scenarios.apply_seed(seed)  # a library that loads a model or makes an engine may have seeded by itself
