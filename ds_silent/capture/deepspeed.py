@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ds_silent.capture.base import Listener
 from ds_silent.capture.local import Accumulated, LocalGradient, layers_of, loss_in
+from ds_silent.capture.patches import Patches
 from ds_silent.capture.rows import RowIds, id_capacity
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange import LocalSample
@@ -107,7 +108,7 @@ class DeepSpeedCapture:
         self._rows = RowIds(enabled=config.coverage, capacity=capacity)
         self._scales_loss = bool(engine.fp16_enabled()) or getattr(engine, "torch_autocast_z0_gradscaler", None)
         self._listener: Listener | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
         self._failure: Exception | None = None
         self._measuring: bool | None = None
         self.end_step()
@@ -186,9 +187,9 @@ class DeepSpeedCapture:
         self._listener = listener
         engine = self._engine
         for index, parameter in enumerate(self._parameters):
-            self._register(parameter.register_hook(self._gradient_hook(index)))
-        self._register(engine.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-        self._register(engine.register_forward_hook(self._after_forward))
+            self._patches.add(parameter.register_hook(self._gradient_hook(index)))
+        self._patches.add(engine.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self._patches.add(engine.register_forward_hook(self._after_forward))
         self._wrap("backward", self._backward)
         self._wrap("allreduce_gradients", self._allreduce_gradients)
         self._wrap("_take_model_step", self._take_model_step)
@@ -196,34 +197,16 @@ class DeepSpeedCapture:
         self._wrap("destroy", self._close_first)
 
     def close(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.undo()
         self._local.close()
 
-    def _register(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
-
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        engine = self._engine
-        if not hasattr(engine, name):
+        if not hasattr(self._engine, name):
             raise ConfigError(
                 f"silent_consistency needs DeepSpeedEngine.{name}, which DeepSpeed {deepspeed.__version__} does not "
                 "have; use DeepSpeed 0.16.9 to 0.19.8"
             )
-        own = engine.__dict__.get(name)  # somebody else's wrapper on the instance
-        original = getattr(engine, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        def undo() -> None:
-            if own is None:
-                engine.__dict__.pop(name, None)
-            else:
-                engine.__dict__[name] = own
-
-        engine.__dict__[name] = call
-        self._undo.append(undo)
+        self._patches.wrap(self._engine, name, wrapper)
 
     # -- wrappers of engine methods -----------------------------------------------------------------------------
 
