@@ -52,7 +52,9 @@ def drill(
     config: Annotated[str | None, typer.Option(help="Your ds_config; else an empty block, fp32, stage 0.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help="Only this fault; may be given again.")] = None,
     list_faults: Annotated[bool, typer.Option("--list", help="Name the faults and end.")] = False,
-    ranks: Annotated[int, typer.Option(min=2, max=64, help="Ranks, on this machine's CPU.")] = 4,
+    ranks: Annotated[
+        int, typer.Option(min=3, max=64, help="Ranks, on this machine's CPU; two cannot outvote one.")
+    ] = 4,
     rank: Annotated[int, typer.Option(min=0, help="The rank that most faults strike.")] = 2,
     steps: Annotated[int | None, typer.Option(min=1, help="Longest training, in optimizer steps.")] = None,
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage instead of the configuration's.")] = None,

@@ -143,6 +143,7 @@ def test_every_shipped_configuration_can_be_drilled(path: Path) -> None:
         ({"silent_consistency": {"enabled": False}}, "no active"),
         ({"silent_consistency": {"interval": 0}}, "silent_consistency.interval must"),
         ({**BLOCK, "zero_optimization": {"stage": 7}}, "zero_optimization.stage must be 0, 1, 2 or 3, got 7"),
+        ({**BLOCK, "zero_optimization": {"stage": 1, "overlap": 1}}, "DeepSpeed refuses 'zero_optimization.overlap'"),
         ({**BLOCK, "train_micro_batch_size_per_gpu": "8"}, "train_micro_batch_size_per_gpu must be a whole number"),
         ({**BLOCK, "compile": {"deepcompile": True}}, "deepcompile"),
     ],

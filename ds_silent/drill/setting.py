@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
+
 from ds_silent.capture.deepspeed import refuse_unsupported_config
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 
@@ -108,6 +111,12 @@ def _zero(section: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:
     kept["stage"] = kept.get("stage", 0) if stage is None else stage
     if kept["stage"] not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {kept['stage']!a}")
+    try:
+        DeepSpeedZeroConfig(**kept)  # or each rank would find it out, minutes later
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("zero_optimization", *first["loc"])))
+        raise ConfigError(f"DeepSpeed refuses {key!a}: {first['msg']!a}; correct it in the ds_config") from None
     return kept, [f"zero_optimization.{key}: not part of the drill" for key in offloaded]
 
 
