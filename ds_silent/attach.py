@@ -110,7 +110,8 @@ def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, b
         # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
         logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, config.output_dir)
     if config.preflight:
-        items = local_items(engine, ds_config, sampler_facts(loader), before)
+        facts = sampler_facts(loader if loader is not None else getattr(engine, "training_dataloader", None))
+        items = local_items(engine, ds_config, facts, before)
         outcome = preflight.compare(items, capture.group, capture.device)
         if sinks is not None:
             _publish_preflight(outcome, observer)

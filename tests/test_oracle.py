@@ -72,7 +72,7 @@ def check(cases: tuple[Case, ...], results: list[list[tuple[Trace, Trace]]]) -> 
         for record in trace.records:
             check_record(case, record, trace.oracle[record["step"] - 1])
         if case.per_layer:
-            check_layers(trace)
+            check_layers(case, trace)
 
 
 def check_record(case: Case, record: dict[str, Any], truth: dict[str, Any]) -> None:
@@ -145,12 +145,19 @@ def check_direction(case: Case, record: dict[str, Any], truth: dict[str, Any], r
         assert record["noise_scale"] == pytest.approx(truth["noise_scale"], rel=1e-4), where
 
 
-def check_layers(trace: Trace) -> None:
+def check_layers(case: Case, trace: Trace) -> None:
+    """As check_record, layer by layer; the layers' sketches have 256 numbers (5 layers share one sketch of 1024)."""
     first = trace.layers[0]
     truth = oracle_layers(trace.oracle[0]["layers"])
     assert [layer["name"] for layer in first["layers"]] == list(truth)
+    u = 0.0 if case.dtype == "fp32" else torch.finfo(DTYPES[case.dtype]).eps / 2
+    additions = case.accumulation - 1
+    rounding = 1e-6 + u * additions
+    sketched = case.stage >= 2 and case.accumulation > 1  # the exact method knows the whole gradient only
+    error = 5 / math.sqrt(2 / (1 / 256 + 1 / (8 * SKETCH_SIZE))) if sketched else rounding
     for layer in first["layers"]:
         mean_norm, norm_cv, mean_cosine = truth[layer["name"]]
-        assert layer["mean_norm"] == pytest.approx(mean_norm, rel=1e-6), layer
-        assert layer["norm_cv"] == pytest.approx(norm_cv, abs=1e-6), layer
-        assert layer["mean_cosine"] == pytest.approx(mean_cosine, abs=5 * layer["standard_error"] + 1e-6), layer
+        assert layer["mean_norm"] == pytest.approx(mean_norm, rel=error), layer
+        assert layer["norm_cv"] == pytest.approx(norm_cv, abs=error), layer
+        slack = 5 * layer["standard_error"] + 2 * rounding
+        assert layer["mean_cosine"] == pytest.approx(mean_cosine, abs=slack), layer

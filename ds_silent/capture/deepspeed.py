@@ -135,8 +135,11 @@ class DeepSpeedCapture:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step just taken was not applied (``engine.was_step_applied()``, 0.12 to 0.19)."""
-        return not self._engine.was_step_applied()
+        """Whether the loss scale made DeepSpeed skip the step just taken (``engine.was_step_applied()``, 0.12 to 0.19).
+
+        ZeRO skips steps with an overflow in fp32 and bf16 too; there it is a fault, not a search for the loss scale.
+        """
+        return bool(self._scales_loss) and not self._engine.was_step_applied()
 
     @property
     def rows_waiting(self) -> bool:
