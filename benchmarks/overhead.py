@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_silent
 
-BATCH, LENGTH = 4, 256
+BATCH = 4
 BUCKET = 25 * 2**20  # bytes, DDP's default bucket
 
 
@@ -49,6 +49,7 @@ class Settings:
     rounds: int
     turn: int
     variants: tuple[str, ...]
+    length: int
     directory: str
 
 
@@ -205,7 +206,7 @@ def worker(rank: int, settings: Settings) -> None:
     )
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     engine = build(settings)
-    tokens = torch.randint(0, 8192, (BATCH, LENGTH), generator=torch.Generator().manual_seed(rank))
+    tokens = torch.randint(0, 8192, (BATCH, settings.length), generator=torch.Generator().manual_seed(rank))
     for _ in range(3):
         step(engine, tokens)
     times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in settings.variants}
@@ -235,7 +236,7 @@ def report(settings: Settings, result: dict[str, Any]) -> None:
     plain_ms = 1e3 * statistics.median(seconds[0] for turn in result["times"]["plain"] for seconds in turn)
     title = (
         f"{settings.ranks} ranks x 1 thread, {result['parameters'] / 1e6:.1f} M parameters, {settings.dtype}, "
-        f"ZeRO {settings.stage}, batch {BATCH} x {LENGTH}; {settings.rounds} rounds of {settings.turn} steps; "
+        f"ZeRO {settings.stage}, batch {BATCH} x {settings.length}; {settings.rounds} rounds of {settings.turn} steps; "
         f"plain step {plain_ms:.0f} ms"
     )
     table = Table(title=title, caption="added to a plain step of the same round: median of rounds (quartiles)")
@@ -268,6 +269,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
     rounds: Annotated[int, typer.Option(help="rounds of all variants")] = 12,
     turn: Annotated[int, typer.Option(help="steps per turn")] = 5,
+    length: Annotated[int, typer.Option(help="tokens per row")] = 256,
     variant: Annotated[
         list[str] | None, typer.Option(help="only variants whose name contains this; may be repeated")
     ] = None,
@@ -277,7 +279,7 @@ def main(
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as directory:
         chosen = tuple(n for n in VARIANTS if n == "plain" or not variant or any(part in n for part in variant))
-        settings = Settings(ranks, stage, dtype, rounds, turn, chosen, directory)
+        settings = Settings(ranks, stage, dtype, rounds, turn, chosen, length, directory)
         multiprocessing.spawn(worker, args=(settings,), nprocs=ranks)
         report(settings, json.loads(Path(directory, "result.json").read_text()))
 
