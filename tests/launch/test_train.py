@@ -27,6 +27,7 @@ CONFIG = {
     "silent_consistency": {"direction": {"sketch_size": 256}},
 }
 SUBSET = ROOT.parent / "shared" / "data" / "alpaca_subset.json"
+STEPS, HALF = 10, 5
 ENVIRONMENT = {
     **os.environ,
     "DS_ACCELERATOR": "cpu",
@@ -51,7 +52,7 @@ def _worker(directory: Path) -> None:
         micro_batch=2,
         accumulation=2,
         learning_rate=1e-3,
-        max_steps=4,
+        max_steps=STEPS,
         max_length=256,
         scenario="s1-3",
         log_every=1,
@@ -85,7 +86,7 @@ def _worker(directory: Path) -> None:
     attempt("seeds")
     trainer.rank_seed = told
 
-    attempt("whole", eval_rows=10, eval_every=2, save_every=2, save_model=True)
+    attempt("whole", eval_rows=10, eval_every=HALF, save_every=HALF, save_model=True)
 
     step = trainer._step
     calls = 0
@@ -93,21 +94,21 @@ def _worker(directory: Path) -> None:
     def signalled(run: Any) -> Any:
         nonlocal calls
         calls += 1
-        if ranks.rank == 1 and calls == 2:
+        if ranks.rank == 1 and calls == HALF:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(run)
 
     trainer._step = signalled
-    attempt("parts", eval_rows=10, eval_every=2)
+    attempt("parts", eval_rows=10, eval_every=HALF)
     trainer._step = step
     if ranks.is_first:
         shutil.copytree(directory / "parts", directory / "damaged")
-        damaged = max((directory / "damaged/checkpoints/step-2").glob("*optim_states.pt"))
+        damaged = max((directory / f"damaged/checkpoints/step-{HALF}").glob("*optim_states.pt"))
         damaged.write_bytes(damaged.read_bytes()[:-100])
     reduce_int32(ranks, [0])
     attempt("damaged", resume=True, eval_rows=10)
     attempt("other-seed", output=directory / "parts", resume=True, eval_rows=10, seed=43)
-    attempt("resumed", output=directory / "parts", resume=True, eval_rows=10, eval_every=2, save_model=True)
+    attempt("resumed", output=directory / "parts", resume=True, eval_rows=10, eval_every=HALF, save_model=True)
     attempt("nothing-left", output=directory / "whole", resume=True, eval_rows=10, save_model=False)
     if SUBSET.is_file():
         attempt("alpaca", data=str(SUBSET), max_steps=12, accumulation=1, micro_batch=4, activation_checkpointing=True)
@@ -183,12 +184,12 @@ def test_a_mistake_ends_all_ranks_with_one_sentence(cases: Cases, name: str, sai
 
 
 def test_a_signal_on_one_rank_saves_and_stops_all_at_the_same_step(cases: Cases) -> None:
-    assert cases.found["parts"] == {"steps": 2, "stopped": True}
-    assert not list((cases.directory / "parts").glob("checkpoints/step-[!2]"))
+    assert cases.found["parts"] == {"steps": HALF, "stopped": True}
+    assert not list((cases.directory / "parts").glob(f"checkpoints/step-[!{HALF}]"))
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(cases: Cases) -> None:
-    assert cases.found["whole"] == cases.found["resumed"] == {"steps": 4, "stopped": False}
+    assert cases.found["whole"] == cases.found["resumed"] == {"steps": STEPS, "stopped": False}
     assert cases.lines("parts") == cases.lines("whole")
     whole, parts = (cases.directory / name / "model" / "model.safetensors" for name in ("whole", "parts"))
     assert whole.read_bytes() == parts.read_bytes()
@@ -201,25 +202,25 @@ def test_the_records_of_a_resumed_run_are_continuous(cases: Cases) -> None:
     )
     for record in whole + parts:
         del record["seconds"]
-    assert [record["step"] for record in whole] == [1, 2, 3, 4]
+    assert [record["step"] for record in whole] == list(range(1, STEPS + 1))
     assert parts == whole
 
 
 def test_the_log_has_every_step_and_the_linear_decay(cases: Cases) -> None:
     lines = [line for line in cases.lines("whole") if "lr" in line]
-    assert [line["lr"] for line in lines] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    assert [line["step"] for line in cases.lines("whole") if "eval_loss" in line] == [2, 4]
+    assert [line["lr"] for line in lines] == pytest.approx([1e-3 * (1 - step / STEPS) for step in range(STEPS)])
+    assert [line["step"] for line in cases.lines("whole") if "eval_loss" in line] == [HALF, STEPS]
 
 
 def test_the_observer_and_the_trainer_agree_on_the_loss(cases: Cases) -> None:
     records = [json.loads(line) for line in (cases.directory / "whole" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in cases.lines("whole") if "loss" in line]
     assert [record["loss"]["mean"] for record in records] == pytest.approx(losses, rel=1e-5)
-    assert records[-1]["epoch"] == pytest.approx(4 * 8 / (4096 - 10))
+    assert records[-1]["epoch"] == pytest.approx(STEPS * 8 / (4096 - 10))
 
 
 def test_a_finished_run_has_nothing_left(cases: Cases) -> None:
-    assert cases.found["nothing-left"] == {"steps": 4, "stopped": False}
+    assert cases.found["nothing-left"] == {"steps": STEPS, "stopped": False}
 
 
 def test_the_saved_model_is_loaded_by_transformers(cases: Cases) -> None:
