@@ -54,6 +54,11 @@ class StepIds:
         return all(len(ids) == rows for ids, rows in zip(self.per_rank, self.rows, strict=True))
 
 
+def packed_size(capacity: int) -> int:
+    """Numbers that :func:`pack_ids` makes of up to ``capacity`` ids."""
+    return 3 * capacity + 1
+
+
 def pack_ids(ids: Tensor, capacity: int) -> Tensor:
     """64-bit ids as numbers that an fp32 collective without arithmetic brings over bit by bit.
 
@@ -64,7 +69,7 @@ def pack_ids(ids: Tensor, capacity: int) -> Tensor:
     Returns:
         fp32 (3 * capacity + 1,) on the same device: low, middle and high limbs, then the true number of rows.
     """
-    packed = torch.zeros(3 * capacity + 1, dtype=torch.float32, device=ids.device)
+    packed = torch.zeros(packed_size(capacity), dtype=torch.float32, device=ids.device)
     kept = ids[:capacity].to(torch.int64)
     for limb in range(3):
         part = (kept >> (LIMB_BITS * limb)) & (_LIMB if limb < 2 else (1 << (64 - 2 * LIMB_BITS)) - 1)

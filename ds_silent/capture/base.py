@@ -74,10 +74,6 @@ class Capture(Protocol):
     def fail(self, error: Exception) -> None:
         """Remember an internal error; the next sample tells all ranks."""
 
-    @property
-    def failure(self) -> Exception | None:
-        """The first internal error of this step on this rank."""
-
     def end_step(self) -> None:
         """Forget the step."""
 

@@ -33,6 +33,7 @@ from ds_silent.capture.patches import Patches
 from ds_silent.capture.rows import RowIds, id_capacity
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange import LocalSample
+from ds_silent.sample_ids import packed_size
 
 logger = logging.getLogger("ds_silent")
 _Result = TypeVar("_Result")
@@ -104,7 +105,7 @@ class DeepSpeedCapture:
             copied=additive or overlapped,
         )
         capacity = id_capacity(config, self.rows_per_step)
-        self.id_size = 3 * capacity + 1 if capacity else 0
+        self.id_size = packed_size(capacity) if config.coverage else 0
         self._rows = RowIds(enabled=config.coverage, capacity=capacity)
         self._scales_loss = bool(engine.fp16_enabled()) or getattr(engine, "torch_autocast_z0_gradscaler", None)
         self._listener: Listener | None = None
@@ -148,10 +149,6 @@ class DeepSpeedCapture:
     def observe_batch(self, sample_ids: Tensor) -> None:
         """Ids of the rows of this rank's next micro-batch."""
         self._rows.given(sample_ids)
-
-    @property
-    def failure(self) -> Exception | None:
-        return self._failure
 
     def fail(self, error: Exception) -> None:
         """Remember the first internal error and say it once; the next sample tells all ranks."""
