@@ -35,10 +35,15 @@ logger = logging.getLogger("ds_silent")
 _ATTRIBUTE = "_ds_silent_observer"
 
 
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` with the ``"silent_consistency"`` block honoured; same arguments, same result.
 
     Without the block, or with ``"enabled": false``, this is DeepSpeed's own function and nothing more.
+
+    Args:
+        sampler: optional, and the only argument that DeepSpeed does not know: this rank's sampler (or its DataLoader)
+            where the script makes one itself, so that the preflight can compare how the ranks share the data. Read
+            are ``num_replicas``, ``rank``, ``seed``, ``epoch`` and ``len(dataset)``, as a DistributedSampler has them.
 
     Returns:
         (engine, optimizer, training dataloader, learning-rate scheduler).
@@ -55,7 +60,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         before = weights_hash(model) if config is not None and config.preflight and model is not None else None
         result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
         if config is not None:
-            observer = _observe(result[0], config, result[2], before)
+            observer = _observe(result[0], config, sampler if sampler is not None else result[2], before)
             data = arguments.get("training_data")
             if data is not None and hasattr(data, "__len__"):
                 observer.samples_per_epoch = len(data)
@@ -111,7 +116,7 @@ def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, b
         logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, config.output_dir)
     if config.preflight:
         facts = sampler_facts(loader if loader is not None else getattr(engine, "training_dataloader", None))
-        items = local_items(engine, ds_config, facts, before)
+        items = local_items(engine, ds_config, facts, before, dist.get_world_size(capture.group))
         outcome = preflight.compare(items, capture.group, capture.device)
         if sinks is not None:
             _publish_preflight(outcome, observer)

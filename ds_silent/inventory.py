@@ -15,7 +15,8 @@ What is expected, and why:
 * Generators: *alike*. One seed everywhere is a policy (equal initialisation), a seed per rank is one too (other
   dropout masks, other augmentation). Some ranks equal and others not is neither. With 2 ranks the two cannot be told
   apart, and nothing is reported.
-* Sampler: under sharding each rank must take another share of the *same* permutation.
+* Sampler: as many shares as ranks, and each rank another share of the *same* permutation. Nothing is expected of a
+  sampler that says nothing of shares: the data may have been split before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 from ds_silent.environment import code_items, environment_items
 from ds_silent.fingerprint import Hash, hash_text, rng_hashes, shown_hash, tensor_hash
-from ds_silent.preflight import Expectation, Group, Item, item_of, read_item
+from ds_silent.preflight import Group, Item, check_item, item_of, read_item
 
 _SECTIONS = (
     "train_batch_size",
@@ -73,6 +74,7 @@ def local_items(
     ds_config: Mapping[str, Any],
     sampler: SamplerFacts | None = None,
     before: Hash | None = None,
+    ranks: int = 1,
     environment: Mapping[str, str] = os.environ,
 ) -> list[Item]:
     """Everything that is compared, of this rank. Waits for the device once, for the hashes of the weights.
@@ -82,12 +84,13 @@ def local_items(
         ds_config: its configuration as a dictionary.
         sampler: None when nobody knows; then free.
         before: :func:`weights_hash` of the model as the script made it; None when nobody looked.
+        ranks: data-parallel ranks N, which the sampler must have shares for.
     """
     return [
         *_all_of("weights", lambda: weight_items(engine.module, before)),
         *_all_of("parameters", lambda: parameter_items(engine.module)),
         *_all_of("generators", generator_items),
-        *_all_of("sampler", lambda: sampler_items(sampler)),
+        *_all_of("sampler", lambda: sampler_items(sampler, ranks)),
         *_all_of("optimizer", lambda: optimizer_items(engine.optimizer, getattr(engine, "lr_scheduler", None))),
         *_all_of("config", lambda: config_items(ds_config)),
         *_all_of("code", code_items),
@@ -183,19 +186,23 @@ def generator_items() -> list[Item]:
     return items
 
 
-def sampler_items(facts: SamplerFacts | None) -> list[Item]:
-    """Share, size and permutation of the sampler. Unsharded, permutations are free: nothing says that they share."""
-    known: Expectation = "free" if facts is None else "equal"
-    same: Expectation = "free" if facts is None or facts.world_size < 2 else "equal"
-    text = "not known"
-    share = text if facts is None else f"share {facts.rank} of {facts.world_size}"
-    permutation = (0, 0) if facts is None else facts.permutation
+def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
+    """Shares, rows and permutation of the sampler, on one of ``ranks`` ranks. All shares differ, each is one of N and N
+    are made: so together they are the data, once."""
+    if facts is None:
+        names = ("a share of the data for each rank", "sampler's share", "sampler's rows", "sampler's permutation")
+        return [item_of(name, "sampler", "not known", None, "free") for name in names]
+    made = f"The sampler makes {facts.world_size} share{'s' * (facts.world_size != 1)} of the data for {ranks} ranks"
+    share = f"share {facts.rank} of {facts.world_size}"
+    exists = 0 <= facts.rank < facts.world_size
     return [
-        item_of("sampler's number of shares", "sampler", text if facts is None else str(facts.world_size), None, known),
-        item_of("sampler's share", "sampler", share, None, "free" if facts is None else "different"),
-        item_of("sampler's rows", "sampler", text if facts is None else str(facts.rows), None, known),
-        item_of("sampler's seed", "sampler", text if facts is None else str(facts.seed), None, same),
-        Item("sampler's permutation", "sampler", same, text if facts is None else shown_hash(permutation), permutation),
+        check_item("a share of the data for each rank", "sampler", facts.world_size >= ranks, made),
+        check_item("a rank for each share of the data", "sampler", facts.world_size <= ranks, made, "warning"),
+        check_item("such a share of the data", "sampler", exists, f"The sampler takes {share}, counted from 0"),
+        item_of("sampler's share", "sampler", share, None, "different"),
+        item_of("sampler's rows", "sampler", str(facts.rows)),
+        item_of("sampler's seed", "sampler", str(facts.seed)),
+        Item("sampler's permutation", "sampler", "equal", shown_hash(facts.permutation), facts.permutation),
     ]
 
 
@@ -203,7 +210,8 @@ def sampler_facts(loader: Any) -> SamplerFacts | None:
     """What a DataLoader, a DeepSpeedDataLoader or a sampler says of its sharding; None when it says nothing.
 
     Relies on ``num_replicas``, ``rank``, ``seed``, ``epoch`` of ``torch.utils.data.DistributedSampler``,
-    ``num_processes`` and ``process_index`` of accelerate's shards, and ``data_sampler`` of DeepSpeed's loader.
+    ``num_processes`` and ``process_index`` of accelerate's shards, and ``data_sampler`` of DeepSpeed's loader. A
+    sampler of one's own is read by the names of torch's.
     """
     for sampler in _samplers_in(loader):
         for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):

@@ -9,7 +9,8 @@ Only hashes travel, as int32, in an all-gather of every item's hash. A small one
 ask the same questions - a rank with other parameters gives an event, not a hang - and, when something differs, one
 after it brings the differing values as text. All three have sizes that every rank knows beforehand.
 
-A rank is named only where more than half of all ranks agree against it: never for 2 ranks, never in a tie.
+A rank is named only where more than half of all ranks agree against it: never for 2 ranks, never in a tie. What a rank
+can check by itself (``check_item``: is my share of the data one of N?) needs no majority and names whoever failed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from ds_silent.coverage import expected_coverage
 from ds_silent.fingerprint import Hash, hash_text
 from ds_silent.records import Event, Severity
 
-Expectation = Literal["equal", "alike", "different", "free"]
-"""``alike``: the same on all ranks, or another on every rank (generators: both are policies, a mixture is none)."""
+Expectation = Literal["equal", "alike", "different", "passed", "free"]
+"""``alike``: the same on all ranks, or another on every rank (generators: both are policies, a mixture is none).
+``passed``: each rank's own check, see :func:`check_item`."""
 Group = Literal["weights", "parameters", "generators", "sampler", "optimizer", "config", "code", "environment"]
 Hashes = npt.NDArray[np.int32]
 
@@ -48,6 +50,7 @@ GROUPS: tuple[Group, ...] = (
 MAX_TEXTS = 32  # differing items whose values travel as text
 TEXT_BYTES = 160  # of each value
 SHOWN_RANKS = 8  # in a sentence
+PASSED = hash_text("passed")
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Finding:
     parts: tuple[tuple[int, ...], ...]  # ranks of equal hash; the largest part first, then by first rank
     texts: tuple[str, ...]  # the value of each part, where it is known; else only this rank's
     ok: bool
-    odd: tuple[int, ...]  # ranks that are not what the majority is; empty without a majority
+    odd: tuple[int, ...]  # ranks that are not what the majority is, or failed a check; empty without a majority
 
     @property
     def agrees(self) -> bool:
@@ -102,6 +105,11 @@ def item_of(
     return Item(name, group, expectation, value if shown is None else shown, hash_text(value), severity)
 
 
+def check_item(name: str, group: Group, ok: bool, shown: str, severity: Severity = "error") -> Item:
+    """What this rank found out by itself; ``shown`` is what it found, right or wrong."""
+    return Item(name, group, "passed", shown, PASSED if ok else hash_text(f"not passed: {shown}"), severity)
+
+
 def read_item(
     name: str,
     group: Group,
@@ -130,12 +138,18 @@ def judge(items: Sequence[Item], hashes: Hashes, texts: Mapping[int, Sequence[st
     """
     findings = []
     for index, item in enumerate(items):
-        parts = _parts([tuple(pair) for pair in hashes[:, index].tolist()])
+        values = [tuple(pair) for pair in hashes[:, index].tolist()]
+        parts = _parts(values)
         shown: tuple[str, ...] = (item.shown,)
         if texts is not None and index in texts:
             shown = tuple(texts[index][part[0]] for part in parts)
-        ok = _as_expected(item.expectation, parts, len(hashes))
-        findings.append(Finding(item, parts, shown, ok, () if ok else _odd(item.expectation, parts, len(hashes))))
+        if item.expectation == "passed":
+            odd = tuple(rank for rank, value in enumerate(values) if value != PASSED)
+            ok = not odd
+        else:
+            ok = _as_expected(item.expectation, parts, len(hashes))
+            odd = () if ok else _odd(item.expectation, parts, len(hashes))
+        findings.append(Finding(item, parts, shown, ok, odd))
     return Outcome(len(hashes), tuple(findings))
 
 
@@ -226,11 +240,17 @@ _KINDS: Mapping[Group, str] = {
     "generators": "seed-mismatch",
     "sampler": "data-order-mismatch",
 }
+_KINDS_OF_ITEMS: Mapping[str, str] = {
+    "sampler's share": "duplicate-data",
+    "a share of the data for each rank": "duplicate-data",
+    "a rank for each share of the data": "low-coverage",
+}
 _REMEDIES: Mapping[str, str] = {
     "initial-weights-mismatch": "Load the same checkpoint, or seed before the model is made, on every rank.",
     "seed-mismatch": "Seed all ranks alike, or each from its rank, after the process group exists.",
     "data-order-mismatch": "Give every rank's sampler the same seed, epoch, data set and number of replicas.",
-    "duplicate-data": "Give each rank's sampler its own rank and the real world size.",
+    "duplicate-data": "Give each rank's sampler its own rank and the real world size, once the process group exists.",
+    "low-coverage": "Give every rank's sampler the real world size, once the process group exists.",
     "config-mismatch": "Start every rank from the same code, configuration and environment.",
 }
 
@@ -240,9 +260,7 @@ _STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "in
 
 def kind_of(item: Item) -> str:
     """The kind of event that an item makes when it is not as expected."""
-    if item.expectation == "different" and item.group == "sampler":
-        return "duplicate-data"
-    return _KINDS.get(item.group, "config-mismatch")
+    return _KINDS_OF_ITEMS.get(item.name) or _KINDS.get(item.group, "config-mismatch")
 
 
 def events_of(outcome: Outcome, step: int = 0) -> list[Event]:
@@ -266,6 +284,8 @@ def events_of(outcome: Outcome, step: int = 0) -> list[Event]:
 
 def _sentence(findings: Sequence[Finding]) -> str:
     first = findings[0]
+    if first.item.expectation == "passed":
+        return f"{_failures(first)} ({_ranks(first.odd)}); there must be {first.item.name}."
     more = f" (and {len(findings) - 1} more differ in the same way)" if len(findings) > 1 else ""
     if first.item.expectation == "different":
         collide = "; ".join(f"{_ranks(part)} all have {_shown(first, i)}" for i, part in _colliding(first))
@@ -280,6 +300,13 @@ def _sentence(findings: Sequence[Finding]) -> str:
     if shuffled and all(len(part) == 1 for part in first.parts):
         missed = f" An epoch would see {expected_coverage(ranks):.1%} of the rows, some of them again."
     return f"{first.item.name} differs between ranks: {values}{more}.{nobody}{missed}"
+
+
+def _failures(finding: Finding) -> str:
+    """What the ranks that failed a check found."""
+    indices = [index for index, part in enumerate(finding.parts) if set(part) <= set(finding.odd)]
+    shown = [_shown(finding, index) for index in indices[:3]]
+    return "; ".join(shown) + (f"; {len(indices) - 3} more" if len(indices) > 3 else "")
 
 
 def _colliding(finding: Finding) -> list[tuple[int, tuple[int, ...]]]:
@@ -302,6 +329,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def verdict(finding: Finding) -> str:
     """In a few words: equal, each its own, free, or what is wrong."""
+    if finding.item.expectation == "passed":
+        return "passed" if finding.ok else f"not so on {_ranks(finding.odd)}"
     if finding.agrees:
         return "equal" if finding.ok else "equal, must differ"
     if finding.ok:

@@ -21,8 +21,19 @@ from torch.utils.data import DataLoader, DistributedSampler
 import ds_silent
 from ds_silent.environment import environment_items, git_revision
 from ds_silent.fingerprint import hash_text, rng_hashes
-from ds_silent.inventory import SamplerFacts, config_items, local_items, optimizer_items, sampler_facts, weights_hash
+from ds_silent.inventory import (
+    SamplerFacts,
+    config_items,
+    local_items,
+    optimizer_items,
+    sampler_facts,
+    sampler_items,
+    weights_hash,
+)
 from ds_silent.preflight import Expectation, Item, compare, events_of, item_of, judge, read_item, table, to_json
+from ds_silent.records import Event
+from finetune.sampler import Plan, ResumableSampler
+from finetune.scenarios import rank_seed
 from tests.distributed import run_distributed
 from tests.training import Case, Probe
 
@@ -233,6 +244,76 @@ def test_samplers_that_tell_how_they_share() -> None:
     assert sampler_facts(None) is None
 
 
+def sampler_events(*facts: SamplerFacts | None) -> list[Event]:
+    """What the preflight says of these ranks' samplers."""
+    return events_of(judge(*items_and_hashes(*[sampler_items(one, len(facts)) for one in facts])))
+
+
+def shares(*pairs: tuple[int, int]) -> list[SamplerFacts]:
+    """A sampler per rank from (number of shares, share taken), all of one permutation."""
+    return [SamplerFacts(size, rank, (1, 2), 3, 100) for size, rank in pairs]
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (shares((4, 0), (4, 1), (4, 2), (4, 3)), []),
+        (shares((4, 3), (4, 1), (4, 0), (4, 2)), []),  # any permutation of the shares is one
+        (shares((1, 0)), []),
+        ([None] * 4, []),
+        (shares(*[(1, 0)] * 4), [("duplicate-data", "error", (0, 1, 2, 3))]),
+        (shares(*[(1, 0)] * 2), [("duplicate-data", "error", (0, 1))]),  # known without a majority
+        (shares((2, 0), (2, 1), (2, 0), (2, 1)), [("duplicate-data", "error", (0, 1, 2, 3))] * 2),
+        (shares((4, 0), (4, 1), (1, 0), (4, 3)), [("duplicate-data", "error", (2,))]),
+        (shares((4, 0), (4, 1), (4, 1), (4, 3)), [("duplicate-data", "error", (1, 2))]),
+        (shares((8, 0), (8, 1), (8, 2), (8, 3)), [("low-coverage", "warning", (0, 1, 2, 3))]),
+        (shares((4, 0), (4, 1), (4, 2), (4, 4)), [("data-order-mismatch", "error", (3,))]),
+    ],
+)
+def test_shares_are_as_many_as_ranks_and_one_for_each(facts: list[SamplerFacts | None], expected: list[Any]) -> None:
+    assert [(e.kind, e.severity, e.ranks) for e in sampler_events(*facts)] == expected
+
+
+def test_a_sampler_that_was_not_told_of_the_ranks_is_said_in_numbers() -> None:
+    (event,) = sampler_events(*shares(*[(1, 0)] * 4))
+    assert event.message == (
+        "The sampler makes 1 share of the data for 4 ranks (ranks 0, 1, 2, 3); "
+        "there must be a share of the data for each rank."
+    )
+    assert "real world size" in event.remedy
+
+
+@pytest.mark.parametrize(
+    ("mode", "scenario", "expected"),
+    [
+        ("sharded", "s1-1", []),
+        ("sharded", "s1-2", [("data-order-mismatch", (0,))]),
+        ("sharded", "s1-3", [("data-order-mismatch", ())]),
+        ("replicated", "s1-1", [("duplicate-data", (0, 1, 2, 3))]),
+        ("replicated", "s1-2", [("duplicate-data", (0, 1, 2, 3)), ("data-order-mismatch", (0,))]),
+        ("replicated", "s1-3", [("duplicate-data", (0, 1, 2, 3)), ("data-order-mismatch", ())]),
+    ],
+)
+def test_the_fine_tunes_own_sampler_in_each_scenario(mode: Any, scenario: Any, expected: list[Any]) -> None:
+    plan = Plan(rows=4096, world_size=4, micro_batch=4, accumulation=1, mode=mode)
+    samplers = [ResumableSampler(plan, rank_seed(scenario, 42, rank), rank) for rank in range(4)]
+    events = sampler_events(*[sampler_facts(sampler) for sampler in samplers])
+    assert [(event.kind, event.ranks) for event in events] == expected
+
+
+def test_the_fine_tunes_permutation_is_told_by_seed_epoch_and_rows() -> None:
+    def permutation(seed: int = 42, epoch: int = 0, rows: int = 96, rank: int = 0) -> tuple[int, int]:
+        sampler = ResumableSampler(Plan(rows, 4, 3, 2, "sharded"), seed, rank)
+        sampler.load_state_dict({"epoch": epoch, "position": 0})
+        facts = sampler_facts(sampler)
+        assert facts is not None
+        assert (facts.world_size, facts.rank, facts.seed, facts.rows) == (4, rank, seed, rows)
+        return facts.permutation
+
+    assert permutation() == permutation(rank=3)
+    assert len({permutation(), permutation(seed=43), permutation(epoch=1), permutation(rows=97)}) == 4
+
+
 # -- real ranks ------------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +344,7 @@ def healthy_ranks(directory: str) -> list[Any]:
         engine, config, before = engine_of(Case(stage=stage), directory, 5 + (rank if own else 0))
         facts = SamplerFacts(dist.get_world_size(), rank, (1, 2), 3, 100)
         states = rng_hashes()
-        items = local_items(engine, config, facts, before)
+        items = local_items(engine, config, facts, before, dist.get_world_size())
         found = compared(items)
         results.append((found, states == rng_hashes(), len(items), sum(i.group == "weights" for i in items)))
         engine.destroy()
@@ -325,6 +406,10 @@ def _break_share(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
     facts[0] = replace(facts[0], rank=0)
 
 
+def _break_shares(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    facts[0] = replace(facts[0], world_size=1, rank=0)
+
+
 def _break_sampler(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
     facts[0] = None
 
@@ -349,6 +434,7 @@ FAULTS: list[tuple[Callable[..., None], str, str, tuple[int, ...]]] = [
     (_break_environment, "config-mismatch", "warning", (2,)),
     (_break_order, "data-order-mismatch", "error", (2,)),
     (_break_share, "duplicate-data", "error", (0, 2)),
+    (_break_shares, "duplicate-data", "error", (2,)),
     (_break_sampler, "data-order-mismatch", "error", (2,)),
     (_break_model, "initial-weights-mismatch", "error", (2,)),
     (_break_reading, "initial-weights-mismatch", "error", (2,)),
@@ -365,7 +451,7 @@ def faulty_ranks(directory: str, names: list[str]) -> list[Any]:
         facts = [SamplerFacts(dist.get_world_size(), rank, (1, 2), 3, 100), before]
         if rank == 2:
             globals()[name](engine, config, facts)
-        found.append(compared(local_items(engine, config, *facts)))
+        found.append(compared(local_items(engine, config, *facts, dist.get_world_size())))
         os.environ.pop("NCCL_ALGO", None)
         engine.destroy()
     return found

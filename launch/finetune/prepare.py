@@ -1,7 +1,7 @@
 """Everything before the engine: config, model, data and plan, agreed step by step by all ranks.
 
 prepared = prepare(settings, ranks)
-engine = together(ranks, lambda: engine_of(prepared, settings), MISTAKES)
+engine = together(ranks, lambda: engine_of(prepared, settings, sampler), MISTAKES)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune.encoding import Encoded, Example, encode, hold_out
 from finetune.models import LoadedModel, ModelError, load
 from finetune.optimization import linear_schedule, parameter_groups
 from finetune.ranks import Ranks, agreed
-from finetune.sampler import Plan
+from finetune.sampler import Plan, ResumableSampler
 from finetune.settings import Settings, UserError
 
 MISTAKES = (UserError, ModelError, ConfigError, SinkError)
@@ -85,8 +85,8 @@ def prepare(settings: Settings, ranks: Ranks) -> Prepared:
     return prepared
 
 
-def engine_of(prepared: Prepared, settings: Settings) -> Any:
-    """The DeepSpeed engine, watched when the config has the block. A collective."""
+def engine_of(prepared: Prepared, settings: Settings, sampler: ResumableSampler) -> Any:
+    """The DeepSpeed engine, watched when the config has the block; ``sampler`` is for the preflight. A collective."""
     model = prepared.loaded.model
     model.config.use_cache = False
     if settings.activation_checkpointing:
@@ -95,7 +95,11 @@ def engine_of(prepared: Prepared, settings: Settings) -> Any:
     decay = prepared.config["optimizer"]["params"]["weight_decay"]
     schedule = None if "scheduler" in prepared.config else linear_schedule(settings.warmup_ratio, prepared.total_steps)
     engine, _, _, _ = ds_silent.initialize(
-        model=model, model_parameters=parameter_groups(model, decay), lr_scheduler=schedule, config=prepared.config
+        model=model,
+        model_parameters=parameter_groups(model, decay),
+        lr_scheduler=schedule,
+        config=prepared.config,
+        sampler=sampler,
     )
     return engine
 

@@ -118,13 +118,35 @@ class ResumableSampler:
     def __init__(self, plan: Plan, seed: int, rank: int) -> None:
         self.plan = plan.checked()
         self.seed = seed
-        self.rank = rank
+        self._rank = rank
         self._epoch = 0
         self._step = 0
 
+    # How the data are shared, by the names of torch's DistributedSampler: ds_silent's preflight compares them.
+
+    @property
+    def num_replicas(self) -> int:
+        """Shares that the data are cut into: 1 when every rank walks all of them."""
+        return self.plan.world_size if self.plan.mode == "sharded" else 1
+
+    @property
+    def rank(self) -> int:
+        """The share that this rank takes."""
+        return self._rank if self.plan.mode == "sharded" else 0
+
+    @property
+    def epoch(self) -> int:
+        """From 0; with the seed and the number of rows it makes the permutation."""
+        return self._epoch
+
+    @property
+    def dataset(self) -> range:
+        """The positions that are permuted."""
+        return range(self.plan.rows)
+
     def peek(self) -> Positions:
         """The rows of the step that comes next, int64 [accumulation, micro_batch], without consuming them."""
-        return step_positions(self.plan, self.seed, self.rank, self._epoch, self._step)
+        return step_positions(self.plan, self.seed, self._rank, self._epoch, self._step)
 
     def step(self) -> Iterator[Positions]:
         """The next step's micro-batches, int64 [micro_batch] each; the sampler is one step further at once."""

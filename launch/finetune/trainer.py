@@ -72,8 +72,8 @@ def train(settings: Settings, ranks: Ranks) -> Outcome:
         if settings.resume
         else None
     )
-    engine = together(ranks, lambda: engine_of(prepared, settings), (*MISTAKES, ValueError), alike=MISTAKES)
     sampler = ResumableSampler(prepared.plan, seed, ranks.rank)
+    engine = together(ranks, lambda: engine_of(prepared, settings, sampler), (*MISTAKES, ValueError), alike=MISTAKES)
     observer = ds_silent.observer_of(engine)
     run = Run(settings, ranks, prepared, engine, sampler, observer, facts)
     if observer is not None:
