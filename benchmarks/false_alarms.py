@@ -1,0 +1,141 @@
+"""False alarms of real healthy trainings: the embedded model on 4 CPU ranks, through the observer as a user has it.
+
+    python benchmarks/false_alarms.py                    # 12 trainings of 200 steps, about 10 minutes on 2 cores
+    python benchmarks/false_alarms.py --steps 50
+
+Sharded sampler, one seed for all ranks (S1-1), every combination of ZeRO stage 0, 1 and 2, fp32 and bf16, gradient
+accumulation 1 and 2; each training has a seed of its own. Everything that judges is on. Warnings and errors are false
+alarms, each of which is printed; "drift" is information about the whole run and counted by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 4
+MICRO_BATCH = 2
+WORKER = "DS_SILENT_FALSE_ALARMS"  # what the ranks are told, as JSON
+CONSOLE = Console(width=110)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One healthy training."""
+
+    stage: int
+    dtype: str
+    accumulation: int
+
+    @property
+    def name(self) -> str:
+        return f"zero{self.stage}-{self.dtype}-accumulation{self.accumulation}"
+
+
+CELLS = tuple(itertools.starmap(Cell, itertools.product((0, 1, 2), ("fp32", "bf16"), (1, 2))))
+
+
+def ds_config(cell: Cell, folder: Path) -> Path:
+    """The demonstration's configuration with the cell's stage and dtype, written below ``folder``."""
+    config = json.loads((ROOT / "configs" / "ds_cpu_demo.json").read_text(encoding="utf-8"))
+    config["zero_optimization"]["stage"] = cell.stage
+    config["bf16"]["enabled"] = cell.dtype == "bf16"
+    config["silent_consistency"]["tensorboard"] = False  # draws what is judged already
+    path = folder / f"{cell.name}.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def work(order: dict[str, Any]) -> None:
+    """All trainings, on one rank."""
+    import torch.distributed as dist
+
+    from finetune.ranks import join
+    from finetune.settings import Settings, checked
+    from finetune.trainer import train
+
+    ranks, folder = join(), Path(order["folder"])
+    for number, cell in enumerate(CELLS):
+        started = time.perf_counter()
+        settings = Settings(
+            template="alpaca-with-input",  # what the embedded model was warmed up on
+            seed=order["seed"] + number,
+            output=folder / cell.name,
+            deepspeed_config=str(folder / f"{cell.name}.json"),
+            micro_batch=MICRO_BATCH,
+            accumulation=cell.accumulation,
+            max_steps=order["steps"],
+            save_model=False,
+            progress=False,
+            log_every=order["steps"],
+        )
+        train(checked(settings), ranks)
+        if ranks.is_first:
+            print(f"{cell.name}: {time.perf_counter() - started:.0f} s", flush=True)
+    dist.destroy_process_group()
+
+
+def report(folder: Path, seed: int) -> int:
+    """Prints the table; the number of false alarms."""
+    from ds_silent.sinks.jsonl import read_events, read_metrics
+
+    table = Table(title=f"Real healthy trainings on {RANKS} ranks (seeds from {seed})")
+    for column in ("training", "steps", "epochs", "warnings and errors", "drift notes"):
+        table.add_column(column, justify="left" if column == "training" else "right")
+    total, steps = 0, 0
+    for cell in CELLS:
+        records = read_metrics(folder / cell.name / "metrics.jsonl")
+        path = folder / cell.name / "events.jsonl"
+        events = read_events(path) if path.exists() else []
+        alarms = [event for event in events if event["severity"] in ("warning", "error")]
+        drifts = [event for event in events if event["kind"] == "drift"]
+        for event in alarms + drifts:
+            CONSOLE.print(f"{cell.name}, step {event['step']}, {event['kind']}: {event['message']}", markup=False)
+        total, steps = total + len(alarms), steps + len(records)
+        epochs = f"{records[-1]['epoch']:.2f}"
+        table.add_row(cell.name, str(len(records)), epochs, str(len(alarms)), str(len(drifts)))
+    CONSOLE.print(table)
+    CONSOLE.print(f"{total} false alarms in {steps:,} steps")
+    return total
+
+
+def main(
+    seed: Annotated[int, typer.Option(help="of the first training; each of the others has the next one")] = 42,
+    steps: Annotated[int, typer.Option(help="optimizer steps of each training")] = 200,
+) -> None:
+    """Counts the events of healthy trainings; exit code 1 when there was a false alarm."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="ds_silent_false_alarms_") as directory:
+        folder = Path(directory)
+        for cell in CELLS:
+            ds_config(cell, folder)
+        order = json.dumps({"folder": directory, "seed": seed, "steps": steps})
+        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {**os.environ, WORKER: order, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "launch")))}
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS), __file__]
+        code = subprocess.run([sys.executable, *launch], env=environment, check=False).returncode
+        if code:
+            raise SystemExit(f"the trainings ended with exit code {code}; the reason stands above")
+        alarms = report(folder, seed)
+    CONSOLE.print(f"{time.perf_counter() - started:.0f} s")
+    raise SystemExit(1 if alarms else 0)
+
+
+if __name__ == "__main__":
+    if WORKER in os.environ:
+        work(json.loads(os.environ[WORKER]))
+    else:
+        typer.run(main)
