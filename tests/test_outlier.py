@@ -1,0 +1,176 @@
+"""One rank that is off, in made records: named in time, with its onset; spikes, NaN and short batches fool nobody."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ds_silent.config import DetectorsConfig
+from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors.explained import Explained
+from ds_silent.detectors.sequential import CLIP
+from ds_silent.records import DirectionStats, Event, LossStats
+from tests.made_records import NOTHING, Run, ids, kinds, make
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "limit"),
+    [
+        ({"scale": 1.5}, "gradient norm", 25),
+        ({"scale": 0.6}, "gradient norm", 25),
+        ({"scale": 1.1}, "gradient norm", 400),
+        ({"loss": 1.0}, "loss", 15),
+        ({"loss": -0.5}, "loss", 30),
+        ({"cosine": -0.1}, "gradient direction", 20),
+    ],
+)
+def test_the_rank_that_is_off_is_named(fault: dict[str, float], where: str, limit: int) -> None:
+    run = Run()
+    assert run.steps(60) == []
+    _, event = run.until_event(limit, **fault)
+    assert (event.kind, event.ranks, event.where, event.severity) == ("outlier-rank", (2,), where, "warning")
+    assert event.score is not None
+    assert event.threshold is not None
+    assert event.score >= event.threshold
+    assert "since about step" in event.message
+
+
+def test_three_per_cent_is_found_in_time() -> None:
+    run = Run(ranks=8, seed=3)
+    run.steps(60)
+    _, event = run.until_event(2000, scale=1.03)
+    assert (event.kind, event.ranks, event.where) == ("outlier-rank", (2,), "gradient norm")
+
+
+def test_the_onset_is_told() -> None:
+    run = Run()
+    run.steps(100)
+    _, event = run.until_event(30, scale=3.0)
+    since = int(event.message.split("step ")[1].rstrip("."))
+    assert 95 <= since <= 103
+
+
+def test_two_ranks_off_are_both_found() -> None:
+    run, found = Run(ranks=8), set()
+    run.steps(60)
+    for _ in range(60):
+        record = run.record(scale=3.0, bad=1)
+        norms = list(record.grad_norm.per_rank or ())
+        norms[5] *= 3.0
+        record = replace(record, grad_norm=replace(record.grad_norm, per_rank=tuple(norms)))
+        found |= {e.ranks for e in run.judge.step(record, NOTHING)}
+    assert found == {(1,), (5,)}
+
+
+def test_an_outlier_does_not_end_because_other_ranks_hold_the_same_rows() -> None:
+    run = Run(ranks=8)
+    run.steps(60)
+    run.until_event(30, scale=3.0)
+    events = run.steps(5, ids({(0, 1): 4}, ranks=8), scale=3.0)
+    assert kinds(events) == ["duplicate-data"]
+
+
+def test_of_two_ranks_none_is_blamed() -> None:
+    run = Run(ranks=2)
+    run.steps(60)
+    _, event = run.until_event(60, scale=3.0)
+    assert event.ranks == (0, 1)
+    assert "disagree" in event.message
+    assert "nobody can say" in event.message
+
+
+@pytest.mark.parametrize("size", [3.0, 1e3, 1e300])
+def test_one_spike_is_no_alarm_and_blinds_nobody(size: float) -> None:
+    run = Run()
+    run.steps(80)
+    assert run.steps(1, scale=size, loss=size) == []
+    assert run.steps(20) == []
+    _, event = run.until_event(25, scale=1.6)
+    assert event.ranks == (2,)
+
+
+def test_spikes_do_not_enter_the_baseline_until_the_fifth_passes() -> None:
+    run = Run()
+    run.steps(80)
+    assert kinds(run.steps(20, scale=20.0)).count("outlier-rank") == 1
+    test = run.judge._outlier._test  # type: ignore[union-attr]
+    assert np.nanmedian(test._spreads[:, 1]) < 0.3
+    assert np.nanmax(np.abs(test._pool[:, 1, 2])) < CLIP  # what the flagged rank did was taken out again
+
+
+@pytest.mark.parametrize("healthy_steps", [0, 50])
+def test_a_constant_baseline_alarms(healthy_steps: int) -> None:
+    judge, found = Judge(DetectorsConfig()), []
+    for step in range(1, healthy_steps + 20):
+        losses = [2.0, 2.0, 2.0, 2.0]
+        if step > healthy_steps:
+            losses[3] = 2.001
+        found += judge.step(make(step, losses, [1.0] * 4, [0.1] * 4, None), NOTHING)
+        if found:
+            break
+    assert [(e.kind, e.where, e.ranks) for e in found] == [("outlier-rank", "loss", (3,))]
+
+
+def test_a_nan_hides_nothing_and_poisons_nothing() -> None:
+    run = Run()
+    run.steps(40)
+    record = run.record()
+    losses = (math.nan, *(record.loss.per_rank or ())[1:])
+    bad = replace(record, loss=LossStats(math.nan, math.nan, math.nan, losses), noise_scale=math.nan)
+    bad = replace(bad, direction=DirectionStats("sketch", math.nan, math.nan, per_rank=(math.nan,) * 4))
+    events = run.judge.step(bad, NOTHING)
+    assert [(e.kind, e.ranks, e.severity) for e in events] == [("non-finite", (0,), "error")]
+    assert kinds(run.steps(1)) == ["non-finite"]  # ended
+    assert run.steps(20) == []
+    assert run.until_event(25, loss=1.0)[1].kind == "outlier-rank"
+
+
+def test_a_rank_that_stays_nan_leaves_the_others_watched() -> None:
+    run, found = Run(ranks=8), []
+    run.steps(40)
+    for _ in range(40):
+        record = run.record(scale=3.0, bad=5)
+        norms = (math.nan, *(record.grad_norm.per_rank or ())[1:])
+        found += run.judge.step(replace(record, grad_norm=replace(record.grad_norm, per_rank=norms)), NOTHING)
+    assert [(e.kind, e.ranks) for e in found] == [("non-finite", (0,)), ("outlier-rank", (5,))]
+
+
+# -- label tokens ----------------------------------------------------------------------------------------------------
+
+
+def with_tokens(run: Run, tokens: np.ndarray, scale: float = 1.0) -> list[Event]:
+    """Norms and losses as noisy, and norms as large, as the tokens make them."""
+    noise = np.sqrt(100.0 / tokens)
+    losses = 2.0 + 0.2 * noise * run.random.standard_normal(len(tokens))
+    norms = noise * np.exp(0.1 * run.random.standard_normal(len(tokens)))
+    norms[1] *= scale
+    run.number += 1
+    record = make(run.number, losses, norms, 0.1 / noise + 0.01 * run.random.standard_normal(len(tokens)), None)
+    return run.judge.step(record, Evidence(label_tokens=tuple(int(t) for t in tokens)))
+
+
+def test_a_rank_with_fewer_label_tokens_never_alarms() -> None:
+    run = Run()
+    for _ in range(600):
+        tokens = run.random.integers(80, 120, 4).astype(float)
+        tokens[3] = run.random.integers(10, 30)
+        assert with_tokens(run, tokens) == []
+
+
+def test_tokens_dealt_at_random_explain_the_norm() -> None:
+    delays = []
+    for known in (True, False):
+        run = Run(seed=7)
+        for step in range(1, 1500):
+            tokens = np.exp(run.random.uniform(3, 6, 4)).round()
+            if not known:
+                run.judge._outlier and run.judge._outlier._norm.load_state_dict(Explained(3).state_dict())
+            if with_tokens(run, tokens, scale=1.2 if step > 100 else 1.0):
+                delays.append(step - 100)
+                break
+        else:
+            delays.append(1500)
+    assert delays[0] < delays[1] / 2

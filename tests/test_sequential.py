@@ -1,0 +1,63 @@
+"""The evidence that adds up: its expectation is what the derivation says, and so is the rate of false alarms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from ds_silent.detectors.sequential import WITHIN, SequentialTest, _others
+from tests.made_records import NOTHING, Run, make
+
+
+@pytest.mark.parametrize("values", [[0.3, -1.0, 2.5, 0.1], [1e9, 0.0, 0.0, -1e-9], [1.0, 1.0, 1.0, 5.0]])
+def test_evidence_of_a_step_has_expectation_one_over_all_permutations(values: list[float]) -> None:
+    total = np.zeros((2 * len(WITHIN), 4))
+    orders = list(itertools.permutations(values))
+    for order in orders:
+        test = SequentialTest(1, 4, cap=math.inf)
+        test.step(1, np.array([order]), np.ones(4, dtype=bool))
+        total += np.exp(test._evidence[0, : 2 * len(WITHIN)])  # M_1 = L_1
+    assert total / len(orders) == pytest.approx(1.0, rel=1e-12)
+
+
+def test_the_others_median_and_deviation_are_those_of_the_others() -> None:
+    for count in (2, 3, 4, 7, 8):
+        x = np.random.default_rng(count).standard_normal(count) * 1e3 + 1e6
+        medians, deviations = (rows[0] for rows in _others(x[None]))
+        for index in range(count):
+            rest = np.delete(x, index)
+            assert medians[index] == pytest.approx(np.median(rest), rel=1e-12)
+            expected = rest.std(ddof=1) if count > 2 else 0.0
+            assert deviations[index] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("law", ["cauchy", "skewed", "restless"])
+def test_false_alarms_stay_below_the_stated_rate_without_any_assumption_on_the_values(law: str) -> None:
+    run, steps, rate = Run(rate=1e5, seed=5), 1000, 1e5
+    random, found = run.random, 0
+    for step in range(1, steps + 1):
+        restless = 1.0 + 9.0 * (step // 100 % 2)
+        draw = {
+            "cauchy": lambda: random.standard_cauchy(4),
+            "skewed": lambda: np.exp(2 * random.standard_normal(4)),
+            "restless": lambda r=restless: r * random.standard_normal(4),
+        }[law]
+        events = run.judge.step(make(step, draw(), np.exp(np.clip(draw(), -50, 50)), draw(), noise=None), NOTHING)
+        found += sum(e.kind == "outlier-rank" and e.severity == "warning" for e in events)
+    expected = rate * steps / 1e6 / 3  # the outlier detector's share
+    assert found <= expected + 3 * math.sqrt(expected)
+
+
+def test_a_stated_rate_makes_the_threshold() -> None:
+    few, many = (Run(rate=rate).until_event(400, scale=1.5)[1] for rate in (1.0, 1e4))
+    assert few.threshold == pytest.approx(math.log(3e6) + math.log(4), rel=1e-9)
+    assert few.threshold - many.threshold == pytest.approx(math.log(1e4), rel=1e-9)
+    assert Run(interval=10).until_event(400, scale=1.5)[1].threshold == pytest.approx(few.threshold - math.log(10))
+
+
+def test_healthy_ranks_are_silent() -> None:
+    for ranks in (1, 2, 4, 8):
+        assert Run(ranks, seed=ranks).steps(400) == []
