@@ -5,8 +5,9 @@ statistics, and rank r is flagged when its average reaches N * A, with A the mea
 then the average over the ranks is at least A, which under the null takes A steps or more in the mean.
 
 What is explained is taken out first, with coefficients learnt from earlier steps and common to all ranks, which keeps
-the ranks exchangeable and the guarantee intact: the norm given the loss, the number of label tokens and the cosine (a
-short batch has a large, noisy gradient, and that is no fault); the cosine given the loss and the tokens.
+the ranks exchangeable and the guarantee intact: the loss given the number of label tokens; the norm given the loss,
+the tokens and the cosine (a short batch has a large, noisy gradient, and that is no fault); the cosine given the loss
+and the tokens.
 
 Label tokens dealt unevenly break the null without any fault. So the same evidence is collected for "this rank's token
 count differs", and a rank is flagged only when its statistics differ by more than its tokens do: evidence is divided
@@ -33,8 +34,8 @@ from ds_silent.records import StepRecord
 
 STATISTICS = ("loss", "gradient norm", "gradient direction")
 _MEANING = {
-    ("loss", 1): "a higher loss than the others",
-    ("loss", -1): "a lower loss than the others",
+    ("loss", 1): "a higher loss than the others (given its tokens)",
+    ("loss", -1): "a lower loss than the others (given its tokens)",
     ("gradient norm", 1): "larger gradients than the others (given its loss and its tokens)",
     ("gradient norm", -1): "smaller gradients than the others (given its loss and its tokens)",
     ("gradient direction", 1): "a gradient that agrees with the others' mean more than theirs do",
@@ -59,7 +60,7 @@ class OutlierTest:
         self._threshold = log_threshold + math.log(ranks)
         cap = self._threshold + math.log(len(STATISTICS))
         self._test = SequentialTest(len(STATISTICS) + 1, ranks, cap)  # the last one: label tokens
-        self._norm, self._direction = Explained(3), Explained(2)
+        self._loss, self._norm, self._direction = Explained(1), Explained(3), Explained(2)
         self._flagged: dict[int, dict[str, Any]] = {}
 
     def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
@@ -73,7 +74,8 @@ class OutlierTest:
             log_norm = np.log(_column(record.grad_norm.per_rank, self.ranks))
             norm = self._norm.residual(log_norm, [loss, log_tokens, cosine], healthy)
             direction = self._direction.residual(cosine, [loss, log_tokens], healthy)
-        self._test.step(record.step, np.stack([loss, norm, direction, log_tokens]), healthy)
+            own_loss = self._loss.residual(loss, [log_tokens], healthy)
+        self._test.step(record.step, np.stack([own_loss, norm, direction, log_tokens]), healthy)
         self._end()
         self._flag(self.score(), healthy)
         return self.standing()
@@ -144,6 +146,7 @@ class OutlierTest:
         return {
             "ranks": self.ranks,
             "test": self._test.state_dict(),
+            "loss": self._loss.state_dict(),
             "norm": self._norm.state_dict(),
             "direction": self._direction.state_dict(),
             "flagged": {str(rank): flag for rank, flag in self._flagged.items()},
@@ -154,6 +157,7 @@ class OutlierTest:
         if state["ranks"] != self.ranks:
             return
         self._test.load_state_dict(state["test"])
+        self._loss.load_state_dict(state["loss"])
         self._norm.load_state_dict(state["norm"])
         self._direction.load_state_dict(state["direction"])
         self._flagged = {int(rank): dict(flag) for rank, flag in state["flagged"].items()}
