@@ -105,7 +105,7 @@ _DATA = (
           "the same, and the script does not tell which rows it takes", ids=False),
     Fault("same-content-other-ids", _DUPLICATE, "the pair", "data", inject.neighbours_content,
           "one rank computes on its neighbour's rows under ids of its own: only the gradients can tell"),
-    _chance(12, Fault("repeated-batch", _ORDER, "the rank or all", "data", inject.repeated_batch,
+    _chance(12, Fault("repeated-batch", _ORDER, "the rank", "data", inject.repeated_batch,
           "one rank's loader is stuck: the same rows again and again")),
     _chance(40, Fault("sampler-seed-one-rank", _ORDER, "the rank or all", "data", inject.sampler_seed_one_rank,
           "one rank shuffles with another seed under a sharded sampler", first_step=1)),

@@ -6,6 +6,8 @@ coverage, evidence = testimony(gathered, rows, context)      # on the writing ra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,21 @@ from ds_silent.coverage import EpochCoverage, duplicates, epoch_is_over
 from ds_silent.detectors import Coverage, Evidence
 from ds_silent.exchange import Gathered
 from ds_silent.measure import Context
+from ds_silent.recent_rows import RecentRows
 from ds_silent.records import CoverageStats
 from ds_silent.sample_ids import unpack_ids
+
+
+@dataclass(frozen=True)
+class RowsOfStep:
+    """What the ids of one sample say."""
+
+    coverage: CoverageStats
+    epoch: Coverage | None  # None where the shares are not known
+    pairs: Mapping[tuple[int, int], int]  # rows that two ranks share
+    rows: tuple[int, ...]  # of the step itself, per rank
+    own_rows: tuple[int, ...]  # since the last sample, per rank
+    own_repeats: tuple[int, ...]  # those of them that the same rank had taken just before
 
 
 class RowTracker:
@@ -25,11 +40,10 @@ class RowTracker:
 
     def __init__(self) -> None:
         self._epoch = EpochCoverage()
+        self._recent = RecentRows()
         self._partial = False  # rows were missed in this epoch: shares would be wrong
 
-    def step(
-        self, ids: Tensor, own_rows: int, rows_in_epoch: int | None
-    ) -> tuple[CoverageStats, Coverage | None, dict[tuple[int, int], int], tuple[int, ...]] | None:
+    def step(self, ids: Tensor, own_rows: int, rows_in_epoch: int | None) -> RowsOfStep | None:
         """Take in what all ranks sent: (N, n) packed ids of the rows since the last sample.
 
         Args:
@@ -37,8 +51,7 @@ class RowTracker:
             rows_in_epoch: None when not known: then no shares.
 
         Returns:
-            coverage for the record and for the detectors, rows that pairs of ranks share, and rows per rank; None when
-            a rank sent no ids.
+            None when a rank sent no ids.
         """
         sent = unpack_ids(ids)
         if min(sent.rows) <= 0:
@@ -48,6 +61,7 @@ class RowTracker:
         found = duplicates(of_step)
         pairs = {(min(a, b), max(a, b)): shared for a, b, shared in found.pairs}
         rows = tuple(len(one) for one in of_step)
+        own = (tuple(len(one) for one in sent.per_rank), self._recent.repeats(sent.per_rank))
         self._partial |= not sent.complete
         together = np.concatenate(sent.per_rank)
         if rows_in_epoch is not None and epoch_is_over(
@@ -57,12 +71,12 @@ class RowTracker:
             self._partial = False
         self._epoch.update(together)
         if rows_in_epoch is None or self._partial:
-            return CoverageStats(duplicates=found.count), None, pairs, rows
+            return RowsOfStep(CoverageStats(duplicates=found.count), None, pairs, rows, *own)
         seen = self._epoch.seen(rows_in_epoch)
         consumed = self._epoch.visits / rows_in_epoch
         repeated = max(0.0, consumed - seen.value)
         coverage = Coverage(consumed, seen.value, repeated, rows_in_epoch, seen.standard_error)
-        return CoverageStats(found.count, seen.value, repeated), coverage, pairs, rows
+        return RowsOfStep(CoverageStats(found.count, seen.value, repeated), coverage, pairs, rows, *own)
 
     def state_dict(self, unsent: bool) -> dict[str, Any]:
         """What continues the epoch after a resume.
@@ -88,13 +102,15 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
     scalars = gathered.scalars
     tokens, fired = scalars["label_tokens"], scalars["fired"]
     told = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch) if gathered.ids.numel() else None
-    coverage, of_epoch, pairs, rows = told if told is not None else (CoverageStats(), None, None, None)
     non_finite, zero = _broken(gathered, context.layer_names)
+    coverage = CoverageStats() if told is None else told.coverage
     return coverage, Evidence(
-        duplicates=pairs,
-        rows_per_rank=rows,
+        duplicates=None if told is None else told.pairs,
+        rows_per_rank=None if told is None else told.rows,
+        own_rows=None if told is None else told.own_rows,
+        own_repeats=None if told is None else told.own_repeats,
         label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
-        coverage=of_epoch,
+        coverage=None if told is None else told.epoch,
         non_finite=non_finite,
         zero_gradient=zero,
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),

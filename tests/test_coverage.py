@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections import Counter
 
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ds_silent.coverage import Duplicates, EpochCoverage, duplicates, epoch_is_over, expected_coverage
+from ds_silent.recent_rows import RecentRows
 from ds_silent.sample_ids import Ids, batch_tensors, pack_ids, row_hashes, unpack_ids
-from finetune.sampler import Plan, step_positions
+from ds_silent.testimony import RowsOfStep, RowTracker
+from finetune.sampler import Plan, ResumableSampler, step_positions
 from tests.distributed import run_distributed
 
 EXTREMES = [0, 1, -1, 2**63 - 1, -(2**63), 2**22, 2**22 - 1, 2**44, 2**44 - 1, -(2**22), 0x123456789ABCDEF]
@@ -190,6 +193,33 @@ def test_many_ranks_keep_their_groups() -> None:
     assert found.groups == tuple((rank, rank + 1) for rank in range(0, 600, 2))
 
 
+# -- rows that a rank takes again ------------------------------------------------------------------------------------
+
+
+def test_own_repeats_against_sets() -> None:
+    generator = np.random.default_rng(6)
+    for ranks, rows, span in itertools.product((1, 2, 5), (0, 1, 6), (4, 40)):
+        recent, held = RecentRows(), [set[int]() for _ in range(ranks)]
+        for _ in range(4):
+            ids = [generator.integers(-span, span, rows) for _ in range(ranks)]
+            expected = []
+            for rank, one in enumerate(ids):
+                taken = set(held[rank])
+                again = 0
+                for row in one.tolist():
+                    again += row in taken
+                    taken.add(row)
+                expected.append(again)
+                held[rank] = set(one.tolist())
+            assert recent.repeats(ids) == tuple(expected)
+
+
+def test_another_ranks_visit_is_no_repeat() -> None:
+    recent = RecentRows()
+    recent.repeats([np.array([1, 2]), np.array([3, 4])])
+    assert recent.repeats([np.array([3, 4]), np.array([3, 2])]) == (0, 1)
+
+
 # -- the epoch -------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +305,39 @@ def test_the_figures_of_the_seed_scenarios(world_size: int, mode: str, own_seeds
         assert epoch.seen(52002).value == pytest.approx(expected_coverage(world_size), abs=0.003)
     if mode == "sharded" and not own_seeds:
         assert epoch.repeated(52002).value == 0.0
+
+
+def walk(rows: int, own_seeds: bool, per_rank: int, ranks: int = 4) -> RowsOfStep:
+    """One epoch of the fine-tune's sampler, its ids sent and tracked as in a training: what the last step says."""
+    plan = Plan(rows=rows, world_size=ranks, micro_batch=per_rank, accumulation=1, mode="sharded")
+    samplers = [ResumableSampler(plan, 42 + rank if own_seeds else 42, rank) for rank in range(ranks)]
+    tracker, told = RowTracker(), None
+    for _ in range(plan.steps_per_epoch):
+        taken = [torch.from_numpy(np.concatenate(list(sampler.step()))) for sampler in samplers]
+        told = tracker.step(torch.stack([pack_ids(ids, per_rank) for ids in taken]).double(), per_rank, rows)
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize(("rows", "sampled"), [(52_000, False), (200_000, True)])
+def test_an_epoch_of_the_fine_tune_is_tracked_as_its_sampler_deals_it(rows: int, sampled: bool) -> None:
+    """S1-3 at 4 ranks: 1 - (1 - 1/4)^4 = 68.4 % of the rows are seen. Of n rows, each seen with probability q, the
+    share has a standard deviation below sqrt(q (1 - q) / n); the tracker says its own error. S1-1: all rows, once.
+    """
+    own, same = (walk(rows, own_seeds, per_rank=500) for own_seeds in (True, False))
+    assert own.epoch is not None
+    assert same.epoch is not None
+    assert (own.epoch.error > 0) == (same.epoch.error > 0) == sampled
+    chance = expected_coverage(4)
+    deviation = math.hypot(math.sqrt(chance * (1 - chance) / rows), own.epoch.error)
+    assert deviation < 0.005
+    assert abs(own.epoch.seen - chance) < 4 * deviation
+    assert own.epoch.epoch == same.epoch.epoch == 1.0
+    assert own.epoch.repeated == pytest.approx(1.0 - own.epoch.seen)
+    if sampled:
+        assert abs(same.epoch.seen - 1.0) < 4 * same.epoch.error < 0.03
+    else:
+        assert (same.epoch.seen, same.epoch.repeated) == (1.0, 0.0)
 
 
 def test_a_hundred_million_rows_stay_small() -> None:

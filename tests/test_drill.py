@@ -53,7 +53,9 @@ def event(step: int, kind: str, ranks: tuple[int, ...], severity: str = "error")
         ("no-labels", [event(21, "zero-gradient", (2,))], "found"),
         ("learning-rate", [event(0, "config-mismatch", (2,))], "found"),
         ("learning-rate", [event(0, "config-mismatch", ())], "wrong ranks"),
-        ("repeated-batch", [event(25, "data-order-mismatch", (0, 1, 2, 3))], "found"),
+        ("repeated-batch", [event(22, "data-order-mismatch", (2,))], "found"),
+        ("repeated-batch", [event(25, "data-order-mismatch", (0, 1, 2, 3))], "wrong ranks"),
+        ("sampler-seed-one-rank", [event(25, "data-order-mismatch", (0, 1, 2, 3))], "found"),
         ("repeated-batch", [event(25, "data-order-mismatch", (1,))], "wrong ranks"),
     ],
 )

@@ -71,7 +71,8 @@ def test_who_must_be_named() -> None:
     assert FAULTS["nan-loss"].expected_ranks(STRIKE) == ((2,),)
     assert FAULTS["same-batch-pair"].expected_ranks(Strike(3, 4, 1)) == ((0, 3),)
     assert FAULTS["same-batch-everywhere"].expected_ranks(STRIKE)[0] == everyone
-    assert FAULTS["repeated-batch"].expected_ranks(STRIKE) == ((2,), everyone)
+    assert FAULTS["repeated-batch"].expected_ranks(STRIKE) == ((2,),)
+    assert FAULTS["sampler-seed-one-rank"].expected_ranks(STRIKE) == ((2,), everyone)
     two = Strike(1, 2, 1)
     assert FAULTS["gradient-negated"].expected_ranks(two) == ((0, 1), ())  # nobody is outvoted
     assert FAULTS["nan-loss"].expected_ranks(two) == ((1,),)  # no comparison needed

@@ -4,12 +4,13 @@
     events = judge.step(record, Evidence(...))                     # once per measured step, in order
 
 Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
-data (``order``), a rank that differs (``outlier``), a jump against the run's past (``drift``). They say what they see
-at this step; ``episodes`` makes one event of it when it starts and one when it ends.
+data (``order``), a rank that takes the same rows again (``repeats``), a rank that differs (``outlier``), a jump against
+the run's past (``drift``). They say what they see at this step; ``episodes`` makes one event of it when it starts and
+one when it ends.
 
-``false_alarms_per_million_steps`` is shared equally by the three that judge by chance: order, outlier and drift. The
-derivation is in ``sequential``. The others state facts. Scores and thresholds of the three are natural logarithms of
-evidence: a threshold of 16 says that chance reaches it once in e^16 steps.
+``false_alarms_per_million_steps`` is shared equally by the three that judge by chance: order with repeats, outlier and
+drift. The derivation is in ``sequential``. The others state facts. Scores and thresholds of the three are natural
+logarithms of evidence: a threshold of 16 says that chance reaches it once in e^16 steps.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.evidence import Coverage, Evidence, Finding
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
+from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.records import Event, StepRecord
 
 __all__ = ["Coverage", "Evidence", "Finding", "Judge"]
 
 _BY_CHANCE = 3  # detectors that share the false-alarm rate
-_VERSION = 1
+_VERSION = 2  # of the state
 
 
 class Judge:
@@ -44,7 +46,8 @@ class Judge:
         per_test = config.false_alarms_per_million_steps * interval / _BY_CHANCE
         self._log_steps = max(0.0, math.log(1e6 / per_test))  # mean measured steps between two of one test's alarms
         self._episodes = Episodes()
-        self._order = OrderTest(self._log_steps)
+        self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one third of the rate
+        self._repeats = RepeatTest(self._log_steps + math.log(2.0))
         self._drift = DriftTest(self._log_steps)
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._pairs_before: set[tuple[int, int]] = set()
@@ -58,7 +61,8 @@ class Judge:
         findings += self._stale(record, extras)
         same = self._duplicates(record, extras)
         findings += same
-        findings += self._order.step(record, extras, duplicated=bool(same))
+        findings += self._repeats.step(record, extras)
+        findings += self._order.step(record, extras, bool(same), self._repeats.attributed)
         notes: list[Event] = []
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
@@ -91,6 +95,7 @@ class Judge:
             "version": _VERSION,
             "episodes": self._episodes.state_dict(),
             "order": self._order.state_dict(),
+            "repeats": self._repeats.state_dict(),
             "drift": self._drift.state_dict(),
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
             "pairs_before": [list(pair) for pair in sorted(self._pairs_before)],
@@ -111,6 +116,8 @@ class Judge:
             )
         self._episodes.load_state_dict(state["episodes"])
         self._order.load_state_dict(state["order"])
+        if "repeats" in state:
+            self._repeats.load_state_dict(state["repeats"])
         self._drift.load_state_dict(state["drift"])
         self._outlier = None
         if state["outlier"] is not None:

@@ -39,8 +39,13 @@ class OrderTest:
         self._mismatch_since: int | None = None
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
-    def step(self, record: StepRecord, extras: Evidence, duplicated: bool) -> list[Finding]:
-        """Findings of one step. ``duplicated``: ranks share rows now, which explains repeats by itself."""
+    def step(self, record: StepRecord, extras: Evidence, duplicated: bool, attributed: float = 0.0) -> list[Finding]:
+        """Findings of one step.
+
+        Args:
+            duplicated: ranks share rows now, which explains repeats by itself.
+            attributed: repeats of this step that single ranks make by themselves: ``repeats`` weighs those.
+        """
         now, last = extras.coverage, self._last
         if now is None or not all(math.isfinite(v) for v in (now.epoch, now.seen, now.repeated)):
             return self._findings(record)
@@ -52,7 +57,8 @@ class OrderTest:
         if consumed > 0:
             doubtful = 3.0 * now.error * now.rows  # rows that may be a sketch's error
             if not duplicated:
-                self._weigh(record.step, consumed, max(0.0, min(repeated, now.repeated * now.rows - doubtful)))
+                certain = min(repeated - attributed, now.repeated * now.rows - doubtful)
+                self._weigh(record.step, consumed, max(0.0, certain))
             self._close_epoch(record.step, now, consumed / now.rows)
         return self._findings(record)
 

@@ -1,0 +1,107 @@
+"""One rank takes the same rows again and again while the others go on: a loader that is stuck.
+
+Where an epoch ends, or is a few steps long, and where rows are drawn with replacement, every rank takes rows again and
+none is to blame. So a rank is compared with the others: of its rows, a share p is expected to be repeats, the largest
+of what the other ranks show at this step, what they showed lately, and ``TOLERATED``. Where all ranks do it, p is 1 and
+nobody is named here; ``order`` sees it.
+
+Null hypothesis: a row of the rank is a repeat with probability at most p. Evidence as in ``order``, per rank:
+(q/p)^x ((1-q)/(1-p))^(m-x) for m rows with x repeats, over a grid of q > p; to be named costs log N more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ds_silent.detectors.evidence import Evidence, Finding, named
+from ds_silent.detectors.order import TOLERATED
+from ds_silent.detectors.sequential import Array
+from ds_silent.records import StepRecord
+
+_RATES = np.array([0.5, 0.99])  # who is stuck repeats all rows, or those of one of two workers
+_MEMORY = 64  # measured steps
+
+
+class RepeatTest:
+    """Follows each rank's own repeats.
+
+    Args:
+        log_threshold: log of the mean number of measured steps between false alarms.
+
+    Attributes:
+        attributed: repeats of the newest step by ranks that these speak against.
+    """
+
+    def __init__(self, log_threshold: float):
+        self.attributed = 0.0
+        self._threshold = log_threshold
+        self._start(0)
+
+    def _start(self, ranks: int) -> None:
+        self._evidence: Array = np.full((ranks, len(_RATES)), -np.inf)
+        self._lately: Array = np.zeros((2, ranks))  # repeats and rows, the older the less
+        self._since: dict[int, int] = {}  # of the ranks that are named
+
+    def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+        """The finding of one step, if any; without ids nothing changes."""
+        self.attributed = 0.0
+        if extras.own_repeats is None or extras.own_rows is None or len(extras.own_rows) < 2:
+            return []
+        repeats, rows = np.array(extras.own_repeats, dtype=float), np.array(extras.own_rows, dtype=float)
+        ranks = len(rows)
+        if len(self._evidence) != ranks:
+            self._start(ranks)
+        self._lately = self._lately * (1.0 - 1.0 / _MEMORY) + np.stack([repeats, rows])
+        expected = np.maximum(TOLERATED, np.maximum(rate_of_others(repeats, rows), rate_of_others(*self._lately)))
+        threshold = self._threshold + math.log(ranks)
+        p = np.minimum(expected[:, None], _RATES)  # a rate that is expected is no evidence: q = p makes it 0
+        gain = repeats[:, None] * np.log(_RATES / p)
+        gain += (rows - repeats)[:, None] * np.log((1.0 - _RATES) / (1.0 - p))
+        self._evidence = np.minimum(np.logaddexp(0.0, self._evidence) + gain, threshold + math.log(len(_RATES)))
+        scores = np.logaddexp.reduce(self._evidence, axis=1) - math.log(len(_RATES))
+        for rank, score in enumerate(scores.tolist()):
+            if score >= threshold - 1e-9:  # the cap itself is an alarm
+                self._since.setdefault(rank, record.step)
+            elif score < threshold / 2:
+                self._since.pop(rank, None)
+        guilty = tuple(sorted(self._since))
+        self.attributed = float(repeats[(gain > 0.0).any(axis=1)].sum())
+        return [self._finding(guilty, repeats, rows, scores, threshold)] if guilty else []
+
+    def _finding(self, ranks: tuple[int, ...], repeats: Array, rows: Array, scores: Array, threshold: float) -> Finding:
+        chosen = list(ranks)
+        share = repeats[chosen].sum() / max(1.0, rows[chosen].sum())
+        message = (
+            f"{named(ranks).capitalize()} take{'s' * (len(ranks) == 1)} the same rows again and again: {share:.0%} of "
+            "the rows of this step had been taken there just before, while other ranks go on."
+        )
+        remedy = (
+            "Look at the data loader there: a worker that died, an iterator that is made anew at each step, or a "
+            "position that does not advance."
+        )
+        key = f"repeated-rows:{','.join(map(str, ranks))}"
+        score, since = float(scores[chosen].max()), min(self._since.values())
+        return Finding(key, "data-order-mismatch", "error", ranks, "loader", score, threshold, message, remedy, since)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "evidence": [[None if value == -np.inf else float(value) for value in row] for row in self._evidence],
+            "lately": self._lately.tolist(),
+            "since": sorted(self._since.items()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        rows = [[-np.inf if value is None else value for value in row] for row in state["evidence"]]
+        self._evidence = np.array(rows, dtype=np.float64).reshape(-1, len(_RATES))
+        self._lately = np.array(state["lately"], dtype=np.float64).reshape(2, -1)
+        self._since = {int(rank): int(step) for rank, step in state["since"]}
+
+
+def rate_of_others(repeats: Array, rows: Array) -> Array:
+    """(N,) share of repeats among the rows of all other ranks; from few rows rather too high than too low."""
+    return np.asarray((repeats.sum() - repeats + 1.0) / (rows.sum() - rows + 1.0))
