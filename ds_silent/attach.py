@@ -124,7 +124,10 @@ def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, b
 
 
 def _publish_preflight(outcome: preflight.Outcome, observer: Observer) -> None:
-    Console(stderr=True).print(preflight.table(outcome))
+    console = Console(stderr=True)  # colours on a terminal only, and none with NO_COLOR
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a log has no edge
+    console.print(preflight.table(outcome))
     try:
         text = json.dumps(preflight.to_json(outcome), indent=1)
         Path(observer.output_dir, "preflight.json").write_text(text + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,23 @@ def test_the_table_shows_text_as_text() -> None:
     assert written["ok"] is False
     assert written["items"][0]["odd_ranks"] == [0]
     assert written["items"][0]["ranks"] == [[1, 2], [0]]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "coloured"), [(True, "", True), (True, "1", False), (False, "", False)]
+)
+def test_the_table_has_colours_on_a_terminal_only(
+    terminal: bool, no_color: str, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    items, hashes, texts = items_and_hashes(*[[item_of("lr", "optimizer", value)] for value in "abb"])
+    Console(file=out, width=120).print(table(judge(items, hashes, texts)))
+    assert ("\x1b[1;31mrank 0 differs" in out.getvalue()) == coloured
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", out.getvalue())) == coloured
 
 
 # -- one rank's items ------------------------------------------------------------------------------------------------

@@ -116,8 +116,7 @@ class Judge:
             )
         self._episodes.load_state_dict(state["episodes"])
         self._order.load_state_dict(state["order"])
-        if "repeats" in state:
-            self._repeats.load_state_dict(state["repeats"])
+        self._repeats.load_state_dict(state["repeats"])
         self._drift.load_state_dict(state["drift"])
         self._outlier = None
         if state["outlier"] is not None:

@@ -1,15 +1,24 @@
 """One line every n measured steps, beside a progress bar, and every event.
 
 [ds_silent] step 12  loss 2.31 ± 0.18 (range 0.52)  |g| 1.02 ± 0.16 (cv 0.16)  cos 0.041 [-0.010, 0.090]  B_noise 310
+
+On a terminal an event is coloured by its severity, unless NO_COLOR is set (no-color.org); elsewhere nothing but text is
+written.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
+from typing import TextIO
 
 from tqdm import tqdm
 
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Event, Severity, StepRecord
+
+_COLOURS: Mapping[Severity, str] = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "info": "\x1b[36m"}
+_PLAIN = "\x1b[0m"
 
 
 class ConsoleSink:
@@ -30,7 +39,8 @@ class ConsoleSink:
             _print(step_line(record))
 
     def write_event(self, event: Event) -> None:
-        _print(event_line(event))
+        line = event_line(event)
+        _print(coloured(line, event) if shows_colour(sys.stdout, os.environ) else line)
 
     def flush(self) -> None:
         sys.stdout.flush()
@@ -65,6 +75,18 @@ def event_line(event: Event) -> str:
     if event.where:
         parts.append(f"at {event.where}")
     return _one_line(f"{'  '.join(parts)}: {event.message} {event.remedy}".rstrip())
+
+
+def coloured(line: str, event: Event) -> str:
+    """An :func:`event_line` with its severity and kind in colour; the sentence stays as readable as it was."""
+    said = f"{event.severity.upper()}  {_one_line(event.kind)}"
+    return line.replace(said, f"{_COLOURS[event.severity]}{said}{_PLAIN}", 1)
+
+
+def shows_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether ``stream`` is a terminal that takes colours from a user who wants them."""
+    wanted = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+    return wanted and bool(getattr(stream, "isatty", lambda: False)())
 
 
 def _number(value: float | None) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from tqdm import tqdm
 
+from ds_silent.config import DetectorsConfig
+from ds_silent.detectors import Evidence, Judge
 from ds_silent.records import LossStats
 from ds_silent.sinks.console import ConsoleSink, event_line, step_line
 from tests.sinks.example_records import empty_record, event, full_record
@@ -53,6 +58,64 @@ def test_events_are_always_printed(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert "  rank 3  at " in event_line(event(ranks=(3,)))
     assert "duplicate-data  at " in event_line(event(ranks=()))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("severity", "colour"), [("error", "1;31"), ("warning", "33"), ("info", "36")])
+def test_a_terminal_shows_the_severity_in_colour(severity: Any, colour: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    said = replace(event(), severity=severity)
+    ConsoleSink(1).write_event(said)
+    ConsoleSink(1).write(full_record(1))
+    shown, step = sys.stdout.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert f"\x1b[{colour}m{severity.upper()}  duplicate-data\x1b[0m  ranks" in shown
+    assert shown.replace(f"\x1b[{colour}m", "").replace("\x1b[0m", "") == event_line(said)
+    assert step.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment"),
+    [(False, {"TERM": "xterm"}), (True, {"TERM": "xterm", "NO_COLOR": "1"}), (True, {"TERM": "dumb"})],
+)
+def test_elsewhere_no_escape_code_is_written(
+    terminal: bool, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", Terminal() if terminal else io.StringIO())
+    ConsoleSink(1).write_event(event())
+    assert sys.stdout.getvalue() == event_line(event()) + "\n"  # type: ignore[attr-defined]
+
+
+def test_a_name_brings_no_colour_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    ConsoleSink(1).write_event(event(kind="a\x1b[2Jb", message="c\x1b[2Jd"))
+    shown = sys.stdout.getvalue()  # type: ignore[attr-defined]
+    assert re.findall(r"\x1b\[[0-9;]*[A-Za-z]", shown) == ["\x1b[1;31m", "\x1b[0m"]
+
+
+def test_a_lasting_fault_is_one_line_a_rare_reminder_and_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    judge, sink = Judge(DetectorsConfig()), ConsoleSink(0)
+    for step in range(1, 260):
+        shared = {(0, 3): 8} if 10 <= step < 250 else {}
+        evidence = Evidence(duplicates=shared, rows_per_rank=(8, 8, 8, 8))
+        for one in judge.step(empty_record(step, ranks=4), evidence):
+            sink.write_event(one)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2:4] for line in lines] == [["10", "ERROR"], ["138", "ERROR"], ["250", "INFO"]]
+    assert "Ranks 0 and 3 train on the same data: up to 8 of the 8 rows" in lines[0]
+    assert "Shard the data" in lines[0]
+    assert "Still, since step 10: " in lines[1]
+    assert "Ended: duplicate-data, from step 10 to step 249." in lines[2]
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
