@@ -63,7 +63,7 @@ def _worker() -> int:
         if ranks.is_first:
             seeds = [rank_seed(case.scenario, settings.seed, rank) for rank in range(ranks.world_size)]
             coverage = epoch_coverage(outcome.plan, seeds)
-            (settings.output / "coverage.json").write_text(json.dumps({"expected": coverage}) + "\n", encoding="utf-8")
+            (settings.output / "coverage.json").write_text(json.dumps({"epoch": coverage}) + "\n", encoding="utf-8")
     dist.destroy_process_group()
     return 1 if outcome.stopped else 0
 

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ds_silent.records import from_json_number
+from ds_silent.sinks.jsonl import read_events
 from finetune.settings import SamplerMode, Scenario
 
 PICTURE = "scenarios.png"
@@ -55,7 +57,8 @@ class Curves:
     loss_std: tuple[tuple[int, float], ...]
     norm_cv: tuple[tuple[int, float], ...]
     cosine: tuple[tuple[int, float], ...]
-    coverage: float  # share of the rows that an epoch visits, found by walking the sampler
+    coverage: float  # share of the rows that a whole epoch visits, found by walking the sampler, not by training
+    alarm: str = "none"  # the first, as kind and step
 
 
 METRICS = (("loss_std", "loss std"), ("norm_cv", "gradient norm CV"), ("cosine", "mean cosine"))
@@ -65,7 +68,7 @@ def report(directory: Path) -> None:
     """Prints table, sentences and the TensorBoard command; writes ``scenarios.png`` into ``directory``."""
     curves = {case: read_curves(directory / case.name) for case in CASES}
     console = Console(soft_wrap=True)
-    Console(width=max(console.width, 110)).print(table_of(curves))
+    Console(width=max(console.width, 130)).print(table_of(curves))
     draw(curves, directory / PICTURE)
     for sentence in (sharded_sentence(curves), replicated_sentence(curves)):
         console.print(sentence, highlight=False, markup=False)
@@ -74,7 +77,7 @@ def report(directory: Path) -> None:
 
 
 def read_curves(directory: Path) -> Curves:
-    """The records of one run, from its ``metrics.jsonl`` and ``coverage.json``."""
+    """The records of one run, from its ``metrics.jsonl``, ``events.jsonl`` and ``coverage.json``."""
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
 
@@ -82,8 +85,17 @@ def read_curves(directory: Path) -> Curves:
         values = ((record["step"], from_json_number(record[group][name])) for record in records)
         return tuple((step, value) for step, value in values if value is not None and math.isfinite(value))
 
-    expected = json.loads((directory / "coverage.json").read_text(encoding="utf-8"))["expected"]
-    return Curves(curve("loss", "std"), curve("grad_norm", "cv"), curve("direction", "mean_cosine"), expected)
+    epoch = json.loads((directory / "coverage.json").read_text(encoding="utf-8"))["epoch"]
+    curves = curve("loss", "std"), curve("grad_norm", "cv"), curve("direction", "mean_cosine")
+    return Curves(*curves, epoch, first_alarm(directory / "events.jsonl"))
+
+
+def first_alarm(path: Path) -> str:
+    """The first event that asks for somebody's attention, in a few words; "none" in a healthy run."""
+    for event in read_events(path) if path.is_file() else []:
+        if event["severity"] != "info":
+            return f"{event['kind']}, {'preflight' if event['step'] == 0 else 'step ' + str(event['step'])}"
+    return "none"
 
 
 def mean(curve: Sequence[tuple[int, float]]) -> float:
@@ -103,15 +115,19 @@ def separation(one: Sequence[tuple[int, float]], other: Sequence[tuple[int, floa
 
 
 def table_of(curves: Mapping[Case, Curves]) -> Table:
-    """One row per scenario: the means over its steps, and the rows that an epoch of it visits."""
-    table = Table(title="means over all steps")
+    """One row per scenario: the means over its steps, the rows that an epoch of it visits, and the first alarm."""
+    table = Table(
+        title="means over all steps; the rows that an epoch visits are counted by walking the sampler through one"
+    )
     for heading in ("scenario", "sampler"):
         table.add_column(heading)
-    for heading in ("loss std", "norm CV", "mean cosine", "epoch coverage\n(expected)"):
+    for heading in ("loss std", "norm CV", "mean cosine", "rows that an\nepoch visits"):
         table.add_column(heading, justify="right")
+    table.add_column("first alarm")
     for case, found in curves.items():
         numbers = [f"{mean(getattr(found, key)):.3f}" for key, _ in METRICS]
-        table.add_row(f"{case.scenario}: {case.title.split(', ')[1]}", case.sampler, *numbers, f"{found.coverage:.1%}")
+        name = f"{case.scenario}: {case.title.split(', ')[1]}"
+        table.add_row(name, case.sampler, *numbers, f"{found.coverage:.1%}", Text(found.alarm))
     return table
 
 

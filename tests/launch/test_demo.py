@@ -16,6 +16,7 @@ from finetune.demo_report import (
     Case,
     Curves,
     draw,
+    first_alarm,
     mean,
     panel_title,
     read_curves,
@@ -91,10 +92,23 @@ def test_records_are_read_and_what_was_not_measured_is_left_out(tmp_path: Path) 
         {"step": 2, "loss": {"std": 1.5}, "grad_norm": {"cv": 0.25}, "direction": {"mean_cosine": 0.5}},
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    (tmp_path / "coverage.json").write_text('{"expected": 0.5}')
+    (tmp_path / "coverage.json").write_text('{"epoch": 0.5}')
     found = read_curves(tmp_path)
     assert found == Curves(((1, 0.5), (2, 1.5)), ((2, 0.25),), ((2, 0.5),), 0.5)
     assert mean(found.loss_std) == 1.0
+
+
+def test_the_first_alarm_is_named_and_a_healthy_run_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert first_alarm(path) == "none"
+    events = [
+        {"step": 0, "severity": "info", "kind": "config-mismatch"},
+        {"step": 7, "severity": "warning", "kind": "low-coverage"},
+    ]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert first_alarm(path) == "low-coverage, step 7"
+    path.write_text(json.dumps({"step": 0, "severity": "error", "kind": "duplicate-data"}) + "\n")
+    assert first_alarm(path) == "duplicate-data, preflight"
 
 
 def test_the_running_mean_follows_from_the_start() -> None:
@@ -107,6 +121,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "68.4%" in text
     assert "s1-2: rank 0 another seed" in text
+    assert text.count("none") == len(CASES)
     draw(usual(), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
@@ -114,7 +129,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
 def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for case, found in usual().items():
         (tmp_path / case.name).mkdir()
-        (tmp_path / case.name / "coverage.json").write_text(json.dumps({"expected": found.coverage}))
+        (tmp_path / case.name / "coverage.json").write_text(json.dumps({"epoch": found.coverage}))
         lines = [
             {"step": step, "loss": {"std": std}, "grad_norm": {"cv": cv}, "direction": {"mean_cosine": cosine}}
             for (step, std), (_, cv), (_, cosine) in zip(found.loss_std, found.norm_cv, found.cosine, strict=True)
