@@ -18,50 +18,91 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.callback()
 def main() -> None:
-    """See every worker of a data-parallel training."""
+    """See every worker of a data-parallel training.
+
+    "check" reads a configuration, "drill" shows on this machine that the alarm works.
+    """
 
 
 @app.command()
 def check(
-    ds_config: Annotated[str, typer.Argument(help="The DeepSpeed configuration: a JSON file, or its base64 form.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 8,
-    parameters: Annotated[int | None, typer.Option(min=1, help="Trainable parameters of the model.")] = None,
+    ds_config: Annotated[
+        list[str],
+        typer.Argument(help="DeepSpeed configurations: JSON files, or their base64 form.", metavar="DS_CONFIG..."),
+    ],
+    world_size: Annotated[int, typer.Option(min=1, help="Data-parallel ranks to reckon with.", metavar="N")] = 8,
+    parameters: Annotated[
+        int | None, typer.Option(min=1, help="Trainable parameters of the model, for the exact method.", metavar="N")
+    ] = None,
 ) -> None:
-    """Say what a configuration will measure, send and keep; nothing is started."""
+    """Say what a configuration will measure, send and keep; nothing is started.
+
+    Exit status: 0 when every configuration can be honoured, else 2.
+    """
     # Inside the command, because they import torch and DeepSpeed: `ds-silent --help` need not wait for that.
     from ds_silent.capture.deepspeed import refuse_unsupported_config
     from ds_silent.config import ConfigError, load_ds_config, parse
 
-    try:
-        loaded = load_ds_config(ds_config)
-        config = parse(loaded)
-        if config is not None:
-            refuse_unsupported_config(loaded)
-    except ConfigError as error:
-        typer.echo(f"ds-silent: {error}", err=True)
-        raise typer.Exit(2) from None
-    if config is None:
-        typer.echo('silent_consistency: off (no block, or "enabled": false); the training runs as without it')
-        return
-    for line in plan_lines(config, loaded, world_size, parameters):
-        typer.echo(line)
+    refused = False
+    for number, source in enumerate(ds_config):
+        if len(ds_config) > 1:
+            typer.echo(f"{chr(10) * (number > 0)}{source!a}")
+        try:
+            loaded = load_ds_config(source)
+            config = parse(loaded)
+            if config is not None:
+                refuse_unsupported_config(loaded)
+        except ConfigError as error:
+            typer.echo(f"ds-silent: {error}", err=True)
+            refused = True
+            continue
+        if config is None:
+            typer.echo('silent_consistency: off (no block, or "enabled": false); the training runs as without it')
+            continue
+        for line in plan_lines(config, loaded, world_size, parameters):
+            typer.echo(line)
+    if refused:
+        raise typer.Exit(2)
 
 
 @app.command()
 def drill(
-    config: Annotated[str | None, typer.Option(help="Your ds_config; else an empty block, fp32, stage 0.")] = None,
-    fault: Annotated[list[str] | None, typer.Option(help="Only this fault; may be given again.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Your ds_config.json; without it an empty block, fp32, ZeRO stage 0.", metavar="FILE"),
+    ] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this fault; may be given several times. --list names them.", metavar="NAME"),
+    ] = None,
     list_faults: Annotated[bool, typer.Option("--list", help="Name the faults and end.")] = False,
     ranks: Annotated[
-        int, typer.Option(min=3, max=64, help="Ranks, on this machine's CPU; two cannot outvote one.")
+        int,
+        typer.Option(min=3, max=64, help="Processes on this machine's CPU; at least 3, to outvote one.", metavar="N"),
     ] = 4,
-    rank: Annotated[int, typer.Option(min=0, help="The rank that most faults strike.")] = 2,
-    steps: Annotated[int | None, typer.Option(min=1, help="Longest training, in optimizer steps.")] = None,
-    stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage instead of the configuration's.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16 instead of the configuration's.")] = None,
-    json_path: Annotated[str | None, typer.Option("--json", help="Write everything to this file too.")] = None,
+    rank: Annotated[int, typer.Option(min=0, help="The rank that most faults strike.", metavar="RANK")] = 2,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest training, in optimizer steps; 400 unless given.", metavar="N"),
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(min=0, max=3, help="ZeRO stage instead of the configuration's.", metavar="0-3")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32 or bf16 instead of the configuration's.", metavar="DTYPE")
+    ] = None,
+    json_path: Annotated[
+        str | None, typer.Option("--json", help="Write everything to this file too.", metavar="FILE")
+    ] = None,
 ) -> None:
-    """Inject faults into short trainings on the CPU: is each found, with the right kind and ranks?"""
+    """Inject faults into short trainings on the CPU: is each found, with the right kind and ranks?
+
+    A small model of its own is trained with your settings, healthy and then
+    once per fault: some minutes for all faults, under a minute for a single one.
+    Your own model and data are not touched.
+
+    Exit status: 0 all found and the healthy runs silent, 1 not so, 2 a mistake in what was typed.
+    """
     from ds_silent.drill.command import drill_command
 
     raise typer.Exit(drill_command(config, fault or [], list_faults, ranks, rank, steps, stage, dtype, json_path))
@@ -81,9 +122,12 @@ def plan_lines(
     direction = config.direction
     steps = "every optimizer step" if config.interval == 1 else f"every {config.interval} optimizer steps"
     yield f"silent_consistency: on, measures {steps} over {world_size} ranks"
+    if config.preflight:
+        yield "  preflight   before step 1: weights, generators, sampler, hyper-parameters, configuration, versions"
     yield "  measures    loss and gradient norm of each rank, norm of the aggregated gradient, noise scale"
     if direction.method == "off":
         yield "  direction   off"
+        yield f"  sends       {_collective(0, world_size)} per measurement, asynchronously"
     else:
         yield f"  direction   {_direction(direction)}"
         yield f"  sends       {_collective(direction.sketch_size, world_size)} per measurement, asynchronously"
@@ -93,6 +137,11 @@ def plan_lines(
             yield f"  exact       {_exact(config, ds_config, world_size, parameters)}"
         if direction.per_layer:
             yield "  per layer   one more sketch of each layer is sent; its size grows with the number of layers"
+    if config.coverage:
+        yield "  coverage    duplicates in a step, share of the epoch seen; row ids travel too, 12 B each"
+    if config.detectors.enabled:
+        rate = config.detectors.false_alarms_per_million_steps
+        yield f"  judges      each measured step; false alarms by chance: at most {rate:g} in a million steps"
     board = ", TensorBoard files in tensorboard/" if config.tensorboard else ""
     yield f"  writes      metrics.jsonl and events.jsonl{board} in {config.output_dir!a}, on rank 0"
     yield "  changes     nothing: the weights are bit for bit those of a training without it"
@@ -113,7 +162,7 @@ def _collective(sketch_size: int, world_size: int) -> str:
     from ds_silent.exchange import GATHER_LIMIT, Layout
 
     layout = Layout(size=sketch_size)
-    if world_size <= GATHER_LIMIT:
+    if world_size <= GATHER_LIMIT or sketch_size == 0:
         return f"one all-gather of {_size(4 * (layout.vectors + layout.scalars))} from each rank"
     return f"one all-reduce of {_size(4 * 3 * sketch_size)} and one all-gather of {4 * layout.scalars} B from each rank"
 

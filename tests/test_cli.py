@@ -37,8 +37,38 @@ def test_the_default_block(tmp_path: Path) -> None:
     assert 1 < float(kept[1]) < 4
     assert 30 < float(kept[2]) < 40
     assert said["writes"] == "metrics.jsonl and events.jsonl, TensorBoard files in tensorboard/ in 'runs/x', on rank 0"
+    assert said["preflight"].startswith("before step 1: weights, generators, sampler")
+    assert said["coverage"].endswith("row ids travel too, 12 B each")
+    assert said["judges"] == "each measured step; false alarms by chance: at most 1 in a million steps"
     assert "exact" not in said
     assert "per layer" not in said
+
+
+def test_what_is_switched_off_is_not_promised(tmp_path: Path) -> None:
+    off = {"coverage": False, "preflight": False, "detectors": {"enabled": False}}
+    said = lines(check(tmp_path, {"silent_consistency": off}))
+    assert not {"preflight", "coverage", "judges"} & set(said)
+
+
+def test_several_configurations_at_once(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    for path, text in zip(
+        paths, ('{"silent_consistency": {}}', '{"silent_consistency": {"interval": 0}}', "{}"), strict=True
+    ):
+        path.write_text(text)
+    result = CliRunner().invoke(app, ["check", *map(str, paths)])
+    assert result.exit_code == 2
+    assert [line for line in result.stdout.splitlines() if line.startswith("'")] == [f"'{path}'" for path in paths]
+    assert result.stdout.count("silent_consistency: on") == result.stdout.count("silent_consistency: off") == 1
+    assert result.stderr.count("\n") == 1
+    assert "interval must be" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "drill"])
+def test_the_help_says_the_exit_status(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Exit status: 0" in result.stdout
 
 
 def test_above_the_gather_limit_nothing_grows_with_the_ranks(tmp_path: Path) -> None:
@@ -80,6 +110,7 @@ def test_without_the_size_of_the_model(tmp_path: Path) -> None:
 def test_direction_off_and_per_layer(tmp_path: Path) -> None:
     off = lines(check(tmp_path, {"silent_consistency": {"direction": {"method": "off"}, "tensorboard": False}}))
     assert off["direction"] == "off"
+    assert re.match(r"one all-gather of \d+ B from each rank", off["sends"])
     assert "TensorBoard" not in off["writes"]
     assert "per layer" in lines(check(tmp_path, {"silent_consistency": {"direction": {"per_layer": True}}}))
 
