@@ -111,6 +111,10 @@ class Accumulator:
         self.clear()
         return sketches, squares
 
+    def peek(self) -> Tensor:
+        """(k,) sketch of everything since the last :meth:`take`."""
+        return self.plan.fold(self._tables.sum(0))
+
     def clear(self) -> None:
         """Forget what was added."""
         self._tables.zero_()

@@ -106,6 +106,9 @@ class DetectorsConfig(_Block):
     )
     """The stated rate of false alarms, from which every threshold follows."""
 
+    stop_on: Literal["never", "error", "warning"] = _choice("never", "error", "warning")
+    """End the training on all ranks, with exit status 3, after an event of this severity or worse."""
+
 
 class IntegrityConfig(_Block):
     """Is the aggregated gradient right, do the replicas agree?"""

@@ -21,6 +21,7 @@ from torch import Tensor
 from ds_silent.sketch import fold
 
 GATHER_LIMIT = 64
+WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries exactly
 # torch 2.13 renamed the flat all-gather and warns at the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -35,21 +36,29 @@ class Layout:
     layers: int = 0  # per-layer sketches, 0 when off
     layer_size: int = 0
     gram: int = 0  # N * N when exact inner products may travel too, else 0
+    layer_aggregates: bool = False  # per-layer sketches of the aggregate too
+    layer_records: bool = False  # layers are measured for the record, not only for finding a fault's place
+    hashes: int = 0  # bit hashes of 64 bits, see ds_silent.replicas
 
     @property
     def scalars(self) -> int:
-        """Scalars of :class:`LocalSample`, then squared norms per layer, then ids."""
-        return len(SCALARS) + self.groups + self.ids
+        """Scalars of :class:`LocalSample`, then squared norms per layer, ids and hashes."""
+        return sum(self.scalar_parts)
+
+    @property
+    def scalar_parts(self) -> list[int]:
+        return [len(SCALARS), self.groups, self.ids, WORDS * self.hashes]
 
     @property
     def vectors(self) -> int:
-        """Local sketch, sketch of the owned part of the aggregate, per-layer sketches, part of the Gram matrix."""
-        return 2 * self.size + self.layers * self.layer_size + self.gram
+        """All of :attr:`parts` but the scalars."""
+        return sum(self.parts[1:])
 
     @property
     def parts(self) -> list[int]:
-        """Lengths of scalars, local sketch, aggregate's sketch, per-layer sketches and Gram matrix."""
-        return [self.scalars, self.size, self.size, self.layers * self.layer_size, self.gram]
+        """Lengths of scalars, local sketch, aggregate's sketch, both per layer, and Gram matrix."""
+        of_layers = self.layers * self.layer_size
+        return [self.scalars, self.size, self.size, of_layers, of_layers * self.layer_aggregates, self.gram]
 
 
 SCALARS = (
@@ -68,6 +77,14 @@ SCALARS = (
     "fired",  # trainable parameters that got a gradient
     "label_tokens",  # tokens that enter the loss, 0 when not known
     "cosine_with_rest",  # of the sample before this one; only above the gather limit
+    "micro_squared",  # sum over micro-batches of squared norms, where each is reduced on its own
+    "replica_seen",  # 1 when the first hash is that of the replica
+    "applied_seen",  # 1 when the sample before this one saw what its optimizer applied; -1 when it applied nothing
+    "applied_factor",  # of the sample before: applied gradient over aggregated gradient, of this rank's share
+    "applied_error",  # of the sample before: squared length of what no factor explains
+    "applied_squared",  # of the sample before: squared length of this rank's share of the applied gradient
+    "stop",  # 1 when the writing rank wants everybody to stop
+    "diagnose",  # 1 when the writing rank wants the micro-batches' own sketches
 )
 
 
@@ -82,6 +99,8 @@ class LocalSample:
     ids: Tensor | None = None  # packed ids of the rows since the last sample
     layer_sketches: Tensor | None = None  # (L, k); sent folded to layer_size
     gram: Tensor | None = None  # (N, N) this rank's part of the exact inner products; sets ``gram_seen``
+    layer_aggregates: Tensor | None = None  # (L, k) of the owned part of the aggregate; sent folded
+    hashes: Tensor | None = None  # int64 (H,) bit hashes, see ds_silent.replicas
 
 
 @dataclass(frozen=True)
@@ -98,6 +117,8 @@ class Gathered:
     layer_sketches: Tensor | None  # (N, L, layer_size); None above the gather limit
     unit_sum: Tensor | None = None  # (k,) only above the gather limit
     mean_sketch: Tensor | None = None  # (k,) only above the gather limit
+    layer_aggregate: Tensor | None = None  # (L, layer_size) sketch of the aggregated gradient; None above the limit
+    hashes: Tensor | None = None  # int64 (N, layout.hashes)
 
 
 class _Landing:
@@ -160,8 +181,9 @@ class GatherExchange:
         step, self._step = self._step, None
         layout = self._layout
         rows = self._landing.result().view(self._ranks, -1).double()
-        scalars, sketches, aggregates, layers, grams = torch.split(rows, layout.parts, dim=1)
-        names, squares, ids = _unpack_scalars(layout, scalars)
+        scalars, sketches, aggregates, layers, layer_aggregates, grams = torch.split(rows, layout.parts, dim=1)
+        names, squares, ids, hashes = _unpack_scalars(layout, scalars)
+        of_layers = (layout.layers, layout.layer_size)
         return Gathered(
             step=step,
             scalars=names,
@@ -170,7 +192,9 @@ class GatherExchange:
             ids=ids,
             gram=_gram(names, grams.sum(0), self._ranks),
             sketches=sketches,
-            layer_sketches=layers.reshape(self._ranks, layout.layers, layout.layer_size) if layout.layers else None,
+            layer_sketches=layers.reshape(self._ranks, *of_layers) if layout.layers else None,
+            layer_aggregate=layer_aggregates.sum(0).view(of_layers) if layout.layer_aggregates else None,
+            hashes=hashes,
         )
 
     def drain(self) -> list[Gathered]:
@@ -229,7 +253,7 @@ class ConstantSizeExchange:
         layout, size = self._layout, self._layout.size
         sums = self._sums_landing.result().double()
         rows = self._scalars_landing.result().view(self._ranks, -1).double()
-        names, squares, ids = _unpack_scalars(layout, rows)
+        names, squares, ids, hashes = _unpack_scalars(layout, rows)
         complete, late = self._incomplete, names.pop("cosine_with_rest")
         self._incomplete = Gathered(
             step=step,
@@ -242,6 +266,7 @@ class ConstantSizeExchange:
             layer_sketches=None,
             unit_sum=sums[:size].clone(),
             mean_sketch=sums[size : 2 * size] / self._ranks,
+            hashes=hashes,
         )
         if complete is not None:
             complete.scalars["cosine_with_rest"] = late
@@ -266,8 +291,11 @@ def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device
 def _pack(layout: Layout, sample: LocalSample, out: Tensor) -> None:
     scalars, *vectors = torch.split(out, layout.parts)
     _pack_scalars(layout, sample, scalars)
-    layers = None if sample.layer_sketches is None else fold(sample.layer_sketches, layout.layer_size)
-    values = (sample.sketch, sample.aggregate, layers, sample.gram)
+    layers, aggregates = (
+        None if sketches is None else fold(sketches, layout.layer_size)
+        for sketches in (sample.layer_sketches, sample.layer_aggregates)
+    )
+    values = (sample.sketch, sample.aggregate, layers, aggregates, sample.gram)
     for part, value in zip(vectors, values, strict=True):
         part.zero_() if value is None else part.copy_(value.reshape(-1))
 
@@ -277,16 +305,22 @@ def _pack_scalars(layout: Layout, sample: LocalSample, out: Tensor) -> None:
     for name, value in {**sample.scalars, "gram_seen": float(sample.gram is not None)}.items():
         slot = out[SCALARS.index(name)]
         slot.copy_(value) if isinstance(value, Tensor) else slot.fill_(value)
-    _, squares, ids = torch.split(out, [len(SCALARS), layout.groups, layout.ids])
+    _, squares, ids, hashes = torch.split(out, layout.scalar_parts)
     if sample.layer_squares is not None:
         squares.copy_(sample.layer_squares)
     if sample.ids is not None:
         ids.copy_(sample.ids)
+    if sample.hashes is not None:
+        hashes.view(-1, WORDS).copy_(torch.stack([(sample.hashes >> 16 * word) & 0xFFFF for word in range(WORDS)], 1))
 
 
-def _unpack_scalars(layout: Layout, rows: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    scalars, squares, ids = torch.split(rows, [len(SCALARS), layout.groups, layout.ids], dim=1)
-    return {name: scalars[:, column].clone() for column, name in enumerate(SCALARS)}, squares.clone(), ids.clone()
+def _unpack_scalars(layout: Layout, rows: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
+    scalars, squares, ids, words = torch.split(rows, layout.scalar_parts, dim=1)
+    hashes = torch.zeros(len(rows), layout.hashes, dtype=torch.int64)
+    for word in range(WORDS):
+        hashes |= words[:, word::WORDS].nan_to_num(0.0).to(torch.int64) << 16 * word
+    names = {name: scalars[:, column].clone() for column, name in enumerate(SCALARS)}
+    return names, squares.clone(), ids.clone(), hashes
 
 
 def _gram(scalars: dict[str, Tensor], total: Tensor, ranks: int) -> Tensor | None:

@@ -129,7 +129,7 @@ def _exact_check(sketches: Tensor | None, exact: float | None) -> float | None:
 
 
 def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple[LayerStats, ...]:
-    if gathered.layer_sketches is None or not layout.layers or not _all(gathered.scalars["gradient_seen"]):
+    if gathered.layer_sketches is None or not layout.layer_records or not _all(gathered.scalars["gradient_seen"]):
         return ()
     scale = gathered.scalars["loss_scale"]
     sketches = gathered.layer_sketches / scale[:, None, None]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,16 +19,21 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.audit import Audit
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.detectors import Judge
-from ds_silent.exchange import Gathered, Layout, make_exchange
+from ds_silent.detectors import Judge, log_steps
+from ds_silent.exchange import GATHER_LIMIT, Gathered, Layout, LocalSample, make_exchange
 from ds_silent.measure import Context, measure
-from ds_silent.records import Event, Seconds, StepRecord
+from ds_silent.records import Event, Seconds, Severity, StepRecord
+from ds_silent.replicas import Drift, Replicas
 from ds_silent.sinks import Sink
 from ds_silent.testimony import RowTracker, testimony
 
 logger = logging.getLogger("ds_silent")
+STOPPED = 3
+"""Exit status of a training that ``detectors.stop_on`` ended."""
+_ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
 class Observer:
@@ -44,9 +50,14 @@ class Observer:
         self.last_record: StepRecord | None = None
         self.output_dir = config.output_dir
         self._capture, self._config, self._sink = capture, config, sink  # sink: on the writing rank only
-        self._layout = layout_of(config, dist.get_world_size(capture.group), len(capture.layer_names), capture.id_size)
+        self._layout = layout_of(config, dist.get_world_size(capture.group), capture)
         self._exchange = make_exchange(self._layout, capture.group, capture.device)
         self._judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
+        log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
+        self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names)
+        self._replicas = replicas_of(config, capture)
+        self._replica_due = False
+        self._last_event: Event | None = None  # that ends the training
         self._tracker = RowTracker()
         self._listeners: list[Callable[[Event], None]] = []
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
@@ -70,10 +81,10 @@ class Observer:
         """The gradients are aggregated, the optimizer has not run: publish the last sample, send this one."""
         started = time.perf_counter()
         try:
-            self._publish(self._exchange.collect())
+            self._publish(self._exchange.collect(), together=True)
             step = self._capture.step
             if self.measures(step):
-                self._exchange.post(step, self._capture.sample(exact=self.measures_exactly(step)))
+                self._exchange.post(step, self._sample(step))
         except Exception as error:  # only a broken process group gets here; the training meets it by itself
             logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", error)
             self._stop()
@@ -88,22 +99,58 @@ class Observer:
         self._capture.end_step()
         self._step_ended = now
 
-    def _publish(self, gathered: Gathered | None) -> None:
+    def _sample(self, step: int) -> LocalSample:
+        replica = None
+        if self._replicas is not None:
+            replica = self._capture_replica(step)
+        sample = self._capture.sample(exact=self.measures_exactly(step), replica=replica)
+        if self._last_event is not None:
+            sample.scalars["stop"] = 1.0
+        return sample
+
+    def _capture_replica(self, step: int) -> Tensor | None:
+        """Whether the replicas are compared depends on the step and on checkpoints, which all ranks write together."""
+        assert self._replicas is not None
+        interval = self._config.integrity.replica_interval
+        due = self._replica_due or step // interval != (step - self._config.interval) // interval
+        self._replica_due = False
+        try:
+            self._replicas.remember(step)
+            return self._replicas.check(step) if due else None
+        except Exception as error:  # this rank's own bug
+            self._capture.fail(error)
+            return None
+
+    def _publish(self, gathered: Gathered | None, together: bool) -> None:
+        """Judge and write one sample. ``together``: every rank is here at the same step and may communicate."""
         if gathered is None:
             return
         failed = tuple(gathered.scalars["failed"].nonzero().flatten().tolist())
         if failed:
             self._switch_off(gathered.step, failed)
-        elif self._sink is not None:
+            return
+        drift = self._localise(gathered) if together else None
+        if self._sink is not None:
             try:
-                self._record(gathered, self._contexts.pop(gathered.step))
+                self._record(gathered, self._contexts.pop(gathered.step), drift)
             except Exception as error:  # this rank's own bug: its next sample says so, and all switch off together
                 self._capture.fail(error)
+        if together and bool((gathered.scalars["stop"] > 0).any()):
+            self._end_training()
 
-    def _record(self, gathered: Gathered, context: Context) -> None:
+    def _localise(self, gathered: Gathered) -> Drift | None:
+        """A collective, where replicas differ: every rank sees the same checksums."""
+        if self._replicas is None or gathered.hashes is None or not bool((gathered.scalars["replica_seen"] > 0).all()):
+            return None
+        replicas = gathered.hashes[:, 0]
+        return self._replicas.localise(self._capture.group) if bool((replicas != replicas[0]).any()) else None
+
+    def _record(self, gathered: Gathered, context: Context, drift: Drift | None) -> None:
         record = measure(gathered, self._layout, context)
         coverage, evidence = testimony(gathered, self._tracker, context)
-        self.last_record = dataclasses.replace(record, coverage=coverage)
+        stats, seen = self._audit.step(gathered, drift)
+        evidence = dataclasses.replace(evidence, integrity=seen)
+        self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
         assert self._sink is not None
         self._sink.write(self.last_record)
         for event in self._judge.step(self.last_record, evidence) if self._judge is not None else []:
@@ -112,6 +159,8 @@ class Observer:
     def report(self, event: Event) -> None:
         """Write an event and tell the callbacks; on the writing rank."""
         if self._sink is not None:
+            if event.severity in _ENDS[self._config.detectors.stop_on]:
+                self._last_event = event
             self._sink.write_event(event)
             for listener in self._listeners:
                 try:
@@ -195,10 +244,31 @@ class Observer:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
+    def before_checkpoint(self) -> None:
+        """A checkpoint is being written, by all ranks: what it holds is compared at the next measured step."""
+        self._replica_due = True
+        self.flush()
+
+    def _end_training(self) -> None:
+        """Every rank gets here at the same step, because every rank read the same word."""
+        event = self._last_event
+        self.close()
+        if event is not None:
+            stop_on = self._config.detectors.stop_on
+            logger.error(
+                "ds_silent: the training ends here, because of the event %s of step %d and "
+                'silent_consistency.detectors.stop_on "%s": %s',
+                event.kind,
+                event.step,
+                stop_on,
+                event.message,
+            )
+        raise SystemExit(STOPPED)
+
     def _drain(self) -> None:
         try:
             for gathered in self._exchange.drain():
-                self._publish(gathered)
+                self._publish(gathered, together=False)
         except Exception as error:  # a peer is gone: what it did not send cannot be published
             logger.warning("ds_silent: the last measured step could not be collected: %s", error)
 
@@ -215,12 +285,36 @@ class Observer:
         self._capture.close()
 
 
-def layout_of(config: SilentConsistencyConfig, ranks: int, groups: int, ids: int) -> Layout:
+def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> Layout:
     """What each rank sends, from what all ranks know."""
-    direction = config.direction
+    direction, groups = config.direction, len(capture.layer_names)
     size = 0 if direction.method == "off" else direction.sketch_size
     exact = direction.method == "exact" or (direction.exact_interval > 0 and size > 0)
-    layers = groups if direction.per_layer and size else 0
-    # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size.
+    aggregation = config.integrity.aggregation and size > 0
+    small = ranks <= GATHER_LIMIT
+    layers = groups if size and (direction.per_layer or (aggregation and small)) else 0
+    # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size. To find a
+    # fault's place and the rank behind it, a few numbers per rank do.
     layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
-    return Layout(size, groups, ids, layers, min(layer_size, size), ranks * ranks if exact else 0)
+    if layers and not direction.per_layer:
+        layer_size = min(layer_size, max(64, 1 << (4 * ranks - 1).bit_length()))
+    return Layout(
+        size,
+        groups,
+        capture.id_size,
+        layers,
+        min(layer_size, size),
+        ranks * ranks if exact else 0,
+        layer_aggregates=bool(layers) and aggregation,
+        layer_records=direction.per_layer,
+        hashes=1 + (groups if capture.aggregate_replicated else 0),
+    )
+
+
+def replicas_of(config: SilentConsistencyConfig, capture: Capture) -> Replicas | None:
+    """The checksums of the replica, or None where ranks have none, or nobody wants them."""
+    parameters, others = capture.replicated()
+    interval = config.integrity.replica_interval
+    if not interval or not parameters:
+        return None
+    return Replicas(parameters, others, history=-(-interval // config.interval) + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.exchange import LocalSample
+from ds_silent.integrity import Arithmetic
+from ds_silent.replicas import Items
 
 
 class Listener(Protocol):
@@ -26,7 +29,7 @@ class Listener(Protocol):
     def after_step(self) -> None:
         """The optimizer has run and the framework's counters have advanced."""
 
-    def flush(self) -> None:
+    def before_checkpoint(self) -> None:
         """A checkpoint is about to be written: put on disk what is known."""
 
     def close(self) -> None:
@@ -41,6 +44,9 @@ class Capture(Protocol):
     layer_names: tuple[str, ...]
 
     id_size: int  # numbers that a sample's row ids take
+    arithmetic: Arithmetic  # of the reduction
+    aggregate_replicated: bool  # every rank holds the whole aggregated gradient; it sends its layers' checksums
+    clip: float  # largest norm of the applied gradient; 0 is none
 
     @property
     def step(self) -> int:
@@ -68,7 +74,10 @@ class Capture(Protocol):
     def connect(self, listener: Listener) -> None:
         """Register every hook."""
 
-    def sample(self, exact: bool) -> LocalSample:
+    def replicated(self) -> tuple[Items, Callable[[], Items]]:
+        """Parameters that every rank holds whole, and a function that names all else that is replicated."""
+
+    def sample(self, exact: bool, replica: Tensor | None = None) -> LocalSample:
         """This rank's observation of the current step; also when something broke here."""
 
     def fail(self, error: Exception) -> None:

@@ -14,10 +14,11 @@ tensor would replace the gradient) and keeps no reference (that would disable bu
 
 from __future__ import annotations
 
-import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import deepspeed
 import torch
@@ -31,12 +32,13 @@ from ds_silent.capture.base import Listener
 from ds_silent.capture.local import Accumulated, LocalGradient, layers_of, loss_in
 from ds_silent.capture.patches import Patches
 from ds_silent.capture.rows import RowIds, id_capacity
+from ds_silent.capture.sampler import Part, Sends, StepSampler
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange import LocalSample
+from ds_silent.integrity import Arithmetic
+from ds_silent.replicas import Items, checksums, combined
 from ds_silent.sample_ids import packed_size
 
-logger = logging.getLogger("ds_silent")
-_Result = TypeVar("_Result")
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -78,7 +80,7 @@ def refuse_unsupported_engine(engine: Any) -> None:
 
 
 class DeepSpeedCapture:
-    """Captures one engine's local and aggregated gradients; see the module docstring."""
+    """Captures one engine's local, aggregated and applied gradients; see the module docstring."""
 
     def __init__(self, engine: Any, config: SilentConsistencyConfig):
         self._engine = engine
@@ -89,30 +91,50 @@ class DeepSpeedCapture:
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
         self.layer_names, layers = layers_of([name for name, _ in named])
-        self._per_layer = config.direction.per_layer
+        self._layers = torch.tensor(layers, dtype=torch.int64, device=self.device)
 
         # Stages 2 and 3 reduce and free every micro-batch; with overlap, stage 1 reduces during the last backward.
         additive = bool(engine.zero_optimization_partition_gradients())
         overlapped = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
+        steps = int(engine.gradient_accumulation_steps())
+        self._held = accumulated_gradients(engine, self._parameters)
+        checks = config.integrity.aggregation and config.direction.method != "off"
         self._local = LocalGradient(
             [_numel(p) for p in self._parameters],
             layers,
             config.direction,
             self.device,
-            accumulated_gradients(engine, self._parameters),
+            self._held,
             additive=additive,
-            norms_add_up=not (additive and engine.gradient_accumulation_steps() > 1),
+            norms_add_up=not (additive and steps > 1),
             copied=additive or overlapped,
+            by_layer=config.direction.per_layer or checks,
         )
+        plan = self._local.accumulator.plan
+        ranks = dist.get_world_size(self.group)
+        self.arithmetic = arithmetic_of(engine, plan.numel, plan.width, steps if additive else 1, ranks)
+        self._share = share_of(
+            engine, self._parameters, self._local.offsets, self._local.total, dist.get_rank(self.group), ranks
+        )
+        self._places = applied_places(engine, self._parameters, self._share) if checks else None
+        self.aggregate_replicated = checks and self._share is not None and _whole_on_every_rank(engine)
+        self.clip: float = float(engine.gradient_clipping())
+
         capacity = id_capacity(config, self.rows_per_step)
         self.id_size = packed_size(capacity) if config.coverage else 0
         self._rows = RowIds(enabled=config.coverage, capacity=capacity)
+        sends = Sends(config.direction.per_layer or checks, checks, applied=self._places is not None)
+        self._sampler = StepSampler(self._local, self._rows, sends)
         self._scales_loss = bool(engine.fp16_enabled()) or getattr(engine, "torch_autocast_z0_gradscaler", None)
         self._listener: Listener | None = None
         self._patches = Patches()
-        self._failure: Exception | None = None
-        self._measuring: bool | None = None
-        self.end_step()
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._measuring: bool | None = None  # decided at the step's first gradient, from rank-agreed state
+        self._exact = False
+        self._loss_scale: Tensor | None = None
+        self._gram: Tensor | None = None
 
     # -- what the observer reads -------------------------------------------------------------------------------
 
@@ -146,40 +168,39 @@ class DeepSpeedCapture:
     def rows_waiting(self) -> bool:
         return self._rows.waiting
 
+    def replicated(self) -> tuple[Items, Callable[[], Items]]:
+        """Parameters that every rank holds whole, and a function that names all else that is replicated."""
+        return replicated_parameters(self._engine), lambda: replicated_state(self._engine)
+
     def observe_batch(self, sample_ids: Tensor) -> None:
         """Ids of the rows of this rank's next micro-batch."""
         self._rows.given(sample_ids)
 
     def fail(self, error: Exception) -> None:
-        """Remember the first internal error and say it once; the next sample tells all ranks."""
-        if self._failure is None:
-            self._failure = error
-            logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
+        """Remember an internal error; the next sample tells all ranks."""
+        self._sampler.fail(error)
 
-    def sample(self, exact: bool) -> LocalSample:
+    def sample(self, exact: bool, replica: Tensor | None = None) -> LocalSample:
         """This rank's observation of the step, taken between the reduction and the optimizer.
 
         Args:
             exact: also exchange the local gradients piece by piece; the same on every rank, because it communicates.
+            replica: int64 (), checksum of this rank's replica, where it is due.
         """
         if exact and self._gram is None:
             self._exchange_exactly()
-        sample = self._guarded(self._sample)
-        if sample is None:
-            self._local.accumulator.clear()
-            return LocalSample({"failed": 1.0}, gram=self._gram)
+        scale = self._sampler.guarded(self._scale)
+        hashes = self._sampler.guarded(lambda: self._hashes(replica))
+        parts = self._sampler.guarded(lambda: aggregated_gradients(self._engine, self._parameters, self._share))
+        sample = self._sampler.sample(parts, 1.0 if scale is None else scale, self._gram, hashes)
+        if replica is not None:
+            sample.scalars["replica_seen"] = 1.0
         return sample
 
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
-        self._local.start_step()
-        self._rows.end_step()
-        self._measuring = None  # decided at the step's first gradient, from rank-agreed state
-        self._exact = False
-        self._losses: list[Tensor] = []
-        self._forward_losses: list[Tensor] = []
-        self._loss_scale: Tensor | None = None
-        self._gram: Tensor | None = None
+        self._sampler.end_step(observed=bool(self._measuring) and not self.skipped)
+        self._start_step()
 
     # -- connecting and disconnecting ---------------------------------------------------------------------------
 
@@ -190,10 +211,13 @@ class DeepSpeedCapture:
             self._patches.add(parameter.register_hook(self._gradient_hook(index)))
         self._patches.add(engine.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self._patches.add(engine.register_forward_hook(self._after_forward))
+        if self._places is not None:
+            for optimizer in base_optimizers(engine):
+                self._patches.add(optimizer.register_step_pre_hook(self._before_optimizer))
         self._wrap("backward", self._backward)
         self._wrap("allreduce_gradients", self._allreduce_gradients)
         self._wrap("_take_model_step", self._take_model_step)
-        self._wrap("save_checkpoint", self._flush_first)
+        self._wrap("save_checkpoint", self._save_checkpoint)
         self._wrap("destroy", self._close_first)
 
     def close(self) -> None:
@@ -212,8 +236,7 @@ class DeepSpeedCapture:
 
     def _backward(self, original: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper."""
-        self._forward_losses.clear()
-        self._losses.append(loss.detach())
+        self._sampler.loss(loss)
         if self._scales_loss and loss.requires_grad:
             steps = self._engine.gradient_accumulation_steps() if kwargs.get("scale_wrt_gas", True) else 1
 
@@ -226,21 +249,23 @@ class DeepSpeedCapture:
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens."""
         if module.training and torch.is_grad_enabled():
-            self._guarded(lambda: self._rows.forward(args, kwargs))
+            self._sampler.guarded(lambda: self._rows.forward(args, kwargs))
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
         """Torch-style ``loss.backward()`` never calls ``engine.backward``: then the forward's loss is the loss."""
         if module.training and torch.is_grad_enabled():
             loss = loss_in(output)
             if loss is not None:
-                self._forward_losses.append(loss.detach())
+                self._sampler.forward_loss(loss)
 
     def _allreduce_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called at the end of every backward; at the boundary, before stages 0 and 1 reduce (overlap: while)."""
-        if self._is_boundary() and self._measures():
-            self._guarded(lambda: self._local.observe_silent(self._exact))
-            if self._exact and not self._local.copied and self._gram is None:
-                self._exchange_exactly()
+        if self._measures():
+            if self._is_boundary():
+                self._sampler.guarded(lambda: self._local.observe_silent(self._exact))
+                if self._exact and not self._local.copied and self._gram is None:
+                    self._exchange_exactly()
+            self._sampler.guarded(self._local.end_micro_batch)
         return original(*args, **kwargs)
 
     def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -252,9 +277,9 @@ class DeepSpeedCapture:
         listener.after_step()
         return result
 
-    def _flush_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._listener is not None:
-            self._listener.flush()
+            self._listener.before_checkpoint()
         return original(*args, **kwargs)
 
     def _close_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -267,9 +292,15 @@ class DeepSpeedCapture:
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             if self._measures():
-                self._guarded(lambda: self._local.observe(index, gradient, self._is_boundary(), self._exact))
+                self._sampler.guarded(lambda: self._local.observe(index, gradient, self._is_boundary(), self._exact))
 
         return hook
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """``torch.optim.Optimizer.register_step_pre_hook``: once per step, under ZeRO once per parameter group."""
+        places = self._places
+        if places is not None and self._measuring:
+            self._sampler.guarded(lambda: self._sampler.apply(applied_gradients(optimizer, places)))
 
     def _measures(self) -> bool:
         if self._measuring is None:
@@ -281,64 +312,25 @@ class DeepSpeedCapture:
     def _is_boundary(self) -> bool:
         return bool(self._engine.is_gradient_accumulation_boundary()) and not self._engine.inside_no_sync_ctxt
 
-    def _guarded(self, function: Callable[[], _Result]) -> _Result | None:
-        """Run what touches only this rank. A bug in it must not stop the training: all ranks switch off instead."""
-        if self._failure is None:
-            try:
-                return function()
-            except Exception as error:
-                self.fail(error)
-        return None
-
     def _exchange_exactly(self) -> None:
         """The exact inner products; every rank takes part, with zeros where something broke."""
-        self._gram = self._local.exchange(self._guarded(self._local.parts) or [], self.group)
+        self._gram = self._local.exchange(self._sampler.guarded(self._local.parts) or [], self.group)
 
-    def _sample(self) -> LocalSample:
-        local = self._local
-        scalars: dict[str, float | Tensor] = {
-            "gradient_seen": float(local.seen),
-            "norm_seen": float(local.norm_seen),
-            "loss_scale": self._scale(),
-        }
-        losses = self._losses or self._forward_losses
-        if losses:
-            scalars["loss_sum"] = torch.stack([loss.float().reshape(()) for loss in losses]).sum()
-            scalars["loss_count"] = float(len(losses))
-        if local.leftover is not None:
-            scalars["leftover_squared"] = local.leftover
-        scalars["fired"] = float(local.fired)
-        tokens = self._rows.take_label_tokens()
-        if tokens is not None:
-            scalars["label_tokens"] = tokens
-        ids = self._rows.take(self.device)
-        sketches, squares = local.accumulator.take()
-        scalars["squared_norm"] = squares.sum()
-        aggregate, aggregate_squared = self._aggregate()
-        scalars["aggregate_seen"] = float(aggregate is not None)
-        if aggregate_squared is not None:
-            scalars["aggregate_squared"] = aggregate_squared
-        return LocalSample(
-            scalars=scalars,
-            sketch=sketches.sum(0) if local.sketching else None,
-            aggregate=aggregate if local.sketching else None,
-            layer_squares=squares,
-            ids=ids,
-            layer_sketches=sketches if self._per_layer and local.sketching else None,
-            gram=self._gram,
-        )
+    def _hashes(self, replica: Tensor | None) -> Tensor:
+        """int64 (1 + L,) or (1,): the replica's checksum and, where every rank holds the aggregate, its layers'.
 
-    def _aggregate(self) -> tuple[Tensor | None, Tensor | None]:
-        """Sketch and squared norm of the part of the aggregated gradient that this rank answers for."""
-        local = self._local
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        parts = aggregated_gradients(self._engine, self._parameters, local.offsets, local.total, rank, ranks)
-        if parts is None:
-            return None, None
-        for index, start, values in parts:
-            local.accumulator.add(index, values, start=start, sketching=local.sketching)
-        sketches, squares = local.accumulator.take()
-        return sketches.sum(0), squares.sum()
+        An absent gradient counts as 0, which no gradient is likely to have.
+        """
+        first = torch.zeros(1, dtype=torch.int64, device=self.device) if replica is None else replica.reshape(1)
+        if not self.aggregate_replicated:
+            return first
+        held = [self._held(index) for index in range(len(self._parameters))]
+        present = [index for index, values in enumerate(held) if values is not None]
+        sums = torch.zeros(len(held), dtype=torch.int64, device=self.device)
+        if present:
+            sums[present] = checksums([values for values in held if values is not None], self.device)
+        names = len(self.layer_names)
+        return torch.cat((first, torch.stack([combined(sums * (self._layers == layer)) for layer in range(names)])))
 
     def _scale(self) -> float | Tensor:
         """The factor on every gradient of this step. Only ZeRO's fp16 scales when ``engine.backward`` is bypassed."""
@@ -348,6 +340,9 @@ class DeepSpeedCapture:
             return self._loss_scale
         optimizer = self._engine.optimizer
         return float(optimizer.loss_scale) if isinstance(optimizer, ZeROOptimizer) else 1.0
+
+
+# -- where DeepSpeed keeps what ------------------------------------------------------------------------------------
 
 
 def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
@@ -373,56 +368,232 @@ def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
     return lambda index: parameters[index].grad
 
 
-def aggregated_gradients(
+@dataclass(frozen=True)
+class Slice:
+    """A run of one parameter's elements that this rank answers for."""
+
+    index: int  # of the parameter
+    start: int
+    numel: int
+
+
+def share_of(
     engine: Any, parameters: list[Tensor], offsets: list[int], total: int, rank: int, ranks: int
-) -> Iterator[tuple[int, int, Tensor]] | None:
-    """This rank's share of the aggregated gradient: (parameter, first element, values), or None where it is hidden.
+) -> list[Slice] | None:
+    """What of the gradient this rank answers for; the ranks' shares make up the whole, once. None where it is hidden.
 
-    The shares of all ranks make up the whole, once. Valid between the boundary's backward and the optimizer step.
-
-    * Stage 0 and ``BF16_Optimizer`` hold all of it on every rank: each rank takes an N-th.
+    * Stage 0 holds all of it on every rank: each rank takes an N-th.
+    * ``BF16_Optimizer`` does too, but its optimizer is partitioned: the partition, by ``parameter._hp_mapping``.
     * Stages 1 and 2: what this rank owns, by ``parameter._hp_mapping`` (``deepspeed/utils/tensor_fragment.py``).
-    * Stage 3: this rank's shard, ``__param_id_to_grad_partition`` of ``DeepSpeedZeroOptimizer_Stage3``.
+    * Stage 3: this rank's shard.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    if isinstance(optimizer, BF16_Optimizer) or stage == 0:
-        held = accumulated_gradients(engine, parameters)
-        return _slices(held, offsets, rank * total // ranks, (rank + 1) * total // ranks)
     if stage == 3:
-        shards = getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", None)
-        return (
-            None if shards is None or ranks != engine.optimizer.partition_count else _shards(parameters, shards, rank)
-        )
-    if all(hasattr(parameter, "_hp_mapping") for parameter in parameters):
-        return _fragments(parameters)
-    return None
-
-
-def _slices(held: Accumulated, offsets: list[int], begin: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
+        if ranks != getattr(optimizer, "partition_count", None) or not hasattr(optimizer, _SHARDS):
+            return None
+        shards = []
+        for index, parameter in enumerate(parameters):
+            size: int = parameter.partition_numel()  # type: ignore[attr-defined]  # set by DeepSpeed
+            shards.append(Slice(index, rank * size, min(size, _numel(parameter) - rank * size)))
+        return [shard for shard in shards if shard.numel > 0]
+    if stage > 0 or isinstance(optimizer, BF16_Optimizer):
+        if not all(hasattr(parameter, "_hp_mapping") for parameter in parameters):
+            return None
+        mappings = ((index, parameter._hp_mapping) for index, parameter in enumerate(parameters))  # type: ignore[attr-defined]
+        addresses = [(index, mapping.lp_fragment_address) for index, mapping in mappings if mapping is not None]
+        return [Slice(index, int(address.start), int(address.numel)) for index, address in addresses]
+    begin, end = rank * total // ranks, (rank + 1) * total // ranks
+    slices = []
     for index, offset in enumerate(offsets):
-        values = held(index) if offset < end else None
-        if values is not None:
-            low, high = max(begin - offset, 0), min(end - offset, values.numel())
-            if low < high:
-                yield index, low, values.detach().reshape(-1)[low:high]
+        low, high = max(begin - offset, 0), min(end - offset, _numel(parameters[index]))
+        if low < high:
+            slices.append(Slice(index, low, high - low))
+    return slices
 
 
-def _fragments(parameters: list[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-    for index, parameter in enumerate(parameters):
-        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # set by DeepSpeed
-        if mapping is not None:
-            address = mapping.lp_fragment_address
-            fragment = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
-            if fragment is not None:
-                yield index, address.start, fragment.reshape(-1)[: address.numel]
+_SHARDS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # ds_id -> shard of the gradient
 
 
-def _shards(parameters: list[Any], shards: Mapping[int, Tensor], rank: int) -> Iterator[tuple[int, int, Tensor]]:
-    for index, parameter in enumerate(parameters):
-        begin = rank * parameter.partition_numel()
-        length = min(parameter.partition_numel(), parameter.ds_numel - begin)
-        if length > 0:
-            yield index, begin, shards[parameter.ds_id].reshape(-1)[:length]
+def _whole_on_every_rank(engine: Any) -> bool:
+    """Whether each rank holds the whole aggregated gradient after the reduction."""
+    return engine.zero_optimization_stage() == 0 or isinstance(engine.optimizer, BF16_Optimizer)
+
+
+def aggregated_gradients(engine: Any, parameters: list[Any], share: list[Slice] | None) -> Iterator[Part] | None:
+    """This rank's share of the aggregated gradient; valid between the boundary's backward and the optimizer step.
+
+    * Stage 0 and ``BF16_Optimizer``: where gradients accumulate, the reduction puts its result.
+    * Stages 1 and 2: ``_hp_mapping.get_lp_grad_fragment``.
+    * Stage 3: ``__param_id_to_grad_partition`` of ``DeepSpeedZeroOptimizer_Stage3``.
+    """
+    if share is None:
+        return None
+    optimizer = engine.optimizer
+    if _whole_on_every_rank(engine):
+        held = accumulated_gradients(engine, parameters)
+        read: Callable[[Slice], Tensor | None] = lambda piece: _cut(held(piece.index), piece)  # noqa: E731
+    elif engine.zero_optimization_stage() == 3:
+        shards = getattr(optimizer, _SHARDS)
+        read = lambda piece: shards[parameters[piece.index].ds_id].reshape(-1)[: piece.numel]  # noqa: E731
+    else:
+        read = lambda piece: _fragment(parameters[piece.index], piece.numel)  # noqa: E731
+    return ((piece.index, piece.start, values) for piece in share if (values := read(piece)) is not None)
+
+
+def _cut(values: Tensor | None, piece: Slice) -> Tensor | None:
+    return None if values is None else values.detach().reshape(-1)[piece.start : piece.start + piece.numel]
+
+
+def _fragment(parameter: Any, numel: int) -> Tensor | None:
+    fragment: Tensor | None = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+    return None if fragment is None else fragment.reshape(-1)[:numel]
+
+
+# -- what the optimizer applies ----------------------------------------------------------------------------------------
+
+Places = dict[int, list[tuple[Slice, int]]]
+"""id of a parameter of the base optimizer -> pieces of model parameters in it, and at which element they begin."""
+
+
+def base_optimizers(engine: Any) -> list[Any]:
+    """The torch optimizers that really step. ZeRO-3's offload has a second one, for what stays on the device."""
+    found = [engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None)]
+    return [optimizer for optimizer in found if optimizer is not None]
+
+
+def applied_places(engine: Any, parameters: list[Tensor], share: list[Slice] | None) -> Places | None:
+    """Where this rank's share of the gradient lies when the base optimizer steps; None where a wrapper hides it.
+
+    * no wrapper: the model's own parameters;
+    * ``FP16_UnfusedOptimizer``: ``fp32_groups`` beside ``fp16_groups``;
+    * ``FP16_Optimizer``: ``fp32_groups_flat``, the group's parameters one after the other;
+    * ``BF16_Optimizer``: ``fp32_groups_flat_partition``; stages 1 and 2: ``single_partition_of_fp32_groups``; in both
+      ``_hp_mapping.hp_fragment_address`` says where;
+    * stage 3: ``fp32_partitioned_groups_flat`` beside ``fp16_groups``, shards one after the other.
+
+    Muon changes the gradient before it reaches the optimizer, so there is nothing to compare.
+    """
+    optimizer, basic = engine.optimizer, engine.basic_optimizer
+    if share is None or not hasattr(basic, "register_step_pre_hook") or "muon" in type(basic).__name__.lower():
+        return None
+    pieces = {piece.index: piece for piece in share}
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    places: Places = {}
+
+    def put(flat: Any, parameter: Any, begin: int) -> None:
+        piece = pieces.get(index_of.get(id(parameter), -1))
+        if piece is not None:
+            places.setdefault(id(flat), []).append((piece, begin))
+
+    if engine.zero_optimization_stage() == 3:
+        if getattr(optimizer, "swap_optimizer", False):
+            return None
+        for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+            begin = 0
+            for parameter in group:
+                put(flat, parameter, begin)
+                begin += parameter.partition_numel()
+    elif engine.zero_optimization_stage() > 0 or isinstance(optimizer, BF16_Optimizer):
+        names = ("fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+        flats = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
+        groups = getattr(optimizer, "bf16_groups", None) or getattr(optimizer, "bit16_groups", None)
+        if flats is None or groups is None:
+            return None
+        for flat, group in zip(flats, groups, strict=True):
+            for parameter in group:
+                if getattr(parameter, "_hp_mapping", None) is not None:
+                    put(flat, parameter, int(parameter._hp_mapping.hp_fragment_address.start))
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+            begin = 0
+            for parameter in group:
+                piece = pieces.get(index_of.get(id(parameter), -1))
+                put(flat, parameter, begin + (piece.start if piece is not None else 0))
+                begin += parameter.numel()
+    else:
+        pairs = [(parameter, parameter) for parameter in parameters]
+        if hasattr(optimizer, "fp32_groups"):
+            groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+            pairs = [pair for masters, models in groups for pair in zip(masters, models, strict=True)]
+        for master, parameter in pairs:
+            piece = pieces.get(index_of.get(id(parameter), -1))
+            put(master, parameter, piece.start if piece is not None else 0)
+    return places
+
+
+def applied_gradients(optimizer: Any, places: Places) -> Iterator[Part]:
+    """What a base optimizer holds as gradients right now, of this rank's share."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            for piece, begin in places.get(id(parameter), ()) if gradient is not None else ():
+                yield piece.index, piece.start, gradient.detach().reshape(-1)[begin : begin + piece.numel]
+
+
+# -- arithmetic and replicas -----------------------------------------------------------------------------------
+
+
+def arithmetic_of(engine: Any, elements: int, width: int, reductions: int, ranks: int) -> Arithmetic:
+    """What the reduction rounds, and not less.
+
+    ``engine.communication_data_type`` (fp16 and bf16 trainings: their own, else fp32) is what stage 0 casts to;
+    ZeRO's optimizers have their own attribute of this name. A cast to a wider dtype and a factor that is a power of
+    two are exact; ``prescale_gradients`` scales before and after the sum.
+    """
+    optimizer = engine.optimizer
+    communication = getattr(optimizer, "communication_data_type", None) or engine.communication_data_type
+    own = next((p.dtype for p in engine.module.parameters() if p.requires_grad), torch.float32)
+    kept = getattr(optimizer, "gradient_accumulation_dtype", None) or getattr(optimizer, "grad_acc_dtype", None) or own
+    if getattr(optimizer, "use_grad_accum_attribute", False) is False and engine.zero_optimization_stage() in (1, 2):
+        kept = own
+    # where bf16 gradients accumulate in fp32, it is fp32 that is reduced
+    local = kept if _whole_on_every_rank(engine) or getattr(optimizer, "use_grad_accum_attribute", False) else own
+    factors = [float(engine.gradient_predivide_factor()), float(ranks)]
+    scaled = any(not math.log2(factor).is_integer() for factor in factors)
+    after = [communication] if scaled and engine.postscale_gradients() else []
+    applied = kept if isinstance(optimizer, BF16_Optimizer) else torch.float32
+    return Arithmetic(
+        communication,
+        before=_narrows(local, communication) + scaled,
+        after=(*after, *([kept] if _narrows(communication, kept) else [])),
+        reductions=reductions,
+        accumulation=kept,
+        applied=applied,
+        norm=kept,
+        elements=elements,
+        width=width,
+    )
+
+
+def _narrows(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a cast may round; also where the two have different ranges."""
+    return wide != narrow and torch.promote_types(wide, narrow) != narrow
+
+
+def replicated_parameters(engine: Any) -> Items:
+    """Every parameter, trainable or not, where each rank holds all of it; nothing under stage 3."""
+    if engine.zero_optimization_stage() == 3:
+        return []
+    return [(name, parameter) for name, parameter in engine.module.named_parameters()]
+
+
+def replicated_state(engine: Any) -> Items:
+    """Buffers, and in stage 0 without partitions the optimizer's tensors and its fp32 masters."""
+    if engine.zero_optimization_stage() == 3:
+        return []
+    found = [(f"buffer {name}", buffer) for name, buffer in engine.module.named_buffers()]
+    if engine.zero_optimization_stage() > 0 or isinstance(engine.optimizer, BF16_Optimizer):
+        return found
+    basic = engine.basic_optimizer
+    own = {id(parameter) for parameter in engine.module.parameters()}
+    for g, group in enumerate(getattr(basic, "param_groups", ())):
+        for p, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                found.append((f"master weights {g}.{p}", parameter))
+            for key, value in basic.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found.append((f"optimizer {key} {g}.{p}", value))
+    return found
 
 
 def _numel(parameter: Any) -> int:

@@ -41,6 +41,7 @@ class LocalGradient:
         additive: every micro-batch is reduced and freed; nobody accumulates the local gradient.
         norms_add_up: False when ``additive`` and a step has several micro-batches.
         copied: for the exact method, keep a copy, because nobody holds the whole local gradient at the boundary.
+        by_layer: keep a sketch of every layer.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class LocalGradient:
         additive: bool,
         norms_add_up: bool,
         copied: bool,
+        by_layer: bool,
     ):
         self.offsets, self.total = sketch.offsets_of(numels)
         plan = sketch.make_plan(self.total, config.sketch_size, device)
-        self.accumulator = Accumulator(plan, self.offsets, numels, groups, sketch_groups=config.per_layer)
+        self.accumulator = Accumulator(plan, self.offsets, numels, groups, sketch_groups=by_layer)
         self.sketching = config.method != "off"
         self.copied = copied
         self._memory_mb, self._device = config.exact_memory_mb, device
@@ -72,6 +74,8 @@ class LocalGradient:
         self._captured[:] = [False] * len(self._captured)
         self._once = True
         self.leftover: Tensor | None = None  # squared norm, 0-dim
+        self.micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
+        self._before: Tensor | None = None  # sketch of the micro-batches that have ended
 
     @property
     def seen(self) -> bool:
@@ -128,6 +132,16 @@ class LocalGradient:
             if held is not None:
                 self._captured[index] = True
                 self._add(index, held, None, exact, square=True)
+
+    def end_micro_batch(self) -> None:
+        """A micro-batch's backward has ended."""
+        if self._norms_add_up or not self.sketching:
+            return
+        now = self.accumulator.peek()
+        step = now if self._before is None else now - self._before
+        square = torch.dot(step, step)
+        self.micro_squared = square if self.micro_squared is None else self.micro_squared + square
+        self._before = now
 
     def parts(self) -> list[tuple[int, Tensor]]:
         """The whole local gradient as (global offset, flat tensor), for the exact method."""

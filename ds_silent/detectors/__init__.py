@@ -5,12 +5,13 @@
 
 Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
 data (``order``), a rank that takes the same rows again (``repeats``), a rank that differs (``outlier``), a jump against
-the run's past (``drift``). They say what they see at this step; ``episodes`` makes one event of it when it starts and
-one when it ends.
+the run's past (``drift``), a result that is wrong (``integrity``). They say what they see at this step; ``episodes``
+makes one event of it when it starts and one when it ends.
 
-``false_alarms_per_million_steps`` is shared equally by the three that judge by chance: order with repeats, outlier and
-drift. The derivation is in ``sequential``. The others state facts. Scores and thresholds of the three are natural
-logarithms of evidence: a threshold of 16 says that chance reaches it once in e^16 steps.
+``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier,
+drift and the rounding bounds of ``integrity``. The derivations are in ``sequential`` and ``ds_silent.integrity``. The
+others state facts. Scores and thresholds of the first three are natural logarithms of evidence: a threshold of 16 says
+that chance reaches it once in e^16 steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ds_silent.detectors import broken, duplicates
 from ds_silent.detectors.drift import DriftTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.evidence import Coverage, Evidence, Finding
+from ds_silent.detectors.integrity import integrity
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
@@ -30,8 +32,14 @@ from ds_silent.records import Event, StepRecord
 
 __all__ = ["Coverage", "Evidence", "Finding", "Judge"]
 
-_BY_CHANCE = 3  # detectors that share the false-alarm rate
+_BY_CHANCE = 4  # detectors that share the false-alarm rate
 _VERSION = 2  # of the state
+
+
+def log_steps(config: DetectorsConfig, interval: int) -> float:
+    """Natural logarithm of the mean number of measured steps between two false alarms of one detector."""
+    per_test = config.false_alarms_per_million_steps * interval / _BY_CHANCE
+    return max(0.0, math.log(1e6 / per_test))
 
 
 class Judge:
@@ -43,8 +51,7 @@ class Judge:
     """
 
     def __init__(self, config: DetectorsConfig, interval: int = 1):
-        per_test = config.false_alarms_per_million_steps * interval / _BY_CHANCE
-        self._log_steps = max(0.0, math.log(1e6 / per_test))  # mean measured steps between two of one test's alarms
+        self._log_steps = log_steps(config, interval)
         self._episodes = Episodes()
         self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one third of the rate
         self._repeats = RepeatTest(self._log_steps + math.log(2.0))
@@ -58,6 +65,7 @@ class Judge:
         """The events of one measured step, in order of severity of what they are about: broken numbers first."""
         findings = broken.non_finite(record, extras) + broken.zero_gradient(record, extras)
         impaired = bool(findings)
+        findings += integrity(record, extras.integrity)
         findings += self._stale(record, extras)
         same = self._duplicates(record, extras)
         findings += same

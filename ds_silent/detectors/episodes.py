@@ -85,4 +85,14 @@ class Episodes:
 
 def _event(step: int, finding: Finding, prefix: str) -> Event:
     f = finding
-    return Event(step, f.kind, f.severity, f.ranks, f.where, f.score, f.threshold, prefix + f.message, f.remedy)
+    return Event(
+        step if f.step is None else f.step,
+        f.kind,
+        f.severity,
+        f.ranks,
+        f.where,
+        f.score,
+        f.threshold,
+        prefix + f.message,
+        f.remedy,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ds_silent.audit import Integrity
 from ds_silent.records import Severity
 
 
@@ -36,6 +37,7 @@ class Evidence:
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
     zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
+    integrity: Integrity | None = None  # of the reduction, the optimizer's input and the replicas
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
 
 
@@ -53,6 +55,7 @@ class Finding:
     message: str
     remedy: str
     since: int
+    step: int | None = None  # of the event, where the finding is about an earlier step than the newest
 
 
 def named(ranks: tuple[int, ...], world_size: int | None = None) -> str:

@@ -1,0 +1,190 @@
+"""From what all ranks sent to what is known of the reduction, the optimizer's input and the replicas.
+
+    audit = Audit(layout, arithmetic, clip, log_rate)        # on the writing rank
+    stats, findings = audit.step(gathered, drift)            # once per gathered sample, in order
+
+What the optimizer applied is known one measurement later than the rest: it is compared with the aggregate of the step
+that it belongs to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_silent.causes import Cause, Pieces, explain
+from ds_silent.exchange import Gathered, Layout
+from ds_silent.integrity import (
+    AggregateCheck,
+    Arithmetic,
+    Terms,
+    applied_tolerance,
+    check_aggregate,
+    factor_tolerance,
+    rounding_tolerance,
+    terms_of,
+    terms_of_sums,
+)
+from ds_silent.records import IntegrityStats
+from ds_silent.replicas import Drift, Groups, groups_of
+
+CLIP_EPSILON = 1e-6  # DeepSpeed and torch.nn.utils.clip_grad_norm_ add it to the norm
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What the optimizer applied, against what came out of the reduction. ``factor`` is that of the clipping."""
+
+    step: int
+    expected: float  # factor on the aggregated gradient: clipping over loss scale
+    factors: tuple[float | None, ...]  # of each rank's share; None where the share is empty
+    tolerance: float  # of a factor, relative
+    relative_error: float  # what no factor explains, relative to the applied gradient
+    bound: float  # what rounding explains of it
+    idle: tuple[int, ...]  # ranks whose optimizer did not step although others' did
+
+    @property
+    def wrong_factor(self) -> tuple[int, ...]:
+        """Ranks that applied another multiple of the aggregate."""
+        return tuple(
+            rank
+            for rank, factor in enumerate(self.factors)
+            if factor is not None and abs(factor - self.expected) > self.tolerance * abs(self.expected)
+        )
+
+
+@dataclass(frozen=True)
+class Integrity:
+    """What the detectors see. None: not checked at this step, or it cannot be seen."""
+
+    check: AggregateCheck | None = None
+    cause: Cause | None = None  # where the check failed
+    received: dict[int, Groups] | None = None  # layer -> ranks by equal bits of the aggregate, where they differ
+    applied: Applied | None = None
+    replicas: Groups | None = None
+    drift: Drift | None = None
+    layers: tuple[str, ...] = ()  # names
+
+
+@dataclass(frozen=True)
+class _Past:
+    """Of the measurement before: what its optimizer should have applied."""
+
+    step: int
+    aggregate: Tensor  # (k,)
+    norm: float  # unscaled
+    scale: float
+    finite: bool
+
+
+class Audit:
+    """Keeps the measurement before, and nothing else.
+
+    Args:
+        layout: of the exchange.
+        arithmetic: of the reduction.
+        clip: ``gradient_clipping``; 0 is none.
+        log_rate: minus the natural logarithm of the rate of false alarms per measured step.
+        layers: names.
+    """
+
+    def __init__(
+        self, layout: Layout, arithmetic: Arithmetic, clip: float, log_rate: float, layers: tuple[str, ...] = ()
+    ):
+        self._layout, self._arithmetic, self._clip, self._log_rate = layout, arithmetic, clip, log_rate
+        self._layers = layers
+        self._past: _Past | None = None
+        self._previous: Tensor | None = None
+        self._applied_before = False
+
+    def step(self, gathered: Gathered, drift: Drift | None) -> tuple[IntegrityStats, Integrity]:
+        """The record's part and the detectors' evidence of one sample."""
+        check, cause = self._aggregation(gathered)
+        replicas = None
+        if gathered.hashes is not None and bool((gathered.scalars["replica_seen"] > 0).all()):
+            replicas = groups_of(gathered.hashes[:, 0])
+        applied = self._applied(gathered)
+        self._remember(gathered)
+        stats = IntegrityStats(
+            None if check is None else check.relative_error, None if check is None else check.rounding_bound, replicas
+        )
+        return stats, Integrity(check, cause, self._received(gathered), applied, replicas, drift, self._layers)
+
+    # -- the reduction -------------------------------------------------------------------------------------------------
+
+    def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
+        scalars = gathered.scalars
+        if not self._layout.size or not _all(scalars["gradient_seen"]) or not _all(scalars["aggregate_seen"]):
+            return None, None
+        terms, squared = self._terms(gathered)
+        spread = 1.0
+        if self._arithmetic.reductions > 1 and squared > 0.0:
+            spread = float(scalars["micro_squared"].sum()) / (squared * terms.ranks)
+        check = check_aggregate(terms, gathered.aggregate, self._arithmetic, self._log_rate, spread)
+        return check, self._cause(gathered, spread) if check.wrong else None
+
+    def _terms(self, gathered: Gathered) -> tuple[Terms, float]:
+        """And the ranks' mean squared norm."""
+        if gathered.sketches is not None:
+            return terms_of(gathered.sketches), float(gathered.sketches.square().sum()) / len(gathered.sketches)
+        assert gathered.mean_sketch is not None
+        squared = float(gathered.scalars["sketch_squared"].mean())
+        return terms_of_sums(gathered.mean_sketch, squared, len(gathered.scalars["failed"])), squared
+
+    def _cause(self, gathered: Gathered, spread: float) -> Cause | None:
+        if gathered.layer_sketches is None or gathered.layer_aggregate is None:
+            return None
+        layers = gathered.layer_sketches
+        tolerances = [
+            rounding_tolerance(terms_of(layers[:, layer]), self._arithmetic, self._log_rate, spread)
+            for layer in range(layers.shape[1])
+        ]
+        leftover = bool((gathered.scalars["leftover_squared"] != 0.0).any())
+        return explain(Pieces(layers, gathered.layer_aggregate, self._previous), torch.tensor(tolerances), leftover)
+
+    def _received(self, gathered: Gathered) -> dict[int, Groups] | None:
+        """Bits are compared, so no threshold is needed; a NaN equals itself here."""
+        if self._layout.hashes < 2 or gathered.hashes is None or not _all(gathered.scalars["aggregate_seen"]):
+            return None
+        layers = gathered.hashes[:, 1:]
+        apart = (layers != layers[0]).any(0).nonzero().flatten().tolist()
+        return {layer: groups_of(layers[:, layer]) for layer in apart}
+
+    # -- the optimizer's input -----------------------------------------------------------------------------------
+
+    def _applied(self, gathered: Gathered) -> Applied | None:
+        past, scalars = self._past, gathered.scalars
+        seen = scalars["applied_seen"]
+        if past is None or not bool((seen != 0.0).all()) or not past.finite or past.norm == 0.0:
+            return None
+        stepped = seen > 0
+        if not bool(stepped.any()) and not self._applied_before:
+            return None  # its calls were never seen: not observed
+        self._applied_before |= bool(stepped.any())
+        clipped = min(1.0, self._clip / (past.norm + CLIP_EPSILON)) if self._clip > 0.0 else 1.0
+        squares, errors = scalars["applied_squared"], scalars["applied_error"]
+        factors = [
+            float(factor) if square > 0.0 and ok else None
+            for factor, square, ok in zip(scalars["applied_factor"], squares, stepped, strict=True)
+        ]
+        total = float(squares[stepped].sum())
+        error = math.sqrt(float(errors[stepped].sum()) / total) if total > 0.0 else 0.0
+        bound = applied_tolerance(past.aggregate, self._arithmetic, self._log_rate)
+        idle = tuple((~stepped).nonzero().flatten().tolist())
+        tolerance = factor_tolerance(self._arithmetic)
+        return Applied(past.step, clipped / past.scale, tuple(factors), tolerance, error, bound, idle)
+
+    def _remember(self, gathered: Gathered) -> None:
+        self._previous = None if gathered.layer_aggregate is None else gathered.layer_aggregate.clone()
+        self._past = None
+        if self._layout.size and _all(gathered.scalars["aggregate_seen"]):
+            scale = float(gathered.scalars["loss_scale"][0])
+            norm = math.sqrt(float(gathered.scalars["aggregate_squared"].sum())) / scale
+            self._past = _Past(gathered.step, gathered.aggregate.clone(), norm, scale, math.isfinite(norm))
+
+
+def _all(flags: Tensor) -> bool:
+    return bool((flags > 0).all())

@@ -1,0 +1,193 @@
+"""Is the aggregated gradient the mean of the ranks' gradients? Algorithm-based fault tolerance with sketches.
+
+    check = check_aggregate(terms_of(sketches), aggregate, arithmetic, log_rate)
+    check.relative_error, check.rounding_bound, check.wrong
+
+A sketch is linear, so sketch(aggregate) - mean of the ranks' sketches is the sketch of the aggregation's error, and as
+long as that error. An ideal reduction leaves rounding only.
+
+**The rounding model.** Let x_1, ..., x_N be the terms, g_i / N, and P_j = x_1 + ... + x_j. A reduction rounds
+
+* each term ``before`` times (cast to the communication dtype, division by N unless N is a power of two, padding):
+  error at most u |x_i| per element and rounding, with u the communication dtype's unit roundoff;
+* each of the N - 1 partial sums: at most u |P_j|. The order is the library's own, so it is not known. For partial sums
+  of random terms the sum of |P_j|^2 is largest when terms are added one after the other; other orders of the ranks,
+  trees and wider accumulators give less;
+* the result, once for every unit roundoff in ``after`` (cast back, postscaling, cast to the master's dtype).
+
+Where every micro-batch is reduced on its own, this happens ``reductions`` times, each on that micro-batch's terms, and
+the results are added up, which rounds the running sum. Micro-batches' gradients are taken to agree over the ranks no
+better than their sums do, so that their partial sums are as much longer than their terms as those of the whole.
+
+Let e be the vector of all these errors. Each is at most u times a known number and of either sign alike; so by
+Hoeffding's lemma it is sub-Gaussian with variance proxy (u |P|)^2, and elements err independently. In the sketch each
+element goes into exactly one of k buckets with a random sign: the residual r has independent sub-Gaussian coordinates
+whose variance proxies v_b sum up to V, the sum of all u^2 |P|^2. By Hsu, Kakade and Zhang (2012, theorem 2.1)
+
+    P( |r|^2 > V + 2 sqrt(t sum v_b^2) + 2 t max v_b ) <= exp(-t).
+
+How V spreads over the buckets follows from the partial sums' own sketches, whose squares estimate it (a few outliers
+too many, which errs to the safe side): one huge element makes one bucket hold nearly everything, and the bound widens
+accordingly. exp(-t) is the stated rate of false alarms per step. Nothing here was fitted to measurements; measured
+rounding is below (README, "How much rounding is allowed").
+
+**The sketch's own rounding.** Each of the T columns of the table adds up n = D / T elements of random signs in fp32, so
+the partial sums have mean square n/2 of the elements': u_fp32^2 (n/2 + 8) |x|^2 for a vector x, of which the last term
+covers folding T columns into k.
+
+Common-mode faults cannot be seen here: a gradient that was wrong before it was captured, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMALLEST_STEP = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}  # between subnormals
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a step's reductions round, as the adapter knows it from the configuration; at least as much as is true."""
+
+    communication: torch.dtype  # in which terms travel and are added
+    before: int = 1  # roundings of each term ahead of the sum
+    after: tuple[torch.dtype, ...] = ()  # dtypes to which the result is rounded
+    reductions: int = 1  # per step: 1, or one per micro-batch
+    accumulation: torch.dtype = torch.float32  # in which several reductions are added up
+    applied: torch.dtype = torch.float32  # in which the result is unscaled and clipped
+    norm: torch.dtype = torch.float32  # in which norms of single tensors are kept on the way to the clip factor
+    elements: int = 0  # D, trainable parameters
+    width: int = 1  # T of the sketch
+
+
+@dataclass(frozen=True)
+class AggregateCheck:
+    """Lengths in the gradients' own unit (times the loss scale)."""
+
+    error: float  # |aggregate - mean of the locals|
+    mean: float  # |mean of the locals|
+    tolerance: float  # largest error that rounding explains, at the stated rate
+
+    @property
+    def relative_error(self) -> float | None:
+        return self.error / self.mean if self.mean > 0.0 else None
+
+    @property
+    def rounding_bound(self) -> float | None:
+        return self.tolerance / self.mean if self.mean > 0.0 else None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether rounding does not explain the error. NaN is somebody else's finding (``non-finite``)."""
+        return math.isfinite(self.error) and math.isfinite(self.mean) and self.error > self.tolerance
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What was to be added up, by bucket of the sketch: (k,) float64."""
+
+    mean: Tensor  # sketch of the mean of the local gradients
+    squares: Tensor  # sum of the squared terms x_i
+    partial_sums: Tensor  # sum of the squared partial sums P_2, ..., P_N
+    ranks: int
+
+
+def terms_of(sketches: Tensor) -> Terms:
+    """From all ranks' sketches, (N, k) float64."""
+    terms = sketches / len(sketches)
+    partial_sums = terms.cumsum(0)[1:]
+    return Terms(sketches.mean(0), terms.square().sum(0), partial_sums.square().sum(0), len(sketches))
+
+
+def terms_of_sums(mean: Tensor, mean_square: float, ranks: int) -> Terms:
+    """From the mean sketch (k,) and the ranks' mean squared norm, where the sketches themselves stay with the ranks.
+
+    The mean over all orders of |P_j|^2 is (j Q + j (j-1) C) / N^2 with Q the mean squared norm and C the mean inner
+    product of two ranks; it is spread over the buckets as the mean's own squares are.
+    """
+    squared = float(mean @ mean)
+    inner = (ranks * ranks * squared - ranks * mean_square) / (ranks * (ranks - 1)) if ranks > 1 else 0.0
+    j = torch.arange(2, ranks + 1, dtype=torch.float64)
+    total = float((j * mean_square + j * (j - 1) * inner).clamp(min=0.0).sum()) / ranks**2
+    share = mean.square() / squared if squared > 0.0 else torch.full_like(mean, 1.0 / len(mean))
+    return Terms(mean, share * mean_square / ranks, share * total, ranks)
+
+
+def check_aggregate(
+    terms: Terms, aggregate: Tensor, arithmetic: Arithmetic, log_rate: float, spread: float = 1.0
+) -> AggregateCheck:
+    """Compare the aggregate's sketch with the mean of the ranks'.
+
+    Args:
+        terms: of the ranks' local gradients.
+        aggregate: (k,) float64, of the aggregated gradient.
+        arithmetic: of the reduction.
+        log_rate: t, minus the natural logarithm of the rate of false alarms per comparison.
+        spread: see :func:`rounding_tolerance`.
+    """
+    error = float((aggregate - terms.mean).norm())
+    return AggregateCheck(error, float(terms.mean.norm()), rounding_tolerance(terms, arithmetic, log_rate, spread))
+
+
+def rounding_tolerance(terms: Terms, arithmetic: Arithmetic, log_rate: float, spread: float = 1.0) -> float:
+    """Largest length of the error's sketch that rounding explains; see the module docstring. Same unit as the terms.
+
+    Args:
+        terms, arithmetic, log_rate: see :func:`check_aggregate`.
+        spread: where every micro-batch is reduced on its own, the sum over ranks and micro-batches of their squared
+            norms, relative to the squared norms of the ranks' sums over micro-batches.
+    """
+    u = UNIT_ROUNDOFF[arithmetic.communication] ** 2
+    result = terms.mean.square()
+    energy = u * (arithmetic.before * terms.squares + terms.partial_sums)
+    for dtype in arithmetic.after:
+        energy = energy + UNIT_ROUNDOFF[dtype] ** 2 * result
+    energy = energy + (arithmetic.reductions - 1) * UNIT_ROUNDOFF[arithmetic.accumulation] ** 2 * result
+    energy = energy * max(1.0, spread)
+    rows = arithmetic.elements / arithmetic.width
+    energy = energy + UNIT_ROUNDOFF[torch.float32] ** 2 * (rows / 2 + 8) * (terms.squares + result)
+    roundings = arithmetic.reductions * (arithmetic.before * terms.ranks + terms.ranks - 1 + len(arithmetic.after))
+    energy = energy + _underflow(arithmetic, roundings) / len(energy)
+    return math.sqrt(_quantile(energy, log_rate))
+
+
+def applied_tolerance(aggregate: Tensor, arithmetic: Arithmetic, log_rate: float) -> float:
+    """Largest error of the applied gradient, relative to it, that unscaling, clipping and two sketches explain.
+
+    Two roundings to ``arithmetic.applied`` per element, and the sketch's own rounding in each of the two.
+
+    Args:
+        aggregate: (k,) float64, of which the applied gradient should be a multiple.
+        arithmetic, log_rate: see :func:`check_aggregate`.
+    """
+    rows = arithmetic.elements / arithmetic.width
+    own = 2.0 * UNIT_ROUNDOFF[torch.float32] ** 2 * (rows / 2 + 8)
+    share = aggregate.square() / float(aggregate @ aggregate)
+    return math.sqrt(_quantile((2.0 * UNIT_ROUNDOFF[arithmetic.applied] ** 2 + own) * share, log_rate))
+
+
+def factor_tolerance(arithmetic: Arithmetic) -> float:
+    """Relative error of a clip factor: norms of tensors are kept in ``arithmetic.norm``, sums of D squares in fp32.
+
+    The random errors of a sum of D squares grow with sqrt(D); the norms' own rounding is at most a unit roundoff, and
+    where the gradient itself is rounded to that dtype on the way, its norm moves by no more than as much again.
+    """
+    u = UNIT_ROUNDOFF
+    return 2.0 * u[arithmetic.norm] + 2.0 * u[arithmetic.applied] + u[torch.float32] * math.sqrt(arithmetic.elements)
+
+
+def _quantile(energy: Tensor, log_rate: float) -> float:
+    """Hsu, Kakade, Zhang: |r|^2 is above this with probability exp(-log_rate), given the buckets' variance proxies."""
+    total, squares, largest = float(energy.sum()), float(energy.square().sum()), float(energy.max())
+    return total + 2.0 * math.sqrt(log_rate * squares) + 2.0 * log_rate * largest
+
+
+def _underflow(arithmetic: Arithmetic, roundings: int) -> float:
+    """Squared absolute error of numbers too small for the dtype: half the distance of its smallest numbers each."""
+    step = SMALLEST_STEP.get(arithmetic.communication, 0.0)
+    return arithmetic.elements * roundings * (step / 2) ** 2
