@@ -190,15 +190,19 @@ def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
     """Shares, rows and permutation of the sampler, on one of ``ranks`` ranks. All shares differ, each is one of N and N
     are made: so together they are the data, once."""
     if facts is None:
-        names = ("a share of the data for each rank", "sampler's share", "sampler's rows", "sampler's permutation")
+        names = ("sampler: a share for each rank", "sampler's share", "sampler's rows", "sampler's permutation")
         return [item_of(name, "sampler", "not known", None, "free") for name in names]
-    made = f"The sampler makes {facts.world_size} share{'s' * (facts.world_size != 1)} of the data for {ranks} ranks"
-    share = f"share {facts.rank} of {facts.world_size}"
-    exists = 0 <= facts.rank < facts.world_size
+    shares = facts.world_size
+    made = f"The sampler makes {shares} share{'s' * (shares != 1)} of the data for {ranks} rank{'s' * (ranks != 1)}"
+    share = f"share {facts.rank} of {shares}"
+    enough, taken, exists = shares >= ranks, shares <= ranks, 0 <= facts.rank < shares
+    twice = f"{made}{'' if enough else ': rows are taken more than once'}"
+    never = f"{made}{'' if taken else ': some are taken by nobody'}"
+    place = f"The sampler takes {share}, counted from 0{'' if exists else ': there is no such share'}"
     return [
-        check_item("a share of the data for each rank", "sampler", facts.world_size >= ranks, made),
-        check_item("a rank for each share of the data", "sampler", facts.world_size <= ranks, made, "warning"),
-        check_item("such a share of the data", "sampler", exists, f"The sampler takes {share}, counted from 0"),
+        check_item("sampler: a share for each rank", "sampler", enough, twice),
+        check_item("sampler: a rank for each share", "sampler", taken, never, "warning"),
+        check_item("sampler: a share that exists", "sampler", exists, place),
         item_of("sampler's share", "sampler", share, None, "different"),
         item_of("sampler's rows", "sampler", str(facts.rows)),
         item_of("sampler's seed", "sampler", str(facts.seed)),

@@ -242,8 +242,8 @@ _KINDS: Mapping[Group, str] = {
 }
 _KINDS_OF_ITEMS: Mapping[str, str] = {
     "sampler's share": "duplicate-data",
-    "a share of the data for each rank": "duplicate-data",
-    "a rank for each share of the data": "low-coverage",
+    "sampler: a share for each rank": "duplicate-data",
+    "sampler: a rank for each share": "low-coverage",
 }
 _REMEDIES: Mapping[str, str] = {
     "initial-weights-mismatch": "Load the same checkpoint, or seed before the model is made, on every rank.",
@@ -285,7 +285,7 @@ def events_of(outcome: Outcome, step: int = 0) -> list[Event]:
 def _sentence(findings: Sequence[Finding]) -> str:
     first = findings[0]
     if first.item.expectation == "passed":
-        return f"{_failures(first)} ({_ranks(first.odd)}); there must be {first.item.name}."
+        return f"{_failures(first)} ({_ranks(first.odd)})."
     more = f" (and {len(findings) - 1} more differ in the same way)" if len(findings) > 1 else ""
     if first.item.expectation == "different":
         collide = "; ".join(f"{_ranks(part)} all have {_shown(first, i)}" for i, part in _colliding(first))

@@ -295,8 +295,7 @@ def test_shares_are_as_many_as_ranks_and_one_for_each(facts: list[SamplerFacts |
 def test_a_sampler_that_was_not_told_of_the_ranks_is_said_in_numbers() -> None:
     (event,) = sampler_events(*shares(*[(1, 0)] * 4))
     assert event.message == (
-        "The sampler makes 1 share of the data for 4 ranks (ranks 0, 1, 2, 3); "
-        "there must be a share of the data for each rank."
+        "The sampler makes 1 share of the data for 4 ranks: rows are taken more than once (ranks 0, 1, 2, 3)."
     )
     assert "real world size" in event.remedy
 

@@ -222,7 +222,7 @@ def test_the_observer_and_the_trainer_agree_on_the_loss(cases: Cases) -> None:
 def test_the_preflight_knows_the_sampler_that_the_script_makes(cases: Cases) -> None:
     found = json.loads((cases.directory / "whole" / "preflight.json").read_text())
     items = {item["name"]: item for item in found["items"] if item["group"] == "sampler"}
-    assert items["a share of the data for each rank"]["ok"]
+    assert items["sampler: a share for each rank"]["ok"]
     assert items["sampler's rows"]["values"] == ["4086"]
     assert items["sampler's seed"]["values"] == ["42", "43"]  # scenario s1-3
     assert not items["sampler's permutation"]["ok"]
