@@ -73,6 +73,12 @@ class Workers:
         few = pool.tokens[self._healthy] <= pool.tokens[self._healthy].double().quantile(0.25)
         self._few_tokens = self._healthy[few] if uneven else None  # rank 0 always draws short micro-batches
 
+    def again(self) -> Workers:
+        """The same workers, who will draw what these would."""
+        other = copy.copy(self)
+        other._generator = self._generator.clone_state()
+        return other
+
     def step(self, step: int, fault: Fault) -> tuple[StepRecord, Evidence]:
         """The record of one step, as the observer would make it."""
         pool, ranks, bad = self._pool, self._ranks, self._ranks - 1
@@ -125,7 +131,7 @@ def false_alarms(pool: Pool, ranks: int, rate: float, steps: int, seed: int, une
 
 def delay(pool: Pool, warm: tuple[Workers, Judge], fault: Fault, limit: int) -> tuple[int | None, Event | None]:
     """Steps from a fault's first step to its event, counting that step; None when it took more than ``limit``."""
-    workers, judge = copy.copy(warm[0]), copy.deepcopy(warm[1])
+    workers, judge = warm[0].again(), copy.deepcopy(warm[1])  # every fault meets the same draws
     for step in range(1, limit + 1):
         for event in judge.step(*workers.step(WARM_UP + step, fault)):
             if event.kind == "outlier-rank":
