@@ -102,7 +102,9 @@ def main(
     ] = False,
     save_model: Annotated[bool, typer.Option(help="Write the trained model at the end.", rich_help_panel=KEEP)] = True,
     log_every: Annotated[int, typer.Option(help="Steps between lines.", rich_help_panel=KEEP)] = 10,
-    progress: Annotated[bool, typer.Option(help="A progress bar on rank 0.", rich_help_panel=KEEP)] = True,
+    progress: Annotated[
+        bool, typer.Option(help="A progress bar on rank 0, on a terminal.", rich_help_panel=KEEP)
+    ] = True,
     local_rank: Annotated[
         int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Given by some launchers; not needed.")
     ] = -1,

@@ -99,7 +99,8 @@ def _loop(run: Run, done: int) -> Outcome:
     """Optimizer steps ``done + 1`` to the last, or until a signal has reached any rank."""
     settings, ranks, total = run.settings, run.ranks, run.prepared.total_steps
     loss = math.nan
-    bar = tqdm(total=total, initial=done, unit="step", disable=not (settings.progress and ranks.is_first))
+    shown = settings.progress and ranks.is_first
+    bar = tqdm(total=total, initial=done, unit="step", disable=None if shown else True)  # None: on a terminal only
     with RunLog(settings.output / "train.jsonl", ranks, done) as log, bar, StopRequest() as stop:
         for step in range(done + 1, total + 1):
             started = time.perf_counter()
