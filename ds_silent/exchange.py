@@ -284,8 +284,13 @@ Exchange = GatherExchange | ConstantSizeExchange
 
 def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device) -> Exchange:
     """The exchange that fits the group's size."""
-    small = dist.get_world_size(group) <= GATHER_LIMIT
-    return GatherExchange(layout, group, device) if small else ConstantSizeExchange(layout, group, device)
+    whole = gathers_sketches(dist.get_world_size(group))
+    return GatherExchange(layout, group, device) if whole else ConstantSizeExchange(layout, group, device)
+
+
+def gathers_sketches(ranks: int) -> bool:
+    """Whether everybody gets everybody's sketch."""
+    return ranks <= GATHER_LIMIT
 
 
 def _pack(layout: Layout, sample: LocalSample, out: Tensor) -> None:

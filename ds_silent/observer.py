@@ -23,7 +23,7 @@ from ds_silent.audit import Audit
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Judge, log_steps
-from ds_silent.exchange import GATHER_LIMIT, Gathered, Layout, LocalSample, make_exchange
+from ds_silent.exchange import Gathered, Layout, LocalSample, gathers_sketches, make_exchange
 from ds_silent.measure import Context, measure
 from ds_silent.records import Event, Seconds, Severity, StepRecord
 from ds_silent.replicas import Drift, Replicas
@@ -57,6 +57,7 @@ class Observer:
         self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names)
         self._replicas = replicas_of(config, capture)
         self._replica_due = False
+        self._weights_due: str | None = None  # checksum in the checkpoint that was loaded
         self._last_event: Event | None = None  # that ends the training
         self._tracker = RowTracker()
         self._listeners: list[Callable[[Event], None]] = []
@@ -83,6 +84,8 @@ class Observer:
         try:
             self._publish(self._exchange.collect(), together=True)
             step = self._capture.step
+            if self._weights_due is not None:
+                self._verify_weights(step)
             if self.measures(step):
                 self._exchange.post(step, self._sample(step))
         except Exception as error:  # only a broken process group gets here; the training meets it by itself
@@ -120,6 +123,18 @@ class Observer:
         except Exception as error:  # this rank's own bug
             self._capture.fail(error)
             return None
+
+    def _verify_weights(self, step: int) -> None:
+        """Once after a resume, on the writing rank; the comparison of the replicas speaks for the others."""
+        due, self._weights_due = self._weights_due, None
+        if self._replicas is None or self._sink is None:
+            return
+        found = self._replicas.weights()
+        if found != due:
+            message = f"The weights that step {step} starts from ({found}) are not those of the checkpoint ({due})."
+            remedy = "Load the checkpoint again, compare its files with their source, and do not go on from here."
+            kind = "initial-weights-mismatch"
+            self.report(Event(step, kind, "error", (), "checkpoint", None, None, message, remedy))
 
     def _publish(self, gathered: Gathered | None, together: bool) -> None:
         """Judge and write one sample. ``together``: every rank is here at the same step and may communicate."""
@@ -209,11 +224,13 @@ class Observer:
         if self._sink is not None:
             state["rows"] = self._tracker.state_dict(self._capture.rows_waiting)
             state["judge"] = None if self._judge is None else self._judge.state_dict()
+            state["weights"] = None if self._replicas is None else self._replicas.weights()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
         self.samples_per_epoch = state.get("samples_per_epoch") or None
+        self._weights_due, self._replica_due = state.get("weights"), True
         try:
             if "rows" in state:
                 self._tracker.load_state_dict(state["rows"])
@@ -291,8 +308,8 @@ def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> 
     size = 0 if direction.method == "off" else direction.sketch_size
     exact = direction.method == "exact" or (direction.exact_interval > 0 and size > 0)
     aggregation = config.integrity.aggregation and size > 0
-    small = ranks <= GATHER_LIMIT
-    layers = groups if size and (direction.per_layer or (aggregation and small)) else 0
+    places = aggregation and gathers_sketches(ranks)
+    layers = groups if size and (direction.per_layer or places) else 0
     # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size. To find a
     # fault's place and the rank behind it, a few numbers per rank do.
     layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
@@ -305,7 +322,7 @@ def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> 
         layers,
         min(layer_size, size),
         ranks * ranks if exact else 0,
-        layer_aggregates=bool(layers) and aggregation,
+        layer_aggregates=places,
         layer_records=direction.per_layer,
         hashes=1 + (groups if capture.aggregate_replicated else 0),
     )

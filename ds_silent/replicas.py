@@ -74,6 +74,11 @@ class Replicas:
         self._checked = (step, [name for name, _ in [*self._parameters, *others]], values)
         return combined(values)
 
+    def weights(self) -> str:
+        """Checksum of the parameters as they are now, as 16 hexadecimal digits. Waits for the device."""
+        values = checksums([tensor for _, tensor in self._parameters], self._history.device)
+        return f"{int(combined(values)) & 0xFFFFFFFFFFFFFFFF:016x}"
+
     def localise(self, group: dist.ProcessGroup) -> Drift | None:
         """The tensors that differ at the last :meth:`check`. A collective: every rank calls it at the same step."""
         assert self._checked is not None

@@ -123,6 +123,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("coverage", 0, "must be true or false"),
     ("preflight", "on", "must be true or false"),
     ("detectors.enabled", [], "must be true or false"),
+    ("detectors.stop_on", "always", 'must be "never", "error" or "warning"'),
     ("detectors.false_alarms_per_million_steps", 0, "must be a number greater than 0 and at most 1000000"),
     ("detectors.false_alarms_per_million_steps", -1.0, "must be a number greater than 0 and at most 1000000"),
     ("detectors.false_alarms_per_million_steps", 1e7, "must be a number greater than 0 and at most 1000000"),

@@ -53,7 +53,7 @@ def break_one_rank(directory: str, where: str) -> dict[str, Any]:
     capture = observer._capture
     assert isinstance(capture, DeepSpeedCapture)
     if rank == 1:
-        target, name = {"hook": (capture._local.accumulator, "add"), "boundary": (capture, "_aggregate")}[where]
+        target, name = {"hook": (capture._local.accumulator, "add"), "boundary": (capture, "_hashes")}[where]
         original = getattr(target, name)
 
         def breaks(*args: Any, **kwargs: Any) -> Any:
