@@ -124,7 +124,7 @@ class Audit:
         if self._arithmetic.reductions > 1 and squared > 0.0:
             spread = float(scalars["micro_squared"].sum()) / (squared * terms.ranks)
         check = check_aggregate(terms, gathered.aggregate, self._arithmetic, self._log_rate, spread)
-        return check, self._cause(gathered, spread) if check.wrong else None
+        return check, self._cause(gathered, terms, spread) if check.wrong else None
 
     def _terms(self, gathered: Gathered) -> tuple[Terms, float]:
         """And the ranks' mean squared norm."""
@@ -134,7 +134,7 @@ class Audit:
         squared = float(gathered.scalars["sketch_squared"].mean())
         return terms_of_sums(gathered.mean_sketch, squared, len(gathered.scalars["failed"])), squared
 
-    def _cause(self, gathered: Gathered, spread: float) -> Cause | None:
+    def _cause(self, gathered: Gathered, whole: Terms, spread: float) -> Cause | None:
         if gathered.layer_sketches is None or gathered.layer_aggregate is None:
             return None
         layers = gathered.layer_sketches
@@ -143,7 +143,9 @@ class Audit:
             for layer in range(layers.shape[1])
         ]
         leftover = bool((gathered.scalars["leftover_squared"] != 0.0).any())
-        return explain(Pieces(layers, gathered.layer_aggregate, self._previous), torch.tensor(tolerances), leftover)
+        error = gathered.aggregate - whole.mean
+        pieces = Pieces(layers, gathered.layer_aggregate, error, whole.mean, self._previous)
+        return explain(pieces, torch.tensor(tolerances), leftover)
 
     def _received(self, gathered: Gathered) -> dict[int, Groups] | None:
         """Bits are compared, so no threshold is needed; a NaN equals itself here."""

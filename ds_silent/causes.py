@@ -1,6 +1,6 @@
 """Why an aggregate is not the mean of the ranks' gradients: what is linear leaves its own trace in the sketches.
 
-    cause = explain(Pieces(layer_sketches, layer_aggregate, previous), tolerances)
+    cause = explain(Pieces(layer_sketches, layer_aggregate, error, mean, previous), tolerances)
 
 An aggregate that is wrong by rule - a factor, a rank left out or taken twice, nothing reduced, a piece zeroed or left
 over from the step before - lies in the span of vectors whose sketches are at hand, so the rule follows from a small
@@ -28,6 +28,8 @@ class Pieces:
 
     sketches: Tensor  # (N, L, m) of the ranks' local gradients
     aggregate: Tensor  # (L, m)
+    error: Tensor  # (k,) of the whole gradient's sketch: aggregate - mean
+    mean: Tensor  # (k,) of the whole gradient
     previous: Tensor | None = None  # (L, m) the aggregate of the measurement before
 
 
@@ -37,7 +39,7 @@ class Cause:
 
     kind: Kind
     layers: tuple[int, ...]  # that are wrong
-    factor: float | None = None  # of the scale; share of the squared norm that is gone for ``partly-zeroed``
+    factor: float | None = None  # of the scale; for ``partly-zeroed`` the share of the whole squared norm that is gone
     ranks: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
 
@@ -69,7 +71,7 @@ def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False) -> Cause
     factor = float(aggregate @ mean) / float(mean @ mean) if float(mean @ mean) > 0.0 else 0.0
     if float((aggregate - factor * mean).norm()) <= limit:
         return Cause("scale", layers, factor)
-    return _by_rank(local, aggregate, limit, layers) or _by_shape(error, mean, layers)
+    return _by_rank(local, aggregate, limit, layers) or _by_shape(pieces.error, pieces.mean, layers)
 
 
 def _by_rank(local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, ...]) -> Cause | None:
@@ -93,11 +95,15 @@ def _by_rank(local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, 
 
 
 def _by_shape(error: Tensor, mean: Tensor, layers: tuple[int, ...]) -> Cause:
-    """A piece that is gone is the error's own projection on the mean; one element fills one bucket."""
+    """A piece that is gone is the error's own projection on the mean; one element fills one bucket.
+
+    The projection of noise on the mean is 0 with a standard error of |error| |mean| / sqrt(k): a missing piece is told
+    from noise where its squared length is at least four of these, and its projection within three of minus that.
+    """
     squared = float(error @ error)
     if float(error.square().max()) > 0.9 * squared:
         return Cause("element", layers)
-    chance = 4.0 * float(error.norm()) * float(mean.norm()) / len(error) ** 0.5
-    if abs(float(error @ mean) + squared) <= min(chance, 0.25 * squared) and squared < float(mean @ mean):
+    chance = float(error.norm()) * float(mean.norm()) / len(error) ** 0.5
+    if squared >= 4.0 * chance and abs(float(error @ mean) + squared) <= 3.0 * chance and squared < float(mean @ mean):
         return Cause("partly-zeroed", layers, squared / float(mean @ mean))
     return Cause("noise", layers)

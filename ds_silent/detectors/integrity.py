@@ -87,7 +87,7 @@ def _told(cause: Cause, where: str, world_size: int) -> str:
         "stale": f"In {where} it is that of the step before.",
         "unreduced": f"In {where} it is {factor:.3g} times the gradient of {named(cause.ranks, world_size)} alone: it "
         "was not reduced.",
-        "partly-zeroed": f"A part of {where} is missing that holds {factor:.1%} of the squared norm there.",
+        "partly-zeroed": f"A part of {where} is missing that holds {factor:.2%} of the gradient's squared norm.",
         "element": f"A single element of {where}, or very few, are off, as after a bit flip.",
         "noise": f"The error in {where} looks like noise: no factor, rank or missing piece explains it.",
     }[cause.kind]
