@@ -11,9 +11,10 @@ import torch
 
 from tests.distributed import run_distributed
 from tests.matrix import COVERING, FULL
-from tests.training import DTYPES, Case, Trace, oracle_layers, train
+from tests.training import DTYPES, REPLICA_INTERVAL, Case, Trace, oracle_layers, train
 
 STEPS = 10
+RESULTS = ("aggregation-error", "unreduced-gradient", "replica-drift", "observer-off", "initial-weights-mismatch")
 SKETCH_SIZE = 1024  # of tests.training.Case.config
 EFFECTIVE = 1 / (1 / SKETCH_SIZE + 1 / (8 * SKETCH_SIZE))
 
@@ -71,6 +72,8 @@ def check(cases: tuple[Case, ...], results: list[list[tuple[Trace, Trace]]]) -> 
         assert [record["step"] for record in trace.records] == steps, case
         for record in trace.records:
             check_record(case, record, trace.oracle[record["step"] - 1])
+            check_integrity(case, record, len(results))
+        check_events(case, trace)
         if case.per_layer:
             check_layers(case, trace)
 
@@ -110,6 +113,31 @@ def check_record(case: Case, record: dict[str, Any], truth: dict[str, Any]) -> N
         assert norms["cv"] == pytest.approx(norms["std"] / norms["mean"], rel=1e-12), where
 
     check_direction(case, record, truth, 1e-6 + 2 * u * additions)
+
+
+def check_integrity(case: Case, record: dict[str, Any], ranks: int) -> None:
+    """What DeepSpeed reduced is right within rounding, in every supported cell, and the bound is no wild one."""
+    where, found = (case, record["step"]), record["integrity"]
+    if case.method == "off":
+        assert (found["relative_error"], found["rounding_bound"]) == (None, None), where
+    else:
+        assert 0.0 < found["relative_error"] < found["rounding_bound"], where
+        unit = 2.0**-24 if case.dtype == "fp32" else torch.finfo(DTYPES[case.dtype]).eps / 2
+        assert found["rounding_bound"] < 16 * unit, where
+    due = record["step"] // REPLICA_INTERVAL != (record["step"] - case.interval) // REPLICA_INTERVAL
+    together = [list(range(ranks))] if due and case.stage < 3 else None
+    assert found["replica_groups"] == together, where
+
+
+def check_events(case: Case, trace: Trace) -> None:
+    """None about results, but one: DeepSpeed unscales stage 0's fp16 gradients, which were never scaled, by 2^8."""
+    about_results = [event for event in trace.events if event["kind"] in RESULTS]
+    if case.dtype == "fp16" and case.stage == 0 and case.method != "off":
+        [event] = about_results
+        assert (event["step"], event["where"], event["ranks"]) == (1, "applied gradient", []), (case, event)
+        assert event["score"] == pytest.approx(1 - 2.0**-8, rel=1e-6)
+    else:
+        assert about_results == [], case
 
 
 def check_direction(case: Case, record: dict[str, Any], truth: dict[str, Any], rounding: float) -> None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_silent
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 61, 24, 12, 3
+REPLICA_INTERVAL = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,6 +67,7 @@ class Case:
                 "output_dir": str(output_dir),
                 "interval": self.interval,
                 "tensorboard": False,
+                "integrity": {"replica_interval": REPLICA_INTERVAL},
                 "direction": {
                     "method": self.method,
                     "sketch_size": 1024,
@@ -116,6 +118,7 @@ class Trace:
     records: tuple[dict[str, Any], ...]  # rank 0: metrics.jsonl
     oracle: tuple[dict[str, Any], ...]  # rank 0: the naive computation, if asked for
     layers: tuple[dict[str, Any], ...] = ()
+    events: tuple[dict[str, Any], ...] = ()  # rank 0: events.jsonl
 
 
 def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool = False) -> Trace:
@@ -150,17 +153,18 @@ def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool 
         observer.close()
     records: tuple[dict[str, Any], ...] = ()
     layers: tuple[dict[str, Any], ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
     if enabled and rank == 0:
-        from ds_silent.sinks.jsonl import read_metrics
+        from ds_silent.sinks.jsonl import read_events, read_metrics
 
         records = tuple(read_metrics(output_dir / "metrics.jsonl"))
+        events = tuple(read_events(output_dir / "events.jsonl"))
         if case.per_layer:
             import json
 
             layers = tuple(json.loads(line) for line in (output_dir / "layers.jsonl").read_text().splitlines())
-    trace = Trace(
-        _hash_weights(engine), _hash_optimizer(engine), tuple(losses), records, tuple(e for e in expected if e), layers
-    )
+    truth = tuple(e for e in expected if e)
+    trace = Trace(_hash_weights(engine), _hash_optimizer(engine), tuple(losses), records, truth, layers, events)
     engine.destroy()
     return trace
 
