@@ -30,7 +30,6 @@ from torch import Tensor
 from ds_silent.sample_ids import mix64
 
 ROW = 8192  # 64-bit words
-BLOCK = 1 << 22  # elements copied at once where memory is not aligned; whole rows of every dtype
 Groups = tuple[tuple[int, ...], ...]
 Items = Sequence[tuple[str, Tensor]]
 
@@ -56,6 +55,7 @@ class Replicas:
     def __init__(self, parameters: Items, others: Callable[[], Items], history: int):
         self._parameters, self._others = list(parameters), others
         device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
+        self._checksums = Checksums([_bytes(tensor) for _, tensor in self._parameters], device)
         self._history = torch.zeros(max(1, history), len(self._parameters), dtype=torch.int64, device=device)
         self._steps = [-1] * len(self._history)
         self._checked: tuple[int, list[str], Tensor] | None = None
@@ -63,21 +63,23 @@ class Replicas:
     def remember(self, step: int) -> None:
         """Checksums of the parameters as optimizer step ``step`` finds them."""
         slot = step % len(self._steps)
-        self._history[slot] = checksums([tensor for _, tensor in self._parameters], self._history.device)
+        self._history[slot] = self._now()
         self._steps[slot] = step
 
     def check(self, step: int) -> Tensor:
         """int64 () checksum of everything that is replicated. :meth:`remember` was called for this step."""
         others = list(self._others())
-        rest = checksums([tensor for _, tensor in others], self._history.device)
-        values = torch.cat((self._history[step % len(self._steps)], rest))
+        rest = [checksum(tensor).to(self._history.device, non_blocking=True) for _, tensor in others]
+        values = torch.cat((self._history[step % len(self._steps)], *(value.reshape(1) for value in rest)))
         self._checked = (step, [name for name, _ in [*self._parameters, *others]], values)
         return combined(values)
 
     def weights(self) -> str:
         """Checksum of the parameters as they are now, as 16 hexadecimal digits. Waits for the device."""
-        values = checksums([tensor for _, tensor in self._parameters], self._history.device)
-        return f"{int(combined(values)) & 0xFFFFFFFFFFFFFFFF:016x}"
+        return f"{int(combined(self._now())) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+    def _now(self) -> Tensor:
+        return self._checksums([tensor for _, tensor in self._parameters])
 
     def localise(self, group: dist.ProcessGroup) -> Drift | None:
         """The tensors that differ at the last :meth:`check`. A collective: every rank calls it at the same step."""
@@ -92,7 +94,7 @@ class Replicas:
         apart = (tensors != tensors[0]).any(0).nonzero().flatten().tolist()
         different = (history != history[:1]).any(0).any(1)
         since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
-        groups = groups_of(combined_rows(tensors[:, apart])) if apart else ()
+        groups = groups_of(combined(tensors[:, apart])) if apart else ()
         # the checksum that step s finds is what the update of step s - 1 has left
         return Drift(tuple(names[i] for i in apart), groups, min(since) - 1 if since else None)
 
@@ -105,57 +107,77 @@ def groups_of(values: Tensor) -> Groups:
     return tuple(sorted((tuple(ranks) for ranks in found.values()), key=lambda ranks: (-len(ranks), ranks)))
 
 
-def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """(len(tensors),) int64 on ``device``, which nobody waits for."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.int64, device=device)
-    return torch.stack([checksum(tensor).to(device, non_blocking=True) for tensor in tensors])
+class Checksums:
+    """(n,) int64 checksums of n tensors of fixed sizes, in two kernels per tensor and a few for all.
+
+    Args:
+        sizes: bytes of each tensor.
+        device: where all of them are.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device):
+        self._places: list[tuple[int, int, int]] = []  # first row, whole rows, words of the last row
+        owners: list[int] = []
+        numbers: list[int] = []
+        for index, size in enumerate(sizes):
+            whole, rest = divmod(size // 8, ROW)
+            self._places.append((len(owners), whole, rest))
+            owners += [index] * (whole + (rest > 0))
+            numbers += range(whole + (rest > 0))
+        keys = keys_of(max(numbers, default=0) + 1)
+        self._row_keys = keys[numbers].to(device)
+        self._owners = torch.tensor(owners, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(len(owners), dtype=torch.int64, device=device)
+        self._last_words = torch.zeros(len(sizes), dtype=torch.int64, device=device)
+        self._last_key = int(keys[0])
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Of these tensors, in the order and of the sizes that were planned for; 0 for None. Nobody waits for it."""
+        for index, ((first, whole, rest), tensor) in enumerate(zip(self._places, tensors, strict=True)):
+            if tensor is None:
+                self._rows[first : first + whole + (rest > 0)].zero_()
+                self._last_words[index].zero_()
+            else:
+                self._read(tensor, index, first, whole, rest)
+        sums = torch.zeros_like(self._last_words).index_add_(0, self._owners, self._rows * self._row_keys)
+        return sums + self._last_words * self._last_key
+
+    def _read(self, tensor: Tensor, index: int, first: int, whole: int, rest: int) -> None:
+        flat = tensor.detach().reshape(-1)
+        flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+        if flat.storage_offset() * flat.element_size() % 8:
+            flat = flat.clone()  # 64-bit words need an aligned beginning
+        in_words = (whole * ROW + rest) * 8 // flat.element_size()
+        words = flat[:in_words].view(torch.int64)
+        if whole:
+            torch.sum(words[: whole * ROW].view(whole, ROW), 1, out=self._rows[first : first + whole])
+        if rest:
+            torch.sum(words[whole * ROW :], 0, out=self._rows[first + whole])
+        if in_words < flat.numel():
+            self._last_words[index : index + 1].view(flat.dtype)[: flat.numel() - in_words].copy_(flat[in_words:])
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """int64 () checksum of a tensor's bits, on its device; see the module docstring. Does not know dtype or shape."""
-    flat = tensor.detach().reshape(-1)
-    per_word = 8 // flat.element_size() if flat.element_size() < 8 else 1
-    words, rest = flat.numel() // per_word, flat.numel() % per_word
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    if words:
-        whole = flat[: words * per_word]
-        aligned = whole.storage_offset() * whole.element_size() % 8 == 0
-        size = len(whole) if aligned else BLOCK
-        for begin in range(0, len(whole), size):
-            block = whole[begin : begin + size]
-            # every block but the last is made of whole rows
-            total += _rows((block if aligned else block.clone()).view(torch.int64), begin // per_word // ROW)
-    if rest:
-        last = torch.cat((flat[-rest:], flat.new_zeros(per_word - rest)))
-        total += last.view(torch.int64)[0] * _key_list(1)[0]
-    return total
+    return Checksums([_bytes(tensor)], tensor.device)([tensor])[0]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def combined(values: Tensor) -> Tensor:
-    """int64 () of (n,) checksums, in their order."""
-    return (values * _keys(len(values), values.device)).sum()
-
-
-def combined_rows(values: Tensor) -> Tensor:
-    """int64 (N,) of (N, n) checksums."""
-    return (values * _keys(values.shape[1], values.device)).sum(1)
-
-
-def _rows(words: Tensor, first: int) -> Tensor:
-    whole = len(words) // ROW
-    keys = _keys(first + whole + 1, words.device)[first:]
-    total = (words[: whole * ROW].view(whole, ROW).sum(1) * keys[:whole]).sum()
-    return total + words[whole * ROW :].sum() * keys[whole]
-
-
-def _keys(count: int, device: torch.device) -> Tensor:
-    """int64 (count,) odd keys."""
-    return _key_list(max(1024, 1 << (count - 1).bit_length()) if count else 1024).to(device)[:count]
+    """(..., n) checksums to (...) int64, in their order."""
+    return (values * _device_keys(values.shape[-1], values.device)).sum(-1)
 
 
 @lru_cache(maxsize=32)
-def _key_list(count: int) -> Tensor:
+def _device_keys(count: int, device: torch.device) -> Tensor:
+    return keys_of(count).to(device)
+
+
+def keys_of(count: int) -> Tensor:
+    """int64 (count,) odd keys."""
     return torch.from_numpy((mix64(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)).view(np.int64))
 
 

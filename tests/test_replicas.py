@@ -9,20 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.replicas import BLOCK, ROW, Replicas, checksum, combined, groups_of
+from ds_silent.replicas import ROW, Replicas, checksum, combined, groups_of, keys_of
 from tests.distributed import run_distributed
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
 
 def naive(tensor: Tensor) -> int:
     """The formula of the docstring, with Python's integers."""
-    from ds_silent.replicas import _key_list
-
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     whole = len(data) // 8
     words = [int.from_bytes(data[8 * i : 8 * i + 8], "little") for i in range(whole)]
-    keys = _key_list(1024).tolist()
+    keys = keys_of(1024).tolist()
     total = sum(word * keys[index // ROW] for index, word in enumerate(words))
     if len(data) % 8:
         total += int.from_bytes(data[8 * whole :].ljust(8, b"\0"), "little") * keys[0]
@@ -35,6 +33,9 @@ def test_checksum_is_its_formula_and_sees_every_bit(numel: int, dtype: torch.dty
     values = torch.randint(0, 100, (numel,), generator=torch.Generator().manual_seed(numel)).to(dtype)
     right = int(checksum(values))
     assert right == naive(values)
+    if dtype == torch.bool:
+        assert int(checksum(~values)) != right
+        return
     raw = values.clone().view(torch.uint8)
     for place in {0, len(raw) // 2, len(raw) - 1}:
         for bit in range(8):
@@ -44,7 +45,7 @@ def test_checksum_is_its_formula_and_sees_every_bit(numel: int, dtype: torch.dty
 
 
 def test_where_a_tensor_lies_in_memory_makes_no_difference() -> None:
-    for numel in (5, BLOCK + 100_003):
+    for numel in (5, 5_000_003):
         values = torch.arange(numel + 1, dtype=torch.float32)
         assert int(checksum(values[1:])) == int(checksum(values[1:].clone()))  # 4 bytes off an 8-byte boundary
     strided = torch.arange(12.0).view(3, 4).T

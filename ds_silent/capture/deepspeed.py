@@ -36,7 +36,7 @@ from ds_silent.capture.sampler import Part, Sends, StepSampler
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange import LocalSample
 from ds_silent.integrity import Arithmetic
-from ds_silent.replicas import Items, checksums, combined
+from ds_silent.replicas import Checksums, Items, keys_of
 from ds_silent.sample_ids import packed_size
 
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -92,6 +92,8 @@ class DeepSpeedCapture:
         self._parameters = [p for _, p in named]
         self.layer_names, layers = layers_of([name for name, _ in named])
         self._layers = torch.tensor(layers, dtype=torch.int64, device=self.device)
+        self._keys = keys_of(len(layers)).to(self.device)
+        self._checksums: Checksums | None = None  # of the aggregate, whose dtype is known when there is one
 
         # Stages 2 and 3 reduce and free every micro-batch; with overlap, stage 1 reduces during the last backward.
         additive = bool(engine.zero_optimization_partition_gradients())
@@ -325,12 +327,12 @@ class DeepSpeedCapture:
         if not self.aggregate_replicated:
             return first
         held = [self._held(index) for index in range(len(self._parameters))]
-        present = [index for index, values in enumerate(held) if values is not None]
-        sums = torch.zeros(len(held), dtype=torch.int64, device=self.device)
-        if present:
-            sums[present] = checksums([values for values in held if values is not None], self.device)
-        names = len(self.layer_names)
-        return torch.cat((first, torch.stack([combined(sums * (self._layers == layer)) for layer in range(names)])))
+        if self._checksums is None:
+            size = next((values.element_size() for values in held if values is not None), 4)
+            self._checksums = Checksums([size * _numel(p) for p in self._parameters], self.device)
+        sums = self._checksums(held)
+        layers = torch.zeros(len(self.layer_names), dtype=torch.int64, device=self.device)
+        return torch.cat((first, layers.index_add_(0, self._layers, sums * self._keys)))
 
     def _scale(self) -> float | Tensor:
         """The factor on every gradient of this step. Only ZeRO's fp16 scales when ``engine.backward`` is bypassed."""
