@@ -197,14 +197,40 @@ def plan_lines(
             yield f"  exact       {_exact(config, ds_config, world_size, parameters)}"
         if direction.per_layer:
             yield "  per layer   one more sketch of each layer is sent; its size grows with the number of layers"
+    yield from _integrity_lines(config, world_size)
     if config.coverage:
         yield "  coverage    duplicates in a step, share of the epoch seen; row ids travel too, 12 B each"
     if config.detectors.enabled:
         rate = config.detectors.false_alarms_per_million_steps
         yield f"  judges      each measured step; false alarms by chance: at most {rate:g} in a million steps"
+        if config.detectors.stop_on != "never":
+            worst = "an error" if config.detectors.stop_on == "error" else "a warning or an error"
+            yield f"  stops       all ranks with exit status 3, two measured steps after {worst}"
     board = ", TensorBoard files in tensorboard/" if config.tensorboard else ""
     yield f"  writes      metrics.jsonl and events.jsonl{board} in {config.output_dir!a}, on rank 0"
-    yield "  changes     nothing: the weights are bit for bit those of a training without it"
+    ends = " until it is stopped" if config.detectors.enabled and config.detectors.stop_on != "never" else ""
+    yield f"  changes     nothing: the weights are bit for bit those of a training without it{ends}"
+
+
+def _integrity_lines(config: Any, world_size: int) -> Iterator[str]:
+    """What the checks of the reduction and of the replicas do, keep and send."""
+    from ds_silent.exchange import gathers_sketches
+    from ds_silent.observer import place_size
+    from ds_silent.sketch import make_plan
+
+    size = config.direction.sketch_size
+    if config.integrity.aggregation and config.direction.method == "off":
+        yield "  reduction   not checked: that needs the sketches, which direction.method off does not make"
+    elif config.integrity.aggregation:
+        what = "aggregated gradient against the mean of the ranks', applied against aggregated gradient"
+        yield f"  reduction   {what}"
+        if gathers_sketches(world_size):
+            table = _size(4 * make_plan(numel=1, size=size).width)
+            sent = _size(4 * 2 * place_size(size, world_size))
+            yield f"              and at which layer it went wrong: keeps {table}, sends {sent} for each layer"
+    if config.integrity.replica_interval:
+        steps = config.integrity.replica_interval
+        yield f"  replicas    bits compared every {steps} optimizer steps and after checkpoints; not under ZeRO stage 3"
 
 
 def _direction(direction: Any) -> str:

@@ -314,7 +314,7 @@ def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> 
     # fault's place and the rank behind it, a few numbers per rank do.
     layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
     if layers and not direction.per_layer:
-        layer_size = min(layer_size, max(64, 1 << (4 * ranks - 1).bit_length()))
+        layer_size = min(layer_size, place_size(size, ranks))
     return Layout(
         size,
         groups,
@@ -326,6 +326,11 @@ def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> 
         layer_records=direction.per_layer,
         hashes=1 + (groups if capture.aggregate_replicated else 0),
     )
+
+
+def place_size(sketch_size: int, ranks: int) -> int:
+    """Numbers of a layer's sketch from which N ranks' shares in it can be solved, with some to spare."""
+    return min(sketch_size, max(64, 1 << (4 * ranks - 1).bit_length()))
 
 
 def replicas_of(config: SilentConsistencyConfig, capture: Capture) -> Replicas | None:
