@@ -174,3 +174,15 @@ def test_tokens_dealt_at_random_explain_the_norm() -> None:
         else:
             delays.append(1500)
     assert delays[0] < delays[1] / 2
+
+
+def test_odd_tokens_before_a_fault_do_not_hide_it_for_good() -> None:
+    run, found = Run(seed=4), []
+    for step in range(1, 200):
+        tokens = np.full(4, 128.0)  # packed rows; but for some steps one rank has the most of all
+        if 60 < step <= 100:
+            tokens[1] = 150.0
+        events = with_tokens(run, tokens, scale=1.5 if step > 100 else 1.0)
+        found += [event for event in events if event.kind == "outlier-rank"]
+    assert [event.ranks for event in found] == [(1,)]
+    assert 100 < found[0].step < 130

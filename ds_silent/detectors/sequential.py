@@ -138,6 +138,10 @@ class SequentialTest:
         self._evidence[:, :, ranks] = -np.inf
         self._cusum[:, :, ranks] = 0.0
 
+    def halve_cusum(self, series: int) -> None:
+        """Take half of one statistic's (log) CUSUM back."""
+        self._cusum[series] /= 2.0
+
     def unlearn(self, rank: int, since: int) -> None:
         """Take a flagged rank out of the history, from the step at which its fault began."""
         self._pool[self._pool_steps >= since, :, rank] = np.nan
