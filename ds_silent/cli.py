@@ -227,7 +227,7 @@ def _integrity_lines(config: Any, world_size: int) -> Iterator[str]:
         if gathers_sketches(world_size):
             table = _size(4 * make_plan(numel=1, size=size).width)
             sent = _size(4 * 2 * place_size(size, world_size))
-            yield f"              and at which layer it went wrong: keeps {table}, sends {sent} for each layer"
+            yield f"  place       the layer where it went wrong; for each layer {table} are kept and {sent} sent"
     if config.integrity.replica_interval:
         steps = config.integrity.replica_interval
         yield f"  replicas    bits compared every {steps} optimizer steps and after checkpoints; not under ZeRO stage 3"

@@ -40,14 +40,28 @@ def test_the_default_block(tmp_path: Path) -> None:
     assert said["preflight"].startswith("before step 1: weights, generators, sampler")
     assert said["coverage"].endswith("row ids travel too, 12 B each")
     assert said["judges"] == "each measured step; false alarms by chance: at most 1 in a million steps"
+    assert said["reduction"].startswith("aggregated gradient against the mean of the ranks'")
+    assert said["place"] == "the layer where it went wrong; for each layer 511.9 KiB are kept and 512 B sent"
+    assert said["replicas"].startswith("bits compared every 100 optimizer steps")
     assert "exact" not in said
     assert "per layer" not in said
+    assert "stops" not in said
 
 
 def test_what_is_switched_off_is_not_promised(tmp_path: Path) -> None:
-    off = {"coverage": False, "preflight": False, "detectors": {"enabled": False}}
+    off = {
+        "coverage": False,
+        "preflight": False,
+        "detectors": {"enabled": False, "stop_on": "error"},
+        "integrity": {"aggregation": False, "replica_interval": 0},
+    }
     said = lines(check(tmp_path, {"silent_consistency": off}))
-    assert not {"preflight", "coverage", "judges"} & set(said)
+    assert not {"preflight", "coverage", "judges", "reduction", "place", "replicas", "stops"} & set(said)
+    without_sketch = lines(check(tmp_path, {"silent_consistency": {"direction": {"method": "off"}}}))
+    assert without_sketch["reduction"].startswith("not checked")
+    stopping = lines(check(tmp_path, {"silent_consistency": {"detectors": {"stop_on": "warning"}}}))
+    assert stopping["stops"].endswith("after a warning or an error")
+    assert stopping["changes"].endswith("until it is stopped")
 
 
 def test_several_configurations_at_once(tmp_path: Path) -> None:
