@@ -52,10 +52,13 @@ def test_false_alarms_stay_below_the_stated_rate_without_any_assumption_on_the_v
 
 
 def test_a_stated_rate_makes_the_threshold() -> None:
-    few, many = (Run(rate=rate).until_event(400, scale=1.5)[1] for rate in (1.0, 1e4))
-    assert few.threshold == pytest.approx(math.log(3e6) + math.log(4), rel=1e-9)
-    assert few.threshold - many.threshold == pytest.approx(math.log(1e4), rel=1e-9)
-    assert Run(interval=10).until_event(400, scale=1.5)[1].threshold == pytest.approx(few.threshold - math.log(10))
+    few, many, rare = (
+        next(event.threshold for event in run.steps(400, scale=1.5) if event.kind == "outlier-rank")
+        for run in (Run(rate=1.0), Run(rate=1e4), Run(interval=10))
+    )
+    assert few == pytest.approx(math.log(3e6) + math.log(4), rel=1e-9)
+    assert few - many == pytest.approx(math.log(1e4), rel=1e-9)
+    assert rare == pytest.approx(few - math.log(10))
 
 
 def test_healthy_ranks_are_silent() -> None:
