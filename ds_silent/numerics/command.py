@@ -61,7 +61,7 @@ def numerics_command(
 
 
 def _with_progress(options: Options, console: Console) -> Findings:
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=None)
         return measure(options, lambda name: progress.update(task, description=f"{name} ended", advance=1))
 

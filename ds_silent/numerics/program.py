@@ -25,6 +25,7 @@ from ds_silent.numerics.wire import Job, RealReduction, Timing, reduce_for_real
 
 WORLD_SIZES = (2, 4, 8)
 MOST_MICRO_BATCHES = 64
+MOST_TRAINED = 4  # ranks
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,19 @@ def measure(options: Options, told: Callable[[str], None] = lambda _: None) -> F
         reductions, timings = _for_real(options, gradients, world_sizes, folder, told)
     weights: Sequence[Distance] = ()
     if options.steps:
-        weights = tuple(measure_weights(model, options.dtypes, world_sizes[-1], options.steps, options.seed, told))
+        weights = tuple(
+            measure_weights(model, options.dtypes, weights_ranks(world_sizes), options.steps, options.seed, told)
+        )
     options = dataclasses.replace(options, world_sizes=world_sizes)
     elements = micro_batches.shape[1]
     return Findings(
         gradients.source, elements, len(micro_batches), options, rounding, reductions, tuple(weights), timings
     )
+
+
+def weights_ranks(world_sizes: Sequence[int]) -> int:
+    """Ranks of the trainings: their time grows with it, and what more ranks do to the error is known by then."""
+    return min(world_sizes[-1], MOST_TRAINED)
 
 
 def _for_real(

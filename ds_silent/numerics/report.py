@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ds_silent.numerics.program import Findings
+from ds_silent.numerics.program import Findings, weights_ranks
 from ds_silent.numerics.rounding import Rounding
 from ds_silent.numerics.weights import Distance
 from ds_silent.numerics.wire import AGAIN, RealReduction, Timing
@@ -36,7 +36,7 @@ def print_report(findings: Findings, console: Console) -> None:
     if findings.weights:
         title = (
             f"Distance between the weights after {options.steps} steps of the practice model over "
-            f"{options.world_sizes[-1]} ranks, relative to the distance travelled"
+            f"{weights_ranks(options.world_sizes)} ranks, relative to the distance travelled"
         )
         _show(console, title, _distances(findings.weights))
         _say(console, weights_sentence(findings.weights, options.steps))
@@ -53,8 +53,8 @@ def error_sentence(rows: Sequence[Rounding]) -> str:
     """How far each dtype is from the float64 mean, and whether rounding could raise an alarm."""
     size = rows[-1].world_size
     last = [row for row in rows if row.world_size == size]
-    said = "; ".join(f"{row.dtype} is {share(row.error)} away from it" for row in last)
-    said = f"The float64 mean over {size} ranks is the reference: {said}."
+    said = ", ".join(f"{share(row.error)} in {row.dtype}" for row in last)
+    said = f"Over {size} ranks one reduction is this far from the float64 mean: {said}."
     for row in last:
         if not math.isfinite(row.error):
             said += f" {row.dtype} overflowed: give a smaller --loss-scale than {row.loss_scale:g}."
@@ -68,7 +68,7 @@ def error_sentence(rows: Sequence[Rounding]) -> str:
         return said
     return (
         f"{said} What ds_silent puts down to rounding is {min(ratios):.1f} to {max(ratios):.1f} times what it sees of "
-        f"it, so rounding raises no alarm; an aggregation-error is not rounding."
+        f"it, so rounding raises no alarm, and an aggregation-error event is something else."
     )
 
 
@@ -117,10 +117,14 @@ def weights_sentence(rows: Sequence[Distance], steps: int) -> str:
             continue
         dtype = worst.one.partition(",")[0]
         said.append(
-            f"with {optimizer} {dtype} reductions move the weights by {share(worst.relative)} of the way travelled "
+            f"{dtype} reductions have moved {optimizer}'s weights by {share(worst.relative)} of the way travelled "
             f"(other rows: {share(yardstick.relative)}, {yardstick.relative / worst.relative:.3g} times as far)"
         )
-    return f"After {steps} steps {'; '.join(said)}." if said else f"After {steps} steps no reduction moved the weights."
+    return (
+        f"After {steps} steps {', and '.join(said)}."
+        if said
+        else f"After {steps} steps no reduction moved the weights."
+    )
 
 
 def cost_sentence(rows: Sequence[Timing]) -> str:
