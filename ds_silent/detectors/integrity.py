@@ -81,15 +81,17 @@ def _told(cause: Cause, where: str, world_size: int) -> str:
         shown = ", ".join(f"rank {rank} {cause.weights[rank]:.2f} times" for rank in cause.ranks[:8])
         return f"In {where} the ranks' gradients entered with other weights than 1: {shown or 'by small amounts'}."
     factor = cause.factor or 0.0
+    if cause.kind == "unreduced":
+        alone = named(cause.ranks, world_size)
+        return f"In {where} it is {factor:.3g} times the gradient of {alone} alone: it was not reduced."
     return {
         "leftover": f"The gradients of the step before were not cleared in {where} and are in it again.",
         "zeroed": f"It is zero in {where}.",
         "stale": f"In {where} it is that of the step before.",
-        "unreduced": f"In {where} it is {factor:.3g} times the gradient of {named(cause.ranks, world_size)} alone: it "
-        "was not reduced.",
         "partly-zeroed": f"A part of {where} is missing that holds {factor:.2%} of the gradient's squared norm.",
         "element": f"A single element of {where}, or very few, are off, as after a bit flip.",
-        "noise": f"The error in {where} looks like noise: no factor, rank or missing piece explains it.",
+        "noise": f"No factor, rank or missing piece explains the error in {where}: it looks like noise, or like "
+        "micro-batches that are missing or counted twice.",
     }[cause.kind]
 
 

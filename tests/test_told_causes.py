@@ -1,0 +1,30 @@
+"""Every cause that can be found is told in one sentence, whether it names ranks or not."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+from ds_silent.audit import Integrity
+from ds_silent.causes import Cause, Kind
+from ds_silent.detectors.integrity import integrity
+from ds_silent.integrity import AggregateCheck
+from tests.made_records import Run
+
+LAYERS = ("embedding", "layers.0", "head")
+
+
+@pytest.mark.parametrize("kind", typing.get_args(Kind))
+@pytest.mark.parametrize("ranks", [(), (2,)])
+def test_every_kind_is_told(kind: Kind, ranks: tuple[int, ...]) -> None:
+    if kind == "unreduced" and not ranks:
+        return  # it is this rank's gradient by definition
+    cause = Cause(kind, (1,), 0.5, ranks, (1.0, 1.0, 0.0, 1.0))
+    seen = Integrity(AggregateCheck(0.75, 1.0, 1e-6), cause, layers=LAYERS)
+    (finding,) = integrity(Run().record(), seen)
+    assert finding.kind == ("unreduced-gradient" if kind == "unreduced" else "aggregation-error")
+    assert finding.ranks == ranks
+    assert "the error is 0.75 of it, rounding explains at most 1e-06" in finding.message
+    assert finding.message.count("layers.0") == 1
+    assert finding.message.endswith(".")
