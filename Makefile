@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo test test-matrix lint format clean
+.PHONY: help demo test test-matrix test-real-bugs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -28,6 +28,9 @@ test: lint ## lint, then the tests in real processes
 test-matrix: $(READY) ## the full configuration matrices (tens of minutes)
 	@sh .ci/setup.sh unlock
 	@$(PYTHON_IN_VENV) -m pytest -m matrix
+
+test-real-bugs: $(READY) ## released DeepSpeed versions that train wrongly: what is found (5 minutes)
+	@$(PYTHON_IN_VENV) benchmarks/real_bugs.py
 
 lint: $(READY) ## ruff, mypy and shellcheck
 	@echo "lint: ruff, mypy, shellcheck ..."

@@ -1,0 +1,380 @@
+"""Released DeepSpeed versions with silently wrong gradients: what the aggregation check says about each.
+
+    python benchmarks/real_bugs.py              # the known bug and its neighbours: make test-real-bugs
+    python benchmarks/real_bugs.py --survey     # every configuration below, in every version: what is found
+    python benchmarks/real_bugs.py --survey --versions 0.17.6 0.19.8 --ranks 2
+
+DeepSpeed 0.17.6 and 0.18.0 apply about one micro-batch's gradient under ZeRO-2 with accumulation, instead of the sum
+(DeepSpeed issue 7718); versions before and after are right. Each version is installed into a directory of its own under
+build/real-bugs and put before the environment's own by PYTHONPATH; everything else stays as it is. The trainings are
+real: several processes, gloo.
+
+Beside what ds_silent says stands a number that knows nothing of it: plain SGD moves the fp32 weights by minus the
+learning rate times the gradient, so their change gives what was applied, and a plain torch copy of the model, the same
+rows and float64 sums give what should have been. A finding without an error of that kind would be a false alarm; an
+error without a finding, a miss. The exit status is 0 only when neither happened, and the known bug was found at step 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / "build" / "real-bugs"
+WRONG = ("0.17.6", "0.18.0")
+RIGHT = ("0.16.9", "0.17.2", installed_version("deepspeed"))
+SURVEYED = ("0.16.9", "0.17.0", "0.17.2", "0.17.6", "0.18.0", "0.18.3", "0.19.0", installed_version("deepspeed"))
+STEPS, LEARNING_RATE, SEED = 3, 0.05, 1234
+RESULTS = ("aggregation-error", "unreduced-gradient", "replica-drift", "initial-weights-mismatch", "observer-off")
+APART = {"fp32": 1e-4, "bf16": 2e-2}
+"""From which relative error on the plain computation's word is taken; below lie bf16's own roundings."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training."""
+
+    stage: int = 2
+    dtype: str = "fp32"
+    accumulation: int = 4
+    zero: dict[str, Any] = field(default_factory=dict)
+    top: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        options = [
+            key.replace("offload_optimizer", "offload")
+            + ("" if value is True else f" {value}").replace(" False", " false")
+            for key, value in self.zero.items()
+            if not isinstance(value, dict)
+        ]
+        options += [key for key, value in self.zero.items() if isinstance(value, dict)]
+        options += [f"{key} {value}" for inner in self.top.values() for key, value in inner.items()]
+        return ", ".join((f"ZeRO-{self.stage} {self.dtype} x{self.accumulation}", *options))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one training showed, on rank 0."""
+
+    setting: str
+    relative_error: float | None = None  # record.integrity of the first step
+    rounding_bound: float | None = None
+    event: str | None = None  # the first about a result
+    step: int | None = None
+    message: str = ""
+    remedy: str = ""
+    applied: tuple[float, ...] = ()  # per step: |applied - true mean| / |true mean| by plain torch
+    length: float | None = None  # first step: |applied| / |true mean|
+    cosine: float | None = None
+    failure: str = ""  # DeepSpeed itself refused or broke
+
+
+KNOWN = (Setting(), Setting(dtype="bf16"))
+_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+_OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+SURVEY = (
+    *(
+        Setting(stage, dtype, accumulation)
+        for stage in range(4)
+        for dtype in ("fp32", "bf16")
+        for accumulation in (1, 4)
+    ),
+    *(Setting(stage, "bf16", 2, top=_FP32) for stage in (1, 2)),
+    *(
+        Setting(stage, "fp32", accumulation, zero)
+        for stage in (1, 2)
+        for accumulation in (1, 4)
+        for zero in (
+            {"overlap_comm": True},
+            {"contiguous_gradients": False},
+            {"contiguous_gradients": False, "overlap_comm": True},
+            {"reduce_scatter": False},
+            {"round_robin_gradients": True},
+            _OFFLOAD,
+        )
+    ),
+    Setting(3, "fp32", 4, {"overlap_comm": True}),
+    Setting(3, "fp32", 4, {"contiguous_gradients": False}),
+    Setting(3, "fp32", 4, _OFFLOAD),
+)
+
+
+# -- inside one version ---------------------------------------------------------------------------------------------
+
+
+def train(settings: tuple[Setting, ...]) -> list[Outcome]:
+    """On every rank: all trainings, one after the other."""
+    import logging
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    outcomes = []
+    for setting in settings:
+        with tempfile.TemporaryDirectory(prefix="real_bugs_") as directory:
+            try:
+                outcomes.append(_train(setting, Path(directory)))
+            except (NotImplementedError, AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+                text = str(error).splitlines()
+                outcomes.append(Outcome(setting.name, failure=f"{type(error).__name__}: {text[0] if text else ''}"))
+    return outcomes
+
+
+def _train(setting: Setting, output_dir: Path) -> Outcome:
+    """Rank 0's directory is the one that is read."""
+    import torch
+    import torch.distributed as dist
+
+    import ds_silent
+    from tests.training import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(SEED)
+    model, copy = Probe(None), Probe(None).to(DTYPES[setting.dtype])
+    engine, *_ = ds_silent.initialize(
+        model=model, model_parameters=model.parameters(), config=_config(setting, output_dir, ranks)
+    )
+    rows = torch.Generator().manual_seed(99 + rank)
+    errors, lengths, cosines = [], [], []
+    for _ in range(STEPS):
+        batches = [torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=rows) for _ in range(setting.accumulation)]
+        mean = _true_mean(engine, copy, batches)
+        before = _weights(engine)
+        for tokens in batches:
+            engine.backward(engine(tokens, False))
+            engine.step()
+        applied = (before - _weights(engine)) / LEARNING_RATE
+        errors.append(float((applied - mean).norm() / mean.norm()))
+        lengths.append(float(applied.norm() / mean.norm()))
+        cosines.append(float(applied @ mean / (applied.norm() * mean.norm())))
+    observer = ds_silent.observer_of(engine)
+    assert observer is not None
+    observer.close()
+    engine.destroy()
+    return _outcome(setting, output_dir, errors, lengths[0], cosines[0]) if rank == 0 else Outcome(setting.name)
+
+
+def _config(setting: Setting, output_dir: Path, ranks: int) -> dict[str, Any]:
+    from tests.training import ROWS
+
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": setting.accumulation,
+        "train_batch_size": ROWS * ranks * setting.accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {"stage": setting.stage, **setting.zero},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": setting.dtype == "bf16"},
+        "silent_consistency": {"output_dir": str(output_dir), "tensorboard": False},
+        **setting.top,
+    }
+
+
+def _true_mean(engine: Any, copy: Any, batches: list[Any]) -> Any:
+    """(D,) float64: the mean over ranks and micro-batches of plain torch's gradients, with the engine's weights."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.training import full_parameters
+
+    with torch.no_grad():
+        for own, theirs in zip(copy.parameters(), full_parameters(engine), strict=True):
+            own.copy_(theirs)
+    trained = [parameter for parameter in copy.parameters() if parameter.requires_grad]
+    total = torch.zeros(sum(parameter.numel() for parameter in trained), dtype=torch.float64)
+    for tokens in batches:
+        gradients = torch.autograd.grad(copy(tokens, False), trained)
+        total += torch.cat([gradient.double().flatten() for gradient in gradients]) / len(batches)
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def _weights(engine: Any) -> Any:
+    """(D,) float64 clone of the trained weights in the precision in which they are updated."""
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param
+    from tests.training import full_parameters
+
+    if engine.zero_optimization_stage() == 0 and not hasattr(engine.optimizer, "bf16_groups"):
+        flats = getattr(engine.optimizer, "fp32_groups_flat", None)
+        if flats is not None:  # FP16_Optimizer's masters: the trained parameters, one after the other
+            return torch.cat([flat.detach().double() for flat in flats])
+        masters = getattr(engine.optimizer, "fp32_groups", None)
+        if masters is not None:
+            return torch.cat([master.detach().double().flatten() for group in masters for master in group])
+        pairs = zip(engine.module.parameters(), full_parameters(engine), strict=True)
+        return torch.cat([whole.double().flatten() for own, whole in pairs if own.requires_grad])
+    wholes = [
+        safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters() if parameter.requires_grad
+    ]
+    return torch.cat([whole.detach().double().flatten() for whole in wholes])
+
+
+def _outcome(setting: Setting, output_dir: Path, errors: list[float], length: float, cosine: float) -> Outcome:
+    from ds_silent.sinks.jsonl import read_metrics
+
+    records = list(read_metrics(output_dir / "metrics.jsonl"))
+    integrity = records[0]["integrity"] if records else {"relative_error": None, "rounding_bound": None}
+    path = output_dir / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    first = next((event for event in events if event["kind"] in RESULTS and event["severity"] != "info"), None)
+    return Outcome(
+        setting.name,
+        integrity["relative_error"],
+        integrity["rounding_bound"],
+        *((first["kind"], first["step"], first["message"], first["remedy"]) if first else (None, None, "", "")),
+        applied=tuple(errors),
+        length=length,
+        cosine=cosine,
+    )
+
+
+def inside(chosen: str, ranks: int, out: Path) -> None:
+    """The only call that imports DeepSpeed: this process was started with the version's own PYTHONPATH."""
+    import deepspeed
+    import torch.multiprocessing
+
+    # An operator for inference, which takes a minute to compile and which no training calls.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with tempfile.TemporaryDirectory(prefix="real_bugs_") as directory:
+        torch.multiprocessing.start_processes(
+            _rank_main, (ranks, SURVEY if chosen == "survey" else KNOWN, directory, out), ranks, start_method="fork"
+        )
+
+
+def _rank_main(rank: int, ranks: int, settings: tuple[Setting, ...], directory: str, out: Path) -> None:
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{directory}/rendezvous", timeout=timedelta(seconds=180), rank=rank, world_size=ranks
+    )
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    outcomes = train(settings)
+    if rank == 0:
+        out.write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- outside ---------------------------------------------------------------------------------------------------------
+
+
+def environment(version: str) -> dict[str, str]:
+    """Of a process that imports this version of DeepSpeed; installed on first use."""
+    variables = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    variables["PYTHONPATH"] = str(ROOT)
+    if version == installed_version("deepspeed"):
+        return variables
+    folder = CACHE / version
+    if not (folder / "deepspeed").is_dir():
+        print(f"installing deepspeed {version} ...", flush=True)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as directory:
+            options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--target")
+            command = [sys.executable, "-m", "pip", "install", *options, directory, f"deepspeed=={version}"]
+            subprocess.run(command, check=True, env=variables)
+            folder.mkdir(exist_ok=True)
+            for path in Path(directory).iterdir():
+                path.rename(folder / path.name)
+    variables["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
+    return variables
+
+
+def outcomes_of(version: str, chosen: str, ranks: int) -> list[Outcome]:
+    """Run all trainings of one version in fresh processes."""
+    with tempfile.TemporaryDirectory(prefix="real_bugs_") as directory:
+        out = Path(directory, "outcomes.json")
+        command = [sys.executable, str(Path(__file__).resolve()), "--inside", chosen, str(ranks), str(out)]
+        ended = subprocess.run(command, env=environment(version), capture_output=True, text=True)
+        if not out.exists():
+            raise SystemExit(f"the trainings with DeepSpeed {version} did not end:\n{ended.stderr[-3000:]}")
+        return [Outcome(**{**row, "applied": tuple(row["applied"])}) for row in json.loads(out.read_text())]
+
+
+def wrong(outcome: Outcome) -> bool:
+    """By plain torch: whether some step applied something else than the mean."""
+    limit = APART["bf16" if "bf16" in outcome.setting else "fp32"]
+    return any(not error <= limit for error in outcome.applied)
+
+
+def verdict(outcome: Outcome, bug_is_known: bool | None) -> str:
+    """Empty when all is as expected."""
+    if outcome.failure:
+        return "" if bug_is_known is None else "FAILED"
+    if outcome.event is not None and not wrong(outcome):
+        return "FALSE ALARM"
+    if outcome.event is None and wrong(outcome):
+        return "MISSED"
+    if bug_is_known is True and not (outcome.event == "aggregation-error" and outcome.step == 1):
+        return "NOT FOUND AT STEP 1"
+    if bug_is_known is False and outcome.event is not None:
+        return "UNEXPECTED"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--survey", action="store_true", help="every configuration, in every version")
+    parser.add_argument("--versions", nargs="+", help="of DeepSpeed; the default is what the mode needs")
+    parser.add_argument("--ranks", nargs="+", type=int, help="default: 2 and 4; 2 for the survey")
+    parser.add_argument("--json", type=Path, help="also write the outcomes here")
+    parser.add_argument("--inside", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        inside(arguments.inside[0], int(arguments.inside[1]), Path(arguments.inside[2]))
+        return 0
+    versions = arguments.versions or (SURVEYED if arguments.survey else (*WRONG, *RIGHT))
+    failed, kept = 0, []
+    for version in versions:
+        for ranks in arguments.ranks or ((2,) if arguments.survey else (2, 4)):
+            started = time.monotonic()
+            outcomes = outcomes_of(version, "survey" if arguments.survey else "known", ranks)
+            print(f"\nDeepSpeed {version}, {ranks} ranks ({time.monotonic() - started:.0f} s)")
+            for outcome in outcomes:
+                found = verdict(outcome, None if arguments.survey else version in WRONG)
+                failed += bool(found)
+                kept.append({"version": version, "ranks": ranks, "verdict": found, **asdict(outcome)})
+                print(row(outcome, found), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(kept, indent=1))
+    print(f"\n{failed} of {len(kept)} trainings are not as expected" if failed else f"\nall {len(kept)} as expected")
+    return 1 if failed else 0
+
+
+def row(outcome: Outcome, found: str) -> str:
+    """One line of the table, and the message below it."""
+    if outcome.failure:
+        return f"  {outcome.setting:<58} DeepSpeed itself: {outcome.failure[:120]} {found}"
+    event = f"{outcome.event} at step {outcome.step}" if outcome.event else "no event"
+    numbers = " ".join(
+        f"{label} {'-' if value is None else format(value, '.2g'):<8}"
+        for label, value in (
+            ("error", outcome.relative_error),
+            ("bound", outcome.rounding_bound),
+            ("plain torch", max(outcome.applied, default=None)),
+        )
+    )
+    plain = f"applied/true {outcome.length:.3f}, cosine {outcome.cosine:.3f}" if wrong(outcome) else ""
+    line = f"  {outcome.setting:<58} {event:<28} {numbers} {plain} {found}"
+    return f"{line}\n      {outcome.message}" if outcome.message else line
+
+
+if __name__ == "__main__":
+    sys.exit(main())
