@@ -545,10 +545,8 @@ def arithmetic_of(engine: Any, elements: int, width: int, reductions: int, ranks
     optimizer = engine.optimizer
     communication = getattr(optimizer, "communication_data_type", None) or engine.communication_data_type
     own = next((p.dtype for p in engine.module.parameters() if p.requires_grad), torch.float32)
-    kept = getattr(optimizer, "gradient_accumulation_dtype", None) or getattr(optimizer, "grad_acc_dtype", None) or own
-    if getattr(optimizer, "use_grad_accum_attribute", False) is False and engine.zero_optimization_stage() in (1, 2):
-        kept = own
-    # where bf16 gradients accumulate in fp32, it is fp32 that is reduced
+    kept = _kept_dtype(engine, own)
+    # where bf16 gradients accumulate in fp32 before the reduction, it is fp32 that is reduced
     local = kept if _whole_on_every_rank(engine) or getattr(optimizer, "use_grad_accum_attribute", False) else own
     factors = [float(engine.gradient_predivide_factor()), float(ranks)]
     scaled = any(not math.log2(factor).is_integer() for factor in factors)
@@ -565,6 +563,20 @@ def arithmetic_of(engine: Any, elements: int, width: int, reductions: int, ranks
         elements=elements,
         width=width,
     )
+
+
+def _kept_dtype(engine: Any, own: torch.dtype) -> torch.dtype:
+    """In which the aggregated gradient is kept.
+
+    ``grad_acc_dtype`` of ``BF16_Optimizer``; ZeRO's ``gradient_accumulation_dtype``, which in stages 1 and 2 counts
+    only where ``use_grad_accum_attribute`` is set; else the parameters' own.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        return getattr(optimizer, "grad_acc_dtype", None) or own
+    if engine.zero_optimization_stage() == 3 or getattr(optimizer, "use_grad_accum_attribute", False):
+        return getattr(optimizer, "gradient_accumulation_dtype", None) or own
+    return own
 
 
 def _narrows(wide: torch.dtype, narrow: torch.dtype) -> bool:
