@@ -28,6 +28,7 @@ from ds_silent.integrity import (
     terms_of,
     terms_of_sums,
 )
+from ds_silent.micro_batches import MicroBatches, explain_micro_batches
 from ds_silent.records import IntegrityStats
 from ds_silent.replicas import Drift, Groups, groups_of
 
@@ -44,15 +45,17 @@ class Applied:
     tolerance: float  # of a factor, relative
     relative_error: float  # what no factor explains, relative to the applied gradient
     bound: float  # what rounding explains of it
+    noisy: tuple[int, ...]  # ranks whose share alone has a larger error than rounding explains of the whole
     idle: tuple[int, ...]  # ranks whose optimizer did not step although others' did
 
     @property
     def wrong_factor(self) -> tuple[int, ...]:
-        """Ranks that applied another multiple of the aggregate."""
+        """Ranks that applied another multiple of the aggregate; noise makes factors of its own size."""
+        tolerance = self.tolerance + (self.relative_error if self.relative_error > self.bound else 0.0)
         return tuple(
             rank
             for rank, factor in enumerate(self.factors)
-            if factor is not None and abs(factor - self.expected) > self.tolerance * abs(self.expected)
+            if factor is not None and abs(factor - self.expected) > tolerance * abs(self.expected)
         )
 
 
@@ -67,6 +70,7 @@ class Integrity:
     replicas: Groups | None = None
     drift: Drift | None = None
     layers: tuple[str, ...] = ()  # names
+    micro_batches: MicroBatches | None = None  # of a step since which the check has failed
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class _Past:
     aggregate: Tensor  # (k,)
     norm: float  # unscaled
     scale: float
-    finite: bool
+    known: bool  # finite, and the same on all ranks
 
 
 class Audit:
@@ -99,19 +103,24 @@ class Audit:
         self._past: _Past | None = None
         self._previous: Tensor | None = None
         self._applied_before = False
+        self._wanted = self._diagnosed = False
+        self._micro_batches: tuple[int, Tensor] | None = None
+        self._found: MicroBatches | None = None
 
     def step(self, gathered: Gathered, drift: Drift | None) -> tuple[IntegrityStats, Integrity]:
         """The record's part and the detectors' evidence of one sample."""
         check, cause = self._aggregation(gathered)
+        micro_batches = self._diagnose(gathered, check)
         replicas = None
         if gathered.hashes is not None and bool((gathered.scalars["replica_seen"] > 0).all()):
             replicas = groups_of(gathered.hashes[:, 0])
         applied = self._applied(gathered)
-        self._remember(gathered)
+        received = self._received(gathered)
+        self._remember(gathered, alike=not received)
         stats = IntegrityStats(
             None if check is None else check.relative_error, None if check is None else check.rounding_bound, replicas
         )
-        return stats, Integrity(check, cause, self._received(gathered), applied, replicas, drift, self._layers)
+        return stats, Integrity(check, cause, received, applied, replicas, drift, self._layers, micro_batches)
 
     # -- the reduction -------------------------------------------------------------------------------------------------
 
@@ -125,6 +134,28 @@ class Audit:
             spread = float(scalars["micro_squared"].sum()) / (squared * terms.ranks)
         check = check_aggregate(terms, gathered.aggregate, self._arithmetic, self._log_rate, spread)
         return check, self._cause(gathered, terms, spread) if check.wrong else None
+
+    # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
+
+    @property
+    def wants_micro_batches(self) -> bool:
+        """Whether the sketches of single micro-batches would tell more about an error that goes on."""
+        return self._wanted
+
+    def micro_batches(self, step: int, sketches: Tensor) -> None:
+        """(N, A, L, m) float64 of ``step``, ahead of its sample."""
+        self._micro_batches = step, sketches
+
+    def _diagnose(self, gathered: Gathered, check: AggregateCheck | None) -> MicroBatches | None:
+        if check is None or not check.wrong or gathered.layer_aggregate is None:
+            self._wanted, self._diagnosed, self._found = False, False, None
+            return None
+        if self._micro_batches is not None and self._micro_batches[0] == gathered.step and not self._diagnosed:
+            step, sketches = self._micro_batches
+            self._found = explain_micro_batches(step, sketches, gathered.layer_aggregate, check.tolerance)
+            self._diagnosed = True
+        self._wanted = self._layout.micro_batches > 0 and not self._diagnosed
+        return self._found
 
     def _terms(self, gathered: Gathered) -> tuple[Terms, float]:
         """And the ranks' mean squared norm."""
@@ -144,7 +175,7 @@ class Audit:
         ]
         leftover = bool((gathered.scalars["leftover_squared"] != 0.0).any())
         error = gathered.aggregate - whole.mean
-        pieces = Pieces(layers, gathered.layer_aggregate, error, whole.mean, self._previous)
+        pieces = Pieces(layers, gathered.layer_aggregate, error, whole.mean, self._previous, gathered.sketches)
         return explain(pieces, torch.tensor(tolerances), leftover)
 
     def _received(self, gathered: Gathered) -> dict[int, Groups] | None:
@@ -160,7 +191,7 @@ class Audit:
     def _applied(self, gathered: Gathered) -> Applied | None:
         past, scalars = self._past, gathered.scalars
         seen = scalars["applied_seen"]
-        if past is None or not bool((seen != 0.0).all()) or not past.finite or past.norm == 0.0:
+        if past is None or not bool((seen != 0.0).all()) or not past.known or past.norm == 0.0:
             return None
         stepped = seen > 0
         if not bool(stepped.any()) and not self._applied_before:
@@ -177,15 +208,17 @@ class Audit:
         bound = applied_tolerance(past.aggregate, self._arithmetic, self._log_rate)
         idle = tuple((~stepped).nonzero().flatten().tolist())
         tolerance = factor_tolerance(self._arithmetic)
-        return Applied(past.step, clipped / past.scale, tuple(factors), tolerance, error, bound, idle)
+        noisy = tuple((stepped & (errors > bound**2 * total)).nonzero().flatten().tolist())
+        return Applied(past.step, clipped / past.scale, tuple(factors), tolerance, error, bound, noisy, idle)
 
-    def _remember(self, gathered: Gathered) -> None:
+    def _remember(self, gathered: Gathered, alike: bool) -> None:
+        """``alike``: all ranks hold the same aggregate; else each clips by a norm of its own, which nobody knows."""
         self._previous = None if gathered.layer_aggregate is None else gathered.layer_aggregate.clone()
         self._past = None
         if self._layout.size and _all(gathered.scalars["aggregate_seen"]):
             scale = float(gathered.scalars["loss_scale"][0])
             norm = math.sqrt(float(gathered.scalars["aggregate_squared"].sum())) / scale
-            self._past = _Past(gathered.step, gathered.aggregate.clone(), norm, scale, math.isfinite(norm))
+            self._past = _Past(gathered.step, gathered.aggregate.clone(), norm, scale, math.isfinite(norm) and alike)
 
 
 def _all(flags: Tensor) -> bool:

@@ -1,47 +1,69 @@
 """Why an aggregate is not the mean of the ranks' gradients: what is linear leaves its own trace in the sketches.
 
-    cause = explain(Pieces(layer_sketches, layer_aggregate, error, mean, previous), tolerances)
+    cause = explain(Pieces(layer_sketches, layer_aggregate, error, mean, previous, sketches), tolerances)
 
 An aggregate that is wrong by rule - a factor, a rank left out or taken twice, nothing reduced, a piece zeroed or left
 over from the step before - lies in the span of vectors whose sketches are at hand, so the rule follows from a small
-least-squares problem. What remains unexplained is noise, or a single element that is off.
+least-squares problem. All wrong layers are tried together, then each on its own: buckets and partitions end inside of
+layers, and what begins as one rule there ends as a mixture. What no layer explains is judged by its shape, in the whole
+gradient's sketch: a single element, a piece that is gone, a part of some ranks' gradients, or noise.
 
 Everything here is pure and on the host, float64, and runs only at steps whose check failed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-Kind = Literal["leftover", "zeroed", "stale", "scale", "weights", "unreduced", "partly-zeroed", "element", "noise"]
+Kind = Literal[
+    "leftover", "zeroed", "stale", "scale", "weights", "unreduced", "partly-zeroed", "partial", "element", "noise"
+]
 EXPLAINED = 0.05  # a rule that leaves less than this share of the error has explained it
 INDEPENDENT = 1e-6  # smallest over largest eigenvalue of the ranks' Gram matrix, below which nobody can be told apart
+STANDARD_ERRORS, LEAST_SHARE = 6.0, 0.1  # by which a rank's weight must be off to be spoken of
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The gradient in layers. float64."""
+    """The gradient in layers, and whole with a finer sketch. float64."""
 
     sketches: Tensor  # (N, L, m) of the ranks' local gradients
     aggregate: Tensor  # (L, m)
     error: Tensor  # (k,) of the whole gradient's sketch: aggregate - mean
     mean: Tensor  # (k,) of the whole gradient
     previous: Tensor | None = None  # (L, m) the aggregate of the measurement before
+    whole: Tensor | None = None  # (N, k) of the ranks' whole local gradients
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What happened. ``weights`` are those with which the ranks' gradients entered, 1 being right."""
+    """What happened. ``weights`` are those with which the ranks' gradients entered, 1 being right.
+
+    ``layers`` are those that the rule explains; ``elsewhere`` holds the rules of others; ``unexplained`` are the rest.
+    """
 
     kind: Kind
-    layers: tuple[int, ...]  # that are wrong
+    layers: tuple[int, ...]
     factor: float | None = None  # of the scale; for ``partly-zeroed`` the share of the whole squared norm that is gone
     ranks: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
+    elsewhere: tuple[Cause, ...] = ()
+    unexplained: tuple[int, ...] = ()
+
+    @property
+    def wrong(self) -> tuple[int, ...]:
+        """All layers that are wrong."""
+        others = (layer for cause in self.elsewhere for layer in cause.layers)
+        return tuple(sorted((*self.layers, *others, *self.unexplained)))
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """The ranks behind it; none where one rule blames others than the next."""
+        return self.ranks if all(cause.ranks == self.ranks for cause in self.elsewhere) else ()
 
 
 def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False) -> Cause:
@@ -56,54 +78,113 @@ def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False) -> Cause
     wrong = (errors.norm(dim=1) > tolerances).nonzero().flatten()
     if len(wrong) == 0:  # too small for a layer's own threshold: the layer that has most of it
         wrong = errors.norm(dim=1).argmax().reshape(1)
-    layers = tuple(int(layer) for layer in wrong)
+    layers = tuple(wrong.tolist())
     if leftover:
         return Cause("leftover", layers)
-    local, aggregate, error = pieces.sketches[:, wrong].flatten(1), pieces.aggregate[wrong].flatten(), errors[wrong]
-    mean, error = local.mean(0), error.flatten()
-    limit = max(float(tolerances[wrong].norm()), EXPLAINED * float(error.norm()))
+    return _rule(pieces, layers, tolerances) or _mixture(pieces, layers, tolerances) or _shape(pieces, layers)
+
+
+def _mixture(pieces: Pieces, layers: tuple[int, ...], tolerances: Tensor) -> Cause | None:
+    """Layer by layer; equal rules are joined, the one that explains the largest error comes first."""
+    found: list[Cause] = []
+    for layer in layers if len(layers) > 1 else ():
+        cause = _rule(pieces, (layer,), tolerances)
+        if cause is None:
+            continue
+        same = next((i for i, other in enumerate(found) if _alike(cause, other)), None)
+        if same is None:
+            found.append(cause)
+        else:
+            found[same] = replace(found[same], layers=(*found[same].layers, layer))
+    if not found:
+        return None
+    errors = (pieces.aggregate - pieces.sketches.mean(0)).square().sum(1)
+    found.sort(key=lambda cause: -float(errors[list(cause.layers)].sum()))
+    explained = {layer for cause in found for layer in cause.layers}
+    rest = tuple(layer for layer in layers if layer not in explained)
+    return replace(found[0], elsewhere=tuple(found[1:]), unexplained=rest)
+
+
+def _alike(one: Cause, other: Cause) -> bool:
+    factors = (one.factor or 0.0) - (other.factor or 0.0)
+    return one.kind == other.kind and one.ranks == other.ranks and abs(factors) <= 0.01 * abs(one.factor or 1.0)
+
+
+def _rule(pieces: Pieces, layers: tuple[int, ...], tolerances: Tensor) -> Cause | None:
+    """One rule for all these layers."""
+    wrong = list(layers)
+    local, aggregate = pieces.sketches[:, wrong].flatten(1), pieces.aggregate[wrong].flatten()
+    mean = local.mean(0)
+    limit = max(float(tolerances[wrong].norm()), EXPLAINED * float((aggregate - mean).norm()))
     if float(aggregate.norm()) <= min(limit, 1e-3 * float(mean.norm())):
         return Cause("zeroed", layers)
     if pieces.previous is not None:
         before = pieces.previous[wrong].flatten()
-        if float((aggregate - before).norm()) <= 1e-3 * float(aggregate.norm()) and float(before.norm()) > 0.0:
-            return Cause("stale", layers)
+        if float(before.norm()) > 0.0:
+            if float((aggregate - before).norm()) <= 1e-3 * float(aggregate.norm()):
+                return Cause("stale", layers)
+            if float((aggregate - mean - before).norm()) <= limit:
+                return Cause("leftover", layers)
     factor = float(aggregate @ mean) / float(mean @ mean) if float(mean @ mean) > 0.0 else 0.0
     if float((aggregate - factor * mean).norm()) <= limit:
         return Cause("scale", layers, factor)
-    return _by_rank(local, aggregate, limit, layers) or _by_shape(pieces.error, pieces.mean, layers)
+    return _by_rank(local, aggregate, limit, layers)
 
 
 def _by_rank(local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, ...]) -> Cause | None:
     """Ranks whose gradients entered with another weight than 1, when such weights explain the aggregate."""
+    gram = _gram(local)
+    if gram is None:
+        return None
     ranks = len(local)
-    gram = local @ local.T
-    if not bool(torch.isfinite(gram).all()):
-        return None
-    eigenvalues = torch.linalg.eigvalsh(gram)
-    if ranks * 2 > local.shape[1] or float(eigenvalues[0]) <= INDEPENDENT * float(eigenvalues[-1]):
-        return None
     weights = torch.linalg.solve(gram, local @ aggregate) * ranks
     if float((aggregate - weights @ local / ranks).norm()) > limit:
         return None
-    off = ((weights - 1.0).abs() > 0.1).nonzero().flatten().tolist()
+    off = ((weights - 1.0).abs() > LEAST_SHARE).nonzero().flatten().tolist()
     numbers = tuple(weights.tolist())
-    alone = [rank for rank, weight in enumerate(numbers) if abs(weight) > 0.1]
+    alone = [rank for rank, weight in enumerate(numbers) if abs(weight) > LEAST_SHARE]
     if len(alone) == 1 and ranks > 1:
         return Cause("unreduced", layers, numbers[alone[0]] / ranks, tuple(alone), numbers)
     return Cause("weights", layers, None, tuple(off), numbers)
 
 
-def _by_shape(error: Tensor, mean: Tensor, layers: tuple[int, ...]) -> Cause:
+def _shape(pieces: Pieces, layers: tuple[int, ...]) -> Cause:
     """A piece that is gone is the error's own projection on the mean; one element fills one bucket.
 
     The projection of noise on the mean is 0 with a standard error of |error| |mean| / sqrt(k): a missing piece is told
     from noise where its squared length is at least four of these, and its projection within three of minus that.
     """
+    error, mean = pieces.error, pieces.mean
     squared = float(error @ error)
     if float(error.square().max()) > 0.9 * squared:
         return Cause("element", layers)
     chance = float(error.norm()) * float(mean.norm()) / len(error) ** 0.5
     if squared >= 4.0 * chance and abs(float(error @ mean) + squared) <= 3.0 * chance and squared < float(mean @ mean):
         return Cause("partly-zeroed", layers, squared / float(mean @ mean))
-    return Cause("noise", layers)
+    partial = None if pieces.whole is None else _partial(pieces.whole, error, layers)
+    return partial or Cause("noise", layers)
+
+
+def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | None:
+    """Ranks of whose gradients something is missing: the error's regression on them is not zero, and leaves a rest."""
+    gram = _gram(local)
+    if gram is None:
+        return None
+    ranks = len(local)
+    weights = torch.linalg.solve(gram, local @ error) * ranks
+    rest = float((error - weights @ local / ranks).norm()) / len(error) ** 0.5
+    standard_errors = torch.linalg.inv(gram).diagonal().clamp(min=0.0).sqrt() * ranks * rest
+    off = (weights.abs() > (STANDARD_ERRORS * standard_errors).clamp(min=LEAST_SHARE)).nonzero().flatten().tolist()
+    if not off:
+        return None
+    blamed = tuple(off) if len(off) < ranks else ()
+    return Cause("partial", layers, None, blamed, tuple((weights + 1.0).tolist()))
+
+
+def _gram(local: Tensor) -> Tensor | None:
+    """(N, N), or None where the ranks cannot be told apart."""
+    gram = local @ local.T
+    if not bool(torch.isfinite(gram).all()) or 2 * len(local) > local.shape[1]:
+        return None
+    eigenvalues = torch.linalg.eigvalsh(gram)
+    return None if float(eigenvalues[0]) <= INDEPENDENT * float(eigenvalues[-1]) else gram

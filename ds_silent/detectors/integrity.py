@@ -10,6 +10,7 @@ from ds_silent.audit import Applied, Integrity
 from ds_silent.causes import Cause
 from ds_silent.detectors.evidence import Finding, named
 from ds_silent.integrity import AggregateCheck
+from ds_silent.micro_batches import MicroBatches
 from ds_silent.records import StepRecord
 from ds_silent.replicas import Drift, Groups
 
@@ -27,6 +28,8 @@ def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
     findings, layers = [], seen.layers
     if seen.check is not None and seen.check.wrong:
         findings.append(_aggregation(record, seen.check, seen.cause, layers, seen.received))
+        if seen.micro_batches is not None:
+            findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers))
     elif seen.received:
         findings.append(_received(record, seen.received, layers))
     if seen.applied is not None:
@@ -57,8 +60,10 @@ def _aggregation(
     kind, where, what = "aggregation-error", "aggregated gradient", "unexplained"
     ranks: tuple[int, ...] = ()
     if cause is not None:
-        where, ranks, what = _where(cause.layers, layers), cause.ranks, cause.kind
-        message += f" {_told(cause, where, record.world_size)}"
+        where, ranks, what = _where(cause.wrong, layers), cause.blamed, cause.kind
+        message += "".join(f" {_told(part, layers, record.world_size)}" for part in (cause, *cause.elsewhere[:2]))
+        if cause.unexplained:
+            message += f" No single rule explains {_where(cause.unexplained, layers)}."
         if cause.kind == "unreduced":
             kind = "unreduced-gradient"
     if received:
@@ -66,20 +71,25 @@ def _aggregation(
         message += f" {_who_received(groups, record.world_size)}"
         odd = minority(groups, record.world_size)
         if len(groups) == record.world_size > 1 and what != "leftover":
-            kind, what = "unreduced-gradient", "unreduced"
+            kind, what, ranks = "unreduced-gradient", "unreduced", ()
             message += " Every rank holds another one, as when nothing was reduced there."
         ranks = ranks or odd
     key = f"integrity {what} {where}"
     return Finding(key, kind, "error", ranks, where, error, bound, message, _REDUCTION, record.step)
 
 
-def _told(cause: Cause, where: str, world_size: int) -> str:
+def _told(cause: Cause, layers: tuple[str, ...], world_size: int) -> str:
     """The cause in one sentence."""
+    where = _where(cause.layers, layers)
     if cause.kind == "scale":
         return f"It is {cause.factor:.4g} times the mean in {where}."
     if cause.kind == "weights":
-        shown = ", ".join(f"rank {rank} {cause.weights[rank]:.2f} times" for rank in cause.ranks[:8])
-        return f"In {where} the ranks' gradients entered with other weights than 1: {shown or 'by small amounts'}."
+        shown = _weights(cause, cause.ranks) or "by small amounts"
+        return f"In {where} the ranks' gradients entered with other weights than 1: {shown}."
+    if cause.kind == "partial":
+        whose = named(cause.ranks or tuple(range(world_size)), world_size)
+        shown = _weights(cause, cause.ranks or tuple(range(world_size)))
+        return f"Something of the gradient of {whose} is missing or counted twice in {where} ({shown}, on average)."
     factor = cause.factor or 0.0
     if cause.kind == "unreduced":
         alone = named(cause.ranks, world_size)
@@ -93,6 +103,42 @@ def _told(cause: Cause, where: str, world_size: int) -> str:
         "noise": f"No factor, rank or missing piece explains the error in {where}: it looks like noise, or like "
         "micro-batches that are missing or counted twice.",
     }[cause.kind]
+
+
+def _weights(cause: Cause, ranks: tuple[int, ...]) -> str:
+    """Rounded, and without a negative zero."""
+    return ", ".join(f"rank {rank} {round(cause.weights[rank], 2) + 0.0:.2f} times" for rank in ranks[:8])
+
+
+def _micro_batches(record: StepRecord, check: AggregateCheck, found: MicroBatches, layers: tuple[str, ...]) -> Finding:
+    """What the single micro-batches' sketches tell of an error that goes on."""
+    count, everybody = len(found.weights[0]), record.world_size
+    groups: dict[tuple[tuple[int, ...], float], list[int]] = {}  # ranks and weight -> micro-batches
+    for micro_batch, off in found.off.items():
+        by_weight: dict[float, list[int]] = {}
+        for rank, weight in off.items():
+            by_weight.setdefault(round(weight, 1) + 0.0, []).append(rank)
+        for weight, ranks in by_weight.items():
+            groups.setdefault((tuple(ranks), weight), []).append(micro_batch + 1)
+    told, blamed = [], set()
+    for (ranks, weight), numbers in groups.items():
+        whose = "all ranks" if len(ranks) == everybody else named(ranks, everybody)
+        told.append(f"{_numbers(numbers)} of {whose} {'missing' if weight == 0.0 else f'entered {weight:.1f} times'}")
+        blamed |= set(ranks)
+    where = _where(found.layers, layers)
+    shown = "; ".join(told[:4]) + ("; …" if len(told) > 4 else "")
+    message = f"Of the {count} micro-batches of step {found.step}, by their own sketches, in {where}: {shown}."
+    ranks = () if len(blamed) == everybody else tuple(sorted(blamed))
+    key = f"integrity micro-batches {where}"
+    error, bound = check.relative_error, check.rounding_bound
+    return Finding(key, "aggregation-error", "error", ranks, where, error, bound, message, _REDUCTION, found.step)
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Consecutive ones as a range."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
 
 
 def _received(record: StepRecord, received: dict[int, Groups], layers: tuple[str, ...]) -> Finding:
@@ -126,7 +172,7 @@ def _applied(record: StepRecord, seen: Applied) -> list[Finding]:
         )
 
     if seen.idle:
-        others = "and nothing says why" if len(seen.idle) == world_size else "although others' did: replicas are apart"
+        others = "and nothing says why" if len(seen.idle) == world_size else "although others' did"
         text = f"The optimizer of {named(seen.idle, world_size)} did not step, {others}."
         remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
         add(f"integrity idle {seen.idle}", seen.idle, None, None, text, remedy)
@@ -150,7 +196,8 @@ def _applied(record: StepRecord, seen: Applied) -> list[Finding]:
         remedy = (
             "Look for code that changes gradients after the reduction; if that is meant, this check does not apply."
         )
-        add("integrity applied", (), seen.relative_error, seen.bound, text, remedy)
+        noisy = seen.noisy if len(seen.noisy) < world_size else ()
+        add("integrity applied", noisy, seen.relative_error, seen.bound, text, remedy)
     return findings
 
 
