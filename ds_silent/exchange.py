@@ -39,6 +39,7 @@ class Layout:
     layer_aggregates: bool = False  # per-layer sketches of the aggregate too
     layer_records: bool = False  # layers are measured for the record, not only for finding a fault's place
     hashes: int = 0  # bit hashes of 64 bits, see ds_silent.replicas
+    micro_batches: int = 0  # per step, where their sketches can be asked for; else 0
 
     @property
     def scalars(self) -> int:

@@ -25,6 +25,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Judge, log_steps
 from ds_silent.exchange import Gathered, Layout, LocalSample, gathers_sketches, make_exchange
 from ds_silent.measure import Context, measure
+from ds_silent.micro_batches import LARGEST, gather
 from ds_silent.records import Event, Seconds, Severity, StepRecord
 from ds_silent.replicas import Drift, Replicas
 from ds_silent.sinks import Sink
@@ -87,7 +88,9 @@ class Observer:
             if self._weights_due is not None:
                 self._verify_weights(step)
             if self.measures(step):
-                self._exchange.post(step, self._sample(step))
+                sample = self._sample(step)
+                self._gather_micro_batches(step)
+                self._exchange.post(step, sample)
         except Exception as error:  # only a broken process group gets here; the training meets it by itself
             logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", error)
             self._stop()
@@ -109,7 +112,15 @@ class Observer:
         sample = self._capture.sample(exact=self.measures_exactly(step), replica=replica)
         if self._last_event is not None:
             sample.scalars["stop"] = 1.0
+        if self._audit.wants_micro_batches:  # on the writing rank
+            sample.scalars["diagnose"] = 1.0
         return sample
+
+    def _gather_micro_batches(self, step: int) -> None:
+        """A collective, in a step before which every rank has read that micro-batches are wanted."""
+        own = self._capture.take_micro_batches(self._layout.layer_size)
+        if own is not None:
+            self._audit.micro_batches(step, gather(own, self._capture.group))
 
     def _capture_replica(self, step: int) -> Tensor | None:
         """Whether the replicas are compared depends on the step and on checkpoints, which all ranks write together."""
@@ -144,6 +155,8 @@ class Observer:
         if failed:
             self._switch_off(gathered.step, failed)
             return
+        if together and bool((gathered.scalars["diagnose"] > 0).any()):
+            self._capture.keep_micro_batches()
         drift = self._localise(gathered) if together else None
         if self._sink is not None:
             try:
@@ -315,6 +328,7 @@ def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> 
     layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
     if layers and not direction.per_layer:
         layer_size = min(layer_size, place_size(size, ranks))
+    steps = capture.micro_batches if places else 0
     return Layout(
         size,
         groups,
@@ -325,6 +339,7 @@ def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> 
         layer_aggregates=places,
         layer_records=direction.per_layer,
         hashes=1 + (groups if capture.aggregate_replicated else 0),
+        micro_batches=steps if 1 < steps <= LARGEST // max(1, layers * layer_size) else 0,
     )
 
 

@@ -45,6 +45,7 @@ class Capture(Protocol):
 
     id_size: int  # numbers that a sample's row ids take
     arithmetic: Arithmetic  # of the reduction
+    micro_batches: int  # per step
     aggregate_replicated: bool  # every rank holds the whole aggregated gradient; it sends its layers' checksums
     clip: float  # largest norm of the applied gradient; 0 is none
 
@@ -79,6 +80,12 @@ class Capture(Protocol):
 
     def sample(self, exact: bool, replica: Tensor | None = None) -> LocalSample:
         """This rank's observation of the current step; also when something broke here."""
+
+    def keep_micro_batches(self) -> None:
+        """Keep a sketch of each micro-batch of the next measured step; every rank calls it at the same step."""
+
+    def take_micro_batches(self, layer_size: int) -> Tensor | None:
+        """(A, L, layer_size) fp32 sketches of this step's micro-batches, on all ranks or on none."""
 
     def fail(self, error: Exception) -> None:
         """Remember an internal error; the next sample tells all ranks."""

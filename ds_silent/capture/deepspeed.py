@@ -38,6 +38,7 @@ from ds_silent.exchange import LocalSample
 from ds_silent.integrity import Arithmetic
 from ds_silent.replicas import Checksums, Items, keys_of
 from ds_silent.sample_ids import packed_size
+from ds_silent.sketch import fold
 
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
@@ -99,6 +100,8 @@ class DeepSpeedCapture:
         additive = bool(engine.zero_optimization_partition_gradients())
         overlapped = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
         steps = int(engine.gradient_accumulation_steps())
+        self.micro_batches = steps
+        self._keeping: bool | None = None  # micro-batches: True in a step where they are kept, None when nobody asked
         self._held = accumulated_gradients(engine, self._parameters)
         checks = config.integrity.aggregation and config.direction.method != "off"
         self._local = LocalGradient(
@@ -199,10 +202,31 @@ class DeepSpeedCapture:
             sample.scalars["replica_seen"] = 1.0
         return sample
 
+    def keep_micro_batches(self) -> None:
+        """Keep a sketch of each micro-batch of the next measured step; every rank calls it at the same step."""
+        if self._keeping is None:
+            self._keeping = False  # the step under way has had its micro-batches
+
+    def take_micro_batches(self, layer_size: int) -> Tensor | None:
+        """(A, L, layer_size) fp32 sketches of this step's micro-batches, on all ranks or on none.
+
+        Zeros where something broke here, or where there were more or fewer than configured.
+        """
+        if not self._keeping:
+            return None
+        self._keeping = None
+        kept = self._sampler.guarded(self._local.take_micro_batches) or []
+        if len(kept) != self.micro_batches:
+            return torch.zeros(self.micro_batches, len(self.layer_names), layer_size, device=self.device)
+        return fold(torch.stack(kept), layer_size)
+
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
         self._sampler.end_step(observed=bool(self._measuring) and not self.skipped)
         self._start_step()
+        if self._keeping is False:
+            self._keeping = True
+            self._sampler.guarded(self._local.keep_micro_batches)
 
     # -- connecting and disconnecting ---------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,9 @@ class LocalGradient:
         self.offsets, self.total = sketch.offsets_of(numels)
         plan = sketch.make_plan(self.total, config.sketch_size, device)
         self.accumulator = Accumulator(plan, self.offsets, numels, groups, sketch_groups=by_layer)
+        self._new_accumulator = partial(Accumulator, plan, self.offsets, numels, groups, sketch_groups=by_layer)
+        self._of_micro_batch: Accumulator | None = None  # while micro-batches are kept apart
+        self._micro_batches: list[Tensor] = []
         self.sketching = config.method != "off"
         self.copied = copied
         self._memory_mb, self._device = config.exact_memory_mb, device
@@ -76,6 +80,15 @@ class LocalGradient:
         self.leftover: Tensor | None = None  # squared norm, 0-dim
         self.micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
         self._before: Tensor | None = None  # sketch of the micro-batches that have ended
+
+    def keep_micro_batches(self) -> None:
+        """From now on, keep a sketch of each micro-batch too, until :meth:`take_micro_batches`."""
+        self._of_micro_batch = self._new_accumulator()
+
+    def take_micro_batches(self) -> list[Tensor]:
+        """(L, k) sketch of each micro-batch of this step, as their gradients came in; none is kept any more."""
+        kept, self._micro_batches, self._of_micro_batch = self._micro_batches, [], None
+        return kept
 
     @property
     def seen(self) -> bool:
@@ -100,6 +113,8 @@ class LocalGradient:
             boundary: whether this is the step's last micro-batch; ignored when ``additive``.
             exact: whether the exact method is due at this step.
         """
+        if self._of_micro_batch is not None:
+            self._of_micro_batch.add(index, gradient, square=False)
         first = self._fires[index] == 0
         self._fires[index] += 1
         if self._additive:
@@ -135,6 +150,8 @@ class LocalGradient:
 
     def end_micro_batch(self) -> None:
         """A micro-batch's backward has ended."""
+        if self._of_micro_batch is not None:
+            self._micro_batches.append(self._of_micro_batch.take()[0])
         if self._norms_add_up or not self.sketching:
             return
         now = self.accumulator.peek()

@@ -82,7 +82,9 @@ def _told(cause: Cause, layers: tuple[str, ...], world_size: int) -> str:
     """The cause in one sentence."""
     where = _where(cause.layers, layers)
     if cause.kind == "scale":
-        return f"It is {cause.factor:.4g} times the mean in {where}."
+        assert cause.factor is not None
+        shown = f"{cause.factor:.3g}" if abs(cause.factor - 1.0) > 0.005 else f"{cause.factor:.6g}"
+        return f"It is {shown} times the mean in {where}."
     if cause.kind == "weights":
         shown = _weights(cause, cause.ranks) or "by small amounts"
         return f"In {where} the ranks' gradients entered with other weights than 1: {shown}."
@@ -115,12 +117,11 @@ def _micro_batches(record: StepRecord, check: AggregateCheck, found: MicroBatche
     count, everybody = len(found.weights[0]), record.world_size
     groups: dict[tuple[tuple[int, ...], float], list[int]] = {}  # ranks and weight -> micro-batches
     for micro_batch, off in found.off.items():
-        by_weight: dict[float, list[int]] = {}
-        for rank, weight in off.items():
-            by_weight.setdefault(round(weight, 1) + 0.0, []).append(rank)
-        for weight, ranks in by_weight.items():
-            groups.setdefault((tuple(ranks), weight), []).append(micro_batch + 1)
-    told, blamed = [], set()
+        for weight in sorted({_rounded(weight) for weight in off.values()}):
+            alike = tuple(rank for rank in off if _rounded(off[rank]) == weight)
+            groups.setdefault((alike, weight), []).append(micro_batch + 1)
+    told: list[str] = []
+    blamed: set[int] = set()
     for (ranks, weight), numbers in groups.items():
         whose = "all ranks" if len(ranks) == everybody else named(ranks, everybody)
         told.append(f"{_numbers(numbers)} of {whose} {'missing' if weight == 0.0 else f'entered {weight:.1f} times'}")
@@ -128,10 +129,15 @@ def _micro_batches(record: StepRecord, check: AggregateCheck, found: MicroBatche
     where = _where(found.layers, layers)
     shown = "; ".join(told[:4]) + ("; …" if len(told) > 4 else "")
     message = f"Of the {count} micro-batches of step {found.step}, by their own sketches, in {where}: {shown}."
-    ranks = () if len(blamed) == everybody else tuple(sorted(blamed))
+    guilty = () if len(blamed) == everybody else tuple(sorted(blamed))
     key = f"integrity micro-batches {where}"
     error, bound = check.relative_error, check.rounding_bound
-    return Finding(key, "aggregation-error", "error", ranks, where, error, bound, message, _REDUCTION, found.step)
+    return Finding(key, "aggregation-error", "error", guilty, where, error, bound, message, _REDUCTION, found.step)
+
+
+def _rounded(weight: float) -> float:
+    """To a tenth, and without a negative zero."""
+    return round(weight, 1) + 0.0
 
 
 def _numbers(numbers: list[int]) -> str:
