@@ -35,7 +35,7 @@ CACHE = ROOT / "build" / "real-bugs"
 WRONG = ("0.17.6", "0.18.0")
 RIGHT = ("0.16.9", "0.17.2", installed_version("deepspeed"))
 SURVEYED = ("0.16.9", "0.17.0", "0.17.2", "0.17.6", "0.18.0", "0.18.3", "0.19.0", installed_version("deepspeed"))
-STEPS, LEARNING_RATE, SEED = 3, 0.05, 1234
+STEPS, LEARNING_RATE, SEED = 6, 0.05, 1234
 RESULTS = ("aggregation-error", "unreduced-gradient", "replica-drift", "initial-weights-mismatch", "observer-off")
 APART = {"fp32": 1e-4, "bf16": 2e-2}
 """From which relative error on the plain computation's word is taken; below lie bf16's own roundings."""
@@ -73,8 +73,7 @@ class Outcome:
     rounding_bound: float | None = None
     event: str | None = None  # the first about a result
     step: int | None = None
-    message: str = ""
-    remedy: str = ""
+    told: tuple[str, ...] = ()  # messages of all such events, as "step: message"
     applied: tuple[float, ...] = ()  # per step: |applied - true mean| / |true mean| by plain torch
     length: float | None = None  # first step: |applied| / |true mean|
     cosine: float | None = None
@@ -114,9 +113,11 @@ SURVEY = (
 # -- inside one version ---------------------------------------------------------------------------------------------
 
 
-def train(settings: tuple[Setting, ...]) -> list[Outcome]:
-    """On every rank: all trainings, one after the other."""
+def train(settings: tuple[Setting, ...], out: Path) -> None:
+    """On every rank: all trainings, one after the other. Rank 0 writes after each, for the case that one breaks all."""
     import logging
+
+    import torch.distributed as dist
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     outcomes = []
@@ -127,7 +128,8 @@ def train(settings: tuple[Setting, ...]) -> list[Outcome]:
             except (NotImplementedError, AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
                 text = str(error).splitlines()
                 outcomes.append(Outcome(setting.name, failure=f"{type(error).__name__}: {text[0] if text else ''}"))
-    return outcomes
+        if dist.get_rank() == 0:
+            out.write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
 
 
 def _train(setting: Setting, output_dir: Path) -> Outcome:
@@ -206,6 +208,7 @@ def _weights(engine: Any) -> Any:
     """(D,) float64 clone of the trained weights in the precision in which they are updated."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
+
     from tests.training import full_parameters
 
     if engine.zero_optimization_stage() == 0 and not hasattr(engine.optimizer, "bf16_groups"):
@@ -230,12 +233,14 @@ def _outcome(setting: Setting, output_dir: Path, errors: list[float], length: fl
     integrity = records[0]["integrity"] if records else {"relative_error": None, "rounding_bound": None}
     path = output_dir / "events.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    first = next((event for event in events if event["kind"] in RESULTS and event["severity"] != "info"), None)
+    about = [event for event in events if event["kind"] in RESULTS and event["severity"] != "info"]
+    first = about[0] if about else None
     return Outcome(
         setting.name,
         integrity["relative_error"],
         integrity["rounding_bound"],
-        *((first["kind"], first["step"], first["message"], first["remedy"]) if first else (None, None, "", "")),
+        *((first["kind"], first["step"]) if first else (None, None)),
+        told=tuple(f"{event['step']}: {event['message']}" for event in about),
         applied=tuple(errors),
         length=length,
         cosine=cosine,
@@ -266,9 +271,7 @@ def _rank_main(rank: int, ranks: int, settings: tuple[Setting, ...], directory: 
         "gloo", f"file://{directory}/rendezvous", timeout=timedelta(seconds=180), rank=rank, world_size=ranks
     )
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    outcomes = train(settings)
-    if rank == 0:
-        out.write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
+    train(settings, out)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -303,9 +306,11 @@ def outcomes_of(version: str, chosen: str, ranks: int) -> list[Outcome]:
         out = Path(directory, "outcomes.json")
         command = [sys.executable, str(Path(__file__).resolve()), "--inside", chosen, str(ranks), str(out)]
         ended = subprocess.run(command, env=environment(version), capture_output=True, text=True)
-        if not out.exists():
-            raise SystemExit(f"the trainings with DeepSpeed {version} did not end:\n{ended.stderr[-3000:]}")
-        return [Outcome(**{**row, "applied": tuple(row["applied"])}) for row in json.loads(out.read_text())]
+        done = json.loads(out.read_text()) if out.exists() else []
+        outcomes = [Outcome(**row) for row in done]
+        if ended.returncode:
+            outcomes.append(Outcome("the next one", failure=ended.stderr.strip()[-600:] or f"exit {ended.returncode}"))
+        return outcomes
 
 
 def wrong(outcome: Outcome) -> bool:
@@ -373,7 +378,7 @@ def row(outcome: Outcome, found: str) -> str:
     )
     plain = f"applied/true {outcome.length:.3f}, cosine {outcome.cosine:.3f}" if wrong(outcome) else ""
     line = f"  {outcome.setting:<58} {event:<28} {numbers} {plain} {found}"
-    return f"{line}\n      {outcome.message}" if outcome.message else line
+    return "\n      ".join((line, *outcome.told[:4]))
 
 
 if __name__ == "__main__":
