@@ -15,7 +15,7 @@ from ds_silent.capture.deepspeed import base_optimizers
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed
 from tests.matrix import FP32_ACCUMULATION, OFFLOAD
-from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe
+from tests.training import Case, Probe, one_step
 
 CASES = (
     Case(),
@@ -28,11 +28,6 @@ CASES = (
     Case(stage=3, dtype="bf16"),
 )
 FACTOR_AT, NOISE_AT, IDLE_AT, STEPS = 3, 6, 9, 11
-
-
-def one_step(engine: Any, generator: torch.Generator) -> None:
-    engine.backward(engine(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False))
-    engine.step()
 
 
 def train(case: Case, folder: Path) -> None:

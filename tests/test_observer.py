@@ -20,24 +20,9 @@ from ds_silent import exchange
 from ds_silent.capture.deepspeed import DeepSpeedCapture
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
-from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, Trace, train
+from tests.training import ROWS, Case, Probe, Trace, build, one_step, train
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def build(case: Case, output_dir: Path, enabled: bool = True) -> Any:
-    torch.manual_seed(1234)
-    model = Probe(None)
-    engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled)
-    )
-    return engine
-
-
-def one_step(engine: Any, generator: torch.Generator) -> None:
-    loss = engine(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False)
-    engine.backward(loss)
-    engine.step()
 
 
 # -- an internal error -----------------------------------------------------------------------------
@@ -362,65 +347,3 @@ def test_a_mistake_in_the_block_is_one_sentence_on_one_rank(tmp_path: Path) -> N
     assert missing.returncode == 1
     assert "missing.py" in missing.stderr
     assert "Traceback" not in missing.stderr
-
-
-# -- ending a training, and a resume ---------------------------------------------------------------
-
-
-def ended_by_an_event(directory: str, stop_on: str) -> dict[str, Any]:
-    """Rank 1's replica is changed before step 3; stage 0, compared at every step."""
-    config = Case().config(Path(directory) / "on", enabled=True)
-    config["silent_consistency"]["integrity"] = {"replica_interval": 1}
-    config["silent_consistency"]["detectors"] = {"stop_on": stop_on}
-    torch.manual_seed(1234)
-    model = Probe(None)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
-    generator, steps, status = torch.Generator().manual_seed(dist.get_rank()), 0, None
-    try:
-        for steps in range(1, 9):
-            if steps == 3 and dist.get_rank() == 1:
-                with torch.no_grad():
-                    model.frozen.weight[0, 0] += 1.0
-            one_step(engine, generator)
-    except SystemExit as end:
-        status = end.code
-    return {"steps": steps, "status": status}
-
-
-@pytest.mark.parametrize(("stop_on", "steps", "status"), [("never", 8, None), ("error", 5, 3), ("warning", 5, 3)])
-def test_an_event_ends_the_training_on_all_ranks_at_once(
-    stop_on: str, steps: int, status: int | None, tmp_path: Path
-) -> None:
-    results = run_distributed(ended_by_an_event, 2, (str(tmp_path), stop_on))
-    assert results == [{"steps": steps, "status": status}] * 2
-    [event] = [e for e in read_events(tmp_path / "on" / "events.jsonl") if e["kind"] == "replica-drift"]
-    assert (event["where"], event["ranks"], event["severity"]) == ("frozen.weight", [], "error")  # two cannot outvote
-    assert "that of step 2" in event["message"]
-    records = read_metrics(tmp_path / "on" / "metrics.jsonl")
-    assert [record["integrity"]["replica_groups"] for record in records][:3] == [[[0, 1]], [[0, 1]], [[0], [1]]]
-
-
-def resumed_with_other_weights(directory: str, changed: bool) -> None:
-    engine = build(Case(), Path(directory) / "on")
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(2):
-        one_step(engine, generator)
-    observer = ds_silent.observer_of(engine)
-    assert observer is not None
-    state = observer.state_dict()
-    if changed:  # on every rank alike, so that only the checkpoint knows
-        with torch.no_grad():
-            engine.module.frozen.weight[0, 0] += 1.0
-    observer.load_state_dict(state)
-    for _ in range(2):
-        one_step(engine, generator)
-    observer.close()
-
-
-@pytest.mark.parametrize("changed", [True, False])
-def test_a_resume_verifies_the_weights(changed: bool, tmp_path: Path) -> None:
-    run_distributed(resumed_with_other_weights, 2, (str(tmp_path), changed))
-    found = [e for e in read_events(tmp_path / "on" / "events.jsonl") if e["kind"] == "initial-weights-mismatch"]
-    assert [(e["step"], e["where"]) for e in found] == ([(3, "checkpoint")] if changed else [])
-    groups = [r["integrity"]["replica_groups"] for r in read_metrics(tmp_path / "on" / "metrics.jsonl")]
-    assert groups == [None, None, [[0, 1]], [[0, 1]]]  # compared after the resume, and at step 4

@@ -108,6 +108,21 @@ class Probe(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def build(case: Case, output_dir: Path, enabled: bool = True) -> Any:
+    torch.manual_seed(1234)
+    model = Probe(None)
+    engine, *_ = ds_silent.initialize(
+        model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled)
+    )
+    return engine
+
+
+def one_step(engine: Any, generator: torch.Generator) -> None:
+    loss = engine(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False)
+    engine.backward(loss)
+    engine.step()
+
+
 @dataclass(frozen=True)
 class Trace:
     """What one rank saw of one training."""
