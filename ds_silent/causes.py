@@ -166,7 +166,10 @@ def _shape(pieces: Pieces, layers: tuple[int, ...]) -> Cause:
 
 
 def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | None:
-    """Ranks of whose gradients something is missing: the error's regression on them is not zero, and leaves a rest."""
+    """Something of the gradients is missing: the error's regression on them is not zero, and leaves a rest.
+
+    A rank is named where it is the only one: what is gone of several can hide behind what is left of the others.
+    """
     gram = _gram(local)
     if gram is None:
         return None
@@ -177,7 +180,7 @@ def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | N
     off = (weights.abs() > (STANDARD_ERRORS * standard_errors).clamp(min=LEAST_SHARE)).nonzero().flatten().tolist()
     if not off:
         return None
-    blamed = tuple(off) if len(off) < ranks else ()
+    blamed = tuple(off) if len(off) == 1 and ranks > 2 else ()
     return Cause("partial", layers, None, blamed, tuple((weights + 1.0).tolist()))
 
 

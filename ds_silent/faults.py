@@ -1,12 +1,11 @@
-"""What the drill injects: the faults that data, seeds, weights, hyper-parameters and gradients can have.
+"""What the drill injects: faults of data, seeds, weights, hyper-parameters, gradients, their reduction and replicas.
 
     fault = FAULTS["gradient-scaled-1.5"]
     strike = Strike(rank=2, ranks=4, step=21, size=fault.size)
     injection = fault.inject(strike, me=2)          # what changes on rank 2; nothing changes where nothing is set
     fault.expected_ranks(strike)                    # ((2,),)
 
-A fault says what the observer must answer: the kind of event, the ranks, and whether chance plays a part. What goes
-wrong in or after the reduction is not here: it needs other hooks than a training's own pieces.
+A fault says what the observer must answer: the kind of event, the ranks, the cause, and whether chance plays a part.
 """
 
 from __future__ import annotations
@@ -17,16 +16,24 @@ from functools import partial
 from typing import Literal
 
 from ds_silent.drill import injections as inject
+from ds_silent.drill import injections_reduction as corrupt
 from ds_silent.drill.injections import Injection, Strike
 
-Where = Literal["data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss"]
-Who = Literal["the rank", "the odd rank", "the rank or all", "the pair", "all ranks"]
+Where = Literal[
+    "data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss", "reduction", "update", "replica"
+]
+Who = Literal[
+    "the rank", "the odd rank", "the rank or all", "the pair", "all ranks", "nobody", "the receiver", "an owner"
+]
 """``the odd rank`` is found by comparison, and two ranks cannot outvote each other: then both are named, or none.
 ``the rank or all``: rows that come again are known without knowing whose fault it is; the sampler's own facts, where
-the observer has them, name the rank."""
+the observer has them, name the rank. ``nobody``: the same on all ranks, so there is nobody to accuse. ``the receiver``
+holds the wrong piece; in stage 0 the others hold the right one, under ZeRO nobody else does and nobody can be named.
+``an owner``: where ZeRO gives a piece to one rank, it is that rank's own gradient; in stage 0 each has its own."""
 
 BEFORE = 0
 WARM = 21  # the statistical detectors have a history by then
+EARLY = 4  # facts and rounding bounds need none
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ class Fault:
     ``kinds``: the event that must come; each is right where a fault has several faces (a NaN loss also has a zero or
     NaN gradient). ``first_step``: 0 is before the training. ``deterministic``: no chance in it, so the event must be
     at the first measured step. ``steps``: how long a training may go on after the first step, in measured steps;
-    ``stages``: ZeRO stages under which DeepSpeed survives the fault and it means something.
+    ``stages``, ``dtypes``, least ``accumulation``: where DeepSpeed survives the fault and it means something.
+    ``says``: words of the right cause and place that the event must hold; {rank}, {ranks}, {step} are the strike's.
     """
 
     name: str
@@ -51,6 +59,17 @@ class Fault:
     size: float = 1.0
     ids: bool = True  # whether the script tells the row ids
     stages: tuple[int, ...] = (0, 1, 2, 3)
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    accumulation: int = 1
+    says: tuple[str, ...] = ()
+
+    def possible(self, stage: int, dtype: str, accumulation: int) -> bool:
+        """Whether the fault means something in such a training."""
+        return stage in self.stages and dtype in self.dtypes and accumulation >= self.accumulation
+
+    def expected_words(self, strike: Strike) -> tuple[str, ...]:
+        """What the event must say of cause and place."""
+        return tuple(phrase.format(rank=strike.rank, ranks=strike.ranks, step=strike.step) for phrase in self.says)
 
     @property
     def kind(self) -> str:
@@ -60,9 +79,14 @@ class Fault:
     def expected_ranks(self, strike: Strike) -> tuple[tuple[int, ...], ...]:
         """What the event may name; the first is the best answer. Empty: no majority, so nobody is accused."""
         everyone, rank = tuple(range(strike.ranks)), (strike.rank,)
+        sharded = strike.stage > 0
+        if self.who == "nobody" or (self.who == "the receiver" and sharded):
+            return ((),)
+        if self.who == "an owner":
+            return ((), *((owner,) for owner in everyone if sharded))
         if self.who == "the pair":
             return (tuple(sorted((strike.rank, strike.partner))),)
-        if self.who == "all ranks" or (self.who == "the odd rank" and strike.ranks == 2):
+        if self.who == "all ranks" or (self.who in ("the odd rank", "the receiver") and strike.ranks == 2):
             return (everyone, ())
         return (rank, everyone) if self.who == "the rank or all" else (rank,)
 
@@ -87,10 +111,14 @@ def _before(
     )
 
 
+_early = partial(Fault, first_step=EARLY)
+
 _ORDER = ("data-order-mismatch", "low-coverage")
 _DUPLICATE, _OUTLIER, _CONFIG = ("duplicate-data",), ("outlier-rank",), ("config-mismatch",)
 _SEED, _WEIGHTS = ("seed-mismatch",), ("initial-weights-mismatch",)
+_AGGREGATION, _UNREDUCED, _DRIFT = ("aggregation-error",), ("unreduced-gradient",), ("replica-drift",)
 _REPLICATED = (0, 1, 2)  # under ZeRO-3 each number has one owner: no two ranks could disagree
+_REDUCED = (0, 1, 2)  # where the drill reaches into the reduction
 
 # A table reads better than what a formatter makes of it.
 # fmt: off
@@ -178,6 +206,86 @@ _GRADIENTS = (
     _chance(300, Fault("eval-mode", _OUTLIER, "the odd rank", "loss", inject.eval_mode,
           "one rank trains without dropout (model.eval() was left on)")),
 )
+
+_INPUT = (
+    _early("contribution-missing", _AGGREGATION, "the rank", "reduction", corrupt.missing_contribution,
+          "one rank sends zeros into the reduction", stages=_REDUCED, says=("rank {rank} 0.00 times",)),
+    _early("contribution-doubled", _AGGREGATION, "the rank", "reduction", corrupt.doubled_contribution,
+          "one rank's gradient is counted twice", stages=_REDUCED, says=("rank {rank} 2.00 times",)),
+    _early("micro-batch-missing", _AGGREGATION, "the rank", "reduction", corrupt.missing_micro_batch,
+          "one rank's last micro-batch never reaches the aggregate", stages=_REDUCED, accumulation=2),
+    _early("micro-batch-missing-everywhere", _AGGREGATION, "nobody", "reduction",
+          corrupt.missing_micro_batch_everywhere, "the last micro-batch of all ranks never reaches the aggregate",
+          stages=_REDUCED, accumulation=2),
+)
+
+_REDUCTION = (
+    _early("bucket-dropped", _UNREDUCED, "an owner", "reduction", corrupt.dropped_bucket,
+          "the reduction of the first bucket is never called", stages=_REDUCED, says=("not reduced",)),
+    _early("parameter-unreduced", _UNREDUCED, "an owner", "reduction", corrupt.unreduced_parameter,
+          "one parameter takes no part in the reduction", stages=_REDUCED, says=("not reduced", "position")),
+    # a half of two or three ranks may be one rank alone
+    _early("wrong-group", ("aggregation-error", "unreduced-gradient"), "nobody", "reduction", corrupt.wrong_group,
+          "the ranks' two halves reduce among themselves", stages=_REDUCED),
+    _early("division-forgotten", _AGGREGATION, "nobody", "reduction", corrupt.forgotten_division,
+          "the sum is not divided by the number of ranks", stages=_REDUCED,
+          says=("{ranks} times the mean", "all 7 layers")),
+    _early("bucket-stale", _AGGREGATION, "nobody", "reduction", corrupt.stale_bucket,
+          "the first bucket's result is that of the step before, for good", stages=_REDUCED,
+          says=("that of the step before",)),
+    _early("bucket-tail-zeroed", _AGGREGATION, "nobody", "reduction", corrupt.zeroed_tail,
+          "the last quarter of the first bucket comes back as zeros", size=0.25, stages=_REDUCED),
+    _early("aggregate-noise", _AGGREGATION, "nobody", "reduction", corrupt.noisy_aggregate,
+          "noise of 0.05 of its norm is added to the aggregate, the same on all ranks", size=0.05, stages=_REDUCED,
+          says=("looks like noise",)),
+    _early("aggregate-noise-one-rank", _AGGREGATION, "the receiver", "reduction", corrupt.noisy_aggregate_one_rank,
+          "one rank receives the aggregate with noise of 0.05 of its norm", size=0.05, stages=_REDUCED),
+    _early("aggregate-burst", _AGGREGATION, "nobody", "reduction", corrupt.noise_burst,
+          "noise of ten times its norm is added to the aggregate at one step", size=10.0, stages=_REDUCED,
+          says=("looks like noise",)),
+    *(_early(f"aggregate-flip-byte-{byte}", _AGGREGATION, "nobody", "reduction", partial(corrupt.flipped_bit, byte),
+          f"the top bit of byte {byte} of the first bucket's largest element flips at one step, on all ranks alike",
+          stages=_REDUCED, dtypes=("fp32", "bf16") if byte < 2 else ("fp32",), says=("single element",))
+      for byte in range(4)),
+    _early("aggregate-flip-one-rank", _AGGREGATION, "the odd rank", "reduction", corrupt.flipped_bit_one_rank,
+          "the lowest bit of one element differs on one rank at one step: bits are compared", stages=(0,)),
+    _early("gradients-not-cleared", _AGGREGATION, "nobody", "reduction", corrupt.gradients_not_cleared,
+          "zero_grad does nothing: the gradients of the step before are in the sum", stages=(0,),
+          says=("not cleared",)),
+    _early("partition-not-cleared", _AGGREGATION, "nobody", "reduction", corrupt.partition_not_cleared,
+          "the aggregate of the step before stays in the partition and is added", stages=(1, 2), says=("not cleared",)),
+)
+
+_UPDATE = (
+    _early("applied-factor-4", _AGGREGATION, "nobody", "update", corrupt.wrong_factor,
+          "the optimizer gets four times the aggregate (a wrong loss scale or clip factor)", size=4.0, stages=_REDUCED,
+          says=("applied 4 times",)),
+    _early("applied-factor-4-one-rank", _AGGREGATION, "the rank", "update", corrupt.wrong_factor_one_rank,
+          "the same on one rank", size=4.0, stages=_REDUCED, says=("applied 4 times",)),
+    _early("applied-noise", _AGGREGATION, "the rank", "update", corrupt.noisy_update,
+          "noise of 0.05 of its norm between one rank's reduction and its optimizer", size=0.05, stages=_REDUCED,
+          says=("no multiple",)),
+    _early("update-skipped", _AGGREGATION, "the rank", "update", corrupt.skipped_update,
+          "one rank's optimizer does nothing at one step", stages=_REDUCED, says=("did not step",)),
+)
+
+_REPLICAS = (
+    _early("weight-changed", _DRIFT, "the odd rank", "replica", corrupt.changed_weight,
+          "one bit of one weight of one rank changes after an update", stages=(0,),
+          says=("of step {step}", "embedding.weight")),
+    _early("frozen-parameter-changed", _DRIFT, "the odd rank", "replica", corrupt.changed_frozen_parameter,
+          "one bit of one rank's frozen parameter changes", stages=_REDUCED, says=("of step {step}", "rescale.shift")),
+    _early("buffer-changed", _DRIFT, "the odd rank", "replica", corrupt.changed_buffer,
+          "one bit of one rank's buffer changes", stages=_REDUCED, says=("buffer rescale.gain",)),
+    _early("optimizer-state-changed", _DRIFT, "the odd rank", "replica", corrupt.changed_optimizer_state,
+          "one rank's running mean of one gradient element changes", stages=(0,), says=("optimizer exp_avg",)),
+    _early("gathered-weights-stale", _DRIFT, "the odd rank", "replica", corrupt.stale_weights,
+          "one rank keeps the old weights where it should receive another's update", stages=(1, 2),
+          says=("of step {step}",)),
+    _early("gathered-weights-bit", _DRIFT, "the odd rank", "replica", corrupt.corrupted_weights,
+          "one bit of what one rank receives of the updated weights is wrong", stages=(1, 2), says=("of step {step}",)),
+)
 # fmt: on
 
-FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in (*_DATA, *_BEFORE, *_GRADIENTS)}
+_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_INPUT, *_REDUCTION, *_UPDATE, *_REPLICAS)
+FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _ALL}

@@ -75,6 +75,11 @@ def test_two_groups_of_ranks_that_reduced_apart() -> None:
     assert "-0.00" not in text
 
 
+def test_a_factor_is_told_with_the_digits_that_rounding_leaves() -> None:
+    assert "It is 4 times the mean in all 5 layers." in told(explained(3.999 * LOCAL.mean(0)))
+    assert "It is 1.0003 times the mean in all 5 layers." in told(explained(1.0003 * LOCAL.mean(0)))
+
+
 def test_what_the_step_before_left_in_a_partition() -> None:
     before = normal(6, LAYERS, SMALL)
     assert explained(LOCAL.mean(0) + before, before=before).kind == "leftover"
@@ -96,6 +101,8 @@ def test_parts_of_all_ranks_gradients_blame_nobody_and_noise_is_no_part() -> Non
     cause = explained(noisy, error=-lost)
     assert (cause.kind, cause.ranks) == ("partial", ())
     assert "of all 4 ranks is missing" in told(cause)
+    three = explained(noisy, error=-(0.5 * WHOLE + 0.5 * normal(7, RANKS, LARGE))[1:].sum(0) / RANKS)
+    assert (three.kind, three.ranks) == ("partial", ())
     for seed in range(20):
         assert explained(noisy, error=0.05 * normal(100 + seed, LARGE)).kind == "noise"
 

@@ -22,7 +22,7 @@ from ds_silent.drill.ranks import RankBroke, on_ranks
 from ds_silent.drill.rehearsal import Run, Trial, rehearse
 from ds_silent.drill.report import print_report, sentence
 from ds_silent.drill.setting import make_setting
-from ds_silent.drill.verdict import first_measured, judge, judge_healthy, loss_shift
+from ds_silent.drill.verdict import due, first_compared, first_measured, judge, judge_healthy, loss_shift
 from ds_silent.faults import FAULTS
 from ds_silent.records import Event, StepRecord
 from tests.test_faults import cold_stage
@@ -31,8 +31,8 @@ STRIKE = Strike(2, 4, 21)
 BLOCK: dict[str, Any] = {"silent_consistency": {}}
 
 
-def event(step: int, kind: str, ranks: tuple[int, ...], severity: str = "error") -> dict[str, Any]:
-    return {"step": step, "kind": kind, "severity": severity, "ranks": list(ranks)}
+def event(step: int, kind: str, ranks: tuple[int, ...], severity: str = "error", message: str = "") -> dict[str, Any]:
+    return {"step": step, "kind": kind, "severity": severity, "ranks": list(ranks), "message": message, "where": None}
 
 
 # -- the verdict ------------------------------------------------------------------------------------------------------
@@ -74,6 +74,42 @@ def test_a_deterministic_fault_must_be_found_at_its_first_measured_step() -> Non
     assert [first_measured(step, 10) for step in (0, 1, 10, 11)] == [0, 10, 10, 20]
 
 
+def test_the_cause_must_be_right_too() -> None:
+    fault = FAULTS["contribution-missing"]
+    for message, answer in (
+        ("rank 2 0.00 times", "found"),
+        ("rank 2 2.00 times", "wrong cause"),
+        ("rank 2 0.00 timeses", "wrong cause"),
+        ("", "wrong cause"),
+    ):
+        events = [event(4, "aggregation-error", (2,), message=message)]
+        assert judge(fault, Strike(2, 4, 4), events, 1).answer == answer
+    assert judge(fault, Strike(2, 4, 40), [event(40, "aggregation-error", (2,))], 10).found  # the rule needs step 39
+
+
+def test_a_replica_is_due_at_the_first_comparison_after_the_update() -> None:
+    assert [first_compared(step, 1, 5) for step in (3, 4, 5, 9)] == [5, 5, 10, 10]
+    assert [first_compared(step, 3, 5) for step in (3, 6, 9, 12)] == [6, 12, 12, 15]
+    fault = FAULTS["frozen-parameter-changed"]
+    told = "The first update that left them apart was that of step 4. rescale.shift"
+    for step, late in ((5, False), (10, True)):
+        verdict = judge(fault, Strike(2, 4, 4), [event(step, "replica-drift", (2,), message=told)], 1, 5)
+        assert (verdict.found, verdict.late, verdict.right) == (True, late, not late)
+    wrong = [event(5, "replica-drift", (2,), message=told.replace("step 4", "step 41"))]
+    assert judge(fault, Strike(2, 4, 4), wrong, 1, 5).answer == "wrong cause"
+    assert due(FAULTS["bucket-stale"], Strike(2, 4, 4), 1, 5) == 4
+
+
+def test_what_is_below_rounding_may_stay_silent_and_nothing_else_may() -> None:
+    fault, strike = FAULTS["aggregate-flip-byte-0"], Strike(2, 4, 4)
+    assert judge(fault, strike, [], 1, change=1e-7, rounding=3e-7).answer == "below rounding"
+    assert judge(fault, strike, [], 1, change=1e-7, rounding=3e-7).right
+    assert judge(fault, strike, [], 1, change=4e-7, rounding=3e-7).answer == "missed"
+    assert judge(fault, strike, [], 1, change=None, rounding=3e-7).answer == "missed"
+    alarm = [event(4, "outlier-rank", (2,))]
+    assert judge(fault, strike, alarm, 1, change=1e-7, rounding=3e-7).answer == "wrong kind"
+
+
 def test_a_healthy_run_is_right_only_without_an_alarm() -> None:
     assert judge_healthy([]).answer == "missed"
     assert judge_healthy([event(9, "drift", (), "info")]).answer == "missed"
@@ -111,9 +147,10 @@ def test_what_decides_about_the_observer_is_kept_and_the_rest_is_named() -> None
     assert setting.config["train_batch_size"] == 16 * 4 * 4
     assert setting.config["gradient_clipping"] == 0.5
     assert setting.config["optimizer"]["type"] == "AdamW"
-    assert setting.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 5_000_000}
+    assert setting.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 40_000}
     assert "wandb" not in setting.config
     assert [note.split(":")[0] for note in setting.notes] == [
+        "integrity.replica_interval",
         "flops_profiler",
         "zero_optimization.offload_optimizer",
         "train_micro_batch_size_per_gpu",
@@ -125,9 +162,17 @@ def test_what_decides_about_the_observer_is_kept_and_the_rest_is_named() -> None
 def test_options_win_over_the_file_and_fp16_is_computed_in_bf16() -> None:
     fp16 = {**BLOCK, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     assert make_setting(fp16, 4).dtype == "bf16"
-    assert "fp16" in make_setting(fp16, 4).notes[0]
+    assert "fp16" in make_setting(fp16, 4).notes[1]
     chosen = make_setting(fp16, 4, stage=0, dtype="fp32")
     assert (chosen.stage, chosen.dtype, chosen.config["bf16"]["enabled"]) == (0, "fp32", False)
+
+
+def test_replicas_are_compared_soon_unless_the_configuration_says_when() -> None:
+    setting = make_setting({"silent_consistency": {"interval": 3}}, 4)
+    assert setting.replica_interval == setting.config["silent_consistency"]["integrity"]["replica_interval"] == 15
+    assert "15 instead of the default 100" in setting.notes[0]
+    chosen = make_setting({"silent_consistency": {"integrity": {"replica_interval": 40}}}, 4)
+    assert (chosen.replica_interval, chosen.notes) == (40, ())
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("ds_*.json")), ids=lambda path: path.name)
@@ -160,17 +205,32 @@ def test_with_an_interval_the_faults_strike_later_and_trainings_are_longer() -> 
     setting = make_setting({"silent_consistency": {"interval": 5}}, 4)
     trials, _ = trials_of(options, setting)
     strikes = {trial.name: trial for trial in trials}
-    assert strikes["nan-loss"].strike.step == 101
-    assert strikes["nan-loss"].steps == 101 + 6 * 5
+    assert strikes["nan-loss"].strike.step == 105  # a measured step
+    assert strikes["nan-loss"].steps == 105 + 6 * 5
     assert strikes["learning-rate"].strike.step == 0
     assert [trial.name for trial in trials[:3]] == list(HEALTHY)
 
 
 def test_faults_that_mean_nothing_under_a_stage_are_left_out_and_named() -> None:
+    behind = {name for name, fault in FAULTS.items() if fault.strikes in ("reduction", "update", "replica")}
     trials, skipped = trials_of(DrillOptions(), make_setting(BLOCK, 4, stage=3))
-    assert set(skipped) == {"layer-without-gradient", "initial-weights-tensor", "initial-weights-bit"}
+    assert set(skipped) == {"layer-without-gradient", "initial-weights-tensor", "initial-weights-bit", *behind}
     assert not set(skipped) & {trial.name for trial in trials}
     assert len(trials) == len(HEALTHY) + len(FAULTS) - len(skipped)
+    _, skipped = trials_of(DrillOptions(), make_setting(BLOCK, 4, stage=1, dtype="bf16"))
+    assert {"micro-batch-missing", "aggregate-flip-byte-3", "weight-changed", "gradients-not-cleared"} <= set(skipped)
+    assert "aggregate-flip-byte-1" not in skipped
+    twice = {**BLOCK, "gradient_accumulation_steps": 2}
+    trials, _ = trials_of(DrillOptions(), make_setting(twice, 4))
+    assert "micro-batch-missing" in {trial.name for trial in trials}
+
+
+def test_the_training_is_long_enough_for_the_configured_comparison_of_replicas() -> None:
+    setting = make_setting({"silent_consistency": {"integrity": {"replica_interval": 50}}}, 4)
+    trials, _ = trials_of(DrillOptions(faults=("frozen-parameter-changed",)), setting)
+    assert trials[-1].steps == 52
+    with pytest.raises(ConfigError, match=r"--steps must be at least 74, got 60: .* compared every 50 steps"):
+        trials_of(DrillOptions(faults=("frozen-parameter-changed",), steps=60), setting)
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -188,7 +248,7 @@ def test_the_list_names_every_fault() -> None:
     [
         (["--fault", "no-such"], "there is no fault 'no-such'"),
         (["--rank", "4"], "--rank must be one of the 4 ranks"),
-        (["--steps", "5"], "--steps must be at least 27, got 5"),
+        (["--steps", "5"], "--steps must be at least 29, got 5"),
         (["--dtype", "fp16"], "--dtype must be fp32 or bf16, got 'fp16'"),
         (["--config", "missing.json"], "there is no ds_config file"),
         (["--json", "no/such/place.json"], "--json 'no/such/place.json' cannot be written"),
@@ -235,6 +295,7 @@ def test_a_rank_that_breaks_ends_the_drill_with_its_last_words(what: str, senten
 
 # -- the whole, with judges of our own --------------------------------------------------------------------------------
 
+SETTING = make_setting(BLOCK, 3)
 FAKES = ("right", "disabled", "wrong rank", "wrong kind", "cries wolf")
 
 
@@ -271,7 +332,7 @@ def judged_by_fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
 
 @pytest.mark.parametrize("fake", FAKES)
 def test_the_exit_code_is_0_only_for_a_judge_that_is_right(fake: str, judged_by_fakes: dict[str, list[Run]]) -> None:
-    outcome = Outcome(make_setting(BLOCK, 3), tuple(judged(TRIALS, judged_by_fakes[fake], 1)), ())
+    outcome = Outcome(SETTING, tuple(judged(TRIALS, judged_by_fakes[fake], SETTING)), ())
     assert exit_code(outcome) == (0 if fake == "right" else 1)
     healthy, faulty = outcome.results
     expected = {
@@ -343,7 +404,7 @@ def real_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
 def test_the_real_alarm_finds_the_faults_that_need_no_statistics(real_runs: dict[tuple[str, str], Run]) -> None:
     trials = real_trials()
     runs = [real_runs[trial.name, "intact"] for trial in trials]
-    outcome = Outcome(make_setting(BLOCK, 4), tuple(judged(trials, runs, 1)), ())
+    outcome = Outcome(SETTING, tuple(judged(trials, runs, SETTING)), ())
     assert {result.trial.name: result.verdict.answer for result in outcome.results if not result.right} == {}
     assert not any(result.verdict.late for result in outcome.results)
     assert exit_code(outcome) == 0
@@ -353,7 +414,7 @@ def test_the_real_alarm_finds_the_faults_that_need_no_statistics(real_runs: dict
 def test_a_disabled_detector_makes_the_drill_fail(name: str, real_runs: dict[tuple[str, str], Run]) -> None:
     trials = tuple(trial for trial in real_trials() if trial.name in ("healthy", name))
     runs = [real_runs["healthy", "intact"], real_runs[name, "disabled"]]
-    outcome = Outcome(make_setting(BLOCK, 4), tuple(judged(trials, runs, 1)), ())
+    outcome = Outcome(SETTING, tuple(judged(trials, runs, SETTING)), ())
     assert outcome.results[0].right
     assert not outcome.results[1].right
     assert exit_code(outcome) == 1

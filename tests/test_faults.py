@@ -32,6 +32,9 @@ STRIKE = Strike(rank=2, ranks=4, step=3)
 EVERYWHERE = {
     *("same-batch-everywhere", "same-batch-everywhere-without-ids"),
     *("sampler-seed-every-rank", "sampler-world-size-one", "sampler-world-size-twice"),
+    *("micro-batch-missing-everywhere", "bucket-dropped", "parameter-unreduced", "wrong-group", "division-forgotten"),
+    *("bucket-stale", "bucket-tail-zeroed", "aggregate-noise", "aggregate-burst", "gradients-not-cleared"),
+    *("partition-not-cleared", "applied-factor-4", *(f"aggregate-flip-byte-{byte}" for byte in range(4))),
 }
 
 
@@ -50,7 +53,8 @@ def a_batch() -> Batch:
 def test_the_catalogue_is_large_enough_and_speaks_of_known_events() -> None:
     assert len(FAULTS) >= 20
     assert {fault.strikes for fault in FAULTS.values()} == {
-        *("data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss")
+        *("data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss"),
+        *("reduction", "update", "replica"),
     }
     for name, fault in FAULTS.items():
         assert name == fault.name
@@ -76,6 +80,13 @@ def test_who_must_be_named() -> None:
     two = Strike(1, 2, 1)
     assert FAULTS["gradient-negated"].expected_ranks(two) == ((0, 1), ())  # nobody is outvoted
     assert FAULTS["nan-loss"].expected_ranks(two) == ((1,),)  # no comparison needed
+    receiver = FAULTS["aggregate-noise-one-rank"]
+    assert receiver.expected_ranks(STRIKE) == ((2,),)
+    assert receiver.expected_ranks(Strike(2, 4, 3, stage=1)) == ((),)  # nobody else holds the piece
+    owner = FAULTS["bucket-dropped"]
+    assert owner.expected_ranks(STRIKE) == ((),)
+    assert owner.expected_ranks(Strike(2, 4, 3, stage=2)) == ((), (0,), (1,), (2,), (3,))
+    assert FAULTS["division-forgotten"].expected_ranks(STRIKE) == ((),)
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -258,13 +269,14 @@ class Seen:
     losses: tuple[float, ...]
 
 
-def cold_stage(block: dict[str, Any], zero_stage: int, dtype: Any) -> Stage:
+def cold_stage(block: dict[str, Any], zero_stage: int, dtype: Any, accumulation: int = 1) -> Stage:
     """Without the warm-up: what an injection does to a gradient does not depend on it."""
     quiet = {"detectors": {"enabled": False}, "coverage": False, "preflight": False}
-    setting = make_setting({"silent_consistency": {**quiet, **block}}, dist.get_world_size(), zero_stage, dtype)
+    given = {"silent_consistency": {**quiet, **block}, "gradient_accumulation_steps": accumulation}
+    setting = make_setting(given, dist.get_world_size(), zero_stage, dtype)
     torch.manual_seed(7)
     weights = {name: value.clone() for name, value in PracticeModel().state_dict().items()}
-    rows: Rows = make_rows(16 * setting.micro_batch * dist.get_world_size(), seed=1)
+    rows: Rows = make_rows(16 * setting.micro_batch * accumulation * dist.get_world_size(), seed=1)
     return Stage(setting, rows, weights)
 
 

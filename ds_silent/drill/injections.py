@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,15 +22,23 @@ from torch import Tensor, nn
 
 from ds_silent.drill.practice import IGNORED, LAST_LAYER
 
+if TYPE_CHECKING:
+    from ds_silent.drill.seams import Collective
+
 
 @dataclass(frozen=True)
 class Strike:
-    """Whom a fault hits, among how many, from which optimizer step on (counted from 1), and how hard."""
+    """Whom a fault hits, among how many, from which optimizer step on (counted from 1), and how hard.
+
+    ``stage`` and ``bf16``: of the training, because they decide who holds what.
+    """
 
     rank: int
     ranks: int
     step: int
     size: float = 1.0
+    stage: int = 0
+    bf16: bool = False
 
     @property
     def partner(self) -> int:
@@ -66,9 +74,13 @@ class Injection:
     """What is different on one rank; a field that is not set changes nothing.
 
     Before ``initialize``: ``environment``, ``config``. Between ``initialize`` and the observer's ``attach``, because
-    DeepSpeed makes the replicas equal in ``initialize``: ``seed``, ``model``, ``optimizer``. At every step, and the
-    function itself knows from which on: ``rows`` (which rows), ``batch`` (their content), ``mode`` (the module, before
-    the forward), ``loss``, ``gradient`` (parameter's name, gradient of one micro-batch, step).
+    DeepSpeed makes the replicas equal in ``initialize``: ``seed``, ``model``, ``optimizer``, ``engine``. At every step,
+    and the function itself knows from which on: ``rows`` (which rows), ``batch`` (their content), ``mode`` (the module,
+    before the forward), ``loss``, ``gradient`` (parameter's name, gradient of one micro-batch, step). Behind the
+    capture of the local gradient, see :mod:`ds_silent.drill.seams`: ``captured`` (name, gradient, step, whether the
+    micro-batch is the last), ``reduction``, ``update`` (base optimizer, its step to be called, step), ``gathering``,
+    ``afterwards`` (engine, step). ``change``: how large the corruption was, relative to the aggregated gradient, where
+    that is known.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -77,12 +89,19 @@ class Injection:
     seed: Callable[[], None] | None = None
     model: Callable[[nn.Module], None] | None = None
     optimizer: Callable[[Any], None] | None = None
+    engine: Callable[[Any], None] | None = None
     rows: Callable[[RowsOf, int], Tensor] | None = None
     batch: Callable[[Batch, int], Batch] | None = None
     content_of: Callable[[RowsOf, int], Tensor] | None = None  # rows whose content comes under the ids of ``rows``
     mode: Callable[[nn.Module, int], None] | None = None
     loss: Callable[[Tensor, int], Tensor] | None = None
     gradient: Callable[[str, Tensor, int], Tensor] | None = None
+    captured: Callable[[str, Tensor, int, bool], Tensor | None] | None = None
+    reduction: Callable[[Collective], None] | None = None
+    update: Callable[[Any, Callable[[], Any], int], Any] | None = None
+    gathering: Callable[[Collective], None] | None = None
+    afterwards: Callable[[Any, int], None] | None = None
+    change: Callable[[], float | None] | None = None
 
 
 NOTHING = Injection()

@@ -1,4 +1,4 @@
-"""What the drill trains: a causal language model of 106,240 parameters and made-up rows, so that nothing is downloaded.
+"""What the drill trains: a language model of 106,240 trainable parameters and made-up rows; nothing is downloaded.
 
     rows = make_rows(512, seed=1)
     model = PracticeModel()
@@ -68,6 +68,7 @@ class PracticeModel(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
+        self.rescale = Rescale()
         nn.init.normal_(self.embedding.weight, std=0.05)
         nn.init.normal_(self.position.weight, std=0.05)
 
@@ -76,8 +77,22 @@ class PracticeModel(nn.Module):
         hidden = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             hidden = hidden + layer(hidden)
-        logits = self.head(self.norm(hidden))[:, :-1]
+        logits = self.head(self.rescale(self.norm(hidden)))[:, :-1]
         return F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+
+
+class Rescale(nn.Module):
+    """A frozen parameter and a buffer, as many models have them; they change no bit of what goes through."""
+
+    gain: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.register_buffer("gain", torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.gain.to(hidden) + self.shift.to(hidden)
 
 
 class Attention(nn.Module):

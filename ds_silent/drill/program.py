@@ -21,10 +21,10 @@ from ds_silent.drill.injections import Strike
 from ds_silent.drill.ranks import RankBroke, on_ranks
 from ds_silent.drill.rehearsal import Run, Trial, prepare, rehearse
 from ds_silent.drill.setting import Dtype, Setting, make_setting
-from ds_silent.drill.verdict import Verdict, judge, judge_healthy, loss_shift
+from ds_silent.drill.verdict import Verdict, due, judge, judge_healthy, loss_shift
 from ds_silent.faults import FAULTS, WARM, Fault
 
-__all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trials_of"]
+__all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trial_of", "trials_of"]
 
 HEALTHY_STEPS = 64
 LONGEST = 400  # optimizer steps, unless the user says otherwise
@@ -55,13 +55,13 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """Found where there was a fault, silent where there was none."""
-        return self.verdict.found if self.trial.fault is not None else self.verdict.answer == "missed"
+        """Found in time where there was a fault, silent where there was none."""
+        return self.verdict.right if self.trial.fault is not None else self.verdict.answer == "missed"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The whole drill; ``skipped`` are faults that mean nothing under this ZeRO stage."""
+    """The whole drill; ``skipped`` are faults that mean nothing under this ZeRO stage, dtype or accumulation."""
 
     setting: Setting
     results: tuple[Result, ...]
@@ -91,7 +91,7 @@ def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name:
         for run in on_ranks(perform, (setting, trials, directory), options.ranks):
             runs.append(run)
             heard(run.name)
-    return Outcome(setting, tuple(judged(trials, runs, setting.block.interval)), skipped)
+    return Outcome(setting, tuple(judged(trials, runs, setting)), skipped)
 
 
 def perform(send: Callable[[Run], None], setting: Setting, trials: tuple[Trial, ...], directory: str) -> None:
@@ -107,51 +107,64 @@ def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...
     Raises:
         ConfigError: an unknown fault, or too few steps.
     """
-    interval = setting.block.interval
-    shortest = (WARM + 6) * interval
-    if options.steps < shortest:
-        raise ConfigError(
-            f"--steps must be at least {shortest}, got {options.steps}: most faults strike at step {WARM * interval}"
-        )
+    interval = setting.interval
     for name in options.faults:
         if name not in FAULTS:
             raise ConfigError(f"there is no fault {name!a}; ds-silent drill --list names them")
     chosen = [fault for name, fault in FAULTS.items() if not options.faults or name in options.faults]
-    able = [fault for fault in chosen if setting.stage in fault.stages]
+    able = [fault for fault in chosen if fault.possible(setting.stage, setting.dtype, setting.accumulation)]
     skipped = tuple(fault.name for fault in chosen if fault not in able)
+    compared = any(fault.strikes == "replica" for fault in able) and setting.replica_interval
+    shortest = max((WARM + 6) * interval, WARM * interval + setting.replica_interval + 3 * interval if compared else 0)
+    if options.steps < shortest:
+        raise ConfigError(
+            f"--steps must be at least {shortest}, got {options.steps}: most faults strike at step {WARM * interval}"
+            + (f" and replicas are compared every {setting.replica_interval} steps" if compared else "")
+        )
     nobody = Strike(options.rank, options.ranks, 0)
     healthy = Trial(HEALTHY[0], None, nobody, min(options.steps, HEALTHY_STEPS * interval))
     trials = [
         healthy,
         replace(healthy, name=HEALTHY[1], ids=False),
         replace(healthy, name=HEALTHY[2], own_seeds=True),
-        *(_trial(fault, options, interval) for fault in able),
+        *(trial_of(fault, options, setting) for fault in able),
     ]
     return tuple(trials), skipped
 
 
-def _trial(fault: Fault, options: DrillOptions, interval: int) -> Trial:
-    """Steps count in measured ones: with ``interval`` 10 a history of 20 measurements takes 200 steps."""
-    first = 1 + (fault.first_step - 1) * interval if fault.first_step > 1 else fault.first_step
-    strike = Strike(options.rank, options.ranks, first, fault.size)
-    return Trial(fault.name, fault, strike, min(options.steps, first + fault.steps * interval), ids=fault.ids)
+def trial_of(fault: Fault, options: DrillOptions, setting: Setting) -> Trial:
+    """One fault's training. Steps count in measured ones: with ``interval`` 10 a history of 20 measurements takes 200
+    steps. What happens at one step only happens at a measured one."""
+    interval = setting.interval
+    first = fault.first_step * interval if fault.first_step > 1 else fault.first_step
+    strike = Strike(options.rank, options.ranks, first, fault.size, setting.stage, setting.dtype == "bf16")
+    last = max(first + fault.steps * interval, due(fault, strike, interval, setting.replica_interval) + 2 * interval)
+    return Trial(fault.name, fault, strike, min(options.steps, last), ids=fault.ids)
 
 
-def judged(trials: tuple[Trial, ...], runs: list[Run], interval: int) -> Iterator[Result]:
+def judged(trials: tuple[Trial, ...], runs: list[Run], setting: Setting) -> Iterator[Result]:
     """The verdict on every run, against the first healthy one."""
     healthy = runs[0].losses if runs else ()
     for trial, run in zip(trials, runs, strict=True):
         if trial.fault is None:
             yield Result(trial, run, judge_healthy(run.events), None)
             continue
-        verdict = judge(trial.fault, trial.strike, run.events, interval)
+        verdict = judge(
+            trial.fault,
+            trial.strike,
+            run.events,
+            setting.interval,
+            setting.replica_interval,
+            run.change,
+            run.rounding,
+        )
         last = verdict.step if verdict.found and verdict.step is not None else len(run.losses)
         shift = None if last == 0 else loss_shift(run.losses, healthy, trial.strike.step, last)
         yield Result(trial, run, verdict, shift)
 
 
 def exit_code(outcome: Outcome) -> int:
-    """0 when every fault was found and the healthy runs were silent, else 1."""
+    """0 when every fault was found in time (or provably below rounding) and the healthy runs were silent, else 1."""
     return 0 if outcome.results and all(result.right for result in outcome.results) else 1
 
 
@@ -185,6 +198,8 @@ def _result_json(result: Result, plain: Callable[[Any], Any]) -> dict[str, Any]:
             "deterministic": fault.deterministic,
             "first_step": trial.strike.step,
             "size": fault.size,
+            "change": plain(result.run.change),
+            "rounding": plain(result.run.rounding),
         }
     )
     return {

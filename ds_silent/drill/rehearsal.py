@@ -4,7 +4,8 @@
     run = rehearse(stage, trial, output_dir)                   # a collective; the same arguments on every rank
 
 The order matters: DeepSpeed makes the replicas equal in ``initialize``, so weights are changed after it; the gradient
-hooks are registered before the observer's, so that it sees what they return.
+hooks are registered before the observer's, so that it sees what they return; what strikes behind the capture goes
+through :mod:`ds_silent.drill.seams`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ import ds_silent
 from ds_silent.config import BLOCK
 from ds_silent.drill.injections import NOTHING, Batch, Injection, Shard, Strike
 from ds_silent.drill.practice import PracticeModel, Rows, make_rows, warm_up
+from ds_silent.drill.seams import Seams
 from ds_silent.drill.setting import Setting
 from ds_silent.drill.verdict import alarms, judge
 from ds_silent.faults import Fault
-from ds_silent.sinks.jsonl import read_events
+from ds_silent.sinks.jsonl import read_events, read_metrics
 
 SEED = 42
 STEPS_PER_EPOCH = 16
@@ -63,11 +65,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of it, on rank 0; ``losses`` are averaged over the ranks, one per step taken."""
+    """What came of it, on rank 0; ``losses`` are averaged over the ranks, one per step taken.
+
+    ``change``: how large the corruption was, relative to the aggregated gradient, where the injection knows;
+    ``rounding``: how large an error rounding explains there, as the record of the first step says.
+    """
 
     name: str
     events: tuple[dict[str, Any], ...]
     losses: tuple[float, ...]
+    change: float | None = None
+    rounding: float | None = None
 
 
 def prepare(setting: Setting) -> Stage:
@@ -95,17 +103,21 @@ def rehearse(stage: Stage, trial: Trial, output_dir: Path) -> Run:
         observer.samples_per_epoch = len(stage.rows.tokens)
         deal = _Deal(stage, injection, dist.get_world_size())
         losses = []
-        watch = _Watch(trial, output_dir, stage.setting.block.interval)
-        for step in range(1, trial.steps + 1):
-            losses.append(_step(engine, observer, deal, injection, step, trial.ids))
-            if watch.over(step):
-                break
+        watch = _Watch(trial, output_dir, stage.setting)
+        with Seams(engine, injection) as seams:
+            for step in range(1, trial.steps + 1):
+                losses.append(_step(engine, observer, deal, injection, seams, step, trial.ids))
+                if watch.over(step):
+                    break
         observer.close()
         engine.destroy()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, losses)
     means = tuple(sum(values) / len(values) for values in zip(*everyone, strict=True))
-    return Run(trial.name, tuple(_events(output_dir)) if me == 0 else (), means)
+    if me != 0:
+        return Run(trial.name, (), means)
+    change = None if injection.change is None else injection.change()
+    return Run(trial.name, tuple(_events(output_dir)), means, change, _rounding(output_dir, trial.strike.step))
 
 
 def _engine(stage: Stage, trial: Trial, injection: Injection, output_dir: Path) -> Any:
@@ -116,17 +128,24 @@ def _engine(stage: Stage, trial: Trial, injection: Injection, output_dir: Path) 
     _seed(SEED)
     model = PracticeModel()
     model.load_state_dict(stage.weights)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
     if trial.own_seeds:
         _seed(SEED + dist.get_rank())
-    for change, piece in ((injection.model, engine.module), (injection.optimizer, engine.optimizer)):
+    pieces = (
+        (injection.model, engine.module),
+        (injection.optimizer, engine.optimizer),
+        (injection.engine, engine),
+    )
+    for change, piece in pieces:
         if change is not None:
             change(piece)
     if injection.seed is not None:
         injection.seed()
     if injection.gradient is not None:
         for name, parameter in engine.module.named_parameters():
-            parameter.register_hook(_corrupting(injection, name, engine))
+            if parameter.requires_grad:
+                parameter.register_hook(_corrupting(injection, name, engine))
     engine.training_dataloader = _Sharded(_sampler(len(stage.rows.tokens), _shard(injection, dist.get_rank())))
     ds_silent.attach(engine)
     return engine
@@ -138,20 +157,22 @@ def _corrupting(injection: Injection, name: str, engine: Any) -> Any:
     return lambda gradient: corrupt(name, gradient, engine.global_steps + 1)
 
 
-def _step(engine: Any, observer: Any, deal: _Deal, injection: Injection, step: int, ids: bool) -> float:
+def _step(engine: Any, observer: Any, deal: _Deal, injection: Injection, seams: Seams, step: int, ids: bool) -> float:
     """One optimizer step; the loss of this rank, averaged over its micro-batches."""
     if injection.mode is not None:
         injection.mode(engine.module, step)
     total = 0.0
     batches = deal.batches(step)
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         if ids:
             observer.observe_batch(batch.ids)
         loss = engine(batch.tokens, batch.labels)
         if injection.loss is not None:
             loss = injection.loss(loss, step)
-        engine.backward(loss)
-        engine.step()
+        with seams.backward(step, last=number == len(batches)):
+            engine.backward(loss)
+        with seams.update(step):
+            engine.step()
         total += float(loss.detach())
     return total / len(batches)
 
@@ -165,6 +186,15 @@ def _seed(seed: int) -> None:
 def _events(output_dir: Path) -> list[dict[str, Any]]:
     path = output_dir / "events.jsonl"
     return read_events(path) if path.exists() else []
+
+
+def _rounding(output_dir: Path, step: int) -> float | None:
+    path = output_dir / "metrics.jsonl"
+    for record in read_metrics(path) if path.exists() else ():
+        if record["step"] == step:
+            bound = record["integrity"]["rounding_bound"]
+            return bound if isinstance(bound, float) else None
+    return None
 
 
 @contextmanager
@@ -245,8 +275,8 @@ def _sampler(rows: int, shard: Shard) -> DistributedSampler[int]:
 class _Watch:
     """Rank 0 reads the events, all ranks end together."""
 
-    def __init__(self, trial: Trial, output_dir: Path, interval: int) -> None:
-        self._trial, self._directory, self._interval = trial, output_dir, interval
+    def __init__(self, trial: Trial, output_dir: Path, setting: Setting) -> None:
+        self._trial, self._directory, self._setting = trial, output_dir, setting
         self._end: int | None = None
         self._read = 0
 
@@ -259,14 +289,14 @@ class _Watch:
         return bool(word.item())
 
     def _decided(self, step: int) -> bool:
-        trial = self._trial
+        trial, setting = self._trial, self._setting
         if trial.fault is None:
             return False
         if self._end is None:
             events = _events(self._directory)
             if len(events) > self._read and alarms(events):
                 self._read = len(events)
-                verdict = judge(trial.fault, trial.strike, events, self._interval)
+                verdict = judge(trial.fault, trial.strike, events, setting.interval, setting.replica_interval)
                 if verdict.found or verdict.answer == "false alarm":
-                    self._end = step + AFTER_FOUND * self._interval
+                    self._end = step + AFTER_FOUND * setting.interval
         return self._end is not None and step >= self._end

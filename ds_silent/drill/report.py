@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_silent.drill.program import Outcome, Result
+from ds_silent.drill.verdict import due
 from ds_silent.faults import FAULTS, Fault
 
 _LOSS_NOTE = (
@@ -41,11 +42,35 @@ def print_report(outcome: Outcome, console: Console) -> None:
         console.print(f"  {note}", markup=False, highlight=False)
     console.print(_table(outcome))
     if outcome.skipped:
-        console.print(
-            f"Left out under ZeRO stage {setting.stage}: {', '.join(outcome.skipped)}.", markup=False, highlight=False
-        )
+        kind = f"ZeRO stage {setting.stage}, {setting.dtype}, accumulation {setting.accumulation}"
+        console.print(f"Left out under {kind}: {', '.join(outcome.skipped)}.", markup=False, highlight=False)
+    for note in _notes(outcome):
+        console.print(note, markup=False, highlight=False)
     console.print(_LOSS_NOTE, markup=False, highlight=False)
     console.print(sentence(outcome), markup=False, highlight=False)
+
+
+def _notes(outcome: Outcome) -> list[str]:
+    """When a replica's fault is due, and what was too small to be seen."""
+    notes, setting = [], outcome.setting
+    replicas = [
+        result.trial for result in outcome.results if result.trial.fault and result.trial.fault.strikes == "replica"
+    ]
+    if replicas and setting.replica_interval:
+        trial = replicas[0]
+        assert trial.fault is not None
+        step = due(trial.fault, trial.strike, setting.interval, setting.replica_interval)
+        notes.append(
+            f"Replicas are compared every {setting.replica_interval} steps: what the update of step "
+            f"{trial.strike.step} leaves apart is due at step {step}."
+        )
+    for result in outcome.results:
+        if result.verdict.answer == "below rounding":
+            notes.append(
+                f"{result.trial.name} changed the aggregated gradient by {result.run.change:.1e} of its norm, and "
+                f"rounding explains up to {result.run.rounding:.1e}: that cannot be seen, and no alarm is right."
+            )
+    return notes
 
 
 def sentence(outcome: Outcome) -> str:
@@ -53,7 +78,9 @@ def sentence(outcome: Outcome) -> str:
     faults = [result for result in outcome.results if result.trial.fault is not None]
     missed = [result.trial.name for result in faults if not result.right]
     false = [result.trial.name for result in outcome.results if result.trial.fault is None and not result.right]
-    found = f"{len(faults) - len(missed)} of {len(faults)} faults found with the right kind and ranks"
+    hidden = sum(result.verdict.answer == "below rounding" for result in faults)
+    found = f"{len(faults) - len(missed) - hidden} of {len(faults)} faults found with the right kind and ranks"
+    found += f" ({hidden} below rounding, where nothing can be seen)" if hidden else ""
     silent = "the healthy runs stayed silent" if not false else f"a false alarm in {', '.join(false)}"
     if not missed and not false:
         return f"The alarm works: {found}, and {silent}."
@@ -82,7 +109,9 @@ def _answer(result: Result) -> Text:
     verdict = result.verdict
     if verdict.found:
         place = "preflight" if verdict.step == 0 else f"step {verdict.step}"
-        return Text(f"{place}{' (late)' if verdict.late else ''}", "yellow" if verdict.late else "green")
+        return Text(f"{place}{' (late)' if verdict.late else ''}", "bold red" if verdict.late else "green")
+    if verdict.answer == "below rounding":
+        return Text("below rounding", "green")
     if verdict.answer == "missed":
         return Text(f"not in {len(result.run.losses)} steps", "bold red")
     return Text(f"{verdict.answer}: {verdict.kind} at step {verdict.step}", "bold red")
@@ -90,7 +119,7 @@ def _answer(result: Result) -> Text:
 
 def _who(result: Result, fault: Fault) -> Text:
     verdict = result.verdict
-    if verdict.answer in ("missed", "wrong kind"):
+    if verdict.answer in ("missed", "wrong kind", "below rounding"):
         return Text("")
     shown = _ranks(verdict.ranks)
     if verdict.answer == "wrong ranks":

@@ -37,7 +37,8 @@ SILENT = (
     *("fp16", "steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "comet", BLOCK),
 )
 MICRO_BATCH, LARGEST_MICRO_BATCH, LARGEST_ACCUMULATION = 8, 16, 4
-LARGEST_BUCKET = 5_000_000  # elements; a real model's bucket would be allocated on every rank
+LARGEST_BUCKET = 40_000  # elements, so that the practice model has several buckets, as a real one has
+REPLICA_MEASUREMENTS = 5  # measured steps between two comparisons of the replicas, unless the ds_config says otherwise
 LEARNING_RATE, WEIGHT_DECAY = 5e-5, 0.01
 
 
@@ -52,6 +53,16 @@ class Setting:
     stage: int
     dtype: Dtype
     notes: tuple[str, ...]
+
+    @property
+    def interval(self) -> int:
+        """Optimizer steps between measurements."""
+        return self.block.interval
+
+    @property
+    def replica_interval(self) -> int:
+        """Optimizer steps between two comparisons of the replicas; 0 is never."""
+        return self.block.integrity.replica_interval
 
 
 def make_setting(
@@ -72,11 +83,11 @@ def make_setting(
     own = given.get(BLOCK)
     if isinstance(own, Mapping):  # the trainer fills it in; here it is replaced
         given[BLOCK] = {key: value for key, value in own.items() if key != "output_dir"}
-    block = parse(given)
+    block, replicas = _compared_soon(given)
     if block is None:
         raise ConfigError(f'the ds_config has no active "{BLOCK}" block to try; add "{BLOCK}": {{}} to it')
     refuse_unsupported_config(given)
-    notes = [f"{key}: not part of the drill" for key in given if key not in (*KEPT, *SILENT)]
+    notes = [*replicas, *(f"{key}: not part of the drill" for key in given if key not in (*KEPT, *SILENT))]
     config = {key: given[key] for key in KEPT if key in given and given[key] != "auto"}
     zero, dropped = _zero(given.get("zero_optimization"), stage)
     notes += dropped
@@ -100,6 +111,20 @@ def make_setting(
     return Setting(config, block, micro, accumulation, zero["stage"], dtype, tuple(notes))
 
 
+def _compared_soon(given: dict[str, Any]) -> tuple[SilentConsistencyConfig | None, list[str]]:
+    """The block, with replicas that are compared every few measured steps where the ds_config leaves the default."""
+    block = parse(given)
+    if block is None or "replica_interval" in _section(given[BLOCK].get("integrity")):
+        return block, []
+    steps = REPLICA_MEASUREMENTS * block.interval
+    given[BLOCK] = {
+        **given[BLOCK],
+        "integrity": {**_section(given[BLOCK].get("integrity")), "replica_interval": steps},
+    }
+    default = block.integrity.replica_interval
+    return parse(given), [f"integrity.replica_interval: {steps} instead of the default {default}, to stay short"]
+
+
 def _zero(section: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:
     """Without "auto", offloading (which needs compilers and moves no number) and buckets of a large model's size."""
     zero = _section(section)
@@ -108,6 +133,7 @@ def _zero(section: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:
     for key, value in kept.items():
         if key.endswith("_bucket_size") and isinstance(value, (int, float)):
             kept[key] = min(int(value), LARGEST_BUCKET)
+    kept.setdefault("reduce_bucket_size", LARGEST_BUCKET)
     kept["stage"] = kept.get("stage", 0) if stage is None else stage
     if kept["stage"] not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {kept['stage']!a}")

@@ -1,11 +1,12 @@
 """Was the fault found? Pure: events and losses in, a judgement out.
 
 verdict = judge(fault, strike, events, interval=1)
-verdict.found, verdict.step, verdict.why
+verdict.right, verdict.step, verdict.answer
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,16 @@ from typing import Any, Literal
 from ds_silent.drill.injections import Strike
 from ds_silent.faults import Fault
 
-Answer = Literal["found", "missed", "wrong kind", "wrong ranks", "false alarm"]
+Answer = Literal["found", "missed", "wrong kind", "wrong ranks", "wrong cause", "false alarm", "below rounding"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``step`` and ``ranks`` are those of the event that decided; ``late``: a deterministic fault's came too late."""
+    """``step`` and ``ranks`` are those of the event that decided; ``late``: a deterministic fault's came too late.
+
+    ``below rounding``: the corruption was smaller than what rounding alone explains at that step, so nobody could see
+    it in the numbers, and nothing was said.
+    """
 
     answer: Answer
     step: int | None = None
@@ -31,6 +36,11 @@ class Verdict:
     @property
     def found(self) -> bool:
         return self.answer == "found"
+
+    @property
+    def right(self) -> bool:
+        """Found in time; or too small to be seen, and no alarm."""
+        return (self.found and not self.late) or self.answer == "below rounding"
 
 
 def alarms(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -44,14 +54,25 @@ def judge_healthy(events: Sequence[Mapping[str, Any]]) -> Verdict:
     return Verdict("missed") if not raised else _verdict("false alarm", raised[0], raised)
 
 
-def judge(fault: Fault, strike: Strike, events: Sequence[Mapping[str, Any]], interval: int) -> Verdict:
-    """The first event of the right kind and ranks decides; any alarm before the fault is a false one.
+def judge(
+    fault: Fault,
+    strike: Strike,
+    events: Sequence[Mapping[str, Any]],
+    interval: int,
+    replica_interval: int = 0,
+    change: float | None = None,
+    rounding: float | None = None,
+) -> Verdict:
+    """The first event of the right kind, ranks and cause decides; any alarm before the fault is a false one.
 
     Args:
         fault: what was injected.
         strike: on whom and when; ``strike.step`` is an optimizer step.
         events: all of the run, as ``events.jsonl`` holds them.
         interval: optimizer steps between measurements.
+        replica_interval: optimizer steps between two comparisons of the replicas; 0 is never.
+        change: relative length of the corruption, where the injection knows it.
+        rounding: relative length of the largest error that rounding explains at the fault's step.
     """
     raised = alarms(events)
     # What is there from the start may be seen in the preflight, at step 0.
@@ -62,12 +83,38 @@ def judge(fault: Fault, strike: Strike, events: Sequence[Mapping[str, Any]], int
     kinds = [event for event in raised if event["kind"] in fault.kinds]
     expected = fault.expected_ranks(strike)
     right = [event for event in kinds if tuple(event["ranks"]) in expected]
+    # a "step before" that was not measured is not known
+    told = [event for event in right if interval > 1 or _says(event, fault.expected_words(strike))]
+    if told:
+        late = fault.deterministic and told[0]["step"] > due(fault, strike, interval, replica_interval)
+        return _verdict("found", told[0], raised, late)
     if right:
-        late = fault.deterministic and right[0]["step"] > first_measured(strike.step, interval)
-        return _verdict("found", right[0], raised, late)
+        return _verdict("wrong cause", right[0], raised)
+    if not raised and change is not None and rounding is not None and change <= rounding:
+        return Verdict("below rounding")
     if kinds:
         return _verdict("wrong ranks", kinds[0], raised)
     return _verdict("wrong kind", raised[0], raised) if raised else Verdict("missed")
+
+
+def due(fault: Fault, strike: Strike, interval: int, replica_interval: int) -> int:
+    """The optimizer step at which a deterministic fault must be found."""
+    if fault.strikes == "replica" and replica_interval:
+        return first_compared(strike.step, interval, replica_interval)
+    return first_measured(strike.step, interval)
+
+
+def first_compared(after: int, interval: int, replica_interval: int) -> int:
+    """The first measured step that compares the replicas as the update of step ``after`` has left them."""
+    step = first_measured(after + 1, interval)
+    while step // replica_interval == (step - interval) // replica_interval:
+        step += interval
+    return step
+
+
+def _says(event: Mapping[str, Any], words: Sequence[str]) -> bool:
+    text = f"{event.get('message', '')} {event.get('where', '')}"
+    return all(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) for phrase in words)
 
 
 def first_measured(step: int, interval: int) -> int:
