@@ -147,13 +147,22 @@ def record_collectives(directory: str) -> list[tuple[str, str, str]]:
         exchange.GATHER_LIMIT = limit
         for case in (Case(method="exact"), Case(stage=2, per_layer=limit == 64, exact_interval=2)):
             train(case, Path(directory) / f"{limit}{case.stage}", 3, enabled=True)
+        engine = build(Case(), Path(directory) / f"drift-{limit}")
+        before = len(seen)
+        for step in range(1, 8):
+            if step == 3 and dist.get_rank() == 1:
+                with torch.no_grad():
+                    engine.module.frozen.weight[0, 0] += 1.0
+            one_step(engine, torch.Generator().manual_seed(step))
+        ds_silent.observer_of(engine).close()
+        assert [name for name, _, _ in seen[before:]].count("all_gather") == 2  # where the replicas differ
     return seen
 
 
 def test_collectives_are_those_that_every_backend_has(tmp_path: Path) -> None:
     ranks = run_distributed(record_collectives, 2, (str(tmp_path),))
     assert ranks[0] == ranks[1]  # the same calls in the same order
-    # all_gather is the preflight's, once
+    # all_gather is the preflight's, once, and of what differs between replicas
     expected = {"all_gather_into_tensor", "all_reduce", "all_to_all_single", "all_gather"}
     assert {name for name, _, _ in ranks[0]} == expected
     for name, dtype, op in ranks[0]:
