@@ -130,7 +130,7 @@ class DeepSpeedCapture:
         self._rows = RowIds(enabled=config.coverage, capacity=capacity)
         sends = Sends(config.direction.per_layer or checks, checks, applied=self._places is not None)
         self._sampler = StepSampler(self._local, self._rows, sends)
-        self._scales_loss = bool(engine.fp16_enabled()) or getattr(engine, "torch_autocast_z0_gradscaler", None)
+        self._scales_loss = scales_loss(engine)
         self._listener: Listener | None = None
         self._patches = Patches()
         self._start_step()
@@ -167,7 +167,7 @@ class DeepSpeedCapture:
 
         ZeRO skips steps with an overflow in fp32 and bf16 too; there it is a fault, not a search for the loss scale.
         """
-        return bool(self._scales_loss) and not self._engine.was_step_applied()
+        return self._scales_loss and not self._engine.was_step_applied()
 
     @property
     def rows_waiting(self) -> bool:
@@ -368,6 +368,14 @@ class DeepSpeedCapture:
         return float(optimizer.loss_scale) if isinstance(optimizer, ZeROOptimizer) else 1.0
 
 
+def scales_loss(engine: Any) -> bool:
+    """Whether a loss scale is at work: fp16, autocast's scaler, and bf16 in stage 0 of 0.17, whose
+    ``FP16_UnfusedOptimizer`` begins with a dynamic ``cur_scale`` of 2^16."""
+    if engine.fp16_enabled() or getattr(engine, "torch_autocast_z0_gradscaler", None):
+        return True
+    return float(getattr(engine.optimizer, "cur_scale", 1.0)) != 1.0
+
+
 # -- where DeepSpeed keeps what ------------------------------------------------------------------------------------
 
 
@@ -410,7 +418,8 @@ def share_of(
 
     * Stage 0 holds all of it on every rank: each rank takes an N-th.
     * ``BF16_Optimizer`` does too, but its optimizer is partitioned: the partition, by ``parameter._hp_mapping``.
-    * Stages 1 and 2: what this rank owns, by ``parameter._hp_mapping`` (``deepspeed/utils/tensor_fragment.py``).
+    * Stages 1 and 2: what this rank owns, by ``parameter._hp_mapping`` (``deepspeed/utils/tensor_fragment.py``);
+      hidden with ``round_robin_gradients``.
     * Stage 3: this rank's shard.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
@@ -425,6 +434,8 @@ def share_of(
     if stage > 0 or isinstance(optimizer, BF16_Optimizer):
         if not all(hasattr(parameter, "_hp_mapping") for parameter in parameters):
             return None
+        if getattr(optimizer, "round_robin_gradients", False):
+            return None  # the mapping speaks of the order before (0.16.9 to 0.19.8)
         mappings = ((index, parameter._hp_mapping) for index, parameter in enumerate(parameters))  # type: ignore[attr-defined]
         addresses = [(index, mapping.lp_fragment_address) for index, mapping in mappings if mapping is not None]
         return [Slice(index, int(address.start), int(address.numel)) for index, address in addresses]
