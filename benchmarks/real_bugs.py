@@ -144,7 +144,9 @@ def _train(setting: Setting, output_dir: Path) -> Outcome:
     torch.manual_seed(SEED)
     model, copy = Probe(None), Probe(None).to(DTYPES[setting.dtype])
     engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=_config(setting, output_dir, ranks)
+        model=model,
+        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+        config=_config(setting, output_dir, ranks),
     )
     rows = torch.Generator().manual_seed(99 + rank)
     errors, lengths, cosines = [], [], []
@@ -211,19 +213,32 @@ def _weights(engine: Any) -> Any:
 
     from tests.training import full_parameters
 
-    if engine.zero_optimization_stage() == 0 and not hasattr(engine.optimizer, "bf16_groups"):
-        flats = getattr(engine.optimizer, "fp32_groups_flat", None)
-        if flats is not None:  # FP16_Optimizer's masters: the trained parameters, one after the other
-            return torch.cat([flat.detach().double() for flat in flats])
-        masters = getattr(engine.optimizer, "fp32_groups", None)
-        if masters is not None:
-            return torch.cat([master.detach().double().flatten() for group in masters for master in group])
-        pairs = zip(engine.module.parameters(), full_parameters(engine), strict=True)
-        return torch.cat([whole.double().flatten() for own, whole in pairs if own.requires_grad])
-    wholes = [
-        safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters() if parameter.requires_grad
-    ]
+    pairs = list(zip(engine.module.parameters(), full_parameters(engine), strict=True))
+    wholes = [whole for own, whole in pairs if own.requires_grad]
+    flats = getattr(engine.optimizer, "fp32_groups_flat", None)  # FP16_Optimizer's masters, one after the other
+    masters = getattr(engine.optimizer, "fp32_groups", None)  # FP16_UnfusedOptimizer's
+    if wholes[0].dtype == torch.float32:
+        pass
+    elif engine.zero_optimization_stage() == 0 and flats is not None:
+        wholes = list(flats)
+    elif engine.zero_optimization_stage() == 0 and masters is not None:
+        wholes = [master for group in masters for master in group]
+    elif hasattr(engine.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer's: an N-th on each rank
+        wholes = [part for own in engine.optimizer.fp32_groups_flat_partition for part in _gathered(own.detach())]
+        total = sum(parameter.numel() for group in engine.optimizer.bf16_groups for parameter in group)
+        return torch.cat(wholes)[:total].double()
+    else:
+        wholes = [safe_get_full_fp32_param(own) for own, _ in pairs if own.requires_grad]
     return torch.cat([whole.detach().double().flatten() for whole in wholes])
+
+
+def _gathered(own: Any) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    everybody = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, own.contiguous())
+    return everybody
 
 
 def _outcome(setting: Setting, output_dir: Path, errors: list[float], length: float, cosine: float) -> Outcome:
