@@ -145,19 +145,19 @@ def numerics(
         float | None,
         typer.Option(min=1.0, help="For fp16; default: where dynamic loss scaling settles. 1: none.", metavar="SCALE"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the small model's rows and dropout.", metavar="N")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of the small model's weights, rows and dropout.", metavar="N")] = 1,
     json_path: Annotated[
         str | None, typer.Option("--json", help="Write everything to this file too.", metavar="FILE")
     ] = None,
 ) -> None:
     """Measure how far fp32, bf16 and fp16 reductions are from the float64 mean: what is rounding, what is a fault?
 
-    The error of one reduction and the bound that the integrity check sets beside it, the bits
-    that the order of the ranks decides, what that does to the weights, and what fp32 costs:
-    the evidence for choosing communication_data_type. On the CPU; under a minute.
+    Shows the error of one reduction beside the integrity check's bound, the bits
+    that the order of the ranks decides, what that does to weights, and what fp32
+    costs: the evidence for choosing communication_data_type.
+    On the CPU; about a minute.
 
-    Exit status: 0 when rounding stays below the bound, 1 when it does not or a process broke, 2 a mistake in what
-    was typed.
+    Exit status: 0 rounding stays below the bound, 1 not so, 2 a mistake in what was typed.
     """
     from ds_silent.numerics.command import numerics_command
 

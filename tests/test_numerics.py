@@ -416,6 +416,15 @@ def test_without_processes_and_without_trainings_little_is_left(tmp_path: Path) 
         measure(Options(options.gradients, world_sizes=(2, 5)))
 
 
+def test_all_but_the_times_follows_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_silent.numerics.program.warm_up", lambda model: None)
+    options = [Options(None, (2,), ("bf16",), steps=1, processes=False, seed=seed) for seed in (1, 1, 2)]
+    one, again, other = (measure(chosen) for chosen in options)
+    assert one == again
+    assert one.rounding != other.rounding
+    assert one.weights != other.weights
+
+
 def test_the_help_says_the_exit_status() -> None:
     result = CliRunner().invoke(app, ["numerics", "--help"])
     assert result.exit_code == 0

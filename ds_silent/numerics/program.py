@@ -10,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ds_silent.config import ConfigError
 from ds_silent.drill.practice import PracticeModel, warm_up
@@ -69,12 +72,30 @@ def measure(options: Options, told: Callable[[str], None] = lambda _: None) -> F
         ConfigError: gradients or world sizes that do not fit.
         RankBroke: a process of the real all-reduces did not end well.
     """
+    with _one_thread():
+        return _measured(options, told)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The practice model is too small for more, which would only wait for each other; and its bits stay the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(options: Options, told: Callable[[str], None]) -> Findings:
     given = None if options.gradients is None else read_gradients(options.gradients)
     world_sizes = _world_sizes(options, given)
-    model = PracticeModel()
-    if given is None or options.steps:
-        warm_up(model)
-        told("the practice model's warm-up")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        model = PracticeModel()
+        if given is None or options.steps:
+            warm_up(model)
+            told("the practice model's warm-up")
     with tempfile.TemporaryDirectory(prefix="ds_silent_numerics_") as folder:
         count = math.lcm(*world_sizes)
         gradients = given or practice_gradients(model, count, options.seed, Path(folder))
