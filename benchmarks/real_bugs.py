@@ -219,9 +219,9 @@ def _weights(engine: Any) -> Any:
     masters = getattr(engine.optimizer, "fp32_groups", None)  # FP16_UnfusedOptimizer's
     if wholes[0].dtype == torch.float32:
         pass
-    elif engine.zero_optimization_stage() == 0 and flats is not None:
+    elif flats is not None:
         wholes = list(flats)
-    elif engine.zero_optimization_stage() == 0 and masters is not None:
+    elif masters is not None:
         wholes = [master for group in masters for master in group]
     elif hasattr(engine.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer's: an N-th on each rank
         wholes = [part for own in engine.optimizer.fp32_groups_flat_partition for part in _gathered(own.detach())]
