@@ -23,6 +23,7 @@ Kind = Literal[
     "leftover", "zeroed", "stale", "scale", "weights", "unreduced", "partly-zeroed", "partial", "element", "noise"
 ]
 EXPLAINED = 0.05  # a rule that leaves less than this share of the error has explained it
+LEFT_BY_ROUNDING = 0.5  # where rounding is larger than that, a rule must at least leave less than this share
 INDEPENDENT = 1e-6  # smallest over largest eigenvalue of the ranks' Gram matrix, below which nobody can be told apart
 STANDARD_ERRORS, LEAST_SHARE = 6.0, 0.1  # by which a rank's weight must be off to be spoken of
 
@@ -115,7 +116,8 @@ def _rule(pieces: Pieces, layers: tuple[int, ...], tolerances: Tensor) -> Cause 
     wrong = list(layers)
     local, aggregate = pieces.sketches[:, wrong].flatten(1), pieces.aggregate[wrong].flatten()
     mean = local.mean(0)
-    limit = max(float(tolerances[wrong].norm()), EXPLAINED * float((aggregate - mean).norm()))
+    error = float((aggregate - mean).norm())
+    limit = min(max(float(tolerances[wrong].norm()), EXPLAINED * error), LEFT_BY_ROUNDING * error)
     if float(aggregate.norm()) <= min(limit, 1e-3 * float(mean.norm())):
         return Cause("zeroed", layers)
     if pieces.previous is not None:
@@ -159,7 +161,7 @@ def _shape(pieces: Pieces, layers: tuple[int, ...]) -> Cause:
     if float(error.square().max()) > 0.9 * squared:
         return Cause("element", layers)
     chance = float(error.norm()) * float(mean.norm()) / len(error) ** 0.5
-    if squared >= 4.0 * chance and abs(float(error @ mean) + squared) <= 3.0 * chance and squared < float(mean @ mean):
+    if abs(float(error @ mean) + squared) <= 3.0 * chance and squared < float(mean @ mean):
         return Cause("partly-zeroed", layers, squared / float(mean @ mean))
     partial = None if pieces.whole is None else _partial(pieces.whole, error, layers)
     return partial or Cause("noise", layers)

@@ -107,6 +107,14 @@ def test_parts_of_all_ranks_gradients_blame_nobody_and_noise_is_no_part() -> Non
         assert explained(noisy, error=0.05 * normal(100 + seed, LARGE)).kind == "noise"
 
 
+def test_a_rule_that_only_helps_noise_below_rounding_explains_nothing() -> None:
+    noisy = LOCAL.mean(0) + 0.06 * normal(9, LAYERS, SMALL)
+    error = noisy - LOCAL.mean(0)
+    nearly = 0.999 * error.norm(dim=1)  # each layer's error is just above what rounding explains
+    cause = explain(Pieces(LOCAL, noisy, 0.05 * normal(10, LARGE), WHOLE.mean(0), None, WHOLE), nearly)
+    assert (cause.kind, cause.layers) == ("noise", (0, 1, 2, 3, 4))
+
+
 def test_noise_in_what_was_applied_is_not_called_a_factor_as_well() -> None:
     def applied(factors: tuple[float, ...], error: float) -> Applied:
         return Applied(4, 1.0, factors, 1e-6, error, 1e-6, (2,), ())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_silent.causes import Cause
 from ds_silent.drill import injections_reduction as corrupt
 from ds_silent.drill.injections import Injection, Strike
 from ds_silent.drill.program import DrillOptions, Outcome, exit_code, judged, trial_of
@@ -32,7 +33,7 @@ def reduced(injection: Injection, step: int, bucket: int = 0, dtype: torch.dtype
     """What a reduction gives that would add 100 to its input of 1, 2, …, 8."""
     values = RESULT.to(dtype).clone()
     assert injection.reduction is not None
-    injection.reduction(Collective(values, lambda: values.add_(100.0), step, bucket, True))
+    injection.reduction(Collective(values, lambda: values.add_(100.0), step, (0, bucket), True))
     return values
 
 
@@ -63,7 +64,7 @@ def test_what_is_left_over_or_stale_is_of_the_step_before() -> None:
         for injection, expected in ((stale, kept or step), (left, step + added)):
             values = torch.full((4,), float(step))
             assert injection.reduction is not None
-            injection.reduction(Collective(values, lambda: None, step, 0, True))
+            injection.reduction(Collective(values, lambda: None, step, (0, 0), True))
             assert values.tolist() == [expected] * 4
 
 
@@ -138,7 +139,7 @@ def test_a_piece_of_the_gathered_weights(name: str) -> None:
     assert gathering is not None
     for step in (2, 3):
         weights = torch.zeros(8)
-        gathering(Collective(weights, partial(weights.fill_, 1.0), step, 0, True))
+        gathering(Collective(weights, partial(weights.fill_, 1.0), step, (0, 0), True))
         wrong = (weights != 1.0).nonzero().flatten().tolist()
         assert wrong == ([] if step == 2 else [6, 7] if name.endswith("stale") else [6])
     assert FAULTS[name].inject(STRIKE, 1).gathering is None
@@ -159,11 +160,13 @@ BLOCK: dict[str, Any] = {"detectors": {"enabled": True}}
 CELLS: tuple[tuple[int, Dtype, int, tuple[str, ...]], ...] = (
     (0, "fp32", 1, ("contribution-missing", "bucket-dropped", "aggregate-flip-one-rank", "update-skipped")),
     (0, "bf16", 2, ("micro-batch-missing", "gradients-not-cleared", "weight-changed")),
-    (1, "fp32", 1, ("bucket-stale", "aggregate-flip-byte-0", "gathered-weights-bit")),
-    (2, "bf16", 2, ("wrong-group", "aggregate-noise", "applied-factor-4", "parameter-unreduced")),
+    (1, "fp32", 1, ("aggregate-flip-byte-0", "gathered-weights-bit")),
+    (2, "bf16", 2, ("bucket-stale", "wrong-group", "aggregate-noise", "applied-factor-4", "parameter-unreduced")),
 )
-HIT_BY = {  # fault of the first cell -> the function without which it cannot be found
-    "contribution-missing": ("ds_silent.causes", "_by_rank", None),
+HIT_BY: dict[
+    str, tuple[str, str, Any]
+] = {  # fault of the first cell -> the function without which it cannot be found, and what it says instead
+    "contribution-missing": ("ds_silent.audit", "explain", Cause("noise", (0,))),
     "update-skipped": ("ds_silent.detectors", "integrity", []),
 }
 

@@ -168,31 +168,30 @@ def zeroed_tail(strike: Strike, me: int) -> Injection:
 
 def stale_bucket(strike: Strike, me: int) -> Injection:
     """The first bucket's result is the one of the step before, for good: a buffer that nobody fills any more."""
-    kept: list[Tensor] = []
+    kept: dict[tuple[int, int], Tensor] = {}
 
     def reduce(under_way: Collective) -> None:
         under_way.run()
-        if under_way.bucket != 0 or not under_way.last:
+        if under_way.bucket != 0:
             return
         if under_way.step == strike.step - 1:
-            kept.append(under_way.tensor.clone())
+            kept[under_way.place] = under_way.tensor.clone()
         if under_way.step >= strike.step:
-            under_way.tensor.copy_(kept[0])
+            under_way.tensor.copy_(kept[under_way.place])
 
     return Injection(reduction=reduce)
 
 
 def partition_not_cleared(strike: Strike, me: int) -> Injection:
     """Each bucket's result is added to what the step before has left in the optimizer's partition."""
-    left: dict[tuple[int, bool], Tensor] = {}
+    left: dict[tuple[int, int], Tensor] = {}
 
     def reduce(under_way: Collective) -> None:
         under_way.run()
-        place = (under_way.bucket, under_way.last)
-        before = left.get(place)
+        before = left.get(under_way.place)
         if before is not None and under_way.step >= strike.step:
             under_way.tensor.add_(before)
-        left[place] = under_way.tensor.clone()
+        left[under_way.place] = under_way.tensor.clone()
 
     return Injection(reduction=reduce)
 

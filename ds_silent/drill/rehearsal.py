@@ -163,13 +163,13 @@ def _step(engine: Any, observer: Any, deal: _Deal, injection: Injection, seams: 
         injection.mode(engine.module, step)
     total = 0.0
     batches = deal.batches(step)
-    for number, batch in enumerate(batches, 1):
+    for number, batch in enumerate(batches):
         if ids:
             observer.observe_batch(batch.ids)
         loss = engine(batch.tokens, batch.labels)
         if injection.loss is not None:
             loss = injection.loss(loss, step)
-        with seams.backward(step, last=number == len(batches)):
+        with seams.backward(step, number, last=number == len(batches) - 1):
             engine.backward(loss)
         with seams.update(step):
             engine.step()

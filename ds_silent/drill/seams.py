@@ -1,7 +1,7 @@
 """Where the drill reaches into a running DeepSpeed: between the reduction's input and output, and around the update.
 
     with Seams(engine, injection) as seams:
-        with seams.backward(step, micro_batch, last):
+        with seams.backward(step, micro_batch, last=True):
             engine.backward(loss)
         with seams.update(step):
             engine.step()
@@ -31,15 +31,19 @@ from ds_silent.drill.injections import Injection
 class Collective:
     """One collective under way on this rank; it runs when ``run`` is called, and not at all when nobody does.
 
-    ``tensor`` is flat: input and result of a reduction, result of an all-gather. ``bucket`` counts from 0 within the
-    micro-batch, ``last`` says that the micro-batch is the step's last one.
+    ``tensor`` is flat: input and result of a reduction, result of an all-gather. ``place`` counts micro-batches and,
+    within one, buckets from 0; ``last`` says that the micro-batch is the step's last one.
     """
 
     tensor: Tensor
     run: Callable[[], Any]
     step: int
-    bucket: int
+    place: tuple[int, int]
     last: bool
+
+    @property
+    def bucket(self) -> int:
+        return self.place[1]
 
 
 class Seams:
@@ -48,7 +52,7 @@ class Seams:
     def __init__(self, engine: Any, injection: Injection) -> None:
         self._engine, self._injection = engine, injection
         self._patches = Patches()
-        self._step, self._last, self._buckets = 0, True, 0
+        self._step, self._micro_batch, self._last, self._buckets = 0, 0, True, 0
         self._inside: str | None = None
 
     def __enter__(self) -> Seams:
@@ -70,9 +74,10 @@ class Seams:
         self._patches.undo()
 
     @contextmanager
-    def backward(self, step: int, last: bool) -> Iterator[None]:
-        """Around ``engine.backward`` of one micro-batch."""
-        self._step, self._last, self._buckets, self._inside = step, last, 0, "backward"
+    def backward(self, step: int, micro_batch: int, last: bool) -> Iterator[None]:
+        """Around ``engine.backward`` of one micro-batch, counted from 0."""
+        self._step, self._micro_batch, self._last = step, micro_batch, last
+        self._buckets, self._inside = 0, "backward"
         yield
         self._inside = None
 
@@ -89,9 +94,9 @@ class Seams:
         injection = self._injection
         if self._inside != "backward" or injection.reduction is None:
             return original(tensor, *args, **kwargs)
-        bucket, self._buckets = self._buckets, self._buckets + 1
+        place, self._buckets = (self._micro_batch, self._buckets), self._buckets + 1
         run = lambda: original(tensor, *args, **kwargs)  # noqa: E731
-        injection.reduction(Collective(tensor.view(-1), run, self._step, bucket, self._last))
+        injection.reduction(Collective(tensor.view(-1), run, self._step, place, self._last))
         return None
 
     def _gather(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +104,7 @@ class Seams:
         if self._inside != "update" or injection.gathering is None:
             return original(tensor, *args, **kwargs)
         run = lambda: original(tensor, *args, **kwargs)  # noqa: E731
-        injection.gathering(Collective(tensor.view(-1), run, self._step, 0, True))
+        injection.gathering(Collective(tensor.view(-1), run, self._step, (0, 0), True))
         return None
 
     def _apply(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
