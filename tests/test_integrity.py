@@ -192,3 +192,15 @@ def test_nobody_is_named_where_ranks_cannot_be_told_apart() -> None:
     cause = explain(pieces(local, aggregate), torch.full((5,), 1e-6, dtype=torch.float64))
     assert cause.ranks == ()
     assert torch.equal((weights[:, None] * local[:, 2]).sum(0), local.sum(0)[2])  # the same sum: no rule can tell
+
+
+def test_noise_is_never_taken_for_a_missing_piece() -> None:
+    """The projection of small noise on the mean is near minus its squared length, as a missing piece's is."""
+    local = layered()
+    tolerances = torch.full((5,), 1e-6, dtype=torch.float64)
+    for seed in range(40):
+        noise = torch.randn(4096, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for size in (1e-3, 1e-2, 1e-1):
+            aggregate = local.mean(0)
+            aggregate[2] += size * noise
+            assert explain(pieces(local, aggregate), tolerances).kind == "noise", (seed, size)
