@@ -161,7 +161,7 @@ def _shape(pieces: Pieces, layers: tuple[int, ...]) -> Cause:
     if float(error.square().max()) > 0.9 * squared:
         return Cause("element", layers)
     chance = float(error.norm()) * float(mean.norm()) / len(error) ** 0.5
-    if abs(float(error @ mean) + squared) <= 3.0 * chance and squared < float(mean @ mean):
+    if squared >= 4.0 * chance and abs(float(error @ mean) + squared) <= 3.0 * chance and squared < float(mean @ mean):
         return Cause("partly-zeroed", layers, squared / float(mean @ mean))
     partial = None if pieces.whole is None else _partial(pieces.whole, error, layers)
     return partial or Cause("noise", layers)
