@@ -120,7 +120,7 @@ def test_the_orders_are_not_all_the_same() -> None:
 def all_reduced(ranks: int) -> list[tuple[str, int, Tensor]]:
     found = []
     for dtype in DTYPES:
-        for elements in (5, 1003, 2_200_003):
+        for elements in (5, 1003, 2_200_009)[: 3 if dtype == "fp32" else 2]:
             mine = terms_of_mean(gradients_of(ranks, elements), DTYPES[dtype])[dist.get_rank()].clone()
             dist.all_reduce(mine)
             found.append((dtype, elements, mine))
@@ -129,9 +129,9 @@ def all_reduced(ranks: int) -> list[tuple[str, int, Tensor]]:
 
 def test_gloo_is_the_reversed_ring_bit_for_bit() -> None:
     """With fewer elements than segments, and with more than two segments of 1 MiB for each rank."""
-    assert chunk_length(2_200_003, 4, 4) == 3 * math.ceil(2_200_003 / 12)
+    assert chunk_length(2_200_009, 4, 4) == 3 * math.ceil(2_200_009 / 12) != 2 * math.ceil(2_200_009 / 8)
     for results in run_distributed(all_reduced, 4, (4,)):
-        assert len(results) == 9
+        assert len(results) == 7
         for dtype, elements, result in results:
             terms = terms_of_mean(gradients_of(4, elements), DTYPES[dtype])
             assert changed_bits(result, ORDERS["ring reversed"](terms)) == 0.0, (dtype, elements)
