@@ -161,17 +161,38 @@ def rounding_tolerance(terms: Terms, arithmetic: Arithmetic, log_rate: float, sp
     return math.sqrt(_quantile(energy, log_rate))
 
 
+def multiple_of(total: Tensor, aggregate: Tensor) -> tuple[Tensor, Tensor]:
+    """``total`` = factor * ``aggregate`` + error, with the factor that leaves the least; of sketches, on their device.
+
+    A dot product in fp32 may be off by several unit roundoffs where a few buckets hold nearly everything, and so would
+    be the factor: a second one, of what the first has left, takes that back.
+
+    Args:
+        total, aggregate: (k,) fp32.
+
+    Returns:
+        factor () and error (k,), fp32; a factor of 0 where there is no aggregate.
+    """
+    squared = torch.dot(aggregate, aggregate)
+    safe = torch.where(squared > 0.0, squared, torch.ones_like(squared))
+    factor = torch.dot(total, aggregate) / safe
+    error = total - factor * aggregate
+    correction = torch.dot(error, aggregate) / safe
+    return factor + correction, error - correction * aggregate
+
+
 def applied_tolerance(aggregate: Tensor, arithmetic: Arithmetic, log_rate: float) -> float:
     """Largest error of the applied gradient, relative to it, that unscaling, clipping and two sketches explain.
 
-    Two roundings to ``arithmetic.applied`` per element, and the sketch's own rounding in each of the two.
+    Two roundings to ``arithmetic.applied`` per element, the sketch's own rounding in each of the two, and that of the
+    aggregate times the factor (:func:`multiple_of`).
 
     Args:
         aggregate: (k,) float64, of which the applied gradient should be a multiple.
         arithmetic, log_rate: see :func:`check_aggregate`.
     """
     rows = arithmetic.elements / arithmetic.width
-    own = 2.0 * UNIT_ROUNDOFF[torch.float32] ** 2 * (rows / 2 + 8)
+    own = UNIT_ROUNDOFF[torch.float32] ** 2 * (2.0 * (rows / 2 + 8) + 1.0)
     share = aggregate.square() / float(aggregate @ aggregate)
     return math.sqrt(_quantile((2.0 * UNIT_ROUNDOFF[arithmetic.applied] ** 2 + own) * share, log_rate))
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from ds_silent.capture.local import LocalGradient
 from ds_silent.capture.rows import RowIds
 from ds_silent.exchange import LocalSample
+from ds_silent.integrity import multiple_of
 
 logger = logging.getLogger("ds_silent")
 _Result = TypeVar("_Result")
@@ -175,9 +176,7 @@ class StepSampler:
             return {"applied_seen": -1.0}
         applied, _ = self._local.accumulator.take()
         total, aggregate = applied.sum(0), self._aggregate
-        squared = torch.dot(aggregate, aggregate)
-        factor = torch.where(squared > 0.0, torch.dot(total, aggregate) / squared, torch.zeros_like(squared))
-        error = total - factor * aggregate
+        factor, error = multiple_of(total, aggregate)
         return {
             "applied_seen": 1.0,
             "applied_factor": factor,
