@@ -123,8 +123,10 @@ def _micro_batches(record: StepRecord, check: AggregateCheck, found: MicroBatche
     told: list[str] = []
     blamed: set[int] = set()
     for (ranks, weight), numbers in groups.items():
-        whose = "all ranks" if len(ranks) == everybody else named(ranks, everybody)
-        told.append(f"{_numbers(numbers)} of {whose} {'missing' if weight == 0.0 else f'entered {weight:.1f} times'}")
+        whose = named(ranks, everybody)
+        told.append(
+            f"{_numbers(numbers)} of {whose} {'did not enter' if weight == 0.0 else f'entered {weight:.1f} times'}"
+        )
         blamed |= set(ranks)
     where = _where(found.layers, layers)
     shown = "; ".join(told[:4]) + ("; …" if len(told) > 4 else "")
