@@ -36,11 +36,15 @@ Items = Sequence[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Drift:
-    """Where replicas differ: tensors by name, and the ranks' groups; since which step's update, if known."""
+    """Where replicas differ: tensors by name, and the ranks' groups; since which step's update, if known.
+
+    With steps that are not measured the update is one of those from ``earliest`` to ``since``.
+    """
 
     names: tuple[str, ...]
     groups: Groups
     since: int | None
+    earliest: int | None = None
 
 
 class Replicas:
@@ -95,8 +99,11 @@ class Replicas:
         different = (history != history[:1]).any(0).any(1)
         since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
         groups = groups_of(combined(tensors[:, apart])) if apart else ()
+        if not since:
+            return Drift(tuple(names[i] for i in apart), groups, None)
         # the checksum that step s finds is what the update of step s - 1 has left
-        return Drift(tuple(names[i] for i in apart), groups, min(since) - 1 if since else None)
+        agreed = [s for s in self._steps if 0 <= s < min(since)]
+        return Drift(tuple(names[i] for i in apart), groups, min(since) - 1, max(agreed, default=min(since) - 1))
 
 
 def groups_of(values: Tensor) -> Groups:

@@ -220,7 +220,9 @@ def _drift(record: StepRecord, groups: Groups, drift: Drift | None) -> Finding:
         message += f" They differ in {where}."
         if drift.since is not None:
             since = max(drift.since, 0)
-            message += f" The first update that left them apart was that of step {since}."
+            first = since if drift.earliest is None else drift.earliest
+            which = f"that of step {since}" if first == since else f"one of those of steps {first} to {since}"
+            message += f" The first update that left them apart was {which}."
     remedy = (
         "Copy a healthy rank's weights and optimizer state, or go back to a checkpoint whose hashes agree; look for "
         "a rank that skips updates, for memory errors on it, and for parameters that are never reduced."
