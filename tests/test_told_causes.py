@@ -28,3 +28,17 @@ def test_every_kind_is_told(kind: Kind, ranks: tuple[int, ...]) -> None:
     assert "the error is 0.75 of it, rounding explains at most 1e-06" in finding.message
     assert finding.message.count("layers.0") == 1
     assert finding.message.endswith(".")
+
+
+def test_an_error_that_no_rule_explains_is_one_fault_whatever_the_guess() -> None:
+    check = AggregateCheck(0.75, 1.0, 1e-6)
+    guesses = (
+        Cause("noise", (0, 1)),
+        Cause("partial", (0, 1, 2), None, (), (1.0, 0.5)),
+        Cause("scale", (1,), 0.25, unexplained=(0, 2)),
+        None,
+    )
+    keys = {integrity(Run(2).record(), Integrity(check, guess, layers=LAYERS))[0].key for guess in guesses}
+    assert len(keys) == 1
+    ruled = integrity(Run(2).record(), Integrity(check, Cause("scale", (1,), 0.25), layers=LAYERS))[0].key
+    assert ruled not in keys

@@ -74,7 +74,9 @@ def _aggregation(
             kind, what, ranks = "unreduced-gradient", "unreduced", ()
             message += " Every rank holds another one, as when nothing was reduced there."
         ranks = ranks or odd
-    key = f"integrity {what} {where}"
+    # what no single rule explains is another guess at each step, and yet the same fault
+    guessed = cause is None or bool(cause.unexplained) or what in ("partial", "noise")
+    key = "integrity unexplained" if guessed else f"integrity {what} {where}"
     return Finding(key, kind, "error", ranks, where, error, bound, message, _REDUCTION, record.step)
 
 
