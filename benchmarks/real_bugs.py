@@ -283,7 +283,8 @@ def inside(chosen: str, ranks: int, out: Path) -> None:
 
     settings = KNOWN
     if chosen.startswith("survey"):
-        settings = tuple(setting for setting in SURVEY if chosen.removeprefix("survey") in setting.name)
+        parts = json.loads(chosen.removeprefix("survey"))
+        settings = tuple(setting for setting in SURVEY if any(part in setting.name for part in parts))
     # An operator for inference, which takes a minute to compile and which no training calls.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with tempfile.TemporaryDirectory(prefix="real_bugs_") as directory:
@@ -369,7 +370,7 @@ def verdict(outcome: Outcome, bug_is_known: bool | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--survey", action="store_true", help="every configuration, in every version")
-    parser.add_argument("--only", default="", help="configurations of the survey whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="configurations of the survey: parts of names")
     parser.add_argument("--versions", nargs="+", help="of DeepSpeed; the default is what the mode needs")
     parser.add_argument("--ranks", nargs="+", type=int, help="default: 2 and 4; 2 for the survey")
     parser.add_argument("--json", type=Path, help="also write the outcomes here")
@@ -383,7 +384,9 @@ def main() -> int:
     for version in versions:
         for ranks in arguments.ranks or ((2,) if arguments.survey else (2, 4)):
             started = time.monotonic()
-            outcomes = outcomes_of(version, f"survey{arguments.only}" if arguments.survey else "known", ranks)
+            outcomes = outcomes_of(
+                version, f"survey{json.dumps(arguments.only)}" if arguments.survey else "known", ranks
+            )
             print(f"\nDeepSpeed {version}, {ranks} ranks ({time.monotonic() - started:.0f} s)")
             for outcome in outcomes:
                 found = verdict(outcome, None if arguments.survey else version in WRONG)
