@@ -419,7 +419,7 @@ def share_of(
     * Stage 0 holds all of it on every rank: each rank takes an N-th.
     * ``BF16_Optimizer`` does too, but its optimizer is partitioned: the partition, by ``parameter._hp_mapping``.
     * Stages 1 and 2: what this rank owns, by ``parameter._hp_mapping`` (``deepspeed/utils/tensor_fragment.py``);
-      hidden with ``round_robin_gradients``.
+      with ``round_robin_gradients`` that speaks of the order before (0.16.9 to 0.19.8), see :func:`_dealt`.
     * Stage 3: this rank's shard.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
@@ -435,7 +435,10 @@ def share_of(
         if not all(hasattr(parameter, "_hp_mapping") for parameter in parameters):
             return None
         if getattr(optimizer, "round_robin_gradients", False):
-            return None  # the mapping speaks of the order before (0.16.9 to 0.19.8)
+            if optimizer.cpu_offload:
+                return None
+            index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+            return [Slice(index_of[id(d.parameter)], d.start, d.numel) for d in _dealt(optimizer)]
         mappings = ((index, parameter._hp_mapping) for index, parameter in enumerate(parameters))  # type: ignore[attr-defined]
         addresses = [(index, mapping.lp_fragment_address) for index, mapping in mappings if mapping is not None]
         return [Slice(index, int(address.start), int(address.numel)) for index, address in addresses]
@@ -446,6 +449,32 @@ def share_of(
         if low < high:
             slices.append(Slice(index, low, high - low))
     return slices
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """A parameter's piece in this rank's partition."""
+
+    group: int
+    number: int  # in the partition
+    parameter: Any
+    start: int  # first element of the parameter
+    numel: int
+    begin: int  # first element of the partition
+
+
+def _dealt(optimizer: Any) -> Iterator[_Dealt]:
+    """What this rank owns under ``round_robin_gradients``: ``params_in_partition``, one after the other.
+
+    The first begins at its element ``first_offset``, the last ends with the partition, ``partition_size`` elements.
+    """
+    for group, parameters in enumerate(optimizer.params_in_partition):
+        begin = 0
+        for number, parameter in enumerate(parameters):
+            start = int(optimizer.first_offset[group]) if number == 0 else 0
+            numel = min(parameter.numel() - start, int(optimizer.partition_size[group]) - begin)
+            yield _Dealt(group, number, parameter, start, numel, begin)
+            begin += numel
 
 
 _SHARDS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # ds_id -> shard of the gradient
@@ -472,6 +501,9 @@ def aggregated_gradients(engine: Any, parameters: list[Any], share: list[Slice] 
     elif engine.zero_optimization_stage() == 3:
         shards = getattr(optimizer, _SHARDS)
         read = lambda piece: shards[parameters[piece.index].ds_id].reshape(-1)[: piece.numel]  # noqa: E731
+    elif getattr(optimizer, "round_robin_gradients", False):
+        averaged = {id(d.parameter): optimizer.averaged_gradients[d.group][d.number] for d in _dealt(optimizer)}
+        read = lambda piece: averaged[id(parameters[piece.index])].reshape(-1)[: piece.numel]  # noqa: E731
     else:
         read = lambda piece: _fragment(parameters[piece.index], piece.numel)  # noqa: E731
     return ((piece.index, piece.start, values) for piece in share if (values := read(piece)) is not None)
@@ -536,6 +568,10 @@ def applied_places(engine: Any, parameters: list[Tensor], share: list[Slice] | N
         groups = getattr(optimizer, "bf16_groups", None) or getattr(optimizer, "bit16_groups", None)
         if flats is None or groups is None:
             return None
+        if getattr(optimizer, "round_robin_gradients", False):
+            for dealt in _dealt(optimizer):
+                put(flats[dealt.group], dealt.parameter, dealt.begin)
+            return places
         for flat, group in zip(flats, groups, strict=True):
             for parameter in group:
                 if getattr(parameter, "_hp_mapping", None) is not None:
