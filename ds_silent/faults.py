@@ -247,6 +247,9 @@ _REDUCTION = (
           f"the top bit of byte {byte} of the first bucket's largest element flips at one step, on all ranks alike",
           stages=_REDUCED, dtypes=("fp32", "bf16") if byte < 2 else ("fp32",), says=("single element",))
       for byte in range(4)),
+    _early("aggregate-flip-lowest-bit", _AGGREGATION, "nobody", "reduction", corrupt.flipped_lowest_bit,
+          "the lowest bit of the same element, on all ranks alike: below rounding, and said to be", stages=_REDUCED,
+          says=("single element",)),
     _early("aggregate-flip-one-rank", _AGGREGATION, "the odd rank", "reduction", corrupt.flipped_bit_one_rank,
           "the lowest bit of one element differs on one rank at one step: bits are compared", stages=(0,)),
     _early("gradients-not-cleared", _AGGREGATION, "nobody", "reduction", corrupt.gradients_not_cleared,

@@ -104,7 +104,8 @@ def test_what_is_below_rounding_may_stay_silent_and_nothing_else_may() -> None:
     fault, strike = FAULTS["aggregate-flip-byte-0"], Strike(2, 4, 4)
     assert judge(fault, strike, [], 1, change=1e-7, rounding=3e-7).answer == "below rounding"
     assert judge(fault, strike, [], 1, change=1e-7, rounding=3e-7).right
-    assert judge(fault, strike, [], 1, change=4e-7, rounding=3e-7).answer == "missed"
+    assert judge(fault, strike, [], 1, change=5e-7, rounding=3e-7).right
+    assert judge(fault, strike, [], 1, change=7e-7, rounding=3e-7).answer == "missed"
     assert judge(fault, strike, [], 1, change=None, rounding=3e-7).answer == "missed"
     alarm = [event(4, "outlier-rank", (2,))]
     assert judge(fault, strike, alarm, 1, change=1e-7, rounding=3e-7).answer == "wrong kind"

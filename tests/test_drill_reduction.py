@@ -160,7 +160,7 @@ BLOCK: dict[str, Any] = {"detectors": {"enabled": True}}
 CELLS: tuple[tuple[int, Dtype, int, tuple[str, ...]], ...] = (
     (0, "fp32", 1, ("contribution-missing", "bucket-dropped", "aggregate-flip-one-rank", "update-skipped")),
     (0, "bf16", 2, ("micro-batch-missing", "gradients-not-cleared", "weight-changed")),
-    (1, "fp32", 1, ("aggregate-flip-byte-0", "gathered-weights-bit")),
+    (1, "fp32", 1, ("aggregate-flip-lowest-bit", "aggregate-flip-byte-0", "gathered-weights-bit")),
     (2, "bf16", 2, ("bucket-stale", "wrong-group", "aggregate-noise", "applied-factor-4", "parameter-unreduced")),
 )
 HIT_BY: dict[
@@ -215,6 +215,9 @@ def test_the_real_alarm_finds_them_at_their_first_step(number: int, runs: dict[t
     assert exit_code(outcome) == 0
     for result in outcome.results:
         assert result.trial.fault is not None
+        if result.trial.name == "aggregate-flip-lowest-bit":
+            assert result.verdict.answer == "below rounding"
+            continue
         due = 5 if result.trial.fault.strikes == "replica" else 4
         assert result.verdict.step == due
 
@@ -233,5 +236,7 @@ def test_a_flip_of_the_lowest_byte_is_judged_by_its_own_size(runs: dict[tuple[in
     run = runs[2, "intact", "aggregate-flip-byte-0"]
     assert run.change is not None
     assert run.rounding is not None
+    lowest = runs[2, "intact", "aggregate-flip-lowest-bit"].change
+    assert lowest == pytest.approx(2.0**-7 * run.change, rel=1e-3)  # the same element, seven bits lower
     assert 2.0**-16 * 1e-3 < run.change < 2.0**-16  # of the largest element, which is less than the whole
     assert 1e-8 < run.rounding < 1e-6

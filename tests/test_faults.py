@@ -34,7 +34,12 @@ EVERYWHERE = {
     *("sampler-seed-every-rank", "sampler-world-size-one", "sampler-world-size-twice"),
     *("micro-batch-missing-everywhere", "bucket-dropped", "parameter-unreduced", "wrong-group", "division-forgotten"),
     *("bucket-stale", "bucket-tail-zeroed", "aggregate-noise", "aggregate-burst", "gradients-not-cleared"),
-    *("partition-not-cleared", "applied-factor-4", *(f"aggregate-flip-byte-{byte}" for byte in range(4))),
+    *(
+        "partition-not-cleared",
+        "applied-factor-4",
+        "aggregate-flip-lowest-bit",
+        *(f"aggregate-flip-byte-{byte}" for byte in range(4)),
+    ),
 }
 
 

@@ -208,6 +208,11 @@ def flipped_bit(byte: int, strike: Strike, me: int) -> Injection:
     return _flipped(8 * byte + 7, strike)
 
 
+def flipped_lowest_bit(strike: Strike, me: int) -> Injection:
+    """On all ranks: smaller than the reduction's own rounding, so that no comparison of numbers can see it."""
+    return _flipped(0, strike)
+
+
 def flipped_bit_one_rank(strike: Strike, me: int) -> Injection:
     """The lowest bit, of one rank's copy alone."""
     return _flipped(0, strike) if me == strike.rank else NOTHING

@@ -68,7 +68,7 @@ def _notes(outcome: Outcome) -> list[str]:
         if result.verdict.answer == "below rounding":
             notes.append(
                 f"{result.trial.name} changed the aggregated gradient by {result.run.change:.1e} of its norm, and "
-                f"rounding explains up to {result.run.rounding:.1e}: that cannot be seen, and no alarm is right."
+                f"rounding explains up to {result.run.rounding:.1e}: what is below twice that is not sure to be seen."
             )
     return notes
 
@@ -80,7 +80,7 @@ def sentence(outcome: Outcome) -> str:
     false = [result.trial.name for result in outcome.results if result.trial.fault is None and not result.right]
     hidden = sum(result.verdict.answer == "below rounding" for result in faults)
     found = f"{len(faults) - len(missed) - hidden} of {len(faults)} faults found with the right kind and ranks"
-    found += f" ({hidden} below rounding, where nothing can be seen)" if hidden else ""
+    found += f" ({hidden} below rounding)" if hidden else ""
     silent = "the healthy runs stayed silent" if not false else f"a false alarm in {', '.join(false)}"
     if not missed and not false:
         return f"The alarm works: {found}, and {silent}."

@@ -22,8 +22,8 @@ Answer = Literal["found", "missed", "wrong kind", "wrong ranks", "wrong cause", 
 class Verdict:
     """``step`` and ``ranks`` are those of the event that decided; ``late``: a deterministic fault's came too late.
 
-    ``below rounding``: the corruption was smaller than what rounding alone explains at that step, so nobody could see
-    it in the numbers, and nothing was said.
+    ``below rounding``: the corruption was no larger than twice what rounding alone explains at that step, so it is not
+    sure to be seen in the numbers, and nothing was said.
     """
 
     answer: Answer
@@ -90,7 +90,8 @@ def judge(
         return _verdict("found", told[0], raised, late)
     if right:
         return _verdict("wrong cause", right[0], raised)
-    if not raised and change is not None and rounding is not None and change <= rounding:
+    # rounding itself may take as much off the error as it may add to it: above twice the bound nothing can hide
+    if not raised and change is not None and rounding is not None and change <= 2.0 * rounding:
         return Verdict("below rounding")
     if kinds:
         return _verdict("wrong ranks", kinds[0], raised)
