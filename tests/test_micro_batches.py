@@ -146,6 +146,7 @@ def test_dropped_micro_batches_are_named_and_weights_are_bit_identical(tmp_path:
         "first three": (Case(stage=3, accumulation=4), Drop(everyone, (0, 1, 2))),
         "last of rank 1": (Case(stage=0, accumulation=4), Drop((1,), (3,))),
         "bf16": (Case(stage=2, dtype="bf16", accumulation=2, interval=2), Drop(everyone, (0,))),
+        "round robin": (Case(stage=2, accumulation=4, zero={"round_robin_gradients": True}), Drop(everyone, (1,))),
         "over": (Case(stage=2, accumulation=4), Drop(everyone, (1,), until=3)),
     }
     zero, one = run_distributed(all_of, 2, (cells, str(tmp_path), 10), timeout=280.0)
@@ -163,6 +164,7 @@ def test_dropped_micro_batches_are_named_and_weights_are_bit_identical(tmp_path:
     for name, step, text, ranks in (
         ("second", 5, "Of the 4 micro-batches of step 5", ()),
         ("second", 5, "all 5 layers: 2 of all 2 ranks did not enter.", ()),
+        ("round robin", 5, "all 5 layers: 2 of all 2 ranks did not enter.", ()),
         ("first three", 5, "all 5 layers: 1 to 3 of all 2 ranks did not enter.", ()),
         ("last of rank 1", 5, "all 5 layers: 4 of rank 1 did not enter.", (1,)),
         ("bf16", 6, "Of the 2 micro-batches of step 6", ()),
@@ -172,6 +174,7 @@ def test_dropped_micro_batches_are_named_and_weights_are_bit_identical(tmp_path:
         assert text in event["message"], event["message"]
         assert (event["step"], tuple(event["ranks"])) == (step, ranks), name
         assert event["severity"] == "error"
-    first = next(e for e in zero["second"][0]["events"] if e["kind"] == "aggregation-error")
-    assert first["step"] == 2
+    for name in ("second", "round robin"):
+        first = next(e for e in zero[name][0]["events"] if e["kind"] == "aggregation-error")
+        assert first["step"] == 2, name
     assert all(0 < zero[name][0]["gathered"] <= 3 for name in told if name != "healthy")
