@@ -29,7 +29,7 @@ test-matrix: $(READY) ## the full configuration matrices (tens of minutes)
 	@sh .ci/setup.sh unlock
 	@$(PYTHON_IN_VENV) -m pytest -m matrix
 
-test-real-bugs: $(READY) ## released DeepSpeed versions that train wrongly: what is found (5 minutes)
+test-real-bugs: $(READY) ## released DeepSpeed versions that train wrongly: what is found (10 minutes)
 	@$(PYTHON_IN_VENV) benchmarks/real_bugs.py
 
 lint: $(READY) ## ruff, mypy and shellcheck
