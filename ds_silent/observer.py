@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_silent.audit import Audit
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.detectors import Judge, log_steps
+from ds_silent.detectors import Evidence, Judge, log_steps
 from ds_silent.exchange import Gathered, Layout, LocalSample, gathers_sketches, make_exchange
 from ds_silent.measure import Context, measure
 from ds_silent.micro_batches import LARGEST, gather
@@ -63,6 +63,8 @@ class Observer:
         self._tracker = RowTracker()
         self._listeners: list[Callable[[Event], None]] = []
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
+        self._owed: list[Gathered] = []  # published early: what they ask of all ranks is due at the next step
+        self._unjudged: tuple[StepRecord, Evidence] | None = None  # waits for the tensors that differ
         self._observing, self._closed = True, False
         self._step_ended: float | None = None
         self._observe_seconds = 0.0
@@ -83,6 +85,7 @@ class Observer:
         """The gradients are aggregated, the optimizer has not run: publish the last sample, send this one."""
         started = time.perf_counter()
         try:
+            self._catch_up()
             self._publish(self._exchange.collect(), together=True)
             step = self._capture.step
             if self._weights_due is not None:
@@ -147,33 +150,65 @@ class Observer:
             kind = "initial-weights-mismatch"
             self.report(Event(step, kind, "error", (), "checkpoint", None, None, message, remedy))
 
+    def _catch_up(self) -> None:
+        """What samples that were published early, on some ranks or on all, ask of all ranks together."""
+        while self._owed:
+            gathered = self._owed.pop(0)
+            drift = self._agree(gathered)
+            if self._unjudged is not None:
+                record, evidence = self._unjudged
+                assert evidence.integrity is not None
+                self._unjudged = None
+                self._judged(
+                    record,
+                    dataclasses.replace(evidence, integrity=dataclasses.replace(evidence.integrity, drift=drift)),
+                )
+            self._stop_if_asked(gathered)
+
     def _publish(self, gathered: Gathered | None, together: bool) -> None:
-        """Judge and write one sample. ``together``: every rank is here at the same step and may communicate."""
+        """Judge and write one sample.
+
+        Args:
+            gathered: the sample, or nothing.
+            together: every rank is here at the same step and may communicate. If not, what the sample asks of all
+                ranks waits for the next step, where every rank does it, whoever published early.
+        """
         if gathered is None:
             return
         failed = tuple(gathered.scalars["failed"].nonzero().flatten().tolist())
         if failed:
             self._switch_off(gathered.step, failed)
             return
-        if together and bool((gathered.scalars["diagnose"] > 0).any()):
-            self._capture.keep_micro_batches()
-        drift = self._localise(gathered) if together else None
+        drift = self._agree(gathered) if together else None
+        if not together:
+            self._owed.append(gathered)
         if self._sink is not None:
             try:
-                self._record(gathered, self._contexts.pop(gathered.step), drift)
+                self._record(gathered, self._contexts.pop(gathered.step), drift, wait=not together)
             except Exception as error:  # this rank's own bug: its next sample says so, and all switch off together
                 self._capture.fail(error)
-        if together and bool((gathered.scalars["stop"] > 0).any()):
+        if together:
+            self._stop_if_asked(gathered)
+
+    def _agree(self, gathered: Gathered) -> Drift | None:
+        """Once per sample, by all ranks at the same step, because all have read the same words."""
+        if bool((gathered.scalars["diagnose"] > 0).any()):
+            self._capture.keep_micro_batches()
+        return self._replicas.localise(self._capture.group) if self._differ(gathered) and self._replicas else None
+
+    def _differ(self, gathered: Gathered) -> bool:
+        """Whether the replicas were compared and hold different bits."""
+        if self._replicas is None or gathered.hashes is None or not bool((gathered.scalars["replica_seen"] > 0).all()):
+            return False
+        replicas = gathered.hashes[:, 0]
+        return bool((replicas != replicas[0]).any())
+
+    def _stop_if_asked(self, gathered: Gathered) -> None:
+        if bool((gathered.scalars["stop"] > 0).any()):
             self._end_training()
 
-    def _localise(self, gathered: Gathered) -> Drift | None:
-        """A collective, where replicas differ: every rank sees the same checksums."""
-        if self._replicas is None or gathered.hashes is None or not bool((gathered.scalars["replica_seen"] > 0).all()):
-            return None
-        replicas = gathered.hashes[:, 0]
-        return self._replicas.localise(self._capture.group) if bool((replicas != replicas[0]).any()) else None
-
-    def _record(self, gathered: Gathered, context: Context, drift: Drift | None) -> None:
+    def _record(self, gathered: Gathered, context: Context, drift: Drift | None, wait: bool) -> None:
+        """``wait``: where replicas differ, judge when the tensors are known."""
         record = measure(gathered, self._layout, context)
         coverage, evidence = testimony(gathered, self._tracker, context)
         stats, seen = self._audit.step(gathered, drift)
@@ -181,7 +216,13 @@ class Observer:
         self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
         assert self._sink is not None
         self._sink.write(self.last_record)
-        for event in self._judge.step(self.last_record, evidence) if self._judge is not None else []:
+        if wait and self._differ(gathered):
+            self._unjudged = self.last_record, evidence
+        else:
+            self._judged(self.last_record, evidence)
+
+    def _judged(self, record: StepRecord, evidence: Evidence) -> None:
+        for event in self._judge.step(record, evidence) if self._judge is not None else []:
             self.report(event)
 
     def report(self, event: Event) -> None:
@@ -268,6 +309,9 @@ class Observer:
         if not self._closed:
             self._closed = True
             self._drain()
+            if self._unjudged is not None:  # nobody comes together any more to find the tensors
+                self._judged(*self._unjudged)
+                self._unjudged = None
             self._stop()
             if self._sink is not None:
                 self._sink.close()

@@ -72,3 +72,29 @@ def test_a_resume_verifies_the_weights(changed: bool, tmp_path: Path) -> None:
     assert [(e["step"], e["where"]) for e in found] == ([(3, "checkpoint")] if changed else [])
     groups = [r["integrity"]["replica_groups"] for r in read_metrics(tmp_path / "on" / "metrics.jsonl")]
     assert groups == [None, None, [[0, 1]], [[0, 1]]]  # compared after the resume, and at step 4
+
+
+def flushed_on_one_rank(directory: str) -> list[int]:
+    """Rank 0 alone publishes early, after every step; rank 2's replica changes before step 3, compared at step 4."""
+    engine = build(Case(), Path(directory) / "on")
+    observer = ds_silent.observer_of(engine)
+    assert observer is not None
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(1, 8):
+        if step == 3 and dist.get_rank() == 2:
+            with torch.no_grad():
+                engine.module.frozen.weight[0, 0] += 1.0
+        one_step(engine, generator)
+        if dist.get_rank() == 0:
+            observer.flush()
+            observer.state_dict()
+    observer.close()
+    return [int(engine.global_steps)]
+
+
+def test_a_rank_that_publishes_early_leaves_no_other_waiting(tmp_path: Path) -> None:
+    results = run_distributed(flushed_on_one_rank, 3, (str(tmp_path),), timeout=60)
+    assert results == [[7]] * 3
+    [event] = [e for e in read_events(tmp_path / "on" / "events.jsonl") if e["kind"] == "replica-drift"]
+    assert (event["step"], event["where"], event["ranks"]) == (4, "frozen.weight", [2])
+    assert [record["step"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]

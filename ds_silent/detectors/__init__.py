@@ -24,7 +24,7 @@ from ds_silent.detectors import broken, duplicates
 from ds_silent.detectors.drift import DriftTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.evidence import Coverage, Evidence, Finding
-from ds_silent.detectors.integrity import integrity
+from ds_silent.detectors.integrity import integrity, replicas
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
@@ -58,6 +58,7 @@ class Judge:
         self._drift = DriftTest(self._log_steps)
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._pairs_before: set[tuple[int, int]] = set()
+        self._apart: list[Finding] = []
         self._stale_key: str | None = None
         self._conditional = False  # the model trains other parameters on other ranks, in health
 
@@ -65,7 +66,7 @@ class Judge:
         """The events of one measured step, in order of severity of what they are about: broken numbers first."""
         findings = broken.non_finite(record, extras) + broken.zero_gradient(record, extras)
         impaired = bool(findings)
-        findings += integrity(record, extras.integrity)
+        findings += integrity(record, extras.integrity) + self._replicas(record, extras)
         findings += self._stale(record, extras)
         same = self._duplicates(record, extras)
         findings += same
@@ -85,6 +86,13 @@ class Judge:
         found = duplicates.by_ids(record, extras, self._pairs_before)
         self._pairs_before = duplicates.shared_pairs(extras)
         return found or duplicates.by_gradients(record)  # also with ids: they may be counted per rank
+
+    def _replicas(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+        """Replicas are compared now and then: those that differ do so until a comparison says otherwise."""
+        seen = extras.integrity
+        if seen is not None and seen.replicas is not None:
+            self._apart = replicas(record, seen.replicas, seen.drift)
+        return self._apart
 
     def _stale(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         found = [] if self._conditional else broken.stale_parameters(record, extras)

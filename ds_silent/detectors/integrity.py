@@ -22,7 +22,7 @@ _REDUCTION = (
 
 
 def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
-    """Everything that is wrong at this step."""
+    """What is wrong with this step's aggregate, and with what an optimizer applied."""
     if seen is None:
         return []
     findings, layers = [], seen.layers
@@ -34,9 +34,12 @@ def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
         findings.append(_received(record, seen.received, layers))
     if seen.applied is not None:
         findings += _applied(record, seen.applied)
-    if seen.replicas is not None and len(seen.replicas) > 1:
-        findings.append(_drift(record, seen.replicas, seen.drift))
     return findings
+
+
+def replicas(record: StepRecord, groups: Groups, drift: Drift | None) -> list[Finding]:
+    """What a comparison of the replicas says; until the next one, it stands."""
+    return [_drift(record, groups, drift)] if len(groups) > 1 else []
 
 
 def minority(groups: Groups, world_size: int) -> tuple[int, ...]:
@@ -70,7 +73,8 @@ def _aggregation(
         groups = next(iter(received.values()))
         message += f" {_who_received(groups, record.world_size)}"
         odd = minority(groups, record.world_size)
-        if len(groups) == record.world_size > 1 and what != "leftover":
+        apart = len(groups) == record.world_size > 1
+        if apart and (what == "unreduced" or (record.world_size > 2 and what != "leftover")):
             kind, what, ranks = "unreduced-gradient", "unreduced", ()
             message += " Every rank holds another one, as when nothing was reduced there."
         ranks = ranks or odd
