@@ -130,10 +130,10 @@ def _rule(pieces: Pieces, layers: tuple[int, ...], tolerances: Tensor) -> Cause 
     factor = float(aggregate @ mean) / float(mean @ mean) if float(mean @ mean) > 0.0 else 0.0
     if float((aggregate - factor * mean).norm()) <= limit:
         return Cause("scale", layers, factor)
-    return _by_rank(local, aggregate, limit, layers)
+    return _by_rank(local, aggregate, limit, layers, everywhere=len(layers) == pieces.sketches.shape[1] > 1)
 
 
-def _by_rank(local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, ...]) -> Cause | None:
+def _by_rank(local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, ...], everywhere: bool) -> Cause | None:
     """Ranks whose gradients entered with another weight than 1, when such weights explain the aggregate."""
     gram = _gram(local)
     if gram is None:
@@ -145,7 +145,8 @@ def _by_rank(local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, 
     off = ((weights - 1.0).abs() > LEAST_SHARE).nonzero().flatten().tolist()
     numbers = tuple(weights.tolist())
     alone = [rank for rank, weight in enumerate(numbers) if abs(weight) > LEAST_SHARE]
-    if len(alone) == 1 and ranks > 1:
+    # each rank answers for a part: what is one rank's gradient everywhere is the others' that did not enter
+    if len(alone) == 1 and ranks > 1 and not everywhere:
         return Cause("unreduced", layers, numbers[alone[0]] / ranks, tuple(alone), numbers)
     return Cause("weights", layers, None, tuple(off), numbers)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.audit import Applied
+from ds_silent.audit import Applied, Integrity
 from ds_silent.causes import Cause, Pieces, explain
 from ds_silent.detectors.integrity import integrity
 from ds_silent.integrity import AggregateCheck
@@ -38,8 +38,6 @@ def changed(layers: dict[int, Tensor]) -> Tensor:
 
 
 def told(cause: Cause) -> str:
-    from ds_silent.audit import Integrity
-
     seen = Integrity(AggregateCheck(0.75, 1.0, 1e-6), cause, layers=NAMES)
     (finding,) = integrity(Run().record(), seen)
     assert finding.ranks == cause.blamed
@@ -62,6 +60,21 @@ def test_pieces_of_several_owners_that_were_not_reduced_blame_nobody() -> None:
     assert cause.blamed == ()
     assert "rank 0 alone" in told(cause)
     assert "rank 3 alone" in told(cause)
+
+
+def test_one_ranks_gradient_everywhere_is_that_the_others_did_not_enter() -> None:
+    cause = explained(LOCAL[1] / RANKS)
+    assert (cause.kind, cause.ranks) == ("weights", (0, 2, 3))
+    assert explained(changed({2: LOCAL[1, 2] / RANKS})).kind == "unreduced"
+
+
+def test_two_ranks_that_hold_different_bits_need_not_be_unreduced() -> None:
+    groups = {1: ((0,), (1,))}
+    for kind, expected in (("noise", "aggregation-error"), ("unreduced", "unreduced-gradient")):
+        cause = Cause(kind, (1,), 0.5, (0,) if kind == "unreduced" else ())
+        seen = Integrity(AggregateCheck(0.75, 1.0, 1e-6), cause, groups, layers=NAMES)
+        (finding,) = integrity(Run(ranks=2).record(), seen)
+        assert (finding.kind, finding.ranks) == (expected, ())
 
 
 def test_two_groups_of_ranks_that_reduced_apart() -> None:
