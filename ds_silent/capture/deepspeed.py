@@ -431,7 +431,7 @@ def share_of(
             size: int = parameter.partition_numel()  # type: ignore[attr-defined]  # set by DeepSpeed
             shards.append(Slice(index, rank * size, min(size, _numel(parameter) - rank * size)))
         return [shard for shard in shards if shard.numel > 0]
-    if stage > 0 or isinstance(optimizer, BF16_Optimizer):
+    if isinstance(optimizer, ZeROOptimizer):
         if not all(hasattr(parameter, "_hp_mapping") for parameter in parameters):
             return None
         if getattr(optimizer, "round_robin_gradients", False):
@@ -482,7 +482,8 @@ _SHARDS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # ds_id 
 
 def _whole_on_every_rank(engine: Any) -> bool:
     """Whether each rank holds the whole aggregated gradient after the reduction."""
-    return engine.zero_optimization_stage() == 0 or isinstance(engine.optimizer, BF16_Optimizer)
+    # 0.17.6 to 0.18.3 give stage 1 with grad_accum_dtype an FP16_UnfusedOptimizer, as stage 0 has
+    return not isinstance(engine.optimizer, ZeROOptimizer) or isinstance(engine.optimizer, BF16_Optimizer)
 
 
 def aggregated_gradients(engine: Any, parameters: list[Any], share: list[Slice] | None) -> Iterator[Part] | None:
@@ -562,7 +563,7 @@ def applied_places(engine: Any, parameters: list[Tensor], share: list[Slice] | N
             for parameter in group:
                 put(flat, parameter, begin)
                 begin += parameter.partition_numel()
-    elif engine.zero_optimization_stage() > 0 or isinstance(optimizer, BF16_Optimizer):
+    elif isinstance(optimizer, ZeROOptimizer):
         names = ("fp32_groups_flat_partition", "single_partition_of_fp32_groups")
         flats = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
         groups = getattr(optimizer, "bf16_groups", None) or getattr(optimizer, "bit16_groups", None)
