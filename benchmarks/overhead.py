@@ -141,6 +141,9 @@ VARIANTS: dict[str, Callable[..., Any]] = {
     "plain": plain,
     "ds_silent, interval 1": observed(interval=1),
     "ds_silent, interval 10": observed(interval=10),
+    "ds_silent, interval 1, no integrity": observed(
+        interval=1, integrity={"aggregation": False, "replica_interval": 0}
+    ),
     "plain again (noise floor)": plain,
     "ds_silent, exact": observed(interval=1, direction={"method": "exact"}),
     "norm with .item() per bucket": synchronised_norms,

@@ -1,0 +1,69 @@
+"""In which dtypes DeepSpeed reduces, keeps and scales a gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+from ds_silent.capture.deepspeed.gradients import whole_on_every_rank
+from ds_silent.integrity import Arithmetic
+
+
+def arithmetic_of(engine: Any, elements: int, width: int, reductions: int, ranks: int) -> Arithmetic:
+    """What the reduction rounds, and not less.
+
+    ``engine.communication_data_type`` (fp16 and bf16 trainings: their own, else fp32) is what stage 0 casts to;
+    ZeRO's optimizers have their own attribute of this name. A cast to a wider dtype and a factor that is a power of
+    two are exact; ``prescale_gradients`` scales before and after the sum.
+    """
+    optimizer = engine.optimizer
+    communication = getattr(optimizer, "communication_data_type", None) or engine.communication_data_type
+    own = next((p.dtype for p in engine.module.parameters() if p.requires_grad), torch.float32)
+    kept = _kept_dtype(engine, own)
+    # where bf16 gradients accumulate in fp32 before the reduction, it is fp32 that is reduced
+    local = kept if whole_on_every_rank(engine) or getattr(optimizer, "use_grad_accum_attribute", False) else own
+    factors = [float(engine.gradient_predivide_factor()), float(ranks)]
+    scaled = any(not math.log2(factor).is_integer() for factor in factors)
+    after = [communication] if scaled and engine.postscale_gradients() else []
+    applied = kept if isinstance(optimizer, BF16_Optimizer) else torch.float32
+    return Arithmetic(
+        communication,
+        before=_narrows(local, communication) + scaled,
+        after=(*after, *([kept] if _narrows(communication, kept) else [])),
+        reductions=reductions,
+        accumulation=kept,
+        applied=applied,
+        norm=kept,
+        elements=elements,
+        width=width,
+    )
+
+
+def _kept_dtype(engine: Any, own: torch.dtype) -> torch.dtype:
+    """In which the aggregated gradient is kept.
+
+    ``grad_acc_dtype`` of ``BF16_Optimizer``; ZeRO's ``gradient_accumulation_dtype``, which in stages 1 and 2 counts
+    only where ``use_grad_accum_attribute`` is set; else the parameters' own.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        return getattr(optimizer, "grad_acc_dtype", None) or own
+    if engine.zero_optimization_stage() == 3 or getattr(optimizer, "use_grad_accum_attribute", False):
+        return getattr(optimizer, "gradient_accumulation_dtype", None) or own
+    return own
+
+
+def _narrows(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a cast may round; also where the two have different ranges."""
+    return wide != narrow and torch.promote_types(wide, narrow) != narrow
+
+
+def scales_loss(engine: Any) -> bool:
+    """Whether a loss scale is at work: fp16, autocast's scaler, and bf16 in stage 0 of 0.17, whose
+    ``FP16_UnfusedOptimizer`` begins with a dynamic ``cur_scale`` of 2^16."""
+    if engine.fp16_enabled() or getattr(engine, "torch_autocast_z0_gradscaler", None):
+        return True
+    return float(getattr(engine.optimizer, "cur_scale", 1.0)) != 1.0
