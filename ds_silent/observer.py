@@ -34,6 +34,8 @@ from ds_silent.testimony import RowTracker, testimony
 logger = logging.getLogger("ds_silent")
 STOPPED = 3
 """Exit status of a training that ``detectors.stop_on`` ended."""
+REMEMBERED = 10
+"""Times between two comparisons of the replicas at which checksums are remembered, to find the first bad step by."""
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
@@ -129,14 +131,19 @@ class Observer:
         """Whether the replicas are compared depends on the step and on checkpoints, which all ranks write together."""
         assert self._replicas is not None
         interval = self._config.integrity.replica_interval
-        due = self._replica_due or step // interval != (step - self._config.interval) // interval
+        due = self._replica_due or self._passed(step, interval)
         self._replica_due = False
         try:
-            self._replicas.remember(step)
+            if due or self._passed(step, -(-interval // REMEMBERED)):
+                self._replicas.remember(step)
             return self._replicas.check(step) if due else None
         except Exception as error:  # this rank's own bug
             self._capture.fail(error)
             return None
+
+    def _passed(self, step: int, every: int) -> bool:
+        """Whether a multiple of ``every`` lies behind the last measured step, and not behind this one."""
+        return step // every != (step - self._config.interval) // every
 
     def _verify_weights(self, step: int) -> None:
         """Once after a resume, on the writing rank; the comparison of the replicas speaks for the others."""
@@ -398,4 +405,4 @@ def replicas_of(config: SilentConsistencyConfig, capture: Capture) -> Replicas |
     interval = config.integrity.replica_interval
     if not interval or not parameters:
         return None
-    return Replicas(parameters, others, history=-(-interval // config.interval) + 1)
+    return Replicas(parameters, others, history=REMEMBERED + 2)

@@ -1,7 +1,7 @@
 """Do replicas hold the same bits? A checksum per tensor, compared now and then, and remembered at every step.
 
     replicas = Replicas(items, history=steps_between_checks)
-    replicas.remember(step)                      # every measured step: checksums of the parameters stay on the device
+    replicas.remember(step)                      # several times between checks: the checksums stay on the device
     whole = replicas.check(step)                 # now and then: int64 (), which travels with the sample
     groups = groups_of(values)                   # ranks that hold the same
     drift = replicas.localise(group)             # a collective, only after all ranks have seen that they differ
@@ -12,8 +12,8 @@ changes cancel with a probability of about 2^-64, unless they sit in the same ro
 swapped words would.
 
 Only the 64 bits of everything travel with a sample. When they differ, every rank has seen the same integers, so all
-ranks then exchange the checksums of single tensors, and those of every step since the last comparison: from these
-follow the tensors and the first step after which they differed.
+ranks then exchange the checksums of single tensors, and those remembered since the last comparison: from these follow
+the tensors, and the first step after which they differed, or a few steps in which that one is.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Replicas:
     """Checksums of one rank's replica.
 
     Args:
-        parameters: names and tensors that are remembered at every step.
+        parameters: names and tensors that are remembered.
         others: called at a comparison: names and tensors of everything else that is replicated then.
-        history: steps that are remembered.
+        history: how many steps are remembered.
     """
 
     def __init__(self, parameters: Items, others: Callable[[], Items], history: int):
@@ -62,19 +62,20 @@ class Replicas:
         self._checksums = Checksums([_bytes(tensor) for _, tensor in self._parameters], device)
         self._history = torch.zeros(max(1, history), len(self._parameters), dtype=torch.int64, device=device)
         self._steps = [-1] * len(self._history)
+        self._newest = -1  # slot
         self._checked: tuple[int, list[str], Tensor] | None = None
 
     def remember(self, step: int) -> None:
         """Checksums of the parameters as optimizer step ``step`` finds them."""
-        slot = step % len(self._steps)
-        self._history[slot] = self._now()
-        self._steps[slot] = step
+        self._newest = (self._newest + 1) % len(self._steps)
+        self._history[self._newest] = self._now()
+        self._steps[self._newest] = step
 
     def check(self, step: int) -> Tensor:
         """int64 () checksum of everything that is replicated. :meth:`remember` was called for this step."""
         others = list(self._others())
         rest = [checksum(tensor).to(self._history.device, non_blocking=True) for _, tensor in others]
-        values = torch.cat((self._history[step % len(self._steps)], *(value.reshape(1) for value in rest)))
+        values = torch.cat((self._history[self._newest], *(value.reshape(1) for value in rest)))
         self._checked = (step, [name for name, _ in [*self._parameters, *others]], values)
         return combined(values)
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_silent.audit import Integrity
-from ds_silent.detectors.integrity import integrity
+from ds_silent.detectors.integrity import replicas as replicas_differ
 from ds_silent.replicas import Drift, Replicas
 from tests.distributed import run_distributed
 from tests.made_records import Run
@@ -32,7 +31,7 @@ def test_the_update_lies_between_the_last_equal_and_the_first_different_checksum
 
 def test_a_range_is_told_as_a_range() -> None:
     def message(drift: Drift) -> str:
-        (finding,) = integrity(Run().record(), Integrity(replicas=drift.groups, drift=drift))
+        (finding,) = replicas_differ(Run().record(), drift.groups, drift)
         return finding.message
 
     groups = ((0, 1, 3), (2,))
