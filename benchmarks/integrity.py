@@ -28,10 +28,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
-from ds_silent.config import DetectorsConfig
+from ds_silent.capture.local import LocalGradient
+from ds_silent.config import DetectorsConfig, DirectionConfig
 from ds_silent.detectors import log_steps
 from ds_silent.integrity import AggregateCheck, Arithmetic, check_aggregate, terms_of
-from ds_silent.replicas import checksum
+from ds_silent.replicas import Checksums, checksum
 from ds_silent.sketch import SketchPlan, make_plan, offsets_of, sketch_of
 from finetune.data import Row
 from finetune.encoding import collate, encode
@@ -215,8 +216,52 @@ def report_hash_time(numel: int, rounds: int) -> None:
         )
 
 
+def report_cost(ranks: int, rounds: int) -> None:
+    """CPU time per measured step of one rank, on a model as large as ``overhead.py``'s."""
+    shapes = [(8192, 384)] + 8 * [(384, 384), (192, 384), (192, 384), (384, 384), *2 * [(1536, 384)], (384, 1536)]
+    gradients = [torch.randn(shape) for shape in shapes]
+    numels = [gradient.numel() for gradient in gradients]
+    layers = [0] + [1 + number // 7 for number in range(len(shapes) - 1)]
+    share = len(gradients) // ranks
+
+    def local_gradient(by_layer: bool) -> LocalGradient:
+        config, device = DirectionConfig(), torch.device("cpu")
+        return LocalGradient(numels, layers, config, device, lambda index: None, False, True, False, by_layer)
+
+    def look(local: LocalGradient, count: int, square: bool) -> None:
+        local.start_step()
+        for index, gradient in enumerate(gradients[:count]):
+            local.accumulator.add(index, gradient, square=square)
+        local.accumulator.take()
+
+    whole, by_layer = local_gradient(False), local_gradient(True)
+    sums = Checksums([4 * numel for numel in numels], torch.device("cpu"))
+    works: dict[str, Callable[[], object]] = {
+        "a sum over the gradient, for comparison": lambda: [gradient.sum() for gradient in gradients],
+        "metrics: the local gradient's sketch and norm": lambda: look(whole, len(gradients), True),
+        "the same with a sketch per layer": lambda: look(by_layer, len(gradients), True),
+        f"sketch of a {ranks}th of the aggregated or applied gradient": lambda: look(by_layer, share, False),
+        "checksum of the aggregated gradient (stage 0), or of the weights": lambda: sums(gradients),
+    }
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            started = time.process_time()
+            work()
+            if number:
+                times[name].append(1e3 * (time.process_time() - started))
+    table = Table(title=f"CPU time of one rank, {sum(numels):,} fp32 elements, one thread, {rounds} rounds")
+    table.add_column("work")
+    table.add_column("ms, median (quartiles)", justify="right")
+    for name, values in times.items():
+        ordered = sorted(values)
+        low, middle, high = (ordered[int(q * (len(ordered) - 1))] for q in (0.25, 0.5, 0.75))
+        table.add_row(name, f"{middle:.1f} ({low:.1f}..{high:.1f})")
+    CONSOLE.print(table)
+
+
 def main(
-    part: Annotated[str, typer.Option(help="false-alarms, detection, replicas or all")] = "all",
+    part: Annotated[str, typer.Option(help="false-alarms, detection, replicas, cost or all")] = "all",
     ranks: Annotated[list[int] | None, typer.Option(help="simulated ranks; may be given several times")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="fp32 or bf16; may be given twice")] = None,
     steps: Annotated[int, typer.Option(help="healthy reductions per dtype and number of ranks")] = 10_000,
@@ -225,14 +270,15 @@ def main(
     seed: Annotated[int, typer.Option(help="of rows, draws and corruptions")] = 0,
 ) -> None:
     """Detection, false alarms and cost of the integrity checks."""
-    if part not in ("false-alarms", "detection", "replicas", "all"):
-        raise typer.BadParameter(f"must be false-alarms, detection, replicas or all, got {part!r}", param_hint="--part")
+    parts = ("false-alarms", "detection", "replicas", "cost", "all")
+    if part not in parts:
+        raise typer.BadParameter(f"must be one of {', '.join(parts)}, got {part!r}", param_hint="--part")
     unknown = [name for name in dtype or () if name not in DTYPES]
     if unknown:
         raise typer.BadParameter(f"must be fp32 or bf16, got {unknown[0]!r}", param_hint="--dtype")
     torch.set_num_threads(1)
     worlds = ranks or [4, 8]
-    if part != "replicas":
+    if part not in ("replicas", "cost"):
         gradients, numel = collect(batches, seed)
         CONSOLE.print(f"{batches} gradients of {numel:,} elements")
         pools = {name: pool_of(gradients, DTYPES[name]) for name in dtype or DTYPES}
@@ -243,6 +289,8 @@ def main(
     if part in ("replicas", "all"):
         report_bit_flips(1_000_000, 2000, seed)
         report_hash_time(100_000_000, 15)
+    if part in ("cost", "all"):
+        report_cost(worlds[0], 25)
 
 
 if __name__ == "__main__":
