@@ -25,7 +25,8 @@ from rich.console import Console
 
 from ds_silent import preflight
 from ds_silent.capture.deepspeed import DeepSpeedCapture, refuse_unsupported_config, refuse_unsupported_engine
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, load_ds_config, parse
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, parse
+from ds_silent.ds_config import load_ds_config
 from ds_silent.fingerprint import Hash
 from ds_silent.inventory import local_items, sampler_facts, weights_hash
 from ds_silent.observer import Observer

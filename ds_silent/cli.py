@@ -42,7 +42,8 @@ def check(
     """
     # Inside the command, because they import torch and DeepSpeed: `ds-silent --help` need not wait for that.
     from ds_silent.capture.deepspeed import refuse_unsupported_config
-    from ds_silent.config import ConfigError, load_ds_config, parse
+    from ds_silent.config import ConfigError, parse
+    from ds_silent.ds_config import load_ds_config
 
     refused = False
     for number, source in enumerate(ds_config):
@@ -215,7 +216,7 @@ def plan_lines(
 def _integrity_lines(config: Any, world_size: int) -> Iterator[str]:
     """What the checks of the reduction and of the replicas do, keep and send."""
     from ds_silent.exchange import gathers_sketches
-    from ds_silent.observer import place_size
+    from ds_silent.plan import place_size
     from ds_silent.sketch import make_plan
 
     size = config.direction.sketch_size

@@ -1,29 +1,22 @@
 """The ``silent_consistency`` block of a ``ds_config``: what may stand in it, and one sentence for what may not.
 
-    ds_config = load_ds_config("ds_config.json")     # a path, a dict or DeepSpeed's base64 form
+    ds_config = load_ds_config("ds_config.json")     # ds_silent.ds_config
     config = parse(ds_config)                        # None when the block is absent or "enabled": false
 
-Every mistake is a :class:`ConfigError` with one sentence that names the key, the bound, the value and the remedy. A
-file is read as DeepSpeed does (``DeepSpeedConfig.__init__`` in ``deepspeed/runtime/config.py``): Hjson, which is JSON
-with comments, from a path or from a base64 string. DeepSpeed says nothing about a top-level key that it does not
-know, so a block whose name is misspelt would simply never be read: :func:`find_block` points it out.
+Every mistake is a :class:`ConfigError` with one sentence that names the key, the bound, the value and the remedy.
+DeepSpeed says nothing about a top-level key that it does not know, so a block whose name is misspelt would simply never
+be read: :func:`find_block` points it out.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import difflib
 import json
 import math
-import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-import hjson
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
@@ -253,7 +246,7 @@ def _spelling_errors(model: type[_Block], block: Mapping[str, Any], path: tuple[
 def _unknown_key(key: object, model: type[_Block], path: tuple[str, ...]) -> str:
     guess = _nearest(str(key), model.model_fields)
     remedy = f'did you mean "{guess}"?' if guess else f"the keys here are {', '.join(model.model_fields)}"
-    return f"{'.'.join(path)} has no key {_shown(key)}; {remedy}"
+    return f"{'.'.join(path)} has no key {shown(key)}; {remedy}"
 
 
 def _value_error(location: tuple[int | str, ...], value: object) -> str:
@@ -264,16 +257,16 @@ def _value_error(location: tuple[int | str, ...], value: object) -> str:
         model = _block_type(model, part) or model
     name = ".".join((BLOCK, *outer, key))
     if _block_type(model, key):
-        return f'{name} must be an object in braces, got {_shown(value)}; write "{key}": {{}} or leave it out'
+        return f'{name} must be an object in braces, got {shown(value)}; write "{key}": {{}} or leave it out'
     must = model.model_fields[key].json_schema_extra["must"]
-    return f"{name} must {must}, got {_shown(value)}; {_remedy(model, key, value)}"
+    return f"{name} must {must}, got {shown(value)}; {_remedy(model, key, value)}"
 
 
 def _remedy(model: type[_Block], key: str, value: object = None) -> str:
     inner = _block_type(model, key)
     if inner is not None:
         return f'write "{key}": {{}} or leave it out'
-    default = _shown(model.model_fields[key].default)
+    default = shown(model.model_fields[key].default)
     if key == "sketch_size" and type(value) is int:
         low, high = SKETCH_SIZES
         power = min(max(2 ** round(math.log2(max(value, 1))), low), high)
@@ -292,38 +285,9 @@ def _availability_errors(config: SilentConsistencyConfig) -> list[str]:
         for key in path:
             value = getattr(value, key)
         if value not in values:
-            usable = " or ".join(_shown(v) for v in values)
-            errors.append(f"{'.'.join((BLOCK, *path))} {_shown(value)} is not available in this version; use {usable}")
+            usable = " or ".join(shown(v) for v in values)
+            errors.append(f"{'.'.join((BLOCK, *path))} {shown(value)} is not available in this version; use {usable}")
     return errors
-
-
-def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """A ``ds_config`` as a dict.
-
-    Args:
-        config: a dict, a path of a JSON (or Hjson) file, or the base64 form that DeepSpeed accepts on a command line.
-
-    Raises:
-        ConfigError: the file is missing or unreadable, is not JSON, names a key twice, or is not an object.
-    """
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(f"a ds_config must be a dict or the path of a JSON file, got {_shown(config)}")
-    if not os.path.exists(config):
-        text = _from_base64(os.fspath(config))
-        if text is None:
-            raise ConfigError(f"there is no ds_config file {_shown(os.fspath(config))}; check the path")
-        return _read_object(text, "the base64 ds_config")
-    name = f"the ds_config file {_shown(os.fspath(config))}"
-    try:
-        text = Path(config).read_text(encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError(f"{name} cannot be read ({reason}); give the path of a JSON file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name} is not text in UTF-8; give the path of a JSON file") from None
-    return _read_object(text, name)
 
 
 def find_block(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -334,16 +298,16 @@ def find_block(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """
     for key in ds_config:
         if key != BLOCK and _means_the_block(key):
-            raise ConfigError(f'the ds_config has a key {_shown(key)}, which nothing reads; did you mean "{BLOCK}"?')
+            raise ConfigError(f'the ds_config has a key {shown(key)}, which nothing reads; did you mean "{BLOCK}"?')
     if BLOCK not in ds_config:
         return None
     block = ds_config[BLOCK]
     if not isinstance(block, Mapping):
-        raise ConfigError(f'{BLOCK} must be an object in braces, got {_shown(block)}; write "{BLOCK}": {{}}')
+        raise ConfigError(f'{BLOCK} must be an object in braces, got {shown(block)}; write "{BLOCK}": {{}}')
     return block
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """``value`` as JSON writes it, on one line and short enough for a sentence, whatever it holds."""
     try:
         text = json.dumps(value)  # ASCII only, so control characters of a hostile text stay escaped
@@ -368,35 +332,3 @@ def _means_the_block(key: object) -> bool:
         return False
     plain = _plain(key)
     return plain in _SHORT_NAMES or difflib.SequenceMatcher(None, plain, _plain(BLOCK)).ratio() >= 0.8
-
-
-def _from_base64(text: str) -> str | None:
-    if not re.fullmatch(r"[A-Za-z0-9_\-+/\s]+={0,2}\s*", text):
-        return None
-    try:
-        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
-    except (binascii.Error, UnicodeDecodeError):
-        return None
-    return decoded if decoded.lstrip().startswith("{") else None
-
-
-def _read_object(text: str, name: str) -> dict[str, Any]:
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        if twice:
-            raise ConfigError(f"{name} has the key {_shown(twice[0])} twice in one object; keep one of them")
-        return dict(pairs)
-
-    try:
-        value = hjson.loads(text, object_pairs_hook=refuse_duplicates)
-    except ConfigError:
-        raise
-    except hjson.HjsonDecodeError as error:
-        raise ConfigError(
-            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; correct it there"
-        ) from None
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{name} cannot be read as JSON ({type(error).__name__}); correct it") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} must hold one object in braces, got {_shown(value)}")
-    return value

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_silent.config import AVAILABLE, ConfigError, SilentConsistencyConfig, find_block, load_ds_config, parse
+from ds_silent.config import AVAILABLE, ConfigError, SilentConsistencyConfig, find_block, parse
+from ds_silent.ds_config import load_ds_config
 
 NAN = float("nan")
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_silent.config import ConfigError, load_ds_config
+from ds_silent.config import ConfigError
 from ds_silent.drill.injections import Strike
 from ds_silent.drill.ranks import RankBroke, on_ranks
 from ds_silent.drill.rehearsal import Run, Trial, prepare, rehearse
 from ds_silent.drill.setting import Dtype, Setting, make_setting
 from ds_silent.drill.verdict import Verdict, due, judge, judge_healthy, loss_shift
+from ds_silent.ds_config import load_ds_config
 from ds_silent.faults import FAULTS, WARM, Fault
 
 __all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trial_of", "trials_of"]

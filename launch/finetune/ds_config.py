@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_silent.config import BLOCK, find_block, load_ds_config, parse
+from ds_silent.config import BLOCK, find_block, parse
+from ds_silent.ds_config import load_ds_config
 from finetune.settings import Settings, UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -130,19 +130,23 @@ def aggregated_gradients(engine: Any, parameters: list[Any], share: list[Slice] 
     """
     if share is None:
         return None
+    read = _reader(engine, parameters)
+    return ((piece.index, piece.start, values) for piece in share if (values := read(piece)) is not None)
+
+
+def _reader(engine: Any, parameters: list[Any]) -> Callable[[Slice], Tensor | None]:
+    """Where a slice of the aggregated gradient lies."""
     optimizer = engine.optimizer
     if whole_on_every_rank(engine):
         held = accumulated_gradients(engine, parameters)
-        read: Callable[[Slice], Tensor | None] = lambda piece: _cut(held(piece.index), piece)  # noqa: E731
-    elif engine.zero_optimization_stage() == 3:
+        return lambda piece: _cut(held(piece.index), piece)
+    if engine.zero_optimization_stage() == 3:
         shards = getattr(optimizer, _SHARDS)
-        read = lambda piece: shards[parameters[piece.index].ds_id].reshape(-1)[: piece.numel]  # noqa: E731
-    elif getattr(optimizer, "round_robin_gradients", False):
+        return lambda piece: shards[parameters[piece.index].ds_id].reshape(-1)[: piece.numel]
+    if getattr(optimizer, "round_robin_gradients", False):
         averaged = {id(d.parameter): optimizer.averaged_gradients[d.group][d.number] for d in pieces_dealt(optimizer)}
-        read = lambda piece: averaged[id(parameters[piece.index])].reshape(-1)[: piece.numel]  # noqa: E731
-    else:
-        read = lambda piece: _fragment(parameters[piece.index], piece.numel)  # noqa: E731
-    return ((piece.index, piece.start, values) for piece in share if (values := read(piece)) is not None)
+        return lambda piece: averaged[id(parameters[piece.index])].reshape(-1)[: piece.numel]
+    return lambda piece: _fragment(parameters[piece.index], piece.numel)
 
 
 def _cut(values: Tensor | None, piece: Slice) -> Tensor | None:

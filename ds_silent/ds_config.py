@@ -1,0 +1,83 @@
+"""A ``ds_config`` from wherever people keep it: a dict, a file, or DeepSpeed's base64 form.
+
+    ds_config = load_ds_config("ds_config.json")
+
+A file is read as DeepSpeed does (``DeepSpeedConfig.__init__`` in ``deepspeed/runtime/config.py``): Hjson, which is JSON
+with comments, from a path or from a base64 string.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from ds_silent.config import ConfigError, shown
+
+
+def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """A ``ds_config`` as a dict.
+
+    Args:
+        config: a dict, a path of a JSON (or Hjson) file, or the base64 form that DeepSpeed accepts on a command line.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, is not JSON, names a key twice, or is not an object.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"a ds_config must be a dict or the path of a JSON file, got {shown(config)}")
+    if not os.path.exists(config):
+        text = _from_base64(os.fspath(config))
+        if text is None:
+            raise ConfigError(f"there is no ds_config file {shown(os.fspath(config))}; check the path")
+        return _read_object(text, "the base64 ds_config")
+    name = f"the ds_config file {shown(os.fspath(config))}"
+    try:
+        text = Path(config).read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(f"{name} cannot be read ({reason}); give the path of a JSON file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} is not text in UTF-8; give the path of a JSON file") from None
+    return _read_object(text, name)
+
+
+def _from_base64(text: str) -> str | None:
+    if not re.fullmatch(r"[A-Za-z0-9_\-+/\s]+={0,2}\s*", text):
+        return None
+    try:
+        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _read_object(text: str, name: str) -> dict[str, Any]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if twice:
+            raise ConfigError(f"{name} has the key {shown(twice[0])} twice in one object; keep one of them")
+        return dict(pairs)
+
+    try:
+        value = hjson.loads(text, object_pairs_hook=refuse_duplicates)
+    except ConfigError:
+        raise
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(
+            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; correct it there"
+        ) from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be read as JSON ({type(error).__name__}); correct it") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must hold one object in braces, got {shown(value)}")
+    return value
