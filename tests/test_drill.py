@@ -178,7 +178,7 @@ def test_replicas_are_compared_soon_unless_the_configuration_says_when() -> None
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("ds_*.json")), ids=lambda path: path.name)
 def test_every_shipped_configuration_can_be_drilled(path: Path) -> None:
-    from ds_silent.config import load_ds_config
+    from ds_silent.ds_config import load_ds_config
 
     setting = make_setting(load_ds_config(path), 4)
     assert '"auto"' not in json.dumps(setting.config)
