@@ -28,6 +28,7 @@ from ds_silent.integrity import (
     terms_of,
     terms_of_sums,
 )
+from ds_silent.measure import on_all
 from ds_silent.micro_batches import MicroBatches, explain_micro_batches
 from ds_silent.records import IntegrityStats
 from ds_silent.replicas import Drift, Groups, groups_of
@@ -85,7 +86,7 @@ class _Past:
 
 
 class Audit:
-    """Keeps the measurement before, and nothing else.
+    """Keeps the measurement before, and what is known of an error that goes on.
 
     Args:
         layout: of the exchange.
@@ -126,7 +127,7 @@ class Audit:
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         scalars = gathered.scalars
-        if not self._layout.size or not _all(scalars["gradient_seen"]) or not _all(scalars["aggregate_seen"]):
+        if not self._layout.size or not on_all(scalars["gradient_seen"]) or not on_all(scalars["aggregate_seen"]):
             return None, None
         terms, squared = self._terms(gathered)
         spread = 1.0
@@ -134,28 +135,6 @@ class Audit:
             spread = float(scalars["micro_squared"].sum()) / (squared * terms.ranks)
         check = check_aggregate(terms, gathered.aggregate, self._arithmetic, self._log_rate, spread)
         return check, self._cause(gathered, terms, spread) if check.wrong else None
-
-    # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
-
-    @property
-    def wants_micro_batches(self) -> bool:
-        """Whether the sketches of single micro-batches would tell more about an error that goes on."""
-        return self._wanted
-
-    def micro_batches(self, step: int, sketches: Tensor) -> None:
-        """(N, A, L, m) float64 of ``step``, ahead of its sample."""
-        self._micro_batches = step, sketches
-
-    def _diagnose(self, gathered: Gathered, check: AggregateCheck | None) -> MicroBatches | None:
-        if check is None or not check.wrong or gathered.layer_aggregate is None:
-            self._wanted, self._diagnosed, self._found = False, False, None
-            return None
-        if self._micro_batches is not None and self._micro_batches[0] == gathered.step and not self._diagnosed:
-            step, sketches = self._micro_batches
-            self._found = explain_micro_batches(step, sketches, gathered.layer_aggregate, check.tolerance)
-            self._diagnosed = True
-        self._wanted = self._layout.micro_batches > 0 and not self._diagnosed
-        return self._found
 
     def _terms(self, gathered: Gathered) -> tuple[Terms, float]:
         """And the ranks' mean squared norm."""
@@ -180,11 +159,33 @@ class Audit:
 
     def _received(self, gathered: Gathered) -> dict[int, Groups] | None:
         """Bits are compared, so no threshold is needed; a NaN equals itself here."""
-        if self._layout.hashes < 2 or gathered.hashes is None or not _all(gathered.scalars["aggregate_seen"]):
+        if self._layout.hashes < 2 or gathered.hashes is None or not on_all(gathered.scalars["aggregate_seen"]):
             return None
         layers = gathered.hashes[:, 1:]
         apart = (layers != layers[0]).any(0).nonzero().flatten().tolist()
         return {layer: groups_of(layers[:, layer]) for layer in apart}
+
+    # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
+
+    @property
+    def wants_micro_batches(self) -> bool:
+        """Whether the sketches of single micro-batches would tell more about an error that goes on."""
+        return self._wanted
+
+    def micro_batches(self, step: int, sketches: Tensor) -> None:
+        """(N, A, L, m) float64 of ``step``, ahead of its sample."""
+        self._micro_batches = step, sketches
+
+    def _diagnose(self, gathered: Gathered, check: AggregateCheck | None) -> MicroBatches | None:
+        if check is None or not check.wrong or gathered.layer_aggregate is None:
+            self._wanted, self._diagnosed, self._found = False, False, None
+            return None
+        if self._micro_batches is not None and self._micro_batches[0] == gathered.step and not self._diagnosed:
+            step, sketches = self._micro_batches
+            self._found = explain_micro_batches(step, sketches, gathered.layer_aggregate, check.tolerance)
+            self._diagnosed = True
+        self._wanted = self._layout.micro_batches > 0 and not self._diagnosed
+        return self._found
 
     # -- the optimizer's input -----------------------------------------------------------------------------------
 
@@ -213,13 +214,9 @@ class Audit:
 
     def _remember(self, gathered: Gathered, alike: bool) -> None:
         """``alike``: all ranks hold the same aggregate; else each clips by a norm of its own, which nobody knows."""
-        self._previous = None if gathered.layer_aggregate is None else gathered.layer_aggregate.clone()
+        self._previous = gathered.layer_aggregate
         self._past = None
-        if self._layout.size and _all(gathered.scalars["aggregate_seen"]):
+        if self._layout.size and on_all(gathered.scalars["aggregate_seen"]):
             scale = float(gathered.scalars["loss_scale"][0])
             norm = math.sqrt(float(gathered.scalars["aggregate_squared"].sum())) / scale
-            self._past = _Past(gathered.step, gathered.aggregate.clone(), norm, scale, math.isfinite(norm) and alike)
-
-
-def _all(flags: Tensor) -> bool:
-    return bool((flags > 0).all())
+            self._past = _Past(gathered.step, gathered.aggregate, norm, scale, math.isfinite(norm) and alike)

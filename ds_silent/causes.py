@@ -135,7 +135,7 @@ def _rule(pieces: Pieces, layers: tuple[int, ...], tolerances: Tensor) -> Cause 
 
 def _by_rank(local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, ...], everywhere: bool) -> Cause | None:
     """Ranks whose gradients entered with another weight than 1, when such weights explain the aggregate."""
-    gram = _gram(local)
+    gram = distinct_gram(local)
     if gram is None:
         return None
     ranks = len(local)
@@ -173,7 +173,7 @@ def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | N
 
     A rank is named where it is the only one: what is gone of several can hide behind what is left of the others.
     """
-    gram = _gram(local)
+    gram = distinct_gram(local)
     if gram is None:
         return None
     ranks = len(local)
@@ -187,8 +187,8 @@ def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | N
     return Cause("partial", layers, None, blamed, tuple((weights + 1.0).tolist()))
 
 
-def _gram(local: Tensor) -> Tensor | None:
-    """(N, N), or None where the ranks cannot be told apart."""
+def distinct_gram(local: Tensor) -> Tensor | None:
+    """(N, N) inner products of (N, m) sketches, or None where the N cannot be told apart."""
     gram = local @ local.T
     if not bool(torch.isfinite(gram).all()) or 2 * len(local) > local.shape[1]:
         return None

@@ -280,6 +280,14 @@ class ConstantSizeExchange:
         return [record for record in records if record is not None]
 
 
+def gather_on_host(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``mine`` of every rank, stacked, on the host: for the rare exchange that everybody waits for. A collective."""
+    own = mine.contiguous()
+    everybody = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybody, own, group=group)
+    return torch.stack(everybody).cpu()
+
+
 Exchange = GatherExchange | ConstantSizeExchange
 
 

@@ -45,7 +45,7 @@ def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
     """The record of one step, from (N, ...) float64 values of all ranks."""
     scalars = gathered.scalars
     ranks = len(scalars["failed"])
-    losses = scalars["loss_sum"] / scalars["loss_count"] if _all(scalars["loss_count"]) else None
+    losses = scalars["loss_sum"] / scalars["loss_count"] if on_all(scalars["loss_count"]) else None
     seen = _gradients(gathered, layout)
     noise = None
     if seen.squared_mean is not None and seen.norms.per_rank is not None:
@@ -71,12 +71,12 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
     scalars = gathered.scalars
     scale = scalars["loss_scale"]
     aggregated = None
-    if _all(scalars["aggregate_seen"]):
+    if on_all(scalars["aggregate_seen"]):
         aggregated = float(scalars["aggregate_squared"].sum().sqrt() / scale[0])
-    if not _all(scalars["gradient_seen"]):
+    if not on_all(scalars["gradient_seen"]):
         return _Gradients(GradNormStats(aggregated=aggregated), DirectionStats())
     # With something left over from the last step the accumulated gradient's norm is not the step's; its sketch is.
-    exact_norms = _all(scalars["norm_seen"]) and not _any(scalars["leftover_squared"])
+    exact_norms = on_all(scalars["norm_seen"]) and not _any(scalars["leftover_squared"])
     norms = scalars["squared_norm"].sqrt() / scale if exact_norms else None
 
     if gathered.gram is not None:
@@ -129,11 +129,11 @@ def _exact_check(sketches: Tensor | None, exact: float | None) -> float | None:
 
 
 def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple[LayerStats, ...]:
-    if gathered.layer_sketches is None or not layout.layer_records or not _all(gathered.scalars["gradient_seen"]):
+    if gathered.layer_sketches is None or not layout.layer_records or not on_all(gathered.scalars["gradient_seen"]):
         return ()
     scale = gathered.scalars["loss_scale"]
     sketches = gathered.layer_sketches / scale[:, None, None]
-    exact = gathered.layer_squares.sqrt() / scale[:, None] if _all(gathered.scalars["norm_seen"]) else None
+    exact = gathered.layer_squares.sqrt() / scale[:, None] if on_all(gathered.scalars["norm_seen"]) else None
     layers = []
     for index, name in enumerate(names):
         norms = sketches[:, index].norm(dim=1) if exact is None else exact[:, index]
@@ -147,7 +147,8 @@ def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple
     return tuple(layers)
 
 
-def _all(flags: Tensor) -> bool:
+def on_all(flags: Tensor) -> bool:
+    """Whether every rank says so."""
     return bool((flags > 0).all())
 
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.causes import EXPLAINED, INDEPENDENT
+from ds_silent.causes import EXPLAINED, distinct_gram
 
 LARGEST = 1 << 20  # numbers that one rank may be asked for
 OFF = 0.1  # from which a weight is spoken of
@@ -71,14 +70,6 @@ def explain_micro_batches(step: int, sketches: Tensor, aggregate: Tensor, tolera
     return _found(step, most[0][1], tuple(layer for layer, _ in most))
 
 
-def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(A, L, m) fp32 of every rank, (N, A, L, m) float64 on the host. A collective: every rank calls it."""
-    mine = own.contiguous()
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybody, mine, group=group)
-    return torch.stack(everybody).double().cpu()
-
-
 def _found(step: int, weights: Tensor, layers: tuple[int, ...]) -> MicroBatches | None:
     if not bool(((weights - 1.0).abs() > OFF).any()):
         return None
@@ -92,11 +83,8 @@ def _solve(sketches: Tensor, aggregate: Tensor, tolerance: float) -> Tensor | No
     ranks, count = sketches.shape[:2]
     terms, target = sketches.reshape(ranks * count, -1), aggregate.flatten()
     error = float((target - terms.sum(0) / ranks).norm())
-    gram = terms @ terms.T
-    if 2 * len(terms) > terms.shape[1] or not bool(torch.isfinite(gram).all()) or error <= tolerance:
-        return None
-    eigenvalues = torch.linalg.eigvalsh(gram)
-    if float(eigenvalues[0]) <= INDEPENDENT * float(eigenvalues[-1]):
+    gram = None if error <= tolerance else distinct_gram(terms)
+    if gram is None:
         return None
     weights: Tensor = torch.linalg.solve(gram, terms @ target) * ranks
     if float((target - weights @ terms / ranks).norm()) > max(tolerance, EXPLAINED * error):

@@ -23,9 +23,8 @@ from ds_silent.audit import Audit
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Evidence, Judge, log_steps
-from ds_silent.exchange import Gathered, LocalSample, make_exchange
+from ds_silent.exchange import Gathered, LocalSample, gather_on_host, make_exchange
 from ds_silent.measure import Context, measure
-from ds_silent.micro_batches import gather
 from ds_silent.plan import REMEMBERED, layout_of, replicas_of
 from ds_silent.records import Event, Seconds, Severity, StepRecord
 from ds_silent.replicas import Drift
@@ -124,7 +123,7 @@ class Observer:
         """A collective, in a step before which every rank has read that micro-batches are wanted."""
         own = self._capture.take_micro_batches(self._layout.layer_size)
         if own is not None:
-            self._audit.micro_batches(step, gather(own, self._capture.group))
+            self._audit.micro_batches(step, gather_on_host(own, self._capture.group).double())
 
     def _capture_replica(self, step: int) -> Tensor | None:
         """Whether the replicas are compared depends on the step and on checkpoints, which all ranks write together."""

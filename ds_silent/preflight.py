@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_silent.coverage import expected_coverage
+from ds_silent.exchange import gather_on_host
 from ds_silent.fingerprint import Hash, hash_text
 from ds_silent.records import Event, Severity
 
@@ -217,10 +218,7 @@ def lists_of(items: Sequence[Item]) -> list[Item]:
 
 def _gather(pairs: Hashes, group: dist.ProcessGroup, device: torch.device) -> Hashes:
     """(I, 2) int32 of this rank to (N, I, 2) of all."""
-    own = torch.from_numpy(pairs).to(device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
-    gathered: Hashes = torch.stack(everyone).cpu().numpy()
+    gathered: Hashes = gather_on_host(torch.from_numpy(pairs).to(device), group).numpy()
     return gathered
 
 

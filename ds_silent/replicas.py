@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.exchange import gather_on_host
 from ds_silent.sample_ids import mix64
 
 ROW = 8192  # 64-bit words
@@ -190,9 +191,5 @@ def keys_of(count: int) -> Tensor:
 
 
 def _gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(n,) int64 of every rank, (N, n) on the host; travels as int32."""
-    ranks = dist.get_world_size(group)
-    mine = values.contiguous().view(torch.int32)
-    everybody = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(everybody, mine, group=group)
-    return torch.stack(everybody).cpu().view(torch.int64)
+    """(n,) int64 of every rank, (N, n) on the host; travels as int32, which every backend has."""
+    return gather_on_host(values.contiguous().view(torch.int32), group).view(torch.int64)

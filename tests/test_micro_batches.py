@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_silent
-from ds_silent import micro_batches
+from ds_silent import exchange
 from ds_silent.micro_batches import explain_micro_batches
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed
@@ -103,7 +103,7 @@ def dropping(case: Case, drop: Drop, directory: str, steps: int, enabled: bool) 
         if parameter.requires_grad:
             parameter.register_hook(behind_the_observer)
     gathered = 0
-    original = micro_batches.gather
+    original = exchange.gather_on_host
 
     def counted(own: Tensor, group: Any) -> Tensor:
         nonlocal gathered
@@ -112,7 +112,7 @@ def dropping(case: Case, drop: Drop, directory: str, steps: int, enabled: bool) 
 
     from ds_silent import observer as observing
 
-    observing.gather = counted
+    observing.gather_on_host = counted
     generator = torch.Generator().manual_seed(99 + rank)
     for step in range(1, steps + 1):
         for micro in range(case.accumulation):
@@ -120,7 +120,7 @@ def dropping(case: Case, drop: Drop, directory: str, steps: int, enabled: bool) 
             tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
             engine.backward(engine(tokens, False))
             engine.step()
-    observing.gather = original
+    observing.gather_on_host = original
     observer = ds_silent.observer_of(engine)
     if observer is not None:
         observer.close()

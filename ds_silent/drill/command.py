@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 from rich.console import Console
@@ -16,6 +13,7 @@ from ds_silent.config import ConfigError
 from ds_silent.drill.program import LONGEST, DrillOptions, Outcome, RankBroke, exit_code, run_drill, to_json
 from ds_silent.drill.report import print_list, print_report
 from ds_silent.drill.setting import Dtype
+from ds_silent.json_file import refuse_unwritable, write_json
 
 USER_MISTAKE = 2
 WIDTH = 120  # of what goes into a file or a pipe
@@ -40,7 +38,7 @@ def drill_command(
     try:
         if dtype not in (None, "fp32", "bf16"):
             raise ConfigError(f"--dtype must be fp32 or bf16, got {dtype!a}")
-        _writable(json_path)
+        refuse_unwritable(json_path)
         options = DrillOptions(
             config, tuple(faults), ranks, rank, LONGEST if steps is None else steps, stage, cast("Dtype | None", dtype)
         )
@@ -52,8 +50,7 @@ def drill_command(
         print(f"ds-silent: a training of the drill broke, so nothing can be said: {error}", file=sys.stderr)
         return 1
     print_report(outcome, console)
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(to_json(outcome), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    write_json(json_path, to_json(outcome))
     return exit_code(outcome)
 
 
@@ -63,9 +60,3 @@ def _with_progress(options: DrillOptions, console: Console) -> Outcome:
         return run_drill(
             options, lambda name: progress.update(task, description=f"{ascii(name)[1:-1]} ended", advance=1)
         )
-
-
-def _writable(path: str | None) -> None:
-    """Minutes later is too late to find that out."""
-    if path is not None and (os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)):
-        raise ConfigError(f"--json {path!a} cannot be written; give a file in a directory that can")

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed.comm
@@ -95,7 +96,7 @@ class Seams:
         if self._inside != "backward" or injection.reduction is None:
             return original(tensor, *args, **kwargs)
         place, self._buckets = (self._micro_batch, self._buckets), self._buckets + 1
-        run = lambda: original(tensor, *args, **kwargs)  # noqa: E731
+        run = partial(original, tensor, *args, **kwargs)
         injection.reduction(Collective(tensor.view(-1), run, self._step, place, self._last))
         return None
 
@@ -103,13 +104,13 @@ class Seams:
         injection = self._injection
         if self._inside != "update" or injection.gathering is None:
             return original(tensor, *args, **kwargs)
-        run = lambda: original(tensor, *args, **kwargs)  # noqa: E731
+        run = partial(original, tensor, *args, **kwargs)
         injection.gathering(Collective(tensor.view(-1), run, self._step, (0, 0), True))
         return None
 
     def _apply(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._injection.update is not None
-        run = lambda: original(*args, **kwargs)  # noqa: E731
+        run = partial(original, *args, **kwargs)
         return self._injection.update(self._engine.basic_optimizer, run, self._step)
 
     def _after_capture(self, name: str) -> Callable[[Tensor], Tensor | None]:

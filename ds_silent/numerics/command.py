@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
 from ds_silent.config import ConfigError
 from ds_silent.drill.ranks import RankBroke
+from ds_silent.json_file import refuse_unwritable, write_json
 from ds_silent.numerics.orders import DTYPES
 from ds_silent.numerics.program import Findings, Options, measure, to_json
 from ds_silent.numerics.report import print_report
@@ -42,7 +40,7 @@ def numerics_command(
                 raise ConfigError(f"--dtype must be fp32, bf16 or fp16, got {dtype!a}")
         if loss_scale is not None and not math.isfinite(loss_scale):
             raise ConfigError(f"--loss-scale must be a finite number of at least 1, got {loss_scale}")
-        _writable(json_path)
+        refuse_unwritable(json_path)
         chosen = tuple(dict.fromkeys(dtypes)) or tuple(DTYPES)
         findings = _with_progress(
             Options(gradients, tuple(world_sizes), chosen, steps, rounds, processes, elements, loss_scale, seed),
@@ -55,8 +53,7 @@ def numerics_command(
         print(f"ds-silent: a process of the all-reduces broke, so nothing can be said: {error}", file=sys.stderr)
         return 1
     print_report(findings, console)
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(to_json(findings), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    write_json(json_path, to_json(findings))
     return 0 if findings.sound else 1
 
 
@@ -64,8 +61,3 @@ def _with_progress(options: Options, console: Console) -> Findings:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=None)
         return measure(options, lambda name: progress.update(task, description=f"{name} ended", advance=1))
-
-
-def _writable(path: str | None) -> None:
-    if path is not None and (os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)):
-        raise ConfigError(f"--json {path!a} cannot be written; give a file in a directory that can")

@@ -40,10 +40,11 @@ def applied_places(engine: Any, parameters: list[Tensor], share: list[Slice] | N
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
     places: Places = {}
 
-    def put(flat: Any, parameter: Any, begin: int) -> None:
+    def put(flat: Any, parameter: Any, begin: int, whole: bool = False) -> None:
+        """``begin``: of the piece in ``flat``, or of the whole parameter."""
         piece = pieces.get(index_of.get(id(parameter), -1))
         if piece is not None:
-            places.setdefault(id(flat), []).append((piece, begin))
+            places.setdefault(id(flat), []).append((piece, begin + piece.start if whole else begin))
 
     if engine.zero_optimization_stage() == 3:
         if getattr(optimizer, "swap_optimizer", False):
@@ -71,8 +72,7 @@ def applied_places(engine: Any, parameters: list[Tensor], share: list[Slice] | N
         for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
             begin = 0
             for parameter in group:
-                piece = pieces.get(index_of.get(id(parameter), -1))
-                put(flat, parameter, begin + (piece.start if piece is not None else 0))
+                put(flat, parameter, begin, whole=True)
                 begin += parameter.numel()
     else:
         pairs = [(parameter, parameter) for parameter in parameters]
@@ -80,8 +80,7 @@ def applied_places(engine: Any, parameters: list[Tensor], share: list[Slice] | N
             groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
             pairs = [pair for masters, models in groups for pair in zip(masters, models, strict=True)]
         for master, parameter in pairs:
-            piece = pieces.get(index_of.get(id(parameter), -1))
-            put(master, parameter, piece.start if piece is not None else 0)
+            put(master, parameter, 0, whole=True)
     return places
 
 
