@@ -103,8 +103,8 @@ def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, b
     if observer_of(engine) is not None:
         raise ConfigError("this engine is already observed; close its observer (ds_silent.observer_of) first")
     ds_config = _config_of(engine)
-    refuse_unsupported_config(ds_config)
-    refuse_unsupported_engine(engine)
+    refuse_unsupported_config(ds_config, config)
+    refuse_unsupported_engine(engine, config)
     capture = DeepSpeedCapture(engine, config)
     sinks = _open_sinks_together(engine, config, capture)
     observer = Observer(capture, config, sinks)
@@ -152,7 +152,7 @@ def _block_of(arguments: Mapping[str, Any]) -> SilentConsistencyConfig | None:
     ds_config = load_ds_config(source)
     config = parse(ds_config)
     if config is not None:
-        refuse_unsupported_config(ds_config)
+        refuse_unsupported_config(ds_config, config)
     return config
 
 

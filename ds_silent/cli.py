@@ -53,7 +53,7 @@ def check(
             loaded = load_ds_config(source)
             config = parse(loaded)
             if config is not None:
-                refuse_unsupported_config(loaded)
+                refuse_unsupported_config(loaded, config)
         except ConfigError as error:
             typer.echo(f"ds-silent: {error}", err=True)
             refused = True

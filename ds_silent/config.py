@@ -117,7 +117,13 @@ class RespondConfig(_Block):
     """What is done about an error; anything but ``report`` changes the training."""
 
     on_aggregation_error: Literal["report", "retry", "stop"] = _choice("report", "retry", "stop")
-    """A reduction whose result is not the mean of its inputs."""
+    """A reduction whose result is not the mean of its inputs. ``retry`` keeps a copy of the local gradient."""
+
+    retries: int = _whole(3, 1, 100)
+    """How often a step's reduction is repeated, and a repair is tried, before it counts as failed."""
+
+    on_failed_retry: Literal["report", "stop"] = _choice("report", "stop")
+    """When no repetition was right: go on with the last result and say so, or end the training."""
 
     on_replica_drift: Literal["report", "majority", "mean", "stop"] = _choice("report", "majority", "mean", "stop")
     """Replicas that hold different parameters."""
@@ -127,13 +133,24 @@ class ResyncConfig(_Block):
     """Averaging of the replicas against drift (PAFT)."""
 
     mode: Literal["off", "periodic", "dynamic"] = _choice("off", "periodic", "dynamic")
-    """``dynamic`` chooses the next interval from the drift that it finds."""
+    """``dynamic`` overlaps the averaging with the next step and chooses the next interval from the drift found."""
 
     interval: int = _whole(100, 1)
-    """Optimizer steps between two averagings."""
+    """Optimizer steps between two averagings; with ``dynamic`` the first and the largest interval."""
 
     state: Literal["all", "parameters"] = _choice("all", "parameters")
     """``all``: the optimizer's states too."""
+
+
+class OrderedConfig(_Block):
+    """How ``"reduction": "ordered"`` adds up."""
+
+    micro_batches: Literal["contiguous", "interleaved"] = _choice("contiguous", "interleaved")
+    """Which of the step's M global micro-batches are a rank's: ``contiguous`` rank * A ... rank * A + A - 1 of A per
+    rank, ``interleaved`` every N-th from its rank on, as loaders deal that hand out one micro-batch after the other."""
+
+    memory_mb: int = _whole(64, 1, 65_536)
+    """MiB of extra communication memory; less memory means more, smaller pieces."""
 
 
 class SilentConsistencyConfig(_Block):
@@ -162,6 +179,8 @@ class SilentConsistencyConfig(_Block):
     reduction: Literal["native", "ordered"] = _choice("native", "ordered")
     """``ordered``: a reduction whose bits do not depend on the order or the number of ranks."""
 
+    ordered: OrderedConfig = Field(default_factory=OrderedConfig)
+
     tensorboard: bool = _switch(True)
     """Write TensorBoard event files below ``output_dir``."""
 
@@ -171,16 +190,6 @@ class SilentConsistencyConfig(_Block):
         if not value.strip() or "\0" in value:
             raise ValueError("blank")
         return value
-
-
-AVAILABLE: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("respond", "on_aggregation_error"): ("report",),
-    ("respond", "on_replica_drift"): ("report",),
-    ("resync", "mode"): ("off",),
-    ("reduction",): ("native",),
-}
-"""Key → the values that this version can do. A value that the block knows but that is not here is refused, because a
-protection that was asked for and silently is not there is worse than none. Later versions add values here."""
 
 
 def parse(ds_config: Mapping[str, Any]) -> SilentConsistencyConfig | None:
@@ -201,7 +210,7 @@ def parse(ds_config: Mapping[str, Any]) -> SilentConsistencyConfig | None:
     except ValidationError as error:
         errors += [_value_error(item["loc"], item["input"]) for item in error.errors()]
     if config is not None:
-        errors += _availability_errors(config)
+        errors += _contradictions(config)
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise ConfigError(errors[0] + more)
@@ -278,15 +287,33 @@ def _remedy(model: type[_Block], key: str, value: object = None) -> str:
     return f"write {default}, the default, or leave it out"
 
 
-def _availability_errors(config: SilentConsistencyConfig) -> list[str]:
+def _contradictions(config: SilentConsistencyConfig) -> list[str]:
+    """A protection that was asked for and silently is not there is worse than none."""
     errors = []
-    for path, values in AVAILABLE.items():
-        value: Any = config
-        for key in path:
-            value = getattr(value, key)
-        if value not in values:
-            usable = " or ".join(shown(v) for v in values)
-            errors.append(f"{'.'.join((BLOCK, *path))} {shown(value)} is not available in this version; use {usable}")
+    on_error, on_drift = config.respond.on_aggregation_error, config.respond.on_replica_drift
+    if on_error != "report":
+        key = f'{BLOCK}.respond.on_aggregation_error "{on_error}"'
+        if not config.integrity.aggregation or config.direction.method == "off":
+            errors.append(
+                f"{key} needs the check of the aggregated gradient, got integrity.aggregation "
+                f"{shown(config.integrity.aggregation)} and direction.method {shown(config.direction.method)}; set "
+                'them to true and "sketch"'
+            )
+        if config.interval != 1:
+            errors.append(
+                f"{key} must see every step, so interval must be 1, got {config.interval}; what a step that is not "
+                "measured has applied cannot be taken back"
+            )
+    if on_drift != "report" and not config.integrity.replica_interval:
+        errors.append(
+            f'{BLOCK}.respond.on_replica_drift "{on_drift}" needs comparisons of the replicas, so '
+            "integrity.replica_interval must be at least 1, got 0"
+        )
+    if config.resync.mode != "off" and on_drift in ("majority", "mean"):
+        errors.append(
+            f'{BLOCK}.resync.mode "{config.resync.mode}" averages what respond.on_replica_drift "{on_drift}" would '
+            "repair; use one of them and leave the other at its default"
+        )
     return errors
 
 

@@ -86,7 +86,7 @@ def make_setting(
     block, replicas = _compared_soon(given)
     if block is None:
         raise ConfigError(f'the ds_config has no active "{BLOCK}" block to try; add "{BLOCK}": {{}} to it')
-    refuse_unsupported_config(given)
+    refuse_unsupported_config(given, block)
     notes = [*replicas, *(f"{key}: not part of the drill" for key in given if key not in (*KEPT, *SILENT))]
     config = {key: given[key] for key in KEPT if key in given and given[key] != "auto"}
     zero, dropped = _zero(given.get("zero_optimization"), stage)

@@ -8,13 +8,18 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_silent.config import ConfigError
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
-def refuse_unsupported_config(ds_config: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigError` for what reduces gradients where they cannot be seen; equal on all ranks."""
+def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsistencyConfig | None = None) -> None:
+    """Raise :class:`ConfigError` for what reduces gradients where they cannot be seen; equal on all ranks.
+
+    Args:
+        ds_config: all of it.
+        config: its parsed block; with it, responses that make no sense under this ZeRO stage are refused too.
+    """
     zero = ds_config.get("zero_optimization") or {}
     optimizer = str((ds_config.get("optimizer") or {}).get("type", ""))
     found = None
@@ -30,10 +35,50 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f'silent_consistency cannot observe {found}; remove it, or set "silent_consistency": {{"enabled": false}}'
         )
+    if config is not None:
+        _refuse_responses(zero if isinstance(zero, Mapping) else {}, config)
 
 
-def refuse_unsupported_engine(engine: Any) -> None:
+def _refuse_responses(zero: Mapping[str, Any], config: SilentConsistencyConfig) -> None:
+    """What changes training needs something to repair from: a second reduction, or a second replica."""
+    stage, respond, resync = zero.get("stage", 0), config.respond, config.resync
+    if stage and (respond.on_replica_drift in ("majority", "mean") or resync.mode != "off"):
+        key = f'respond.on_replica_drift "{respond.on_replica_drift}"'
+        if resync.mode != "off":
+            key = f'resync.mode "{resync.mode}"'
+        why = "has one owner per shard of the optimizer's state, so that there is no second copy to repair from"
+        raise ConfigError(
+            f"{BLOCK}.{key} needs a full replica on every rank, but ZeRO stage {stage} {why}; use stage "
+            '0, or respond.on_replica_drift "report" or "stop"'
+        )
+    if stage == 3 and respond.on_replica_drift == "stop":
+        raise ConfigError(
+            f'{BLOCK}.respond.on_replica_drift "stop" compares replicas, and ZeRO stage 3 has none; use "report", and '
+            'respond.on_aggregation_error "stop" against wrong reductions'
+        )
+    if respond.on_aggregation_error == "retry":
+        found = None
+        if stage in (2, 3):
+            found = f"ZeRO stage {stage} reduces and frees every micro-batch's gradient"
+        elif stage == 1 and zero.get("overlap_comm"):
+            found = "ZeRO stage 1 with overlap_comm true reduces during the last backward"
+        elif stage == 1 and zero.get("offload_optimizer"):
+            found = "ZeRO stage 1 with offload_optimizer moves gradients to the host while it reduces"
+        if found is not None:
+            raise ConfigError(
+                f'{BLOCK}.respond.on_aggregation_error "retry" must reduce a step\'s gradients again, but {found}; use '
+                'stage 0 or 1 without it, or respond.on_aggregation_error "stop"'
+            )
+
+
+def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> None:
     """Raise :class:`ConfigError` for parallelism whose ranks do not hold the same parameters; equal on all ranks."""
+    ranks = engine.seq_dp_world_size
+    if config.respond.on_replica_drift == "majority" and ranks < 3:
+        raise ConfigError(
+            f'{BLOCK}.respond.on_replica_drift "majority" needs at least 3 ranks to outvote one, got {ranks}; use '
+            '"mean" or "stop"'
+        )
     found = None
     if isinstance(engine, PipelineEngine):
         found = "pipeline parallelism"
