@@ -61,6 +61,21 @@ class Applied:
 
 
 @dataclass(frozen=True)
+class Examined:
+    """One sample's reduction. None: not checked at this step, or it cannot be seen."""
+
+    check: AggregateCheck | None
+    cause: Cause | None  # where the check failed
+    received: dict[int, Groups] | None  # layer -> ranks by equal bits of the aggregate, where they differ
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the reduction has to be repeated; also where finite gradients came out as NaN or infinity."""
+        broken = self.check is not None and math.isfinite(self.check.mean) and not math.isfinite(self.check.error)
+        return broken or bool(self.received) or (self.check is not None and self.check.wrong)
+
+
+@dataclass(frozen=True)
 class Integrity:
     """What the detectors see. None: not checked at this step, or it cannot be seen."""
 
@@ -110,13 +125,13 @@ class Audit:
 
     def step(self, gathered: Gathered, drift: Drift | None) -> tuple[IntegrityStats, Integrity]:
         """The record's part and the detectors' evidence of one sample."""
-        check, cause = self._aggregation(gathered)
+        examined = self.examine(gathered)
+        check, cause, received = examined.check, examined.cause, examined.received
         micro_batches = self._diagnose(gathered, check)
         replicas = None
         if gathered.hashes is not None and bool((gathered.scalars["replica_seen"] > 0).all()):
             replicas = groups_of(gathered.hashes[:, 0])
         applied = self._applied(gathered)
-        received = self._received(gathered)
         self._remember(gathered, alike=not received)
         stats = IntegrityStats(
             None if check is None else check.relative_error, None if check is None else check.rounding_bound, replicas
@@ -124,6 +139,10 @@ class Audit:
         return stats, Integrity(check, cause, received, applied, replicas, drift, self._layers, micro_batches)
 
     # -- the reduction -------------------------------------------------------------------------------------------------
+
+    def examine(self, gathered: Gathered) -> Examined:
+        """The reduction of one sample, without remembering anything of it."""
+        return Examined(*self._aggregation(gathered), self._received(gathered))
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         scalars = gathered.scalars

@@ -169,7 +169,7 @@ class GatherExchange:
         self._step: int | None = None
 
     def post(self, step: int, sample: LocalSample) -> None:
-        """Start the collective of ``step``. Every rank calls this at the same steps."""
+        """Start the collective of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
         _pack(self._layout, sample, self._mine)
         work = _all_gather(self._all, self._mine, group=self._group, async_op=True)
         self._landing.start(work)
@@ -179,8 +179,13 @@ class GatherExchange:
         """What was posted last and not yet collected, or None."""
         if self._step is None:
             return None
-        step, self._step = self._step, None
-        layout = self._layout
+        gathered, self._step = self.peek(), None
+        return gathered
+
+    def peek(self) -> Gathered:
+        """What was posted last, waited for and left where it is."""
+        assert self._step is not None
+        step, layout = self._step, self._layout
         rows = self._landing.result().view(self._ranks, -1).double()
         scalars, sketches, aggregates, layers, layer_aggregates, grams = torch.split(rows, layout.parts, dim=1)
         names, squares, ids, hashes = _unpack_scalars(layout, scalars)
@@ -221,15 +226,17 @@ class ConstantSizeExchange:
         self._sums_landing, self._scalars_landing = _Landing(self._sums), _Landing(self._all)
         self._step: int | None = None
         self._incomplete: Gathered | None = None  # lacks the cosines with the rest
+        self._cosine = torch.zeros((), device=device)  # of this rank, in that sample
 
     def post(self, step: int, sample: LocalSample) -> None:
-        """Start the collectives of ``step``. Every rank calls this at the same steps."""
+        """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
         size = self._layout.size
         _pack_scalars(self._layout, sample, self._mine)
         if self._incomplete is not None:
-            rest = self._sums[size : 2 * size] - self._own
-            cosine = torch.dot(self._own, rest) / (self._own.norm() * rest.norm())
-            self._mine[SCALARS.index("cosine_with_rest")].copy_(cosine)
+            if self._step is None:
+                rest = self._sums[size : 2 * size] - self._own
+                self._cosine = torch.dot(self._own, rest) / (self._own.norm() * rest.norm())
+            self._mine[SCALARS.index("cosine_with_rest")].copy_(self._cosine)
         self._own.zero_() if sample.sketch is None else self._own.copy_(sample.sketch)
         self._sums.zero_()
         norm = self._own.norm()
@@ -250,13 +257,21 @@ class ConstantSizeExchange:
         """The record before the last posted one: its cosines with the rest came with the last."""
         if self._step is None:
             return None
-        step, self._step = self._step, None
-        layout, size = self._layout, self._layout.size
+        newest, self._step = self.peek(), None
+        complete, late = self._incomplete, newest.scalars.pop("cosine_with_rest")
+        self._incomplete = newest
+        if complete is not None:
+            complete.scalars["cosine_with_rest"] = late
+        return complete
+
+    def peek(self) -> Gathered:
+        """What was posted last, waited for and left where it is."""
+        assert self._step is not None
+        step, layout, size = self._step, self._layout, self._layout.size
         sums = self._sums_landing.result().double()
         rows = self._scalars_landing.result().view(self._ranks, -1).double()
         names, squares, ids, hashes = _unpack_scalars(layout, rows)
-        complete, late = self._incomplete, names.pop("cosine_with_rest")
-        self._incomplete = Gathered(
+        return Gathered(
             step=step,
             scalars=names,
             aggregate=sums[2 * size : 3 * size].clone(),
@@ -269,9 +284,6 @@ class ConstantSizeExchange:
             mean_sketch=sums[size : 2 * size] / self._ranks,
             hashes=hashes,
         )
-        if complete is not None:
-            complete.scalars["cosine_with_rest"] = late
-        return complete
 
     def drain(self) -> list[Gathered]:
         """Everything still under way, without a further collective; the last lacks the cosines with the rest."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -47,6 +47,7 @@ class StepSampler:
     def __init__(self, local: LocalGradient, rows: RowIds, sends: Sends):
         self._local, self._rows, self._sends = local, rows, sends
         self._failure: Exception | None = None
+        self._before: LocalSample | None = None  # of the step's reduction
         self._aggregate: Tensor | None = None  # sketch of this rank's share, until the optimizer has run
         self._of_last_step: dict[str, float | Tensor] = {}
         self._start()
@@ -78,11 +79,17 @@ class StepSampler:
             gram: this rank's part of the exact inner products.
             hashes: int64, see :mod:`ds_silent.replicas`; the first is the replica's where ``scalars`` say so.
         """
-        sample = self.guarded(lambda: self._sample(aggregated, scale, gram, hashes))
+        self._before = self.guarded(lambda: self._sample(scale, gram))
+        return self.sample_again(aggregated, hashes)
+
+    def sample_again(self, aggregated: Iterable[Part] | None, hashes: Tensor | None) -> LocalSample:
+        """The step's observation with what has come out of the reduction: of the first one, or of a repetition."""
+        before = self._before
+        sample = None if before is None else self.guarded(lambda: self._with_aggregate(before, aggregated, hashes))
         if sample is None:
             self._local.accumulator.clear()
             self._aggregate = None
-            return LocalSample({"failed": 1.0}, gram=gram)
+            return LocalSample({"failed": 1.0}, gram=None if before is None else before.gram)
         return sample
 
     def apply(self, parts: Iterable[Part]) -> None:
@@ -125,10 +132,9 @@ class StepSampler:
 
     # -- putting it together ----------------------------------------------------------------------------------------
 
-    def _sample(
-        self, aggregated: Iterable[Part] | None, scale: float | Tensor, gram: Tensor | None, hashes: Tensor | None
-    ) -> LocalSample:
-        local, sends = self._local, self._sends
+    def _sample(self, scale: float | Tensor, gram: Tensor | None) -> LocalSample:
+        """What was there before the reduction."""
+        local = self._local
         scalars: dict[str, float | Tensor] = {
             "gradient_seen": float(local.seen),
             "norm_seen": float(local.norm_seen),
@@ -149,23 +155,32 @@ class StepSampler:
                 scalars[name] = value
         sketches, squares = local.accumulator.take()
         scalars["squared_norm"] = squares.sum()
+        return LocalSample(
+            scalars=scalars,
+            sketch=sketches.sum(0) if local.sketching else None,
+            layer_squares=squares,
+            ids=self._rows.take(squares.device),
+            layer_sketches=sketches if self._sends.layer_sketches and local.sketching else None,
+            gram=gram,
+        )
+
+    def _with_aggregate(
+        self, before: LocalSample, aggregated: Iterable[Part] | None, hashes: Tensor | None
+    ) -> LocalSample:
+        local, scalars = self._local, dict(before.scalars)
         aggregates: Tensor | None = None
         if aggregated is not None:
             for index, start, values in aggregated:
                 local.accumulator.add(index, values, start=start, sketching=local.sketching)
-            aggregates, aggregate_squares = local.accumulator.take()
-            scalars["aggregate_squared"] = aggregate_squares.sum()
+            aggregates, squares = local.accumulator.take()
+            scalars["aggregate_squared"] = squares.sum()
             self._aggregate = aggregates.sum(0) if local.sketching else None
         scalars["aggregate_seen"] = float(aggregated is not None)
-        return LocalSample(
+        return replace(
+            before,
             scalars=scalars,
-            sketch=sketches.sum(0) if local.sketching else None,
             aggregate=self._aggregate,
-            layer_squares=squares,
-            ids=self._rows.take(squares.device),
-            layer_sketches=sketches if sends.layer_sketches and local.sketching else None,
-            gram=gram,
-            layer_aggregates=aggregates if sends.layer_aggregates and local.sketching else None,
+            layer_aggregates=aggregates if self._sends.layer_aggregates and local.sketching else None,
             hashes=hashes,
         )
 

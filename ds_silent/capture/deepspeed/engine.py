@@ -12,7 +12,7 @@ tensor would replace the gradient) and keeps no reference (that would disable bu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -31,11 +31,12 @@ from ds_silent.capture.deepspeed.gradients import (
     share_of,
     whole_on_every_rank,
 )
-from ds_silent.capture.deepspeed.replicated import replicated_parameters, replicated_state
+from ds_silent.capture.deepspeed.replicated import Replica, replica_of, replicated_parameters, replicated_state
+from ds_silent.capture.deepspeed.retry import KeptGradients
 from ds_silent.capture.local import LocalGradient, layers_of, loss_in
 from ds_silent.capture.patches import Patches
 from ds_silent.capture.rows import RowIds, id_capacity
-from ds_silent.capture.sampler import Sends, StepSampler
+from ds_silent.capture.sampler import Part, Sends, StepSampler
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange import LocalSample
 from ds_silent.replicas import Checksums, Items, keys_of
@@ -66,6 +67,10 @@ class DeepSpeedCapture:
         self.micro_batches = steps
         self._keeping: bool | None = None  # micro-batches: True in a step where they are kept, None when nobody asked
         self._held = accumulated_gradients(engine, self._parameters)
+        self._kept: KeptGradients | None = None
+        if config.respond.on_aggregation_error == "retry":
+            self._kept = KeptGradients(engine, self._parameters)
+        self._reduce: Callable[[], Any] | None = None  # the step's reduction, to be called again
         checks = config.integrity.aggregation and config.direction.method != "off"
         self._local = LocalGradient(
             [numel_of(p) for p in self._parameters],
@@ -159,11 +164,49 @@ class DeepSpeedCapture:
             self._exchange_exactly()
         scale = self._sampler.guarded(self._scale)
         hashes = self._sampler.guarded(lambda: self._hashes(replica))
-        parts = self._sampler.guarded(lambda: aggregated_gradients(self._engine, self._parameters, self._share))
-        sample = self._sampler.sample(parts, 1.0 if scale is None else scale, self._gram, hashes)
+        sample = self._sampler.sample(self._aggregated(), 1.0 if scale is None else scale, self._gram, hashes)
         if replica is not None:
             sample.scalars["replica_seen"] = 1.0
         return sample
+
+    def _aggregated(self) -> Iterator[Part] | None:
+        return self._sampler.guarded(lambda: aggregated_gradients(self._engine, self._parameters, self._share))
+
+    # -- for responses -----------------------------------------------------------------------------------------
+
+    def replica(self, optimizer_state: bool) -> Replica:
+        """What makes one replica in stage 0; its tensors may be written between two steps."""
+        return replica_of(self._engine, optimizer_state)
+
+    def reduce_again(self) -> int:
+        """Repeat the step's reduction from the local gradients that were kept. A collective.
+
+        Returns:
+            bytes of the gradients that were reduced.
+        """
+        assert self._kept is not None
+        assert self._reduce is not None
+        self._kept.put_back()
+        self._reduce()
+        return self._kept.bytes
+
+    def sample_again(self) -> LocalSample:
+        """The same observation with what the repeated reduction has brought."""
+        return self._sampler.sample_again(self._aggregated(), self._sampler.guarded(lambda: self._hashes(None)))
+
+    def gradient_sample(self, stride: int) -> Tensor:
+        """fp32 (2,) on the host: sum of squares and number of every ``stride``-th element of the aggregated gradient."""
+        total = torch.zeros(2, device=self.device)
+        for index in range(len(self._parameters)):
+            held = self._held(index)
+            if held is not None:
+                part = held.detach().reshape(-1)[::stride].float()
+                total += torch.stack((part.square().sum(), part.new_tensor(float(part.numel()))))
+        return total.cpu()
+
+    def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, Any]) -> None:
+        """DeepSpeed's own checkpoint. A collective."""
+        self._engine.save_checkpoint(directory, tag=tag, client_state=client_state)
 
     def keep_micro_batches(self) -> None:
         """Keep a sketch of each micro-batch of the next measured step; every rank calls it at the same step."""
@@ -249,6 +292,9 @@ class DeepSpeedCapture:
 
     def _allreduce_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called at the end of every backward; at the boundary, before stages 0 and 1 reduce (overlap: while)."""
+        if self._kept is not None and self._is_boundary():
+            self._sampler.guarded(self._kept.keep)
+            self._reduce = lambda: original(*args, **kwargs)
         if self._measures():
             if self._is_boundary():
                 self._sampler.guarded(lambda: self._local.observe_silent(self._exact))

@@ -1,0 +1,292 @@
+"""Makes replicas equal again: a healthy rank's bits, or the mean of all ranks. Committed only when it is proven equal.
+
+    bits = Bits()
+    found = compare(items, bits, group)                   # a collective: every rank calls it at the same step
+    restore(items, found, group, device)                  # a majority's bits to the ranks outside of it
+    average(tensors_that_differ, group, device)           # PAFT (openreview cPZepCZlFW): mean over the ranks
+    still = compare(items, bits, group)                   # only this says that it is repaired
+
+``items`` are names and tensors of one rank's replica, in the same order on every rank. What arrives is checked before
+it is written: restored tensors against the checksum that the majority's own had, averages against those that the other
+ranks have received. A collective that is corrupted under way is repeated, never committed; a rank that dies under way
+leaves every tensor either as it was or right.
+
+Only tensors that differ are touched. The mean of N equal numbers is not always that number in floating point (the sum of
+three may round), so averaging healthy replicas would change the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_silent.exchange import gather_on_host
+from ds_silent.replicas import Checksums, Groups, Items, checksum, combined, groups_of
+
+BUCKET = 1 << 24  # elements that are averaged at once
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison of the replicas says; the same on every rank.
+
+    ``apart``: positions of the tensors that differ; ``values``: (N, n) int64 checksums on the host, where some do.
+    ``comparable``: False when ranks do not even hold the same number of tensors.
+    """
+
+    groups: Groups
+    apart: tuple[int, ...] = ()
+    values: Tensor | None = None
+    comparable: bool = True
+
+    @property
+    def equal(self) -> bool:
+        return len(self.groups) == 1
+
+
+class Bits:
+    """(n,) int64 checksums of a list of tensors, planned once for their sizes and devices."""
+
+    def __init__(self) -> None:
+        self._sizes: tuple[tuple[int, torch.device], ...] = ()
+        self._plans: list[tuple[list[int], Checksums]] = []
+
+    def __call__(self, items: Items) -> Tensor:
+        """On the first tensor's device."""
+        tensors = [tensor for _, tensor in items]
+        sizes = tuple((tensor.numel() * tensor.element_size(), tensor.device) for tensor in tensors)
+        if sizes != self._sizes:
+            self._sizes, self._plans = sizes, []
+            for device in dict.fromkeys(device for _, device in sizes):
+                places = [place for place, (_, own) in enumerate(sizes) if own == device]
+                self._plans.append((places, Checksums([sizes[place][0] for place in places], device)))
+        values = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+        for places, checksums in self._plans:
+            found = checksums([tensors[place] for place in places])
+            values[torch.tensor(places, device=values.device)] = found.to(values.device)
+        return values
+
+
+def compare(items: Items, bits: Bits, group: dist.ProcessGroup) -> Comparison:
+    """Compare the ranks' replicas. A collective of 16 bytes per rank, and of 8 per tensor where they differ."""
+    values = bits(items)
+    whole = gathered(torch.stack((combined(values), torch.full_like(values[0], len(items)))), group)
+    if bool((whole[:, 1] != whole[0, 1]).any()):
+        return Comparison(groups_of(combined(whole)), comparable=False)
+    groups = groups_of(whole[:, 0])
+    if len(groups) == 1:
+        return Comparison(groups)
+    table = gathered(values, group)
+    apart = (table != table[0]).any(0).nonzero().flatten().tolist()
+    return Comparison(groups, tuple(apart), table)
+
+
+def restore(items: Items, found: Comparison, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Give each tensor that differs the bits that more than half of the ranks hold. A collective.
+
+    A tensor without such a majority is left alone, and so is one whose bits arrive damaged: :func:`compare` tells.
+
+    Args:
+        items: of this rank's replica.
+        found: what :func:`compare` has said of them.
+        group: the ranks.
+        device: of the group's buffers; the tensors may lie elsewhere, as step counts do.
+
+    Returns:
+        bytes that were broadcast.
+    """
+    assert found.values is not None
+    sent = 0
+    for place in found.apart:
+        held = groups_of(found.values[:, place])
+        if 2 * len(held[0]) <= len(found.values):
+            continue
+        healthy = held[0]
+        sent += _copy_bits(items[place][1], healthy, int(found.values[healthy[0], place]), group, device)
+    return sent
+
+
+def _copy_bits(
+    tensor: Tensor, healthy: tuple[int, ...], expected: int, group: dist.ProcessGroup, device: torch.device
+) -> int:
+    """Broadcast from the first healthy rank; written where the rank is not one of them and the bits are intact."""
+    me, size = dist.get_rank(group), tensor.numel() * tensor.element_size()
+    wire = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
+    if me == healthy[0]:
+        wire.view(torch.uint8)[:size].copy_(_bytes_of(tensor))
+    dist.broadcast(wire, src=dist.get_global_rank(group, healthy[0]), group=group)
+    if me not in healthy:
+        arrived = wire.view(torch.uint8)[:size].view(tensor.dtype).view(tensor.shape)
+        if int(checksum(arrived)) == expected:
+            with torch.no_grad():
+                tensor.copy_(arrived)
+    return wire.numel() * 4
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Averaging:
+    """The mean over the ranks of a few tensors: started, and finished later or at once. Every rank calls both.
+
+    Args:
+        tensors: of this rank's replica, in the same order on every rank. Between start and finish they may be read.
+        group: the ranks.
+        device: of the group's buffers.
+
+    Floating-point tensors are averaged in fp32 over the ranks that hold finite numbers only, because one infinite
+    weight would make all of them infinite. Counts (integers, and single numbers such as an optimizer's step) take the
+    largest, because a mean of counts is no count.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device):
+        self._group = group
+        self._buckets = [_Bucket(bucket, group, device) for bucket in _buckets(tensors)]
+
+    @property
+    def bytes(self) -> int:
+        """That go into the reductions."""
+        return sum(bucket.wire.numel() * bucket.wire.element_size() for bucket in self._buckets)
+
+    def start(self) -> Averaging:
+        """Fill the buffers and start the reductions, in order."""
+        for bucket in self._buckets:
+            bucket.start()
+        return self
+
+    def drift(self, stride: int) -> Tensor:
+        """fp32 (2,): squared distance of this rank from the mean, and elements, over every ``stride``-th element.
+
+        Between the end of the reductions and :meth:`finish`.
+        """
+        distance = torch.zeros(2)
+        for bucket in self._buckets:
+            distance += bucket.drift(stride).cpu()
+        return distance
+
+    def finish(self, attempts: int = ATTEMPTS) -> int:
+        """Wait, verify that every rank received the same bits, and write; repeat what was not.
+
+        Returns:
+            the repetitions that were needed; ``attempts`` when some buckets never came out alike and were not written.
+        """
+        waiting = self._buckets
+        for attempt in range(attempts):
+            if not waiting:
+                return attempt
+            if attempt:
+                for bucket in waiting:
+                    bucket.start()
+            table = gathered(torch.stack([bucket.received() for bucket in waiting]), self._group)
+            alike = (table == table[0]).all(0).tolist()
+            for bucket, same in zip(waiting, alike, strict=True):
+                if same:
+                    bucket.commit()
+            waiting = [bucket for bucket, same in zip(waiting, alike, strict=True) if not same]
+        return attempts - (not waiting)
+
+
+def average(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:
+    """The mean over the ranks, bucket by bucket, so that the memory is bounded by one bucket. A collective.
+
+    Returns:
+        bytes that went into the reductions, and repetitions that were needed.
+    """
+    sent = repeated = 0
+    for bucket in _buckets(tensors):
+        averaging = Averaging(bucket, group, device).start()
+        repeated += averaging.finish()
+        sent += averaging.bytes
+    return sent, repeated
+
+
+def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(n,) int64 of every rank, (N, n) on the host; travels as int32, which every backend has."""
+    return gather_on_host(values.contiguous().view(torch.int32), group).view(torch.int64)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """In order, alike in how they are reduced, of at most ``BUCKET`` elements or one tensor."""
+    buckets: dict[tuple[torch.dtype, bool], list[list[Tensor]]] = {}
+    for tensor in tensors:
+        own = buckets.setdefault((_wire_dtype(tensor), _counts(tensor)), [[]])
+        if own[-1] and sum(t.numel() for t in own[-1]) + tensor.numel() > BUCKET:
+            own.append([])
+        own[-1].append(tensor)
+    return [bucket for own in buckets.values() for bucket in own if bucket]
+
+
+def _wire_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype.is_floating_point else torch.int32
+
+
+def _counts(tensor: Tensor) -> bool:
+    return tensor.ndim == 0 or not tensor.dtype.is_floating_point
+
+
+class _Bucket:
+    """Some tensors on their way through one all-reduce."""
+
+    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, device: torch.device):
+        self._tensors, self._group = tensors, group
+        self._largest = _counts(tensors[0])
+        numel = sum(tensor.numel() for tensor in tensors)
+        # the last number counts the ranks that take part
+        self.wire = torch.zeros(numel + 1, dtype=_wire_dtype(tensors[0]), device=device)
+        self._work: dist.Work | None = None
+        self._divided = False
+
+    def start(self) -> None:
+        begin = 0
+        for tensor in self._tensors:
+            self.wire[begin : begin + tensor.numel()].copy_(tensor.detach().reshape(-1))
+            begin += tensor.numel()
+        self.wire[-1] = 1
+        if not self._largest:
+            finite = torch.isfinite(self.wire).all()
+            self.wire.nan_to_num_(0.0, 0.0, 0.0).mul_(finite)
+        operation = dist.ReduceOp.MAX if self._largest else dist.ReduceOp.SUM
+        self._divided = self._largest
+        self._work = dist.all_reduce(self.wire, op=operation, group=self._group, async_op=True)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if not self._divided:
+            self._divided = True
+            self.wire[:-1].div_(self.wire[-1].clone().clamp_(min=1.0))
+
+    def received(self) -> Tensor:
+        """int64 () checksum of what came out."""
+        self._wait()
+        return checksum(self.wire)
+
+    def drift(self, stride: int) -> Tensor:
+        self._wait()
+        total = torch.zeros(2, device=self.wire.device)
+        if self._largest:
+            return total
+        begin = 0
+        for tensor in self._tensors:
+            mean = self.wire[begin : begin + tensor.numel()][::stride]
+            own = tensor.detach().reshape(-1)[::stride].to(mean)
+            total[0] += (own - mean).square().sum()
+            total[1] += mean.numel()
+            begin += tensor.numel()
+        return total
+
+    def commit(self) -> None:
+        if not self._largest and float(self.wire[-1]) < 1.0:
+            return  # no rank holds finite numbers: nothing to average
+        begin = 0
+        with torch.no_grad():
+            for tensor in self._tensors:
+                tensor.copy_(self.wire[begin : begin + tensor.numel()].view(tensor.shape))
+                begin += tensor.numel()
