@@ -42,10 +42,15 @@ def exact_gram(fill: Fill, numel: int, group: dist.ProcessGroup, device: torch.d
         send.zero_()
         fill(begin, end, send[: end - begin])
         dist.all_to_all_single(received.view(-1), send, group=group)
-        for rank in range(ranks):
-            torch.mul(received, received[rank], out=product)
-            gram[rank] += product.sum(dim=1)
+        add_inner_products(gram, received, product)
     return gram
+
+
+def add_inner_products(gram: Tensor, rows: Tensor, product: Tensor) -> None:
+    """Add the inner products of the N rows to ``gram`` (N, N); ``rows`` and the scratch ``product`` are (N, p) fp32."""
+    for rank, row in enumerate(rows):
+        torch.mul(rows, row, out=product)
+        gram[rank] += product.sum(dim=1)
 
 
 def piece_size(numel: int, ranks: int, memory_mb: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,11 +11,15 @@ from torch import Tensor
 
 from ds_silent.exchange import LocalSample
 from ds_silent.integrity import Arithmetic
-from ds_silent.replicas import Items
+from ds_silent.replicas import Items, Replica
 
 
 class Listener(Protocol):
     """The observer, as an adapter sees it. None of these raises."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it ended for good, and not because it broke: then the engine must be as it was."""
 
     def measures(self, step: int) -> bool:
         """Whether optimizer step ``step`` is measured; the same answer on every rank."""
@@ -80,6 +84,21 @@ class Capture(Protocol):
 
     def sample(self, exact: bool, replica: Tensor | None = None) -> LocalSample:
         """This rank's observation of the current step; also when something broke here."""
+
+    def replica(self, optimizer_state: bool) -> Replica:
+        """Everything that makes one replica; its tensors may be written between two steps."""
+
+    def reduce_again(self) -> int:
+        """Repeat the step's reduction from the local gradients that were kept, and say how many bytes. A collective."""
+
+    def sample_again(self) -> LocalSample:
+        """The same observation with what the repeated reduction has brought."""
+
+    def gradient_sample(self, stride: int) -> Tensor:
+        """fp32 (2,) on the host: sum of squares and number of every ``stride``-th element of the aggregate."""
+
+    def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, Any]) -> None:
+        """The framework's own checkpoint. A collective."""
 
     def keep_micro_batches(self) -> None:
         """Keep a sketch of each micro-batch of the next measured step; every rank calls it at the same step."""

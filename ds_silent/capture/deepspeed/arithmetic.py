@@ -12,12 +12,15 @@ from ds_silent.capture.deepspeed.gradients import whole_on_every_rank
 from ds_silent.integrity import Arithmetic
 
 
-def arithmetic_of(engine: Any, elements: int, width: int, reductions: int, ranks: int) -> Arithmetic:
+def arithmetic_of(
+    engine: Any, elements: int, width: int, reductions: int, ranks: int, ordered: bool = False
+) -> Arithmetic:
     """What the reduction rounds, and not less.
 
     ``engine.communication_data_type`` (fp16 and bf16 trainings: their own, else fp32) is what stage 0 casts to;
     ZeRO's optimizers have their own attribute of this name. A cast to a wider dtype and a factor that is a power of
-    two are exact; ``prescale_gradients`` scales before and after the sum.
+    two are exact; ``prescale_gradients`` scales before and after the sum. An ``ordered`` reduction adds up in fp32,
+    divides once, and rounds once to the gradient's own dtype.
     """
     optimizer = engine.optimizer
     communication = getattr(optimizer, "communication_data_type", None) or engine.communication_data_type
@@ -28,10 +31,14 @@ def arithmetic_of(engine: Any, elements: int, width: int, reductions: int, ranks
     factors = [float(engine.gradient_predivide_factor()), float(ranks)]
     scaled = any(not math.log2(factor).is_integer() for factor in factors)
     after = [communication] if scaled and engine.postscale_gradients() else []
+    before = _narrows(local, communication) + scaled
+    if ordered:
+        communication, before = torch.float32, 0
+        after = [] if math.log2(ranks).is_integer() else [communication]
     applied = kept if isinstance(optimizer, BF16_Optimizer) else torch.float32
     return Arithmetic(
         communication,
-        before=_narrows(local, communication) + scaled,
+        before=before,
         after=(*after, *([kept] if _narrows(communication, kept) else [])),
         reductions=reductions,
         accumulation=kept,

@@ -31,7 +31,8 @@ from ds_silent.capture.deepspeed.gradients import (
     share_of,
     whole_on_every_rank,
 )
-from ds_silent.capture.deepspeed.replicated import Replica, replica_of, replicated_parameters, replicated_state
+from ds_silent.capture.deepspeed.ordered import OrderedReduction
+from ds_silent.capture.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
 from ds_silent.capture.deepspeed.retry import KeptGradients
 from ds_silent.capture.local import LocalGradient, layers_of, loss_in
 from ds_silent.capture.patches import Patches
@@ -39,7 +40,7 @@ from ds_silent.capture.rows import RowIds, id_capacity
 from ds_silent.capture.sampler import Part, Sends, StepSampler
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange import LocalSample
-from ds_silent.replicas import Checksums, Items, keys_of
+from ds_silent.replicas import Checksums, Items, Replica, keys_of
 from ds_silent.sample_ids import packed_size
 from ds_silent.sketch import fold
 
@@ -68,7 +69,9 @@ class DeepSpeedCapture:
         self._keeping: bool | None = None  # micro-batches: True in a step where they are kept, None when nobody asked
         self._held = accumulated_gradients(engine, self._parameters)
         self._kept: KeptGradients | None = None
-        if config.respond.on_aggregation_error == "retry":
+        ordered = config.reduction == "ordered"
+        self._ordered: OrderedReduction | None = None
+        if config.respond.on_aggregation_error == "retry" and not ordered:
             self._kept = KeptGradients(engine, self._parameters)
         self._reduce: Callable[[], Any] | None = None  # the step's reduction, to be called again
         checks = config.integrity.aggregation and config.direction.method != "off"
@@ -77,7 +80,7 @@ class DeepSpeedCapture:
             layers,
             config.direction,
             self.device,
-            self._held,
+            self._held_locally,
             additive=additive,
             norms_add_up=not (additive and steps > 1),
             copied=additive or overlapped,
@@ -85,10 +88,13 @@ class DeepSpeedCapture:
         )
         plan = self._local.accumulator.plan
         ranks = dist.get_world_size(self.group)
-        self.arithmetic = arithmetic_of(engine, plan.numel, plan.width, steps if additive else 1, ranks)
+        self.arithmetic = arithmetic_of(engine, plan.numel, plan.width, steps if additive else 1, ranks, ordered)
         self._share = share_of(
             engine, self._parameters, self._local.offsets, self._local.total, dist.get_rank(self.group), ranks
         )
+        if ordered:
+            assert self._share is not None  # what hides it is refused
+            self._ordered = OrderedReduction(engine, self._parameters, self._share, config, self.group)
         self._places = applied_places(engine, self._parameters, self._share) if checks else None
         self.aggregate_replicated = checks and self._share is not None and whole_on_every_rank(engine)
         self.clip: float = float(engine.gradient_clipping())
@@ -160,6 +166,8 @@ class DeepSpeedCapture:
             exact: also exchange the local gradients piece by piece; the same on every rank, because it communicates.
             replica: int64 (), checksum of this rank's replica, where it is due.
         """
+        if self._ordered is not None:
+            self._gram = self._ordered.gram
         if exact and self._gram is None:
             self._exchange_exactly()
         scale = self._sampler.guarded(self._scale)
@@ -184,10 +192,17 @@ class DeepSpeedCapture:
         Returns:
             bytes of the gradients that were reduced.
         """
+        if self._ordered is not None:
+            self._ordered.reduce()
+            return self._ordered.local_bytes
         assert self._kept is not None
         assert self._reduce is not None
         self._kept.put_back()
-        self._reduce()
+        reduce = getattr(self._engine.optimizer, "reduce_gradients", None)
+        if reduce is None or self._kept.in_place:
+            self._reduce()
+        else:  # stages 1 and 2 have given their buckets back: what pipelines call makes them anew (0.16.9 to 0.19.8)
+            reduce(pipeline_parallel=True)
         return self._kept.bytes
 
     def sample_again(self) -> LocalSample:
@@ -195,7 +210,7 @@ class DeepSpeedCapture:
         return self._sampler.sample_again(self._aggregated(), self._sampler.guarded(lambda: self._hashes(None)))
 
     def gradient_sample(self, stride: int) -> Tensor:
-        """fp32 (2,) on the host: sum of squares and number of every ``stride``-th element of the aggregated gradient."""
+        """fp32 (2,) on the host: sum of squares and number of every ``stride``-th element of the aggregate."""
         total = torch.zeros(2, device=self.device)
         for index in range(len(self._parameters)):
             held = self._held(index)
@@ -247,14 +262,23 @@ class DeepSpeedCapture:
             for optimizer in base_optimizers(engine):
                 self._patches.add(optimizer.register_step_pre_hook(self._before_optimizer))
         self._wrap("backward", self._backward)
-        self._wrap("allreduce_gradients", self._allreduce_gradients)
+        if self._ordered is not None:
+            self._ordered.connect()
+            self._ordered.look = self._look
+        else:
+            self._wrap("allreduce_gradients", self._allreduce_gradients)
         self._wrap("_take_model_step", self._take_model_step)
         self._wrap("save_checkpoint", self._save_checkpoint)
         self._wrap("destroy", self._close_first)
 
     def close(self) -> None:
+        """Remove every hook. An ordered reduction goes on when the observer broke: the arithmetic must not change."""
         self._patches.undo()
         self._local.close()
+        if self._ordered is not None:
+            self._ordered.look = None
+            if self._listener is None or self._listener.closed:
+                self._ordered.close()
 
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
         if not hasattr(self._engine, name):
@@ -295,13 +319,18 @@ class DeepSpeedCapture:
         if self._kept is not None and self._is_boundary():
             self._sampler.guarded(self._kept.keep)
             self._reduce = lambda: original(*args, **kwargs)
-        if self._measures():
-            if self._is_boundary():
-                self._sampler.guarded(lambda: self._local.observe_silent(self._exact))
-                if self._exact and not self._local.copied and self._gram is None:
-                    self._exchange_exactly()
-            self._sampler.guarded(self._local.end_micro_batch)
+        if self._look(self._is_boundary()) and not self._local.copied and self._gram is None:
+            self._exchange_exactly()
         return original(*args, **kwargs)
+
+    def _look(self, boundary: bool) -> bool:
+        """A micro-batch's gradients are all there; whether the inner products are due before the reduction."""
+        if not self._measures():
+            return False
+        if boundary:
+            self._sampler.guarded(lambda: self._local.observe_silent(self._exact))
+        self._sampler.guarded(self._local.end_micro_batch)
+        return boundary and self._exact
 
     def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Present in 0.12 to 0.19, called once per optimizer step, after the reduction."""
@@ -327,9 +356,14 @@ class DeepSpeedCapture:
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             if self._measures():
-                self._sampler.guarded(lambda: self._local.observe(index, gradient, self._is_boundary(), self._exact))
+                # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
+                boundary = self._is_boundary() and self._ordered is None
+                self._sampler.guarded(lambda: self._local.observe(index, gradient, boundary, self._exact))
 
         return hook
+
+    def _held_locally(self, index: int) -> Tensor | None:
+        return self._held(index) if self._ordered is None else self._ordered.held(index)
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """``torch.optim.Optimizer.register_step_pre_hook``: once per step, under ZeRO once per parameter group."""

@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import deepspeed
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, shown
 
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
@@ -37,6 +39,8 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsis
         )
     if config is not None:
         _refuse_responses(zero if isinstance(zero, Mapping) else {}, config)
+        if config.reduction == "ordered":
+            _refuse_ordered(ds_config, zero if isinstance(zero, Mapping) else {})
 
 
 def _refuse_responses(zero: Mapping[str, Any], config: SilentConsistencyConfig) -> None:
@@ -71,6 +75,64 @@ def _refuse_responses(zero: Mapping[str, Any], config: SilentConsistencyConfig) 
             )
 
 
+def _refuse_ordered(ds_config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
+    """An ordered reduction takes each micro-batch's gradient away and puts the mean back; where that cannot be done."""
+    stage = zero.get("stage", 0)
+    offload = zero.get("offload_optimizer")
+    offloads = isinstance(offload, Mapping) and offload.get("device", "none") != "none"
+    accumulation = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
+    steps = ds_config.get("gradient_accumulation_steps")
+    if stage in (2, 3):
+        _not_ordered(f"ZeRO stage {stage}", "it reduces and frees gradients during the backward", "use stage 0 or 1")
+    if stage == 1 and zero.get("overlap_comm"):
+        why = "under stage 1 it reduces during the last backward"
+        _not_ordered("zero_optimization.overlap_comm true", why, "set it to false")
+    if stage == 1 and offloads:
+        why = "it moves gradients to the host while it reduces"
+        _not_ordered("zero_optimization.offload_optimizer", why, "leave it out")
+    if stage == 1 and zero.get("round_robin_gradients"):
+        why = "it deals gradients to ranks in another order than their optimizer states"
+        _not_ordered("zero_optimization.round_robin_gradients true", why, "set it to false")
+    if accumulation is not None:
+        why = "DeepSpeed then accumulates in a room of its own"
+        remedy = "leave it out: an ordered reduction adds up in fp32 anyway"
+        _not_ordered(f"data_types.grad_accum_dtype {shown(accumulation)}", why, remedy)
+    if (ds_config.get("fp16") or {}).get("enabled"):
+        _not_ordered("fp16.enabled true", "loss scales differ between the runs to be compared", "use bf16 or fp32")
+    if (ds_config.get("torch_autocast") or {}).get("enabled"):
+        why = "gradients of several dtypes have not been tried"
+        _not_ordered("torch_autocast.enabled true", why, "use bf16.enabled or fp32")
+    if ds_config.get("managed_gradient_accumulation") is False:
+        why = "micro-batches are then added up before they can be taken apart"
+        _not_ordered("managed_gradient_accumulation false", why, "leave it out")
+    if isinstance(steps, int):
+        _refuse_accumulation(steps)
+
+
+def _refuse_accumulation(steps: int) -> None:
+    if steps & (steps - 1):
+        why = "a rank's micro-batches must be a whole subtree of the tree by which all are added up"
+        lower = 1 << steps.bit_length() - 1
+        remedy = f"use a power of two, such as {lower} or {2 * lower}"
+        _not_ordered(f"gradient_accumulation_steps {steps}", why, remedy)
+
+
+def _not_ordered(found: str, why: str, remedy: str) -> None:
+    raise ConfigError(f'{BLOCK}.reduction "ordered" does not work with {found}, because {why}; {remedy}, or "native"')
+
+
+def _refuse_ordered_engine(engine: Any) -> None:
+    """What only the engine knows: values that were derived, and which optimizer DeepSpeed has chosen."""
+    _refuse_accumulation(int(engine.gradient_accumulation_steps()))
+    optimizer, basic = engine.optimizer, getattr(engine, "basic_optimizer", None)
+    if isinstance(optimizer, BF16_Optimizer) or getattr(optimizer, "use_grad_accum_attribute", False):
+        why = f"DeepSpeed {deepspeed.__version__} accumulates in a room of its own under it"
+        _not_ordered(f"the optimizer wrapper {type(optimizer).__name__}", why, "use fp32")
+    if "muon" in type(basic).__name__.lower():
+        why = "it changes gradients while they are reduced"
+        _not_ordered(f"the optimizer {type(basic).__name__}", why, "use another one")
+
+
 def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> None:
     """Raise :class:`ConfigError` for parallelism whose ranks do not hold the same parameters; equal on all ranks."""
     ranks = engine.seq_dp_world_size
@@ -93,3 +155,5 @@ def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> N
             f"silent_consistency does not support {found} in this version, because it compares ranks that hold the "
             'same parameters; set "silent_consistency": {"enabled": false}'
         )
+    if config.reduction == "ordered":
+        _refuse_ordered_engine(engine)
