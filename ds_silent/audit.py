@@ -30,7 +30,7 @@ from ds_silent.integrity import (
 )
 from ds_silent.measure import on_all
 from ds_silent.micro_batches import MicroBatches, explain_micro_batches
-from ds_silent.records import IntegrityStats
+from ds_silent.records import IntegrityStats, Repair
 from ds_silent.replicas import Drift, Groups, groups_of
 
 CLIP_EPSILON = 1e-6  # DeepSpeed and torch.nn.utils.clip_grad_norm_ add it to the norm
@@ -62,17 +62,33 @@ class Applied:
 
 @dataclass(frozen=True)
 class Examined:
-    """One sample's reduction. None: not checked at this step, or it cannot be seen."""
+    """One sample's reduction. None: not checked at this step, or it cannot be seen.
+
+    ``overflows``: fp16 gradients that are finite may add up to infinity; the loss scale answers that.
+    """
 
     check: AggregateCheck | None
     cause: Cause | None  # where the check failed
     received: dict[int, Groups] | None  # layer -> ranks by equal bits of the aggregate, where they differ
+    overflows: bool = False
 
     @property
     def wrong(self) -> bool:
         """Whether the reduction has to be repeated; also where finite gradients came out as NaN or infinity."""
-        broken = self.check is not None and math.isfinite(self.check.mean) and not math.isfinite(self.check.error)
-        return broken or bool(self.received) or (self.check is not None and self.check.wrong)
+        if self.check is None or not math.isfinite(self.check.mean):
+            return False  # NaN that goes in comes out, and its bits need not be the same everywhere
+        broken = not math.isfinite(self.check.error) and not self.overflows
+        return broken or bool(self.received) or self.check.wrong
+
+
+@dataclass(frozen=True)
+class Told:
+    """What :mod:`ds_silent.respond` has found and done since the last record."""
+
+    reduction: Examined | None = None  # the first attempt, where it was wrong
+    replicas: Groups | None = None  # of the last comparison, or of the first that found a difference
+    drift: Drift | None = None
+    repairs: tuple[Repair, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,7 @@ class Integrity:
     replicas: Groups | None = None
     drift: Drift | None = None
     layers: tuple[str, ...] = ()  # names
+    repeated: bool | None = None  # whether the reduction was right when it was repeated; None: it was not
     micro_batches: MicroBatches | None = None  # of a step since which the check has failed
 
 
@@ -123,26 +140,42 @@ class Audit:
         self._micro_batches: tuple[int, Tensor] | None = None
         self._found: MicroBatches | None = None
 
-    def step(self, gathered: Gathered, drift: Drift | None) -> tuple[IntegrityStats, Integrity]:
-        """The record's part and the detectors' evidence of one sample."""
+    def step(
+        self, gathered: Gathered, drift: Drift | None, told: Told | None = None
+    ) -> tuple[IntegrityStats, Integrity]:
+        """The record's part and the detectors' evidence of one sample.
+
+        Args:
+            gathered: the sample; of a reduction that was repeated, the last.
+            drift: where the replicas differ, if the sample compared them.
+            told: what was found and perhaps repaired apart from the samples: the detectors see the fault, the record
+                what was applied.
+        """
+        told = told or Told()
         examined = self.examine(gathered)
-        check, cause, received = examined.check, examined.cause, examined.received
+        check = examined.check
         micro_batches = self._diagnose(gathered, check)
-        replicas = None
+        replicas = told.replicas
         if gathered.hashes is not None and bool((gathered.scalars["replica_seen"] > 0).all()):
             replicas = groups_of(gathered.hashes[:, 0])
         applied = self._applied(gathered)
-        self._remember(gathered, alike=not received)
+        self._remember(gathered, alike=not examined.received)
         stats = IntegrityStats(
             None if check is None else check.relative_error, None if check is None else check.rounding_bound, replicas
         )
-        return stats, Integrity(check, cause, received, applied, replicas, drift, self._layers, micro_batches)
+        seen = told.reduction or examined
+        repeated = next((repair.done for repair in told.repairs if repair.method == "retry"), None)
+        apart = drift or told.drift
+        return stats, Integrity(
+            seen.check, seen.cause, seen.received, applied, replicas, apart, self._layers, repeated, micro_batches
+        )
 
     # -- the reduction -------------------------------------------------------------------------------------------------
 
     def examine(self, gathered: Gathered) -> Examined:
         """The reduction of one sample, without remembering anything of it."""
-        return Examined(*self._aggregation(gathered), self._received(gathered))
+        overflows = self._arithmetic.communication == torch.float16
+        return Examined(*self._aggregation(gathered), self._received(gathered), overflows)
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         scalars = gathered.scalars

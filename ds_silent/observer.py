@@ -1,6 +1,6 @@
 """One step, from backward to sinks.
 
-    backward -> capture -> LocalSample -> exchange -> measure -> judge -> sinks
+    backward -> capture -> LocalSample -> exchange -> measure -> judge -> respond -> sinks
 
 The observer only orders the others. Whether anything communicates depends on the step and the configuration, never
 on what happened on one rank: a rank whose part broke still sends a sample, which says so, and one step later all
@@ -14,20 +14,23 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.audit import Audit
+from ds_silent.audit import Audit, Told
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Evidence, Judge, log_steps
+from ds_silent.detectors.repairs import repair_event
 from ds_silent.exchange import Gathered, LocalSample, gather_on_host, make_exchange
 from ds_silent.measure import Context, measure
 from ds_silent.plan import REMEMBERED, layout_of, replicas_of
-from ds_silent.records import Event, Seconds, Severity, StepRecord
+from ds_silent.records import Event, Repair, Seconds, Severity, StepRecord
 from ds_silent.replicas import Drift
+from ds_silent.respond import Responder
 from ds_silent.sinks import Sink
 from ds_silent.testimony import RowTracker, testimony
 
@@ -57,6 +60,7 @@ class Observer:
         log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
         self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names)
         self._replicas = replicas_of(config, capture)
+        self._responder = Responder(capture, self._exchange, self._audit, config)
         self._replica_due = False
         self._weights_due: str | None = None  # checksum in the checkpoint that was loaded
         self._last_event: Event | None = None  # that ends the training
@@ -94,9 +98,14 @@ class Observer:
                 sample = self._sample(step)
                 self._gather_micro_batches(step)
                 self._exchange.post(step, sample)
+                self._responder.reduction(step)
+            if self._observing:
+                self._responder.before_update(step)
         except Exception as error:  # only a broken process group gets here; the training meets it by itself
             logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", error)
             self._stop()
+        if self._responder.stop is not None:
+            self._end_suspect(step, self._responder.stop)
         self._observe_seconds = time.perf_counter() - started
 
     def after_step(self) -> None:
@@ -107,10 +116,22 @@ class Observer:
             self._contexts[step] = self._context(Seconds(duration, self._observe_seconds))
         self._capture.end_step()
         self._step_ended = now
+        if self._observing:
+            self._keep_replicas(step)
+
+    def _keep_replicas(self, step: int) -> None:
+        due, self._replica_due = self._replica_due, False
+        try:
+            self._responder.after_update(step, due)
+        except Exception as error:  # a peer is gone in the middle: nothing is called repaired
+            logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", error)
+            self._stop()
+        if self._responder.stop is not None:
+            self._end_suspect(step, self._responder.stop)
 
     def _sample(self, step: int) -> LocalSample:
         replica = None
-        if self._replicas is not None:
+        if self._replicas is not None and not self._responder.compares_replicas:
             replica = self._capture_replica(step)
         sample = self._capture.sample(exact=self.measures_exactly(step), replica=replica)
         if self._last_event is not None:
@@ -187,9 +208,10 @@ class Observer:
         drift = self._agree(gathered) if together else None
         if not together:
             self._owed.append(gathered)
+        told = self._responder.take(gathered.step)
         if self._sink is not None:
             try:
-                self._record(gathered, self._contexts.pop(gathered.step), drift, wait=not together)
+                self._record(gathered, self._contexts.pop(gathered.step), drift, told, wait=not together)
             except Exception as error:  # this rank's own bug: its next sample says so, and all switch off together
                 self._capture.fail(error)
         if together:
@@ -212,11 +234,11 @@ class Observer:
         if bool((gathered.scalars["stop"] > 0).any()):
             self._end_training()
 
-    def _record(self, gathered: Gathered, context: Context, drift: Drift | None, wait: bool) -> None:
+    def _record(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
         """``wait``: where replicas differ, judge when the tensors are known."""
         record = measure(gathered, self._layout, context)
         coverage, evidence = testimony(gathered, self._tracker, context)
-        stats, seen = self._audit.step(gathered, drift)
+        stats, seen = self._audit.step(gathered, drift, told)
         evidence = dataclasses.replace(evidence, integrity=seen)
         self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
         assert self._sink is not None
@@ -225,6 +247,11 @@ class Observer:
             self._unjudged = self.last_record, evidence
         else:
             self._judged(self.last_record, evidence)
+        self._report_repairs(told.repairs)
+
+    def _report_repairs(self, repairs: tuple[Repair, ...]) -> None:
+        for repair in repairs:
+            self.report(repair_event(repair, dist.get_world_size(self._capture.group)))
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
         for event in self._judge.step(record, evidence) if self._judge is not None else []:
@@ -314,6 +341,7 @@ class Observer:
         if not self._closed:
             self._closed = True
             self._drain()
+            self._report_repairs(self._responder.take(self._capture.step).repairs)
             if self._unjudged is not None:  # nobody comes together any more to find the tensors
                 self._judged(*self._unjudged)
                 self._unjudged = None
@@ -343,6 +371,37 @@ class Observer:
                 event.message,
             )
         raise SystemExit(STOPPED)
+
+    def _end_suspect(self, step: int, why: str) -> None:
+        """Every rank gets here at the same step, by the same word or the same comparison."""
+        if self._sink is not None and self.measures(step):
+            self._contexts.setdefault(step, self._context(Seconds()))
+        self._publish(self._exchange.collect(), together=True)
+        directory, tag = Path(self.output_dir, "suspect"), f"suspect_step{step}"
+        self._responder.stop = None
+        saved = self._save_suspect(directory, tag, why)
+        self.close()
+        if self._sink is not None:
+            logger.error(
+                "ds_silent: the training ends here, at step %d, because of silent_consistency.%s; events.jsonl in %s "
+                "says what was wrong%s",
+                step,
+                why,
+                self.output_dir,
+                f", and {directory / tag} holds what the ranks have, marked as suspect" if saved else "",
+            )
+        raise SystemExit(STOPPED)
+
+    def _save_suspect(self, directory: Path, tag: str, why: str) -> bool:
+        """A checkpoint beside the user's own, which stay as they are. A collective."""
+        try:
+            self._capture.save_checkpoint(str(directory), tag, {"ds_silent_suspect": why})
+            if self._sink is not None:
+                (directory / tag / "SUSPECT").write_text(f"{why}; see ../../events.jsonl\n", encoding="utf-8")
+            return True
+        except Exception as error:  # the training ends in any case
+            logger.warning("ds_silent: the suspect checkpoint could not be written: %s", error)
+            return False
 
     def _drain(self) -> None:
         try:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 Method = Literal["exact", "sketch"]
 Severity = Literal["info", "warning", "error"]
+RepairMethod = Literal["retry", "majority", "mean", "dynamic"]
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -132,6 +133,26 @@ class Event:
     threshold: float | None
     message: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One act of :mod:`ds_silent.respond`, and its cost.
+
+    ``done``: a check afterwards found everything right; else the fault is still there.
+    """
+
+    step: int
+    method: RepairMethod
+    done: bool
+    attempts: int
+    bytes: int  # that a rank sent into the act's collectives, without the small ones of the checks
+    seconds: float
+    tensors: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()  # that were given other bits
+    error: float | None = None  # of the reduction, afterwards
+    bound: float | None = None
+    next_interval: int | None = None  # of the dynamic averaging
 
 
 def to_json(value: Any) -> Any:

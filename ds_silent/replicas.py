@@ -48,6 +48,17 @@ class Drift:
     earliest: int | None = None
 
 
+@dataclass(frozen=True)
+class Replica:
+    """Tensors that may be written, so that this rank holds what the others hold.
+
+    ``write_back``: to be called after writing, for what is no tensor but a number and is here as a copy.
+    """
+
+    items: Items
+    write_back: Callable[[], None]
+
+
 class Replicas:
     """Checksums of one rank's replica.
 

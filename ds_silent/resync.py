@@ -11,8 +11,8 @@ it is written: restored tensors against the checksum that the majority's own had
 ranks have received. A collective that is corrupted under way is repeated, never committed; a rank that dies under way
 leaves every tensor either as it was or right.
 
-Only tensors that differ are touched. The mean of N equal numbers is not always that number in floating point (the sum of
-three may round), so averaging healthy replicas would change the training.
+Only tensors that differ are touched. The mean of N equal numbers is not always that number in floating point (the sum
+of three may round), so averaging healthy replicas would change the training.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ named where two ranks differ from each other and neither is more than half of al
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 from ds_silent.audit import Applied, Integrity
 from ds_silent.causes import Cause
 from ds_silent.detectors.evidence import Finding, named
@@ -19,6 +22,10 @@ _REDUCTION = (
     "Do not trust the weights of this run since then; go back to the last checkpoint before it, try another DeepSpeed "
     "version, overlap_comm false, or another communication_data_type, and look at the network of the rank named."
 )
+_REPEATED = (
+    "It was not applied: the reduction was repeated. If this comes again, look at the network and the memory of the rank "
+    "named."
+)
 
 
 def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
@@ -26,8 +33,10 @@ def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
     if seen is None:
         return []
     findings, layers = [], seen.layers
-    if seen.check is not None and seen.check.wrong:
+    if seen.check is not None and (seen.check.wrong or (seen.repeated is not None and not seen.received)):
         findings.append(_aggregation(record, seen.check, seen.cause, layers, seen.received))
+        if seen.repeated:
+            findings[-1] = dataclasses.replace(findings[-1], remedy=_REPEATED)
         if seen.micro_batches is not None:
             findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers))
     elif seen.received:
@@ -57,7 +66,8 @@ def _aggregation(
     received: dict[int, Groups] | None,
 ) -> Finding:
     error, bound = check.relative_error, check.rounding_bound
-    size = "no finite multiple of it" if error is None or bound is None else f"{error:.3g} of it"
+    finite = error is not None and bound is not None and math.isfinite(error)
+    size = f"{error:.3g} of it" if finite else "no finite multiple of it"
     allowed = "" if bound is None else f", rounding explains at most {bound:.2g}"
     message = f"The aggregated gradient is not the mean of the ranks' gradients: the error is {size}{allowed}."
     kind, where, what = "aggregation-error", "aggregated gradient", "unexplained"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,19 +9,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ds_silent.replicas import Items
-
-
-@dataclass(frozen=True)
-class Replica:
-    """Tensors that may be written, so that this rank holds what the others hold.
-
-    ``write_back``: after writing, for what is no tensor but a number (``FusedAdam`` counts steps so, as
-    ``param_groups[...]["step"]``, ``DeepSpeedCPUAdam`` as ``state[...]["step"]``) and travels as a copy.
-    """
-
-    items: Items
-    write_back: Callable[[], None]
+from ds_silent.replicas import Items, Replica
 
 
 def replicated_parameters(engine: Any) -> Items:
@@ -41,7 +27,11 @@ def replicated_state(engine: Any) -> Items:
 
 
 def replica_of(engine: Any, optimizer_state: bool) -> Replica:
-    """All that makes one replica in stage 0; without the optimizer's own state if that is not wanted."""
+    """All that makes one replica in stage 0; without the optimizer's own state if that is not wanted.
+
+    ``FusedAdam`` counts its steps in ``param_groups[...]["step"]``, ``DeepSpeedCPUAdam`` in ``state[...]["step"]``:
+    these numbers travel as a tensor and are written back.
+    """
     items = [*replicated_parameters(engine), *_buffers(engine), *_masters(engine)]
     if not optimizer_state:
         return Replica(items, lambda: None)

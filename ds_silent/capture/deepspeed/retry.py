@@ -19,6 +19,7 @@ class KeptGradients:
     def __init__(self, engine: Any, parameters: list[Tensor]):
         self._engine, self._parameters = engine, parameters
         self._held = accumulated_gradients(engine, parameters)
+        self.in_place = whole_on_every_rank(engine)  # the reduction writes where the gradients accumulate
         self._copies: list[Tensor | None] = [None] * len(parameters)
         self._present = [False] * len(parameters)
 
@@ -46,7 +47,7 @@ class KeptGradients:
 
     def put_back(self) -> None:
         """Everything as it was before the reduction, which may then be called again."""
-        if whole_on_every_rank(self._engine):
+        if self.in_place:
             self._put_back_in_place()
         else:
             self._put_back_freed()
@@ -71,6 +72,6 @@ class KeptGradients:
         for index, parameter in enumerate(self._parameters):
             copy = self._copies[index]
             setattr(parameter, name, copy.clone() if self._present[index] and copy is not None else None)
-        averaged = optimizer.averaged_gradients  # type: ignore[attr-defined]
+        averaged = optimizer.averaged_gradients
         for group in list(averaged):
             averaged[group] = None
