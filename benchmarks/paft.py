@@ -46,7 +46,6 @@ TABLES = {
     Part.bursts: burst_tables,
     Part.language: language_tables,
     Part.divergence: divergence_tables,
-    Part.cost: lambda store, seeds: measure_cost(),
 }
 
 
@@ -61,12 +60,13 @@ def main(
 ) -> None:
     """Run what is missing of one part, and print its tables."""
     store = Store(results)
-    if part in PARTS:
-        store.complete(t for t in PARTS[part](seeds) if not method or t.method in method)
-    tables, numbers = TABLES[part](store, seeds)
+    if part is Part.cost:
+        tables, numbers = measure_cost()
+    else:
+        store.complete(training for training in PARTS[part.value](seeds) if not method or training.method in method)
+        tables, numbers = TABLES[part](store, seeds)
     console = Console(width=150)
-    for table in tables:
-        console.print(table)
+    console.print(*tables)
     if part is Part.divergence:
         draw_divergence(store, seeds, PICTURES / "paft_divergence.png")
     if part is Part.noise:

@@ -16,7 +16,7 @@ from .methods import METHODS, TITLES
 from .store import Store
 from .tasks import TASKS
 from .theory import expected_divergence
-from .training import RANKS, Training
+from .training import RANKS
 
 Numbers = dict[str, Any]
 
@@ -43,69 +43,93 @@ def replica_score(result: dict[str, Any]) -> float:
 
 
 def noise_tables(store: Store, seeds: int) -> tuple[list[Table], Numbers]:
-    """Accuracy and size of the noise, per optimizer."""
+    """Per optimizer: accuracy of the replicas, of their mean, and what the methods did."""
     tables, numbers = [], {}
     for optimizer, variances in VARIANCES.items():
-        for name, score in (("each rank's own replica", replica_score), ("the mean of the replicas", _of_mean)):
-            table, found = _grid(
-                f"Digits, {optimizer}, {seeds} seeds: accuracy (%) of {name}, ± standard error",
-                lambda method, error, o=optimizer: [cell("digits", o, method, error, seed) for seed in range(seeds)],
-                *(store, cells.METHODS_OF[optimizer], variances, score),
-            )
-            tables.append(table)
-            numbers[f"{optimizer}, {name}"] = found
+        methods = cells.METHODS_OF[optimizer]
+        grid = _Grid(store, "digits", optimizer, variances, seeds)
+        title = f"Digits, {optimizer}, {seeds} seeds, ± standard error"
+        rows = [("no error", grid.healthy(replica_score))]
+        rows += [(TITLES[method], grid.noisy(method, replica_score)) for method in methods]
+        tables.append(_table(f"{title}: accuracy (%) of each rank's own replica", variances, rows))
+        means = [(TITLES[method], grid.noisy(method, _of_mean)) for method in methods if method in cells.PAFT]
+        tables.append(_table(f"{title}: accuracy (%) of the mean of the replicas", variances, means))
+        done = [("|eps| / |g|, no mitigation", grid.noisy("none", _relative_noise))]
+        done += [
+            (f"averagings, {TITLES[method]}", grid.noisy(method, _repairs)) for method in methods if method != "none"
+        ]
+        done.append(("attempts per step, retry", grid.noisy("retry", _attempts)))
+        tables.append(_table(f"Digits, {optimizer}: what happened", variances, done))
+        numbers[optimizer] = {"replicas": dict(rows), "mean of replicas": dict(means), "done": dict(done)}
     return tables, numbers
 
 
 def language_tables(store: Store, seeds: int) -> tuple[list[Table], Numbers]:
-    table, found = _grid(
-        f"Language model, SGD with momentum, {seeds} seeds: loss on held-out rows (each rank's own replica)",
-        lambda method, error: [cell("language", "sgd", method, error, seed) for seed in range(seeds)],
-        *(store, cells.LANGUAGE_METHODS, cells.LANGUAGE_VARIANCES, replica_score),
-        digits=3,
-    )
-    return [table], {"language": found}
+    variances = cells.LANGUAGE_VARIANCES
+    grid = _Grid(store, "language", "sgd", variances, seeds)
+    rows = [("no error", grid.healthy(replica_score))]
+    rows += [(TITLES[method], grid.noisy(method, replica_score)) for method in cells.LANGUAGE_METHODS]
+    rows.append(("|eps| / |g|, no mitigation", grid.noisy("none", _relative_noise)))
+    title = f"Language model, SGD with momentum, {seeds} seeds, ± standard error: loss of each replica on held-out rows"
+    return [_table(title, variances, rows, digits=3)], {"language": dict(rows)}
+
+
+Scores = list[list[float]]
+"""One list for each column: a number per seed, none where it has not been run."""
 
 
 def _of_mean(result: dict[str, Any]) -> float:
     return float(result["score_of_mean"])
 
 
-def _grid(
-    title: str,
-    trainings: Callable[[str, Error], list[Training]],
-    store: Store,
-    methods: Sequence[str],
-    variances: Sequence[float],
-    score: Callable[[dict[str, Any]], float],
-    digits: int = 1,
-) -> tuple[Table, Numbers]:
-    table, numbers = Table(title=title), {}
+def _relative_noise(result: dict[str, Any]) -> float:
+    return float(result["relative_noise"])
+
+
+def _repairs(result: dict[str, Any]) -> float:
+    return float(len(result["repaired_steps"]))
+
+
+def _attempts(result: dict[str, Any]) -> float:
+    return float(result["attempts"])
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Trainings under constant noise, one column for each variance."""
+
+    store: Store
+    task: str
+    optimizer: str
+    variances: Sequence[float]
+    seeds: int
+
+    def noisy(self, method: str, score: Callable[[dict[str, Any]], float]) -> Scores:
+        return [self._scores(method, Noise(variance), score) for variance in self.variances]
+
+    def healthy(self, score: Callable[[dict[str, Any]], float]) -> Scores:
+        return [self._scores("none", None, score) for _ in self.variances]
+
+    def _scores(self, method: str, error: Error, score: Callable[[dict[str, Any]], float]) -> list[float]:
+        trainings = [cell(self.task, self.optimizer, method, error, seed) for seed in range(self.seeds)]
+        return [score(self.store[training]) for training in trainings if training in self.store]
+
+
+def _table(title: str, variances: Sequence[float], rows: Sequence[tuple[str, Scores]], digits: int = 1) -> Table:
+    table = Table(title=title)
     for column in ("sigma²", *(f"{variance:g}" for variance in variances)):
         table.add_column(column, justify="left" if column == "sigma²" else "right")
-
-    def row(name: str, method: str, errors: Sequence[Error], score: Callable[[dict[str, Any]], float]) -> None:
-        means = []
-        for error in errors:
-            done = [training for training in trainings(method, error) if training in store]
-            means.append(mean_of([score(store[training]) for training in done]) if done else None)
-        table.add_row(name, *("" if m is None else f"{m.value:.{digits}f} ± {m.error:.{digits}f}" for m in means))
-        numbers[name] = [None if m is None else [m.value, m.error] for m in means]
-
-    noisy = [Noise(variance) for variance in variances]
-    row("no error", "none", [None] * len(variances), score)
-    for method in methods:
-        row(TITLES[method], method, noisy, score)
-    row("|eps| / |g|, no mitigation", "none", noisy, lambda result: result["relative_noise"])
-    return table, numbers
+    for name, scores in rows:
+        means = [mean_of(values) if values else None for values in scores]
+        if any(means):
+            table.add_row(name, *("" if m is None else f"{m.value:.{digits}f} ± {m.error:.{digits}f}" for m in means))
+    return table
 
 
 def burst_tables(store: Store, seeds: int) -> tuple[list[Table], Numbers]:
     """Per fault and method: accuracy, what is lost against the same seed without an error, and equal weights."""
     table = Table(title=f"Digits, SGD, {seeds} seeds, a fault every {cells.EVERY} steps: accuracy (%) ± standard error")
-    lost = Table(
-        title="Accuracy lost against the same seed without an error; in brackets: seeds with identical weights"
-    )
+    lost = Table(title="Accuracy lost against the same seed without an error (seeds with bit-identical weights)")
     for each in (table, lost):
         each.add_column("fault")
         for method in SPARSE_METHODS:
