@@ -98,14 +98,10 @@ class Observer:
                 sample = self._sample(step)
                 self._gather_micro_batches(step)
                 self._exchange.post(step, sample)
-                self._responder.reduction(step)
-            if self._observing:
-                self._responder.before_update(step)
         except Exception as error:  # only a broken process group gets here; the training meets it by itself
             logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", error)
             self._stop()
-        if self._responder.stop is not None:
-            self._end_suspect(step, self._responder.stop)
+        self._respond(step, self._responder.before_update)
         self._observe_seconds = time.perf_counter() - started
 
     def after_step(self) -> None:
@@ -116,16 +112,21 @@ class Observer:
             self._contexts[step] = self._context(Seconds(duration, self._observe_seconds))
         self._capture.end_step()
         self._step_ended = now
-        if self._observing:
-            self._keep_replicas(step)
+        if self._responder.compares_replicas:
+            due, self._replica_due = self._replica_due, False
+            self._respond(step, lambda step: self._responder.after_update(step, due))
 
-    def _keep_replicas(self, step: int) -> None:
-        due, self._replica_due = self._replica_due, False
+    def _respond(self, step: int, act: Callable[[int], None]) -> None:
+        """Nobody may go on after a response that broke off: the others would wait for this rank, or differ from it."""
+        if not self._observing:
+            return
         try:
-            self._responder.after_update(step, due)
-        except Exception as error:  # a peer is gone in the middle: nothing is called repaired
-            logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", error)
-            self._stop()
+            act(step)
+        except Exception as error:
+            raise RuntimeError(
+                f"ds_silent: the response at step {step} broke off on rank {dist.get_rank(self._capture.group)} "
+                f"({error}); the ranks may differ now: start again from the last checkpoint"
+            ) from error
         if self._responder.stop is not None:
             self._end_suspect(step, self._responder.stop)
 

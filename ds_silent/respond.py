@@ -1,8 +1,7 @@
 """Acts on what is wrong: the only code that changes a training, and only where the configuration asks for it.
 
     responder = Responder(capture, exchange, audit, config)
-    responder.reduction(step)        # gradients are aggregated: repeat the reduction until it is right
-    responder.before_update(step)    # an averaging that ran beside forward and backward comes to its end
+    responder.before_update(step)    # repeat the reduction until it is right; bring an averaging to its end
     responder.after_update(step)     # replicas are compared and made equal
     responder.take(step)             # what was found and done up to a step, for its record and the events
 
@@ -94,13 +93,10 @@ class Responder:
         """Whether replicas are compared here, after an update, and need not be compared with the samples."""
         return bool(self._keepers)
 
-    def reduction(self, step: int) -> None:
-        """After the sample of a measured step was posted, before the optimizer runs."""
-        if self._guard is not None:
-            self.stop = self._guard.protect(step, self._notes) or self.stop
-
     def before_update(self, step: int) -> None:
-        """Before the optimizer runs."""
+        """Before the optimizer runs, after the step's sample was posted."""
+        if self._guard is not None:
+            self.stop = self._guard.protect(step, self._notes)
         for keeper in self._keepers:
             keeper.before_update(step, self._notes)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def state_of(engine: Any) -> str:
     return digest.hexdigest()
 
 
-# -- faults --------------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def corrupted(change: Callable[[Tensor], None], ranks: tuple[int, ...], times: int = 1) -> Fault:
@@ -112,7 +112,7 @@ def drifted(engine: Any, patches: Patches) -> None:
     patches.wrap(engine.basic_optimizer, "step", skip)
 
 
-# -- retry ----------------------------------------------------------------------------------------------------------------
+# -- retry ------------------------------------------------------------------------------------------------------------
 
 
 def retried(directory: str, case: Case) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_a_passing_fault_is_undone_bit_for_bit(case: Case, tmp_path: Path) -> No
         clean, unmitigated = result.pop("clean"), result.pop("unmitigated")
         assert result == dict.fromkeys(result, clean)
         assert unmitigated != clean
-    assert not [e for e in read_events(tmp_path / "on" / "events.jsonl")]
+    assert read_events(tmp_path / "on" / "events.jsonl") == []
     for name, attempts in [("noise everywhere", "once"), ("flip on one rank", "once"), ("twice", "twice")]:
         events = [
             e
@@ -152,3 +152,220 @@ def test_a_passing_fault_is_undone_bit_for_bit(case: Case, tmp_path: Path) -> No
         assert f"was repeated {attempts} and is right now" in events[1]["message"]
         errors = [r["integrity"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]
         assert all(e["relative_error"] < e["rounding_bound"] for e in errors)  # of what was applied
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def kept(directory: str, case: Case) -> dict[str, str]:
+    """A skipped update, under every response; and no fault, under those that average."""
+    away = {"respond": {"on_replica_drift": "report"}, "integrity": {"replica_interval": 0}}
+    settings = {
+        "majority": MAJORITY,
+        "mean": block(respond={"on_replica_drift": "mean"}, integrity={"replica_interval": 2}),
+        "periodic": block(**away, resync={"mode": "periodic", "interval": 2}),
+        "weights": block(**away, resync={"mode": "periodic", "interval": 2, "state": "parameters"}),
+        "dynamic": block(**away, resync={"mode": "dynamic", "interval": 2}),
+    }
+    results = {"clean": trained(case, Path(directory), None), "drifted": trained(case, Path(directory), None, drifted)}
+    for name, chosen in settings.items():
+        results[f"healthy {name}"] = trained(case, Path(directory, f"healthy {name}"), chosen)
+        results[name] = trained(case, Path(directory, name), chosen, drifted)
+    return results
+
+
+@pytest.mark.parametrize("case", [Case(), Case(dtype="bf16", accumulation=2)], ids=["fp32", "bf16"])
+def test_replicas_are_made_equal_and_healthy_ones_left_alone(case: Case, tmp_path: Path) -> None:
+    results = run_distributed(kept, RANKS, (str(tmp_path), case), timeout=300)
+    clean = results[0]["clean"]
+    assert len({result["drifted"] for result in results}) == 2  # the fault is one
+    for name in ("majority", "mean", "periodic", "weights", "dynamic"):
+        assert {result[f"healthy {name}"] for result in results} == {clean}
+        assert [e["kind"] for e in read_events(tmp_path / f"healthy {name}" / "events.jsonl")] == []
+    assert {result["majority"] for result in results} == {clean}  # found in the step's own update: nothing is lost
+    for name in ("mean", "periodic", "dynamic"):
+        assert len({result[name] for result in results}) == 1
+        assert results[0][name] != clean
+    assert len({result["weights"] for result in results}) == 2  # the optimizer's state still differs
+    for name, step in [("majority", 3), ("mean", 4), ("periodic", 4), ("dynamic", 5)]:
+        events = [
+            e for e in read_events(tmp_path / name / "events.jsonl") if e["kind"] in ("replica-drift", "repaired")
+        ]
+        first = [e for e in events if e["severity"] != "info"] + [e for e in events if e["kind"] == "repaired"]
+        assert [e["kind"] for e in first] == ["replica-drift", "repaired"], (name, events)
+        assert first[0]["ranks"] == [ODD]
+        assert first[1]["step"] == step
+        assert "all replicas are equal again" in first[1]["message"]
+
+
+def two_and_two(engine: Any, patches: Patches) -> None:
+    """Ranks 2 and 3 both leave out step ``FAULT``: no version has a majority."""
+
+    def skip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return None if engine.global_steps + 1 == FAULT and dist.get_rank() >= 2 else original(*args, **kwargs)
+
+    patches.wrap(engine.basic_optimizer, "step", skip)
+
+
+def damaged_on_the_way(times: int) -> Fault:
+    """A skipped update, and then the first broadcasts of the repair arrive with a wrong bit on the odd rank."""
+
+    def fault(engine: Any, patches: Patches) -> None:
+        drifted(engine, patches)
+        left = times
+
+        def damage(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            result = original(tensor, *args, **kwargs)
+            if dist.get_rank() == ODD and left:
+                left -= 1
+                tensor[0] ^= 1
+            return result
+
+        patches.wrap(dist, "broadcast", damage)
+
+    return fault
+
+
+def averaged_wrongly(times: int) -> Fault:
+    """A skipped update, and then the first averages arrive with a wrong number on the odd rank."""
+
+    def fault(engine: Any, patches: Patches) -> None:
+        drifted(engine, patches)
+        left = times
+
+        class Damaged:
+            def __init__(self, work: Any, tensor: Tensor):
+                self._work, self._tensor = work, tensor
+
+            def wait(self) -> None:
+                nonlocal left
+                self._work.wait()
+                if dist.get_rank() == ODD and left:
+                    left -= 1
+                    self._tensor[0] += 1
+
+        def damage(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = original(tensor, *args, **kwargs)
+            large = tensor.dtype == torch.float32 and tensor.numel() > 1000
+            return Damaged(result, tensor) if kwargs.get("async_op") and large else result
+
+        patches.wrap(dist, "all_reduce", damage)
+
+    return fault
+
+
+def repaired_with_trouble(directory: str) -> dict[str, str]:
+    mean = block(respond={"on_replica_drift": "mean"}, integrity={"replica_interval": 1})
+    runs = {
+        "tie": (MAJORITY, two_and_two),
+        "damaged": (MAJORITY, damaged_on_the_way(2)),
+        "always damaged": (MAJORITY, damaged_on_the_way(10**6)),
+        "averaged wrongly": (mean, averaged_wrongly(2)),
+        "always averaged wrongly": (mean, averaged_wrongly(10**6)),
+    }
+    results = {"clean": trained(Case(), Path(directory), None)}
+    for name, (chosen, fault) in runs.items():
+        results[name] = trained(Case(), Path(directory, name), chosen, fault)
+    return results
+
+
+def test_nothing_is_called_repaired_that_is_not(tmp_path: Path) -> None:
+    results = run_distributed(repaired_with_trouble, RANKS, (str(tmp_path),), timeout=300)
+    clean = results[0]["clean"]
+
+    def events(name: str) -> list[dict[str, Any]]:
+        found = read_events(tmp_path / name / "events.jsonl")
+        return [e for e in found if e["kind"] == "repaired" or (e["kind"], e["severity"]) == ("replica-drift", "error")]
+
+    assert len({result["tie"] for result in results}) == 2
+    assert [e["kind"] for e in events("tie")][:2] == ["replica-drift", "replica-drift"]
+    assert "no version of" in events("tie")[1]["message"]
+    assert "repaired" not in [e["kind"] for e in events("tie")]
+
+    assert {result["damaged"] for result in results} == {clean}
+    assert [e["kind"] for e in events("damaged")] == ["replica-drift", "repaired"]
+    assert len({result["averaged wrongly"] for result in results}) == 1
+    assert [e["kind"] for e in events("averaged wrongly")] == ["replica-drift", "repaired"]
+    for name in ("always damaged", "always averaged wrongly"):
+        assert len({result[name] for result in results}) == 2
+        assert "repaired" not in [e["kind"] for e in events(name)]
+        assert "could not be made equal" in events(name)[1]["message"]
+        assert "tried 3 times" in events(name)[1]["message"]
+
+
+# -- stop, and ranks that die -----------------------------------------------------------------------------------------
+
+
+def stopped(directory: str, stage: int, settings: dict[str, Any], always: bool) -> dict[str, Any]:
+    case, times = Case(stage=stage), 10**6 if always else 1
+    fault = drifted if settings["respond"].get("on_replica_drift") == "stop" else corrupted(noise, (0, 1, 2, 3), times)
+    config = case.config(Path(directory), enabled=False)
+    config["silent_consistency"] = {**settings, "output_dir": directory}
+    torch.manual_seed(1234)
+    model = Probe(None)
+    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    generator, patches = torch.Generator().manual_seed(dist.get_rank()), Patches()
+    fault(engine, patches)
+    status, steps = None, 0
+    try:
+        while steps < 8:
+            steps += 1
+            one_step(engine, generator)
+    except SystemExit as end:
+        status = end.code
+    patches.undo()
+    return {"status": status, "steps": steps, "applied": int(engine.global_steps)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "respond", "applied", "kind", "why"),
+    [
+        (0, {"on_aggregation_error": "stop"}, 2, "aggregation-error", 'respond.on_aggregation_error "stop"'),
+        (2, {"on_aggregation_error": "stop"}, 2, "aggregation-error", 'respond.on_aggregation_error "stop"'),
+        (
+            0,
+            {"on_aggregation_error": "retry", "on_failed_retry": "stop", "retries": 2},
+            2,
+            "aggregation-error",
+            'respond.on_failed_retry "stop"',
+        ),
+        (0, {"on_replica_drift": "stop"}, 3, "replica-drift", 'respond.on_replica_drift "stop"'),
+    ],
+)
+def test_stop_saves_a_suspect_checkpoint_and_ends_all_ranks(
+    stage: int, respond: dict[str, Any], applied: int, kind: str, why: str, tmp_path: Path
+) -> None:
+    settings = block(respond=respond, integrity={"replica_interval": 1})
+    results = run_distributed(stopped, RANKS, (str(tmp_path), stage, settings, "retries" in respond))
+    assert results == [{"status": 3, "steps": 3, "applied": applied}] * RANKS
+    errors = [e for e in read_events(tmp_path / "events.jsonl") if e["severity"] == "error"]
+    assert errors[0]["kind"] == kind
+    assert errors[0]["step"] == FAULT
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == FAULT
+    folder = tmp_path / "suspect" / f"suspect_step{FAULT}"
+    assert why in (folder / "SUSPECT").read_text()
+    assert any(path.suffix == ".pt" for path in folder.iterdir())
+
+
+def killed(directory: str, response: str) -> None:
+    """The odd rank dies in the middle of the repair."""
+
+    def fault(engine: Any, patches: Patches) -> None:
+        drifted(engine, patches)
+
+        def die(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if dist.get_rank() == ODD and engine.global_steps >= FAULT:
+                os._exit(9)
+            return original(*args, **kwargs)
+
+        patches.wrap(dist, "broadcast" if response == "majority" else "all_reduce", die)
+
+    settings = block(respond={"on_replica_drift": response}, integrity={"replica_interval": 1})
+    trained(Case(), Path(directory), settings, fault)
+
+
+@pytest.mark.parametrize("response", ["majority", "mean"])
+def test_a_rank_that_dies_in_a_repair_leaves_no_hang_and_no_claim(response: str, tmp_path: Path) -> None:
+    run_distributed(killed, RANKS, (str(tmp_path), response), timeout=60, may_die=(0, 1, 2, 3))
+    assert "repaired" not in [e["kind"] for e in read_events(tmp_path / "events.jsonl")]
