@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent import exchange
+from ds_silent import exchange, ordered_exchange
 from ds_silent.capture.deepspeed import DeepSpeedCapture
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
@@ -143,6 +143,13 @@ def record_collectives(directory: str) -> list[tuple[str, str, str]]:
     for name in ("all_gather_object", "gather_object", "broadcast_object_list", "gather", "scatter"):
         setattr(dist, name, recording(name, getattr(dist, name)))
     exchange._all_gather = recording("all_gather_into_tensor", exchange._all_gather)
+    ordered_exchange._all_gather = recording("all_gather_into_tensor", ordered_exchange._all_gather)
+    for case in (
+        Case(reduction="ordered", method="exact", accumulation=2),
+        Case(reduction="ordered", stage=1, dtype="bf16", clipping=0.1),
+    ):
+        train(case, Path(directory) / f"ordered-{case.stage}", 2, enabled=True)
+    assert "all_to_all_single" in {name for name, _, _ in seen}
     for limit in (64, 1):
         exchange.GATHER_LIMIT = limit
         for case in (Case(method="exact"), Case(stage=2, per_layer=limit == 64, exact_interval=2)):

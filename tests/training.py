@@ -43,6 +43,7 @@ class Case:
     unused: str | None = None  # "rank": odd ranks skip a layer; "micro": the boundary micro-batch skips it
     clipping: float = 0.0
     optimizer: str = "AdamW"
+    reduction: str = "native"
 
     def config(self, output_dir: Path, enabled: bool) -> dict[str, Any]:
         world_size = dist.get_world_size()
@@ -68,6 +69,7 @@ class Case:
                 "interval": self.interval,
                 "tensorboard": False,
                 "integrity": {"replica_interval": REPLICA_INTERVAL},
+                "reduction": self.reduction,
                 "direction": {
                     "method": self.method,
                     "sketch_size": 1024,

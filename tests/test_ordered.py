@@ -1,0 +1,582 @@
+"""The ordered reduction: its tree against recursion, its exchange against loops, and real trainings bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_silent
+from ds_silent.ordered import LocalTree, sum_rows
+from ds_silent.ordered_exchange import LongVector, OrderedExchange, covers, gather_runs, joined
+from ds_silent.ordered_norm import exponent_of, global_norm, norm_of, square_sums
+from tests.distributed import run_distributed
+from tests.test_oracle import check_events, check_integrity, check_record
+from tests.training import Case, Trace, train
+
+PAIRINGS = ("contiguous", "interleaved")
+
+
+# -- the tree -------------------------------------------------------------------------------------------------------
+
+
+def by_recursion(leaves: list[Tensor], pairing: str) -> Tensor:
+    """The tree over a power of two of leaves, from its root: halves of neighbours, or of every second one."""
+    if len(leaves) == 1:
+        return leaves[0].float()
+    half = len(leaves) // 2
+    parts = (leaves[:half], leaves[half:]) if pairing == "contiguous" else (leaves[0::2], leaves[1::2])
+    return by_recursion(parts[0], pairing) + by_recursion(parts[1], pairing)
+
+
+def split_sum(leaves: list[Tensor | None], ranks: int, pairing: str) -> Tensor:
+    """What N ranks make of the leaves."""
+    steps = len(leaves) // ranks
+    rows = []
+    for rank in range(ranks):
+        tree = LocalTree(steps, pairing)
+        for a in range(steps):
+            leaf = leaves[rank * steps + a if pairing == "contiguous" else a * ranks + rank]
+            tree.push([None if leaf is None else leaf.clone()])
+        [value] = tree.take()
+        rows.append(torch.zeros(40) if value is None else value)
+    return sum_rows(torch.stack(rows), pairing)
+
+
+def bits(values: Tensor) -> list[int]:
+    return values.contiguous().view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("absent", [(), (0,), (3, 4, 5), (1, 9), tuple(range(8)), tuple(range(16))])
+def test_every_split_has_the_bits_of_the_recursion(pairing: str, dtype: torch.dtype, absent: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(16, 40, generator=generator) * torch.logspace(-6, 6, 40)
+    values[:, :8] = -0.0
+    leaves: list[Tensor | None] = [None if n in absent else row.to(dtype) for n, row in enumerate(values)]
+    expected = bits(by_recursion([torch.zeros(40) if leaf is None else leaf for leaf in leaves], pairing))
+    assert [bits(split_sum(leaves, ranks, pairing)) == expected for ranks in (1, 2, 4, 8, 16)] == [True] * 5
+
+
+def test_the_pairings_are_two_trees_and_neither_is_a_plain_sum() -> None:
+    leaves = list(torch.randn(16, 40, generator=torch.Generator().manual_seed(5)))
+    sums = [by_recursion(leaves, pairing) for pairing in PAIRINGS]
+    chain = leaves[0].clone()
+    for leaf in leaves[1:]:
+        chain += leaf
+    assert len({tuple(bits(value)) for value in (*sums, chain)}) == 3
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7, 12])
+def test_other_numbers_of_ranks_are_one_tree_too(ranks: int) -> None:
+    rows = torch.randn(ranks, 40, generator=torch.Generator().manual_seed(ranks))
+
+    def neighbours(nodes: list[Tensor]) -> Tensor:
+        while len(nodes) > 1:
+            pairs = [nodes[k : k + 2] for k in range(0, len(nodes), 2)]
+            nodes = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+        return nodes[0]
+
+    def halves(nodes: list[Tensor]) -> Tensor:
+        while len(nodes) > 1:
+            half = math.ceil(len(nodes) / 2)
+            nodes = [nodes[k] + nodes[k + half] if k + half < len(nodes) else nodes[k] for k in range(half)]
+        return nodes[0]
+
+    assert bits(sum_rows(rows.clone(), "contiguous")) == bits(neighbours(list(rows)))
+    assert bits(sum_rows(rows.clone(), "interleaved")) == bits(halves(list(rows)))
+
+
+@pytest.mark.parametrize(("pairing", "most"), [("contiguous", 4), ("interleaved", 8)])
+def test_no_more_partial_sums_wait_than_stated(pairing: str, most: int) -> None:
+    tree, waiting = LocalTree(16, pairing), []
+    for _ in range(16):
+        tree.push([torch.ones(3)])
+        waiting.append(sum(map(len, tree._waiting)))
+    assert max(waiting) == most
+
+
+def test_a_tree_has_all_its_leaves_or_none() -> None:
+    tree = LocalTree(2, "contiguous")
+    tree.push([torch.ones(2), None])
+    with pytest.raises(ValueError, match="1 of its 2"):
+        tree.take()
+    tree.push([torch.ones(2), None])
+    with pytest.raises(ValueError, match="2 leaves already"):
+        tree.push([torch.ones(2), None])
+    first, second = tree.take()
+    assert first is not None
+    assert (first.tolist(), second) == ([2.0, 2.0], None)
+    with pytest.raises(ValueError, match="power of two"):
+        LocalTree(3, "contiguous")
+    tree.push([torch.ones(2), None])
+    [first, _] = tree.take_incomplete() or []
+    assert first is not None
+    assert first.tolist() == [1.0, 1.0]
+    assert tree.take_incomplete() is None
+
+
+# -- the norm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-20, 1.0, 1e20, 3e38])
+def test_the_norm_does_not_depend_on_the_cut(scale: float) -> None:
+    values = torch.rand(200_000, generator=torch.Generator().manual_seed(1)).mul_(scale)
+    exponent = exponent_of(float(values.max()))
+
+    def norm(sizes: list[int]) -> float:
+        words = [0] * 8
+        for piece in torch.split(values, sizes):
+            for number, total in enumerate(int(part) for part in square_sums([piece], exponent)):
+                for place in range(4):
+                    words[4 * number + place] += (total >> 16 * place) & 0xFFFF
+        return norm_of(words, exponent)
+
+    found = {norm(sizes) for sizes in ([200_000], [7, 199_993], [66_667, 66_667, 66_666], [1] * 5 + [199_995])}
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(float(values.double().norm()), rel=1e-6)
+
+
+def test_squares_are_added_exactly() -> None:
+    values = torch.tensor([1.0, -0.75, 3 * 2.0**-24, 2.0**-24])
+    high, low = (int(part) for part in square_sums([values], exponent_of(1.0)))
+    whole = [round(Fraction(float(x)) * 2 ** exponent_of(1.0)) for x in values]
+    assert (high << 24) + low == sum(x * x for x in whole)
+    assert norm_of([0] * 8, exponent_of(0.0)) == 0.0
+
+
+# -- the exchange ---------------------------------------------------------------------------------------------------
+
+
+def test_a_long_vector_is_read_and_written_across_its_tensors() -> None:
+    tensors = [torch.arange(5.0), None, torch.zeros(0), torch.arange(6, dtype=torch.bfloat16).view(2, 3)]
+    vector, whole = LongVector([0, 5, 8, 8], tensors), torch.tensor([0.0, 1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 3, 4, 5])
+    for begin, end in itertools.combinations(range(15), 2):
+        out = torch.full((end - begin,), -1.0)
+        vector.read(begin, end, out)
+        assert out.tolist() == whole[begin:end].tolist(), (begin, end)
+    vector.write(3, torch.arange(10.0, 20.0))
+    assert [None if t is None else t.flatten().tolist() for t in tensors] == [
+        [0.0, 1.0, 2.0, 10.0, 11.0],
+        None,
+        [],
+        [15.0, 16.0, 17.0, 18.0, 19.0, 5.0],
+    ]
+
+
+def test_shares_must_cover_everything_once() -> None:
+    assert joined([(0, 3), (3, 2), (7, 1), (8, 0)]) == [(0, 5), (7, 1)]
+    assert covers([[(5, 2)], [(0, 5)], []], 7)
+    assert not covers([[(5, 2)], [(0, 4)]], 7)
+    assert not covers([[(5, 2)], [(0, 6)]], 7)
+
+
+def exchange_everywhere(pairing: str) -> list[str]:
+    """Uneven shares in odd orders, one rank with next to nothing, many rounds or one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    sizes = [70_001, 3, 120_000, 1]
+    rows = [[torch.randn(size, generator=generator) for size in sizes] for _ in range(ranks)]
+    offsets = [0, 70_001, 70_004, 190_004]
+    own = [[(100_000, 90_005), (0, 10)], [(10, 99_980)], [(99_990, 10)]][rank]
+    group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
+    runs = gather_runs(own, group, device)
+    assert runs[rank] == own
+    whole = torch.stack([torch.cat(row) for row in rows])
+    expected = sum_rows(whole.clone(), pairing) / ranks
+    found = []
+    for memory, gathered in ((1, torch.float32), (64, torch.float32), (64, torch.bfloat16), (1, None)):
+        exchange = OrderedExchange(runs, group, device, memory, pairing, gathered, gram=True)
+        assert exchange.nbytes <= memory * 2**20 * 7 / 6
+        results = [torch.full((size,), -1.0) for size in sizes]
+        gram = exchange.mean(LongVector(offsets, list(rows[rank])), LongVector(offsets, list(results)), gram=True)
+        assert gram is not None
+        dist.all_reduce(gram)
+        torch.testing.assert_close(gram.double(), whole.double() @ whole.double().T, rtol=1e-5, atol=0.05)
+        result = torch.cat(results)
+        if gathered is None:
+            mine = torch.cat([torch.arange(begin, begin + numel) for begin, numel in own])
+            others = torch.ones(len(result), dtype=torch.bool).index_fill_(0, mine, False)
+            assert torch.equal(result[mine], expected[mine])
+            assert bool((result[others] == -1.0).all())
+        else:
+            assert torch.equal(result, expected.to(gathered).float())
+            found.append(hashlib.sha256(result.numpy().tobytes()).hexdigest())
+    norm = global_norm([part for begin, n in own for part in (whole[0][begin : begin + n],)], group, device)
+    assert norm == pytest.approx(float(whole[0].double().norm()), rel=1e-6)
+    bad = torch.tensor([math.nan if rank == 1 else 1.0])
+    assert global_norm([bad], group, device) is None
+    return found
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_pieces_and_memory_do_not_change_bits(pairing: str) -> None:
+    results = run_distributed(exchange_everywhere, 3, (pairing,))
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == results[0][1] != results[0][2]
+
+
+# -- real trainings -------------------------------------------------------------------------------------------------
+
+ROWS, LENGTH, VOCABULARY = 4, 11, 37
+
+
+class Model(nn.Module):
+    """Odd sizes, so that partitions end anywhere; ``skip`` leaves a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 19)
+        self.sometimes = nn.Linear(19, 19)
+        self.inner, self.outer = nn.Linear(19, 33), nn.Linear(33, VOCABULARY)
+
+    def forward(self, tokens: Tensor, skip: bool) -> Tensor:
+        hidden = self.embedding(tokens)
+        if not skip:
+            hidden = hidden + self.sometimes(hidden)
+        logits = self.outer(torch.tanh(self.inner(hidden))).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+Cell = tuple[str, int, str, float, str]
+"""(pairing, ZeRO stage, dtype, gradient clipping, reduction)."""
+
+
+def config_of(cell: Cell, steps: int, bucket: int, directory: str, **block: Any) -> dict[str, Any]:
+    pairing, stage, dtype, clipping, reduction = cell
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": steps,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket},
+        "bf16": {"enabled": dtype == "bf16"},
+        "gradient_clipping": clipping,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "silent_consistency": {
+            "output_dir": directory,
+            "tensorboard": False,
+            "preflight": False,
+            "reduction": reduction,
+            "ordered": {"micro_batches": pairing, "memory_mb": 1},
+            **block,
+        },
+    }
+
+
+def engine_of(cell: Cell, steps: int, bucket: int, directory: str, **block: Any) -> Any:
+    torch.manual_seed(0)
+    model = Model()
+    config = config_of(cell, steps, bucket, directory, **block)
+    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def micro_step(engine: Any, cell: Cell, step: int, a: int, steps: int) -> None:
+    """The micro-batch with the number that this rank's a-th has in the global batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    number = rank * steps + a if cell[0] == "contiguous" else a * ranks + rank
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1000 * step + number))
+    # DeepSpeed's own reduction of stage 1 sends buckets of different sizes where ranks skip a layer, and hangs
+    skip = cell[4] == "ordered" and (number % 3 == 1 or step == 2)
+    engine.backward(engine(tokens, skip))
+    engine.step()
+
+
+def hash_of(engine: Any) -> str:
+    """Weights; and in stage 0, where every rank holds them, the optimizer's state."""
+    digest = hashlib.sha256()
+    tensors = list(engine.module.parameters())
+    if engine.zero_optimization_stage() == 0:
+        states = engine.basic_optimizer.state.values()
+        tensors += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train_cells(cells: tuple[Cell, ...], micro_batches: int, length: int, directory: str) -> list[Any]:
+    """Of each cell, on every rank: the hash at the end, the events, and the largest error as a share of its bound."""
+    steps = micro_batches // dist.get_world_size()
+    outcome = []
+    for number, cell in enumerate(cells):
+        folder = Path(directory, f"{steps}-{number}")
+        engine = engine_of(cell, steps, 500 * (steps + 1), str(folder))
+        for step in range(length):
+            for a in range(steps):
+                micro_step(engine, cell, step, a, steps)
+        observer = ds_silent.observer_of(engine)
+        assert observer is not None
+        observer.close()
+        kinds, worst = [], 0.0
+        if dist.get_rank() == 0:
+            from ds_silent.sinks.jsonl import read_events, read_metrics
+
+            kinds = [event["kind"] for event in read_events(folder / "events.jsonl")]
+            for record in read_metrics(folder / "metrics.jsonl"):
+                found = record["integrity"]
+                worst = max(worst, found["relative_error"] / found["rounding_bound"])
+        outcome.append((hash_of(engine), kinds, worst))
+        engine.destroy()
+    return outcome
+
+
+def check_splits(
+    cells: tuple[Cell, ...], worlds: tuple[int, ...], micro_batches: int, length: int, folder: str
+) -> None:
+    hashes: list[set[str]] = [set() for _ in cells]
+    for ranks in worlds:
+        results = run_distributed(train_cells, ranks, (cells, micro_batches, length, folder), timeout=1500)
+        for number, cell in enumerate(cells):
+            assert len({of_rank[number][0] for of_rank in results}) == 1, cell  # the replicas agree
+            found, kinds, worst = results[0][number]
+            hashes[number].add(found)
+            assert set(kinds) <= {"zero-gradient"}, (cell, kinds)  # layers that were skipped
+            assert 0.0 <= worst < 1.0, cell
+    for cell, found in zip(cells, hashes, strict=True):
+        if cell[4] == "ordered":
+            assert len(found) == 1, cell
+        else:
+            assert len(found) > 1, cell  # else this test could not fail
+
+
+QUICK: tuple[Cell, ...] = (
+    ("contiguous", 0, "fp32", 0.05, "ordered"),
+    ("interleaved", 0, "bf16", 0.05, "ordered"),
+    ("contiguous", 1, "bf16", 0.05, "ordered"),
+    ("interleaved", 1, "fp32", 0.05, "ordered"),
+    ("contiguous", 0, "fp32", 0.0, "native"),
+)
+
+
+def test_weights_do_not_depend_on_the_split(tmp_path: Path) -> None:
+    check_splits(QUICK, (1, 2, 4), 4, 4, str(tmp_path))
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3000)
+def test_the_whole_matrix(tmp_path: Path) -> None:
+    cells = tuple(itertools.product(PAIRINGS, (0, 1), ("fp32", "bf16"), (0.0, 0.05), ("ordered",)))
+    native = tuple(("contiguous", stage, dtype, 0.05, "native") for stage in (0, 1) for dtype in ("fp32", "bf16"))
+    check_splits((*cells, *native), (1, 2, 4, 8), 8, 20, str(tmp_path))
+
+
+# -- DeepSpeed's side -----------------------------------------------------------------------------------------------
+
+
+def averaged_gradients(cell: Cell, contiguous: bool, directory: str) -> None:
+    """What the optimizer is about to use, bit by bit against the recursion over all leaves."""
+    steps, ranks = 4, dist.get_world_size()
+    engine = engine_of(cell, steps, 700, directory)
+    engine.optimizer.contiguous_gradients = contiguous
+    leaves: list[dict[str, Tensor]] = []
+    for name, parameter in engine.module.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: leaves[-1].__setitem__(name, gradient.clone()))
+    for step in range(3):
+        leaves.clear()
+        for a in range(steps):
+            leaves.append({})
+            if a == steps - 1:
+                original = engine._take_model_step
+                seen: dict[str, Tensor] = {}
+
+                def look(*args: Any, seen: Any = seen, original: Any = original, **kwargs: Any) -> Any:
+                    for name, parameter in engine.module.named_parameters():
+                        stage_0 = engine.zero_optimization_stage() == 0
+                        full = parameter.grad if stage_0 else deepspeed.utils.safe_get_full_grad(parameter)
+                        seen[name] = full.clone()
+                    return original(*args, **kwargs)
+
+                engine._take_model_step = look
+            micro_step(engine, cell, step, a, steps)
+        engine._take_model_step = original
+        everybody: list[Any] = [None] * ranks
+        dist.all_gather_object(everybody, leaves)
+        ordered = [everybody[r][a] for r in range(ranks) for a in range(steps)]
+        if cell[0] == "interleaved":
+            ordered = [everybody[r][a] for a in range(steps) for r in range(ranks)]
+        for name, parameter in engine.module.named_parameters():
+            zeros = torch.zeros(parameter.shape)
+            mean = by_recursion([leaf.get(name, zeros) for leaf in ordered], cell[0]) / ranks
+            assert torch.equal(seen[name].float(), mean.to(parameter.dtype).float()), (cell, step, name)
+    engine.destroy()
+
+
+def check_averaged(directory: str) -> None:
+    for number, cell in enumerate(QUICK[:4]):
+        averaged_gradients(cell, True, f"{directory}/{number}")
+    averaged_gradients(QUICK[3], False, f"{directory}/not-contiguous")
+
+
+def test_the_optimizer_gets_the_ordered_mean(tmp_path: Path) -> None:
+    run_distributed(check_averaged, 2, (str(tmp_path),))
+
+
+ORACLE = (
+    Case(reduction="ordered", accumulation=2, method="exact"),
+    Case(reduction="ordered", stage=1, accumulation=4, exact_interval=2, checkpointing="reentrant"),
+    Case(reduction="ordered", stage=1, dtype="bf16", accumulation=2, torch_style=True, unused="micro"),
+    Case(reduction="ordered", dtype="bf16", checkpointing="non-reentrant", unused="rank", clipping=1.0),
+    Case(reduction="ordered", stage=1, torch_style=True, unused="rank", interval=3),
+)
+
+
+def train_with_oracle(directory: str) -> list[Trace]:
+    return [train(case, Path(directory, str(n)), 10, enabled=True, oracle=True) for n, case in enumerate(ORACLE)]
+
+
+def test_records_match_the_oracle(tmp_path: Path) -> None:
+    results = run_distributed(train_with_oracle, 2, (str(tmp_path),), timeout=200)
+    for number, case in enumerate(ORACLE):
+        trace = results[0][number]
+        assert len({of_rank[number].weights for of_rank in results}) == 1, case
+        assert [record["step"] for record in trace.records] == [n for n in range(1, 11) if n % case.interval == 0]
+        for record in trace.records:
+            check_record(case, record, trace.oracle[record["step"] - 1])
+            check_integrity(case, record, 2)
+        check_events(case, trace)
+
+
+# -- what happens around it -----------------------------------------------------------------------------------------
+
+
+def train_and_break(directory: str) -> list[str]:
+    """Trainings that must end alike: watched, broken, retried; and one whose observer is closed, which must differ."""
+    cells = {stage: ("contiguous", stage, "fp32", 0.05, "ordered") for stage in (0, 1)}
+    hashes, steps = [], 4
+    for stage, way in itertools.product((0, 1), ("plain", "broken", "retried", "closed")):
+        block = {"respond": {"on_aggregation_error": "retry"}} if way == "retried" else {}
+        engine = engine_of(cells[stage], steps, 900, f"{directory}/{stage}-{way}", **block)
+        untouched = set(vars(engine.module))
+        observer = ds_silent.observer_of(engine)
+        assert observer is not None
+        capture = observer._capture
+        if way == "retried":
+            engine._take_model_step = retry_of(engine, capture)
+        for step in range(6):
+            if way == "broken" and step == 2 and dist.get_rank() == 1:
+                capture._local.observe_silent = None
+            if way == "closed" and step == 3:
+                micro_step(engine, cells[stage], step, 0, steps)
+                assert {p.grad is None for p in engine.module.parameters()} == {True}
+                observer.close()
+                assert False in {p.grad is None for p in engine.module.parameters()}
+            for a in range(way == "closed" and step == 3, steps):
+                micro_step(engine, cells[stage], step, a, steps)
+        if way == "broken":
+            assert not observer._observing
+            assert "allreduce_gradients" in vars(engine)
+            observer.close()
+        if way in ("broken", "closed"):
+            wrapped = {"allreduce_gradients", "_take_model_step", "no_sync", "clip_fp32_gradients", "destroy"}
+            assert not wrapped & set(vars(engine))
+            assert not {"average_tensor", "scaled_global_norm"} & set(vars(engine.optimizer))
+            assert set(vars(engine.module)) == untouched
+        hashes.append(hash_of(engine))
+        engine.destroy()
+    return hashes
+
+
+def retry_of(engine: Any, capture: Any) -> Any:
+    """Before the optimizer step, spoil what was reduced and repeat the reduction."""
+    original = engine._take_model_step
+
+    def retry(*args: Any, **kwargs: Any) -> Any:
+        for _, _, part in capture._aggregated():
+            part.fill_(7.0)
+        assert capture._ordered.local_bytes > 0
+        capture._ordered.reduce()
+        return original(*args, **kwargs)
+
+    return retry
+
+
+def test_the_arithmetic_outlives_the_observer_and_a_retry_repeats_it(tmp_path: Path) -> None:
+    results = run_distributed(train_and_break, 2, (str(tmp_path),))
+    assert results[0] == results[1]
+    for plain, broken, retried, closed in (results[0][:4], results[0][4:]):
+        assert plain == broken == retried
+        assert closed != plain
+
+
+def refuse_while_training(directory: str) -> list[str]:
+    sentences = []
+    engine = engine_of(QUICK[0], 2, 900, f"{directory}/no-sync")
+    with pytest.raises(ds_silent.config.ConfigError) as refused, engine.no_sync():
+        pass
+    sentences.append(str(refused.value))
+    engine = engine_of(QUICK[0], 2, 900, f"{directory}/boundary")
+    engine.set_gradient_accumulation_boundary(True)
+    with pytest.raises(ds_silent.config.ConfigError) as refused:
+        micro_step(engine, QUICK[0], 0, 0, 2)
+    sentences.append(str(refused.value))
+    config = config_of(QUICK[0], 3, 900, f"{directory}/three")
+    del config["gradient_accumulation_steps"]
+    config["train_batch_size"] = 3 * ROWS * dist.get_world_size()
+    model = Model()
+    with pytest.raises(ds_silent.config.ConfigError) as refused:
+        ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    sentences.append(str(refused.value))
+    return sentences
+
+
+def test_what_cannot_work_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_distributed(refuse_while_training, 2, (str(tmp_path),))
+    assert first == second
+    no_sync, boundary, three = first
+    assert "no_sync()" in no_sync
+    assert "gradient_accumulation_steps" in no_sync
+    assert "per step, 2, got 1;" in boundary
+    assert "gradient_accumulation_steps 3" in three
+    assert "such as 2 or 4" in three
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "ZeRO stage 2"),
+        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
+        ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "overlap_comm true"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients true"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, 'grad_accum_dtype "fp32"'),
+        ({"fp16": {"enabled": True}}, "fp16.enabled true"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled true"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation false"),
+        ({"gradient_accumulation_steps": 6}, "gradient_accumulation_steps 6"),
+    ],
+)
+def test_refusals_name_what_and_the_remedy(change: dict[str, Any], named: str) -> None:
+    from ds_silent.capture.deepspeed import refuse_unsupported_config
+    from ds_silent.config import ConfigError, parse
+
+    config = {"silent_consistency": {"reduction": "ordered"}, **change}
+    with pytest.raises(ConfigError) as refused:
+        refuse_unsupported_config(config, parse(config))
+    sentence = str(refused.value)
+    assert (
+        sentence.startswith(f'silent_consistency.reduction "ordered" does not work with {named}') or named in sentence
+    )
+    assert ", because " in sentence
+    assert sentence.endswith(', or "native"')
+    native = {**config, "silent_consistency": {}}
+    refuse_unsupported_config(native, parse(native))
+
+
+def test_what_can_work_is_not_refused() -> None:
+    from ds_silent.capture.deepspeed import refuse_unsupported_config
+    from ds_silent.config import parse
+
+    for zero in ({"stage": 0, "overlap_comm": True}, {"stage": 1, "offload_optimizer": {"device": "none"}}):
+        config = {"zero_optimization": zero, "silent_consistency": {"reduction": "ordered"}}
+        refuse_unsupported_config(config, parse(config))
