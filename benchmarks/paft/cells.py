@@ -10,13 +10,13 @@ from .training import Training
 STEPS = 199  # one less than a multiple of 5, 10 and 50: every H ends just before an averaging
 EVERY = 25  # steps between two bursts or sparse faults: seven in a training
 VARIANCES = {"sgd": (1e-4, 1e-3, 1e-2, 1e-1), "adam": (1e-3, 1e-2)}
-FEW_VARIANCES = (1e-3, 1e-2)  # for what cannot repair a noise that is always there; one repetition costs as much again
-LANGUAGE_VARIANCES = (1e-4, 1e-3)
+FEW_VARIANCES = (1e-3,)  # for what cannot repair a noise that is always there; one repetition costs as much again
+LANGUAGE_VARIANCES = (1e-3,)
 RATES = {("digits", "sgd"): 0.02, ("digits", "adam"): 0.003, ("language", "sgd"): 0.05}
 DIVERGENCE_RATE, DIVERGENCE_VARIANCE = 0.02, 1e-3
 PAFT = ("none", "sync-5", "sync-10", "sync-50", "dynamic")
-METHODS_OF = {"sgd": (*PAFT, "retry", "majority"), "adam": ("none", "sync-5", "sync-50", "dynamic")}
-LANGUAGE_METHODS = ("none", "sync-5", "sync-50", "dynamic")
+METHODS_OF = {"sgd": (*PAFT, "retry", "majority"), "adam": ("none", "sync-5", "dynamic")}
+LANGUAGE_METHODS = ("none", "sync-5", "dynamic")
 SPARSE_METHODS = ("none", "sync-5", "dynamic", "retry", "majority")
 SPARSE: dict[str, Sparse] = {
     "N(0, 1e-4) always, N(0, 0.1) on all ranks": Sparse("noise", EVERY, 0.1, all_ranks=True, background=1e-4),

@@ -41,7 +41,13 @@ METHODS = {
     "none": Method(None),
     **{f"sync-{n}": Method(_resync(mode="periodic", interval=n), n) for n in (5, 10, 50)},
     "dynamic": Method(_resync(mode="dynamic", interval=50)),
-    "retry": Method({"respond": {"on_aggregation_error": "retry"}, "integrity": {"replica_interval": 0}}),
+    "retry": Method(
+        {
+            "direction": {"sketch_size": 1024},  # the default has nearly as many numbers as the digits' gradient
+            "respond": {"on_aggregation_error": "retry"},
+            "integrity": {"replica_interval": 0},
+        }
+    ),
     "majority": Method(
         {
             "direction": {"method": "off"},
