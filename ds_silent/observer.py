@@ -9,7 +9,6 @@ ranks read that and stop observing together.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -20,24 +19,22 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.audit import Audit, Told
+from ds_silent.audit import Audit
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.detectors import Evidence, Judge, log_steps
-from ds_silent.detectors.repairs import repair_event
+from ds_silent.detectors import Judge, log_steps
 from ds_silent.exchange import Gathered, LocalSample, gather_on_host, make_exchange
-from ds_silent.measure import Context, measure
+from ds_silent.measure import Context
 from ds_silent.plan import REMEMBERED, layout_of, replicas_of
-from ds_silent.records import Event, Repair, Seconds, Severity, StepRecord
+from ds_silent.records import Event, Seconds, StepRecord
 from ds_silent.replicas import Drift
 from ds_silent.respond import Responder
 from ds_silent.sinks import Sink
-from ds_silent.testimony import RowTracker, testimony
+from ds_silent.writer import Writer
 
 logger = logging.getLogger("ds_silent")
 STOPPED = 3
 """Exit status of a training that ``detectors.stop_on`` ended."""
-_ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
 class Observer:
@@ -45,30 +42,28 @@ class Observer:
 
     Attributes:
         samples_per_epoch: rows of one epoch over all ranks, for ``epoch`` in the records; None when not known.
-        last_record: the newest record, on the rank that writes.
         output_dir: where that rank writes.
     """
 
     def __init__(self, capture: Capture, config: SilentConsistencyConfig, sink: Sink | None):
         self.samples_per_epoch: int | None = None
-        self.last_record: StepRecord | None = None
         self.output_dir = config.output_dir
-        self._capture, self._config, self._sink = capture, config, sink  # sink: on the writing rank only
-        self._layout = layout_of(config, dist.get_world_size(capture.group), capture)
+        self._capture, self._config = capture, config
+        ranks = dist.get_world_size(capture.group)
+        self._layout = layout_of(config, ranks, capture)
         self._exchange = make_exchange(self._layout, capture.group, capture.device)
-        self._judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
         log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
         self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names)
         self._replicas = replicas_of(config, capture)
         self._responder = Responder(capture, self._exchange, self._audit, config)
+        self._writer: Writer | None = None  # on the writing rank only
+        if sink is not None:
+            judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
+            self._writer = Writer(sink, judge, self._audit, self._layout, ranks, config.detectors.stop_on)
         self._replica_due = False
         self._weights_due: str | None = None  # checksum in the checkpoint that was loaded
-        self._last_event: Event | None = None  # that ends the training
-        self._tracker = RowTracker()
-        self._listeners: list[Callable[[Event], None]] = []
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
         self._owed: list[Gathered] = []  # published early: what they ask of all ranks is due at the next step
-        self._unjudged: tuple[StepRecord, Evidence] | None = None  # waits for the tensors that differ
         self._observing, self._closed = True, False
         self._step_ended: float | None = None
         self._observe_seconds = 0.0
@@ -87,11 +82,10 @@ class Observer:
 
     def before_step(self) -> None:
         """The gradients are aggregated, the optimizer has not run: publish the last sample, send this one."""
-        started = time.perf_counter()
+        started, step = time.perf_counter(), self._capture.step
         try:
             self._catch_up()
             self._publish(self._exchange.collect(), together=True)
-            step = self._capture.step
             if self._weights_due is not None:
                 self._verify_weights(step)
             if self.measures(step):
@@ -107,7 +101,7 @@ class Observer:
     def after_step(self) -> None:
         """The optimizer has run and the engine's counters have advanced."""
         now, step = time.perf_counter(), self._capture.step - 1
-        if self._sink is not None and self.measures(step):
+        if self._writer is not None and self.measures(step):
             duration = None if self._step_ended is None else now - self._step_ended
             self._contexts[step] = self._context(Seconds(duration, self._observe_seconds))
         self._capture.end_step()
@@ -135,7 +129,7 @@ class Observer:
         if self._replicas is not None and not self._responder.compares_replicas:
             replica = self._capture_replica(step)
         sample = self._capture.sample(exact=self.measures_exactly(step), replica=replica)
-        if self._last_event is not None:
+        if self._writer is not None and self._writer.ends is not None:
             sample.scalars["stop"] = 1.0
         if self._audit.wants_micro_batches:  # on the writing rank
             sample.scalars["diagnose"] = 1.0
@@ -168,7 +162,7 @@ class Observer:
     def _verify_weights(self, step: int) -> None:
         """Once after a resume, on the writing rank; the comparison of the replicas speaks for the others."""
         due, self._weights_due = self._weights_due, None
-        if self._replicas is None or self._sink is None:
+        if self._replicas is None or self._writer is None:
             return
         found = self._replicas.weights()
         if found != due:
@@ -182,14 +176,8 @@ class Observer:
         while self._owed:
             gathered = self._owed.pop(0)
             drift = self._agree(gathered)
-            if self._unjudged is not None:
-                record, evidence = self._unjudged
-                assert evidence.integrity is not None
-                self._unjudged = None
-                self._judged(
-                    record,
-                    dataclasses.replace(evidence, integrity=dataclasses.replace(evidence.integrity, drift=drift)),
-                )
+            if self._writer is not None:
+                self._writer.settle(drift)
             self._stop_if_asked(gathered)
 
     def _publish(self, gathered: Gathered | None, together: bool) -> None:
@@ -210,9 +198,10 @@ class Observer:
         if not together:
             self._owed.append(gathered)
         told = self._responder.take(gathered.step)
-        if self._sink is not None:
+        if self._writer is not None:
             try:
-                self._record(gathered, self._contexts.pop(gathered.step), drift, told, wait=not together)
+                wait = not together and self._differ(gathered)
+                self._writer.sample(gathered, self._contexts.pop(gathered.step), drift, told, wait)
             except Exception as error:  # this rank's own bug: its next sample says so, and all switch off together
                 self._capture.fail(error)
         if together:
@@ -235,40 +224,10 @@ class Observer:
         if bool((gathered.scalars["stop"] > 0).any()):
             self._end_training()
 
-    def _record(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
-        """``wait``: where replicas differ, judge when the tensors are known."""
-        record = measure(gathered, self._layout, context)
-        coverage, evidence = testimony(gathered, self._tracker, context)
-        stats, seen = self._audit.step(gathered, drift, told)
-        evidence = dataclasses.replace(evidence, integrity=seen)
-        self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
-        assert self._sink is not None
-        self._sink.write(self.last_record)
-        if wait and self._differ(gathered):
-            self._unjudged = self.last_record, evidence
-        else:
-            self._judged(self.last_record, evidence)
-        self._report_repairs(told.repairs)
-
-    def _report_repairs(self, repairs: tuple[Repair, ...]) -> None:
-        for repair in repairs:
-            self.report(repair_event(repair, dist.get_world_size(self._capture.group)))
-
-    def _judged(self, record: StepRecord, evidence: Evidence) -> None:
-        for event in self._judge.step(record, evidence) if self._judge is not None else []:
-            self.report(event)
-
     def report(self, event: Event) -> None:
         """Write an event and tell the callbacks; on the writing rank."""
-        if self._sink is not None:
-            if event.severity in _ENDS[self._config.detectors.stop_on]:
-                self._last_event = event
-            self._sink.write_event(event)
-            for listener in self._listeners:
-                try:
-                    listener(event)
-                except Exception as error:  # somebody else's code: it must not end the observation
-                    logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
+        if self._writer is not None:
+            self._writer.report(event)
 
     def _context(self, seconds: Seconds) -> Context:
         samples = self._capture.samples
@@ -301,16 +260,16 @@ class Observer:
 
     def on_event(self, function: Callable[[Event], None]) -> None:
         """Call ``function(event)`` for every event from now on, on the writing rank, between two optimizer steps."""
-        self._listeners.append(function)
+        if self._writer is not None:
+            self._writer.on_event(function)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, whose
         ``client_state`` is the one that DeepSpeed keeps. Steps and samples are in the engine's own counters."""
         self._drain()
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
-        if self._sink is not None:
-            state["rows"] = self._tracker.state_dict(self._capture.rows_waiting)
-            state["judge"] = None if self._judge is None else self._judge.state_dict()
+        if self._writer is not None:
+            state |= self._writer.state_dict(self._capture.rows_waiting)
             state["weights"] = None if self._replicas is None else self._replicas.weights()
         return state
 
@@ -318,13 +277,13 @@ class Observer:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
         self.samples_per_epoch = state.get("samples_per_epoch") or None
         self._weights_due, self._replica_due = state.get("weights"), True
-        try:
-            if "rows" in state:
-                self._tracker.load_state_dict(state["rows"])
-            if self._judge is not None and state.get("judge") is not None:
-                self._judge.load_state_dict(state["judge"])
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", error)
+        if self._writer is not None:
+            self._writer.load_state_dict(state)
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The newest record, on the rank that writes."""
+        return None if self._writer is None else self._writer.last_record
 
     @property
     def closed(self) -> bool:
@@ -334,21 +293,20 @@ class Observer:
     def flush(self) -> None:
         """Publish what is under way and put it on disk. No collective; every rank may call it at the same step."""
         self._drain()
-        if self._sink is not None:
-            self._sink.flush()
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         """Publish what is under way, close the sinks and leave the engine as it was. No collective."""
         if not self._closed:
             self._closed = True
             self._drain()
-            self._report_repairs(self._responder.take(self._capture.step).repairs)
-            if self._unjudged is not None:  # nobody comes together any more to find the tensors
-                self._judged(*self._unjudged)
-                self._unjudged = None
+            if self._writer is not None:
+                self._writer.settle(None)  # nobody comes together any more to find the tensors
+                self._writer.repairs(self._responder.take(self._capture.step).repairs)
             self._stop()
-            if self._sink is not None:
-                self._sink.close()
+            if self._writer is not None:
+                self._writer.close()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -359,7 +317,7 @@ class Observer:
 
     def _end_training(self) -> None:
         """Every rank gets here at the same step, because every rank read the same word."""
-        event = self._last_event
+        event = None if self._writer is None else self._writer.ends
         self.close()
         if event is not None:
             stop_on = self._config.detectors.stop_on
@@ -375,14 +333,14 @@ class Observer:
 
     def _end_suspect(self, step: int, why: str) -> None:
         """Every rank gets here at the same step, by the same word or the same comparison."""
-        if self._sink is not None and self.measures(step):
+        if self._writer is not None and self.measures(step):
             self._contexts.setdefault(step, self._context(Seconds()))
         self._publish(self._exchange.collect(), together=True)
         directory, tag = Path(self.output_dir, "suspect"), f"suspect_step{step}"
         self._responder.stop = None
         saved = self._save_suspect(directory, tag, why)
         self.close()
-        if self._sink is not None:
+        if self._writer is not None:
             logger.error(
                 "ds_silent: the training ends here, at step %d, because of silent_consistency.%s; events.jsonl in %s "
                 "says what was wrong%s",
@@ -397,7 +355,7 @@ class Observer:
         """A checkpoint beside the user's own, which stay as they are. A collective."""
         try:
             self._capture.save_checkpoint(str(directory), tag, {"ds_silent_suspect": why})
-            if self._sink is not None:
+            if self._writer is not None:
                 (directory / tag / "SUSPECT").write_text(f"{why}; see ../../events.jsonl\n", encoding="utf-8")
             return True
         except Exception as error:  # the training ends in any case
@@ -414,7 +372,7 @@ class Observer:
     def _switch_off(self, step: int, ranks: tuple[int, ...]) -> None:
         """Every rank gets here at the same step, because every rank read the same status words."""
         self._stop()
-        if self._sink is not None:
+        if self._writer is not None:
             message = f"ds_silent broke on rank {', '.join(map(str, ranks))} at step {step} and stopped observing."
             remedy = "The training is not affected; please report the warning that the rank printed."
             self.report(Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy))
