@@ -195,9 +195,13 @@ def plan_lines(
         host, device = (_size(_working_memory(direction.sketch_size, world_size, kind)) for kind in ("cpu", "meta"))
         yield f"  keeps       {host} per rank where gradients are on the CPU, {device} where on an accelerator"
         if direction.method == "exact" or direction.exact_interval:
-            yield f"  exact       {_exact(config, ds_config, world_size, parameters)}"
+            free = "from the pieces that the ordered reduction exchanges; nothing more is sent"
+            found = free if config.reduction == "ordered" else _exact(config, ds_config, world_size, parameters)
+            yield f"  exact       {found}"
         if direction.per_layer:
             yield "  per layer   one more sketch of each layer is sent; its size grows with the number of layers"
+    if config.reduction == "ordered":
+        yield from _ordered_lines(config, ds_config, parameters)
     yield from _integrity_lines(config, world_size)
     if config.coverage:
         yield "  coverage    duplicates in a step, share of the epoch seen; row ids travel too, 12 B each"
@@ -210,7 +214,10 @@ def plan_lines(
     board = ", TensorBoard files in tensorboard/" if config.tensorboard else ""
     yield f"  writes      metrics.jsonl and events.jsonl{board} in {config.output_dir!a}, on rank 0"
     ends = " until it is stopped" if config.detectors.enabled and config.detectors.stop_on != "never" else ""
-    yield f"  changes     nothing: the weights are bit for bit those of a training without it{ends}"
+    if config.reduction == "ordered":
+        yield "  changes     the reduction's last bits, at every step: fp32, and an order of its own"
+    else:
+        yield f"  changes     nothing: the weights are bit for bit those of a training without it{ends}"
 
 
 def _integrity_lines(config: Any, world_size: int) -> Iterator[str]:
@@ -232,6 +239,19 @@ def _integrity_lines(config: Any, world_size: int) -> Iterator[str]:
     if config.integrity.replica_interval:
         steps = config.integrity.replica_interval
         yield f"  replicas    bits compared every {steps} optimizer steps and after checkpoints; not under ZeRO stage 3"
+
+
+def _ordered_lines(config: Any, ds_config: Mapping[str, Any], parameters: int | None) -> Iterator[str]:
+    """What the ordered reduction keeps and sends; see ``ds_silent.ordered``."""
+    steps = ds_config.get("gradient_accumulation_steps", 1)
+    steps = steps if isinstance(steps, int) else 1
+    pairing = config.ordered.micro_batches
+    waiting = steps.bit_length() - 1 if pairing == "contiguous" else steps // 2
+    size = "4 bytes per parameter" if parameters is None else _size(4 * parameters)
+    until = " until the optimizer has run, beside their mean" * (config.respond.on_aggregation_error == "retry")
+    yield f"  ordered     same bits however the step's micro-batches, {pairing}, are spread over ranks and accumulation"
+    yield f"              keeps up to {1 + waiting} fp32 gradients of {size} where DeepSpeed accumulates one{until}"
+    yield f"              exchanges pieces within {config.ordered.memory_mb} MiB, instead of DeepSpeed's reduction"
 
 
 def _direction(direction: Any) -> str:

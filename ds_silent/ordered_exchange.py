@@ -22,6 +22,9 @@ from ds_silent.exact import add_inner_products
 from ds_silent.ordered import sum_rows
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+CPU_MEMORY_MB = 8
+"""On the CPU rounds are no larger than this: what stays in the cache is exchanged in half the time of 64 MiB."""
+
 Run = tuple[int, int]
 """(first element, elements) of the long vector."""
 
@@ -87,6 +90,8 @@ class OrderedExchange:
         self._rank = dist.get_rank(group)
         longest = max(sum(numel for _, numel in own) for own in runs)
         buffers = 2 + gram
+        if device.type == "cpu":
+            memory_mb = min(memory_mb, CPU_MEMORY_MB)
         piece = max(1, min(memory_mb * (1 << 20) // (4 * ranks * buffers), longest))
         self._rounds = [[_cut(own, begin, begin + piece) for own in runs] for begin in range(0, longest, piece)]
         self._send = torch.zeros(ranks, piece, device=device)

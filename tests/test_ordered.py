@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.ordered import LocalTree, sum_rows
-from ds_silent.ordered_exchange import LongVector, OrderedExchange, covers, gather_runs, joined
+from ds_silent.ordered_exchange import CPU_MEMORY_MB, LongVector, OrderedExchange, covers, gather_runs, joined
 from ds_silent.ordered_norm import exponent_of, global_norm, norm_of, square_sums
 from tests.distributed import run_distributed
 from tests.test_oracle import check_events, check_integrity, check_record
@@ -197,7 +197,7 @@ def exchange_everywhere(pairing: str) -> list[str]:
     found = []
     for memory, gathered in ((1, torch.float32), (64, torch.float32), (64, torch.bfloat16), (1, None)):
         exchange = OrderedExchange(runs, group, device, memory, pairing, gathered, gram=True)
-        assert exchange.nbytes <= memory * 2**20 * 7 / 6
+        assert exchange.nbytes <= min(memory, CPU_MEMORY_MB) * 2**20 * 7 / 6
         results = [torch.full((size,), -1.0) for size in sizes]
         gram = exchange.mean(LongVector(offsets, list(rows[rank])), LongVector(offsets, list(results)), gram=True)
         assert gram is not None
@@ -580,3 +580,24 @@ def test_what_can_work_is_not_refused() -> None:
     for zero in ({"stage": 0, "overlap_comm": True}, {"stage": 1, "offload_optimizer": {"device": "none"}}):
         config = {"zero_optimization": zero, "silent_consistency": {"reduction": "ordered"}}
         refuse_unsupported_config(config, parse(config))
+
+
+@pytest.mark.parametrize(
+    ("pairing", "steps", "kept"),
+    [("contiguous", 8, 4), ("interleaved", 8, 5), ("contiguous", 1, 1), ("interleaved", 1, 1)],
+)
+def test_the_plan_says_what_is_kept_and_that_bits_change(pairing: str, steps: int, kept: int) -> None:
+    from ds_silent.cli import plan_lines
+    from ds_silent.config import parse
+
+    block = {"reduction": "ordered", "ordered": {"micro_batches": pairing}, "direction": {"method": "exact"}}
+    config = {"gradient_accumulation_steps": steps, "silent_consistency": block}
+    text = "\n".join(plan_lines(parse(config), config, 8, 2**20))
+    assert f"keeps up to {kept} fp32 gradients of 4 MiB where DeepSpeed accumulates one" in text
+    assert "exchanges pieces within 64 MiB" in text
+    assert "nothing more is sent" in text
+    assert "changes     the reduction's last bits" in text
+    assert "changes     nothing" not in text
+    native = "\n".join(plan_lines(parse({"silent_consistency": {}}), {"silent_consistency": {}}, 8, 2**20))
+    assert "changes     nothing" in native
+    assert "ordered" not in native
