@@ -48,15 +48,25 @@ class Applied:
     bound: float  # what rounding explains of it
     noisy: tuple[int, ...]  # ranks whose share alone has a larger error than rounding explains of the whole
     idle: tuple[int, ...]  # ranks whose optimizer did not step although others' did
+    rescaled: float | None = None  # what the factor is with the loss scale of the step after, where that is another
 
     @property
     def wrong_factor(self) -> tuple[int, ...]:
         """Ranks that applied another multiple of the aggregate; noise makes factors of its own size."""
+        return self._other_than(self.expected)
+
+    @property
+    def unscaled_late(self) -> bool:
+        """Whether every rank divided by the loss scale of the step after, which DeepSpeed 0.16.9 to 0.19.8 does in
+        stages 1 to 3 when the scale grows: the step is too small by the growth."""
+        return self.rescaled is not None and bool(self.wrong_factor) and not self._other_than(self.rescaled)
+
+    def _other_than(self, expected: float) -> tuple[int, ...]:
         tolerance = self.tolerance + (self.relative_error if self.relative_error > self.bound else 0.0)
         return tuple(
             rank
             for rank, factor in enumerate(self.factors)
-            if factor is not None and abs(factor - self.expected) > tolerance * abs(self.expected)
+            if factor is not None and abs(factor - expected) > tolerance * abs(expected)
         )
 
 
@@ -250,7 +260,9 @@ class Audit:
         if not bool(stepped.any()) and not self._applied_before:
             return None  # its calls were never seen: not observed
         self._applied_before |= bool(stepped.any())
-        clipped = min(1.0, self._clip / (past.norm + CLIP_EPSILON)) if self._clip > 0.0 else 1.0
+        expected = self._factor(past, past.scale)
+        scale = float(scalars["loss_scale"][0])
+        rescaled = self._factor(past, scale) if scale not in (0.0, past.scale) else None
         squares, errors = scalars["applied_squared"], scalars["applied_error"]
         factors = [
             float(factor) if square > 0.0 and ok else None
@@ -262,7 +274,12 @@ class Audit:
         idle = tuple((~stepped).nonzero().flatten().tolist())
         tolerance = factor_tolerance(self._arithmetic)
         noisy = tuple((stepped & (errors > bound**2 * total)).nonzero().flatten().tolist())
-        return Applied(past.step, clipped / past.scale, tuple(factors), tolerance, error, bound, noisy, idle)
+        return Applied(past.step, expected, tuple(factors), tolerance, error, bound, noisy, idle, rescaled)
+
+    def _factor(self, past: _Past, scale: float) -> float:
+        """Of a step that unscales by ``scale`` and then clips."""
+        norm = past.norm * past.scale / scale
+        return (min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip > 0.0 else 1.0) / scale
 
     def _remember(self, gathered: Gathered, alike: bool) -> None:
         """``alike``: all ranks hold the same aggregate; else each clips by a norm of its own, which nobody knows."""

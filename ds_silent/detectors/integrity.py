@@ -14,7 +14,7 @@ from ds_silent.causes import Cause
 from ds_silent.detectors.evidence import Finding, named
 from ds_silent.integrity import AggregateCheck
 from ds_silent.micro_batches import MicroBatches
-from ds_silent.records import StepRecord
+from ds_silent.records import Severity, StepRecord
 from ds_silent.replicas import Drift, Groups
 
 SHOWN_LAYERS = 3
@@ -23,8 +23,8 @@ _REDUCTION = (
     "version, overlap_comm false, or another communication_data_type, and look at the network of the rank named."
 )
 _REPEATED = (
-    "It was not applied: the reduction was repeated. If this comes again, look at the network and the memory of the rank "
-    "named."
+    "It was not applied: the reduction was repeated. If this comes again, look at the network and the memory of the "
+    "rank named."
 )
 
 
@@ -187,12 +187,18 @@ def _who_received(groups: Groups, world_size: int) -> str:
 def _applied(record: StepRecord, seen: Applied) -> list[Finding]:
     world_size, findings = record.world_size, []
 
-    def add(key: str, ranks: tuple[int, ...], score: float | None, bound: float | None, text: str, remedy: str) -> None:
-        message, where = f"{text} (step {seen.step})", "applied gradient"
+    def add(
+        key: str,
+        ranks: tuple[int, ...],
+        score: float | None,
+        bound: float | None,
+        text: str,
+        remedy: str,
+        severity: Severity = "error",
+    ) -> None:
+        message, where, step = f"{text} (step {seen.step})", "applied gradient", seen.step
         findings.append(
-            Finding(
-                key, "aggregation-error", "error", ranks, where, score, bound, message, remedy, seen.step, seen.step
-            )
+            Finding(key, "aggregation-error", severity, ranks, where, score, bound, message, remedy, step, step)
         )
 
     if seen.idle:
@@ -201,7 +207,15 @@ def _applied(record: StepRecord, seen: Applied) -> list[Finding]:
         remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
         add(f"integrity idle {seen.idle}", seen.idle, None, None, text, remedy)
     wrong = seen.wrong_factor
-    if wrong:
+    if seen.unscaled_late:
+        assert seen.rescaled is not None
+        ratio = seen.rescaled / seen.expected
+        text = (
+            f"DeepSpeed unscaled this step with the next step's loss scale: {ratio:.4g} times the gradient was applied."
+        )
+        remedy = "Nothing to do: one step is too small each time the loss scale grows; bf16 needs no loss scale."
+        add("integrity rescaled", (), abs(ratio - 1.0), seen.tolerance, text, remedy, "info")
+    elif wrong:
         factors = [factor for rank in wrong if (factor := seen.factors[rank]) is not None]
         ratio = sum(factors) / len(factors) / seen.expected
         everywhere = len(wrong) == sum(factor is not None for factor in seen.factors)
