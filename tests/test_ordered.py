@@ -587,7 +587,7 @@ def test_what_can_work_is_not_refused() -> None:
     [("contiguous", 8, 4), ("interleaved", 8, 5), ("contiguous", 1, 1), ("interleaved", 1, 1)],
 )
 def test_the_plan_says_what_is_kept_and_that_bits_change(pairing: str, steps: int, kept: int) -> None:
-    from ds_silent.cli import plan_lines
+    from ds_silent.forecast import plan_lines
     from ds_silent.config import parse
 
     block = {"reduction": "ordered", "ordered": {"micro_batches": pairing}, "direction": {"method": "exact"}}

@@ -6,6 +6,16 @@ what it relies on; all were read in 0.16.9 and 0.19.8.
 
 from ds_silent.capture.deepspeed.applied import base_optimizers
 from ds_silent.capture.deepspeed.engine import DeepSpeedCapture
-from ds_silent.capture.deepspeed.refusals import refuse_unsupported_config, refuse_unsupported_engine
+from ds_silent.capture.deepspeed.refusals import (
+    refuse_too_few_ranks,
+    refuse_unsupported_config,
+    refuse_unsupported_engine,
+)
 
-__all__ = ["DeepSpeedCapture", "base_optimizers", "refuse_unsupported_config", "refuse_unsupported_engine"]
+__all__ = [
+    "DeepSpeedCapture",
+    "base_optimizers",
+    "refuse_too_few_ranks",
+    "refuse_unsupported_config",
+    "refuse_unsupported_engine",
+]

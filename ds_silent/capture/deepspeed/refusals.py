@@ -133,14 +133,18 @@ def _refuse_ordered_engine(engine: Any) -> None:
         _not_ordered(f"the optimizer {type(basic).__name__}", why, "use another one")
 
 
-def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> None:
-    """Raise :class:`ConfigError` for parallelism whose ranks do not hold the same parameters; equal on all ranks."""
-    ranks = engine.seq_dp_world_size
+def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
+    """Raise :class:`ConfigError` where two ranks would have to outvote each other."""
     if config.respond.on_replica_drift == "majority" and ranks < 3:
         raise ConfigError(
             f'{BLOCK}.respond.on_replica_drift "majority" needs at least 3 ranks to outvote one, got {ranks}; use '
             '"mean" or "stop"'
         )
+
+
+def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> None:
+    """Raise :class:`ConfigError` for parallelism whose ranks do not hold the same parameters; equal on all ranks."""
+    refuse_too_few_ranks(config, int(engine.seq_dp_world_size))
     found = None
     if isinstance(engine, PipelineEngine):
         found = "pipeline parallelism"
