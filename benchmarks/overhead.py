@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                      # 2 ranks x 1 thread, about 20 M parameters, fp32, stage 0
     python benchmarks/overhead.py --ranks 4 --stage 1 --dtype bf16
+    python benchmarks/overhead.py --ranks 4 --length 64 --variant retry --variant majority --variant "interval 1"
 
 A turn is a few optimizer steps of one variant; variants take turns in an order that is reversed every round, so that
 a drift of the machine hits all alike. Each step's time is compared with the plain steps of its own round. Absolute
@@ -145,6 +146,13 @@ VARIANTS: dict[str, Callable[..., Any]] = {
         interval=1, integrity={"aggregation": False, "replica_interval": 0}
     ),
     "plain again (noise floor)": plain,
+    "retry ready": observed(interval=1, respond={"on_aggregation_error": "retry"}),
+    "majority, compared at every step": observed(
+        interval=1, respond={"on_replica_drift": "majority"}, integrity={"replica_interval": 1}
+    ),
+    "majority, compared at every 10th step (interval 10)": observed(
+        interval=1, respond={"on_replica_drift": "majority"}, integrity={"replica_interval": 10}
+    ),
     "ds_silent, exact": observed(interval=1, direction={"method": "exact"}),
     "norm with .item() per bucket": synchronised_norms,
     "all-gather of gradients": gathered_gradients,

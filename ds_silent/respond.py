@@ -81,11 +81,13 @@ class Responder:
         whole = resync.state == "all"
         if on_drift != "report":
             interval = config.integrity.replica_interval
-            keepers.append(_Compare(capture, lambda: capture.replica(True), interval, on_drift, attempts))
+            keepers.append(_Compare(capture, lambda: capture.replica(True, buffers=True), interval, on_drift, attempts))
         if resync.mode == "periodic":
-            keepers.append(_Compare(capture, lambda: capture.replica(whole), resync.interval, "mean", attempts))
+            keepers.append(
+                _Compare(capture, lambda: capture.replica(whole, buffers=True), resync.interval, "mean", attempts)
+            )
         if resync.mode == "dynamic":
-            keepers.append(_Dynamic(capture, lambda: capture.replica(whole), resync.interval))
+            keepers.append(_Dynamic(capture, lambda: capture.replica(whole, buffers=False), resync.interval))
         self._keepers = keepers
 
     @property
@@ -216,7 +218,8 @@ class _Dynamic:
     What differs is copied after the update of step t and averaged while the next gradient is computed; before that is
     applied, the mean takes the place of the weights, so that the overlapped step is not lost: theta <- mean - eta g.
     The next comparison comes after H steps, the ranks' mean of |g| / |theta - mean|, both as root mean squares over
-    every 64th element; at least 1, at most ``interval``, which is also what follows when nothing differs.
+    every 64th element; at least 1, at most ``interval``, which is also what follows when nothing differs. Buffers are
+    left alone, because the forward beside the averaging may have changed them.
     """
 
     def __init__(self, capture: Capture, replica: Callable[[], Replica], interval: int):

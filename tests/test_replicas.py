@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import ds_silent
 from ds_silent.replicas import ROW, Replicas, checksum, combined, groups_of, keys_of
+from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed
+from tests.training import Case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -102,3 +106,41 @@ def test_the_tensor_the_rank_and_the_first_bad_step_are_found() -> None:
         assert (at_once[0], at_once[1].since) == (5, 4)
         assert (at_a_check[0], at_a_check[1].names, at_a_check[1].since) == (40, ("first",), 39)
         assert (buffer[0], buffer[1].names, buffer[1].since) == (40, ("buffer",), None)
+
+
+class WithStatistics(nn.Module):
+    """Running statistics of each rank's own batches are no drift; a buffer of another kind that differs is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.second(torch.relu(self.norm(self.first(rows)))).square().mean() * self.scale[0]
+
+
+def trained_with_statistics(directory: str) -> bool:
+    torch.manual_seed(0)
+    model = WithStatistics()
+    config = Case().config(Path(directory), enabled=True)
+    config["silent_consistency"]["integrity"]["replica_interval"] = 1
+    config["train_micro_batch_size_per_gpu"], config["train_batch_size"] = 5, 10
+    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(1, 7):
+        if step == 5 and dist.get_rank() == 1:
+            model.scale[1] += 1.0
+        engine.backward(engine(torch.randn(5, 6, generator=generator)))
+        engine.step()
+    engine.destroy()
+    means = [torch.empty_like(model.norm.running_mean) for _ in range(2)]
+    dist.all_gather(means, model.norm.running_mean)
+    return torch.equal(*means)
+
+
+def test_running_statistics_of_a_batch_are_no_drift(tmp_path: Path) -> None:
+    assert run_distributed(trained_with_statistics, 2, (str(tmp_path),)) == [False, False]
+    found = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "replica-drift"]
+    assert [(event["step"], event["where"]) for event in found] == [(5, "buffer scale")]

@@ -85,8 +85,13 @@ class Capture(Protocol):
     def sample(self, exact: bool, replica: Tensor | None = None) -> LocalSample:
         """This rank's observation of the current step; also when something broke here."""
 
-    def replica(self, optimizer_state: bool) -> Replica:
-        """Everything that makes one replica; its tensors may be written between two steps."""
+    def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
+        """Everything that makes one replica; its tensors may be written between two steps.
+
+        Args:
+            optimizer_state: with what the optimizer keeps, beside fp32 masters.
+            buffers: with the model's buffers, which a forward may change.
+        """
 
     def reduce_again(self) -> int:
         """Repeat the step's reduction from the local gradients that were kept, and say how many bytes. A collective."""

@@ -182,9 +182,9 @@ class DeepSpeedCapture:
 
     # -- for responses -----------------------------------------------------------------------------------------
 
-    def replica(self, optimizer_state: bool) -> Replica:
+    def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
         """What makes one replica in stage 0; its tensors may be written between two steps."""
-        return replica_of(self._engine, optimizer_state)
+        return replica_of(self._engine, optimizer_state, buffers)
 
     def reduce_again(self) -> int:
         """Repeat the step's reduction from the local gradients that were kept. A collective.

@@ -26,13 +26,13 @@ def replicated_state(engine: Any) -> Items:
     return [*_buffers(engine), *_masters(engine), *_optimizer_tensors(engine)]
 
 
-def replica_of(engine: Any, optimizer_state: bool) -> Replica:
-    """All that makes one replica in stage 0; without the optimizer's own state if that is not wanted.
+def replica_of(engine: Any, optimizer_state: bool, buffers: bool) -> Replica:
+    """All that makes one replica in stage 0; without the optimizer's own state, or buffers, if they are not wanted.
 
     ``FusedAdam`` counts its steps in ``param_groups[...]["step"]``, ``DeepSpeedCPUAdam`` in ``state[...]["step"]``:
     these numbers travel as a tensor and are written back.
     """
-    items = [*replicated_parameters(engine), *_buffers(engine), *_masters(engine)]
+    items = [*replicated_parameters(engine), *(_buffers(engine) if buffers else ()), *_masters(engine)]
     if not optimizer_state:
         return Replica(items, lambda: None)
     numbers = _step_numbers(engine)
