@@ -49,7 +49,7 @@ def plan_lines(
     if config.reduction == "ordered":
         yield from _ordered_lines(config, ds_config, parameters)
     yield from _integrity_lines(config, world_size)
-    yield from _response_lines(config, parameters)
+    yield from _response_lines(config, ds_config, parameters)
     if config.coverage:
         yield "  coverage    duplicates in a step, share of the epoch seen; row ids travel too, 12 B each"
     if config.detectors.enabled:
@@ -87,10 +87,15 @@ def _integrity_lines(config: SilentConsistencyConfig, world_size: int) -> Iterat
         yield f"  replicas    bits compared every {steps} optimizer steps and after checkpoints; not under ZeRO stage 3"
 
 
-def _response_lines(config: SilentConsistencyConfig, parameters: int | None) -> Iterator[str]:
+def _response_lines(
+    config: SilentConsistencyConfig, ds_config: Mapping[str, Any], parameters: int | None
+) -> Iterator[str]:
     """What is done about an error, and what that keeps and sends; see ``ds_silent.respond``."""
     respond, resync = config.respond, config.resync
-    size = "the size of the gradients" if parameters is None else f"{_size(4 * parameters)} in fp32"
+    width, dtype = (
+        (2, "bf16") if _enabled(ds_config, "bf16") else (2, "fp16") if _enabled(ds_config, "fp16") else (4, "fp32")
+    )
+    size = f"{width} bytes per parameter" if parameters is None else f"{_size(width * parameters)} in {dtype}"
     waits = "each step waits for its own check"
     if respond.on_aggregation_error == "retry":
         times = f"up to {respond.retries} times"
@@ -120,6 +125,11 @@ def _response_lines(config: SilentConsistencyConfig, parameters: int | None) -> 
         yield f"              ({_state(resync.state)}); keeps an fp32 copy of what differs meanwhile"
 
 
+def _enabled(ds_config: Mapping[str, Any], section: str) -> bool:
+    found = ds_config.get(section)
+    return isinstance(found, Mapping) and found.get("enabled") is True
+
+
 def _state(state: str) -> str:
     return "weights and optimizer state" if state == "all" else "weights only"
 
@@ -135,7 +145,8 @@ def _ordered_lines(
     size = "4 bytes per parameter" if parameters is None else _size(4 * parameters)
     until = " until the optimizer has run, beside their mean" * (config.respond.on_aggregation_error == "retry")
     yield f"  ordered     same bits however the step's micro-batches, {pairing}, are spread over ranks and accumulation"
-    yield f"              keeps up to {1 + waiting} fp32 gradients of {size} where DeepSpeed accumulates one{until}"
+    sums = "one fp32 gradient" if not waiting else f"up to {1 + waiting} fp32 gradients"
+    yield f"              keeps {sums} of {size} where DeepSpeed accumulates one{until}"
     yield f"              exchanges pieces within {config.ordered.memory_mb} MiB, instead of DeepSpeed's reduction"
 
 

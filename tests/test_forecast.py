@@ -25,6 +25,10 @@ def test_retry_says_how_much_it_keeps() -> None:
     assert "keeps a copy of the local gradient (1 GiB in fp32)" in text
     assert "up to 5 times" in text
     assert "until there is something to repair" in text
+    half = {"bf16": {"enabled": True}, "silent_consistency": {"respond": {"on_aggregation_error": "retry"}}}
+    config = parse(half)
+    assert config is not None
+    assert "(512 MiB in bf16)" in "\n".join(plan_lines(config, half, 8, 1 << 28))
     ordered = told({"respond": {"on_aggregation_error": "retry"}, "reduction": "ordered"}, 1 << 28)
     assert "keeps no copy of its own" in ordered
 
