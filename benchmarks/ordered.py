@@ -125,14 +125,18 @@ def bits_worker(settings: Settings) -> dict[str, str]:
 
 
 def cells() -> list[tuple[str, str, int, str]]:
-    pairings = [("ordered", "contiguous"), ("ordered", "interleaved"), ("native", "contiguous")]
-    return [(*pairing, stage, dtype) for pairing, stage, dtype in itertools.product(pairings, (0, 1), ("fp32", "bf16"))]
+    """(reduction, micro-batches, ZeRO stage, dtype); the native ones show that the hashes can differ."""
+    ordered = itertools.product(("ordered",), ("contiguous", "interleaved"), (0, 1), ("fp32", "bf16"))
+    return [*ordered, ("native", "contiguous", 0, "fp32"), ("native", "contiguous", 1, "bf16")]
 
 
 def bits(settings: Settings) -> bool:
     """Print the matrix; whether all ordered weights are the same."""
     splits = [(ranks, MICRO_BATCHES // ranks) for ranks in (1, 2, 4, 8)]
-    found = [run(bits_worker, replace(settings, ranks=n, accumulation=a)) for n, a in splits]
+    found = []
+    for ranks, accumulation in splits:
+        found.append(run(bits_worker, replace(settings, ranks=ranks, accumulation=accumulation)))
+        print(f"{ranks} x {accumulation}: done", file=sys.stderr)
     table = Table(title=f"sha256 of all weights after {STEPS} steps of {MICRO_BATCHES} micro-batches, clipped")
     for column in ("reduction", "micro-batches", "ZeRO", "dtype", *(f"{n} x {a}" for n, a in splits), "equal"):
         table.add_column(column)

@@ -527,18 +527,23 @@ def refuse_while_training(directory: str) -> list[str]:
     with pytest.raises(ds_silent.config.ConfigError) as refused:
         ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
     sentences.append(str(refused.value))
+    config = config_of(("contiguous", 1, "fp32", 0.0, "ordered"), 2, 900, f"{directory}/part")
+    with pytest.raises(ds_silent.config.ConfigError) as refused:
+        ds_silent.initialize(model=model, model_parameters=model.inner.parameters(), config=config)
+    sentences.append(str(refused.value))
     return sentences
 
 
 def test_what_cannot_work_is_refused_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_distributed(refuse_while_training, 2, (str(tmp_path),))
     assert first == second
-    no_sync, boundary, three = first
+    no_sync, boundary, three, part = first
     assert "no_sync()" in no_sync
     assert "gradient_accumulation_steps" in no_sync
     assert "per step, 2, got 1;" in boundary
     assert "gradient_accumulation_steps 3" in three
     assert "such as 2 or 4" in three
+    assert "give the optimizer all trainable parameters" in part
 
 
 @pytest.mark.parametrize(
@@ -587,8 +592,8 @@ def test_what_can_work_is_not_refused() -> None:
     [("contiguous", 8, 4), ("interleaved", 8, 5), ("contiguous", 1, 1), ("interleaved", 1, 1)],
 )
 def test_the_plan_says_what_is_kept_and_that_bits_change(pairing: str, steps: int, kept: int) -> None:
-    from ds_silent.forecast import plan_lines
     from ds_silent.config import parse
+    from ds_silent.forecast import plan_lines
 
     block = {"reduction": "ordered", "ordered": {"micro_batches": pairing}, "direction": {"method": "exact"}}
     config = {"gradient_accumulation_steps": steps, "silent_consistency": block}

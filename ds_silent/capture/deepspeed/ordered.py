@@ -41,7 +41,7 @@ class OrderedReduction:
 
     Args:
         parameters: all trainable ones.
-        share: what this rank answers for; every element is in one rank's share.
+        share: what this rank answers for; every element is in one rank's share. None, on all ranks, if it is hidden.
 
     Attributes:
         look: see :data:`Look`; the observer's, and None when it is off.
@@ -52,11 +52,11 @@ class OrderedReduction:
         self,
         engine: Any,
         parameters: list[Any],
-        share: list[Slice],
+        share: list[Slice] | None,
         config: SilentConsistencyConfig,
         group: dist.ProcessGroup,
     ):
-        self._engine, self._parameters, self._share = engine, parameters, share
+        self._engine, self._parameters, self._share = engine, parameters, share or []
         numels = [parameter.numel() for parameter in parameters]
         self._offsets = [sum(numels[:index]) for index in range(len(numels))]
         self._group, self._device = group, torch.device(engine.device)
@@ -64,12 +64,13 @@ class OrderedReduction:
         self._partitioned = isinstance(engine.optimizer, ZeROOptimizer)
         self._keeps = config.respond.on_aggregation_error == "retry"
         self._tree = LocalTree(self._steps, config.ordered.micro_batches)
-        own = joined([(self._offsets[piece.index] + piece.start, piece.numel) for piece in share])
-        runs = gather_runs(own, group, self._device)
+        own = joined([(self._offsets[piece.index] + piece.start, piece.numel) for piece in self._share])
+        runs = [] if share is None else gather_runs(own, group, self._device)
         if not covers(runs, sum(numels)):
             raise ConfigError(
-                f'{BLOCK}.reduction "ordered" does not know how DeepSpeed {deepspeed.__version__} shares this model\'s '
-                'gradients among the ranks; use "native"'
+                f'{BLOCK}.reduction "ordered" cannot see which rank owns which gradient in DeepSpeed '
+                f"{deepspeed.__version__}, ZeRO stage {engine.zero_optimization_stage()}; give the optimizer all "
+                'trainable parameters, or use stage 0 or "native"'
             )
         dtypes = {parameter.dtype for parameter in parameters}
         narrow = dtypes.pop() if dtypes in ({torch.float32}, {torch.bfloat16}) else torch.float32

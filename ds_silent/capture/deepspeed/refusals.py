@@ -128,6 +128,8 @@ def _refuse_ordered_engine(engine: Any) -> None:
     if isinstance(optimizer, BF16_Optimizer) or getattr(optimizer, "use_grad_accum_attribute", False):
         why = f"DeepSpeed {deepspeed.__version__} accumulates in a room of its own under it"
         _not_ordered(f"the optimizer wrapper {type(optimizer).__name__}", why, "use fp32")
+    if getattr(optimizer, "cpu_offload", False):  # also by the old key zero_optimization.cpu_offload
+        _not_ordered("an optimizer on the host", "it moves gradients there while it reduces", "leave the offload out")
     if "muon" in type(basic).__name__.lower():
         why = "it changes gradients while they are reduced"
         _not_ordered(f"the optimizer {type(basic).__name__}", why, "use another one")
