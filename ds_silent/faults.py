@@ -1,5 +1,7 @@
 """What the drill injects: faults of data, seeds, weights, hyper-parameters, gradients, their reduction and replicas.
 
+Those at the end are answered: the training has a response switched on, and must come out repaired.
+
     fault = FAULTS["gradient-scaled-1.5"]
     strike = Strike(rank=2, ranks=4, step=21, size=fault.size)
     injection = fault.inject(strike, me=2)          # what changes on rank 2; nothing changes where nothing is set
@@ -17,18 +19,29 @@ from typing import Literal
 
 from ds_silent.drill import injections as inject
 from ds_silent.drill import injections_reduction as corrupt
+from ds_silent.drill import injections_repair as passing
 from ds_silent.drill.injections import Injection, Strike
+from ds_silent.drill.responses import DYNAMIC, MAJORITY, MEAN, ORDERED_RETRY, PERIODIC, RETRY, Response
 
 Where = Literal[
     "data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss", "reduction", "update", "replica"
 ]
 Who = Literal[
-    "the rank", "the odd rank", "the rank or all", "the pair", "all ranks", "nobody", "the receiver", "an owner"
+    "the rank",
+    "the odd rank",
+    "the rank or all",
+    "the pair",
+    "the pair or nobody",
+    "all ranks",
+    "nobody",
+    "the receiver",
+    "an owner",
 ]
 """``the odd rank`` is found by comparison, and two ranks cannot outvote each other: then both are named, or none.
 ``the rank or all``: rows that come again are known without knowing whose fault it is; the sampler's own facts, where
 the observer has them, name the rank. ``nobody``: the same on all ranks, so there is nobody to accuse. ``the receiver``
 holds the wrong piece; in stage 0 the others hold the right one, under ZeRO nobody else does and nobody can be named.
+``the pair or nobody``: two ranks with different damage, where the others may or may not be more than half of all.
 ``an owner``: where ZeRO gives a piece to one rank, it is that rank's own gradient; in stage 0 each has its own."""
 
 BEFORE = 0
@@ -45,6 +58,10 @@ class Fault:
     at the first measured step. ``steps``: how long a training may go on after the first step, in measured steps;
     ``stages``, ``dtypes``, least ``accumulation``: where DeepSpeed survives the fault and it means something.
     ``says``: words of the right cause and place that the event must hold; {rank}, {ranks}, {step} are the strike's.
+
+    ``response``: switched on in this fault's training, which must then be repaired, at one step or at every step
+    (``again``), or, where ``repaired`` is False, be left as it is with an error that says so. ``repair_says``: words of
+    the ``repaired`` event, or of that error.
     """
 
     name: str
@@ -62,6 +79,10 @@ class Fault:
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     accumulation: int = 1
     says: tuple[str, ...] = ()
+    response: Response | None = None
+    repaired: bool = True
+    again: bool = False
+    repair_says: tuple[str, ...] = ()
 
     def possible(self, stage: int, dtype: str, accumulation: int) -> bool:
         """Whether the fault means something in such a training."""
@@ -84,11 +105,18 @@ class Fault:
             return ((),)
         if self.who == "an owner":
             return ((), *((owner,) for owner in everyone if sharded))
-        if self.who == "the pair":
-            return (tuple(sorted((strike.rank, strike.partner))),)
+        if self.who in ("the pair", "the pair or nobody"):
+            pair = tuple(sorted((strike.rank, strike.partner)))
+            return (pair,) if self.who == "the pair" else ((), pair)
         if self.who == "all ranks" or (self.who in ("the odd rank", "the receiver") and strike.ranks == 2):
             return (everyone, ())
         return (rank, everyone) if self.who == "the rank or all" else (rank,)
+
+    def mended_ranks(self, strike: Strike) -> tuple[int, ...]:
+        """Whom the ``repaired`` event must name: those that got other ranks' bits."""
+        if self.response is None or not self.response.names_ranks:
+            return ()
+        return tuple(sorted((strike.rank, strike.partner))) if self.who == "the pair or nobody" else (strike.rank,)
 
 
 def _chance(steps: int, fault: Fault) -> Fault:
@@ -288,7 +316,64 @@ _REPLICAS = (
     _early("gathered-weights-bit", _DRIFT, "the odd rank", "replica", corrupt.corrupted_weights,
           "one bit of what one rank receives of the updated weights is wrong", stages=(1, 2), says=("of step {step}",)),
 )
+_retry = partial(Fault, first_step=EARLY, steps=2, stages=(0, 1), response=RETRY, repair_says=("repeated once",))
+_majority = partial(Fault, first_step=EARLY, steps=2, stages=(0,), response=MAJORITY,
+                    repair_says=("step {step}", "all replicas are equal again"))
+_averaged = partial(Fault, first_step=EARLY, steps=4, stages=(0,), repair_says=("all replicas are equal again",))
+_GAVE_UP = ("could not be made equal", "tried 3 times")
+_SKIPPED, _NOISY = "one rank's optimizer does nothing at one step", "one rank applies a noisy gradient at one step"
+
+_REPAIRS = (
+    _retry("retry-burst", _AGGREGATION, "nobody", "reduction", passing.burst,
+          "noise of ten times its norm is added to the aggregate at one step", size=10.0, says=("looks like noise",)),
+    _retry("retry-flips-one-rank", _AGGREGATION, "the receiver", "reduction", passing.flips_one_rank,
+          "one rank receives the aggregate of one step with flipped bits"),
+    _retry("retry-contribution-missing", _AGGREGATION, "the rank", "reduction", passing.missing_contribution,
+          "one rank sends zeros into one step's reduction", says=("rank {rank} 0.00 times",)),
+    _retry("retry-bucket-dropped", _UNREDUCED, "an owner", "reduction", passing.dropped_bucket,
+          "the reduction of one step's first bucket is never called", says=("not reduced",)),
+    _retry("retry-burst-twice", _AGGREGATION, "nobody", "reduction", passing.burst_twice,
+          "the same burst, and the first repetition is hit too", size=10.0, repair_says=("repeated twice",)),
+    _retry("retry-burst-always", _AGGREGATION, "nobody", "reduction", passing.burst_always,
+          "the same burst in every attempt of every step: cannot be repaired", size=10.0, repaired=False,
+          repair_says=("repeated 3 times", "stayed wrong")),
+    _retry("ordered-pieces-damaged", _AGGREGATION, "nobody", "reduction", passing.damaged_pieces,
+          "what one rank adds up in an ordered reduction arrives damaged", response=ORDERED_RETRY),
+    _majority("majority-update-skipped", _DRIFT, "the odd rank", "replica", passing.skipped_update, _SKIPPED),
+    _majority("majority-weight-changed", _DRIFT, "the odd rank", "replica", passing.changed_weight,
+          "one bit of one weight of one rank changes", says=("of step {step}", "embedding.weight")),
+    _majority("majority-frozen-changed", _DRIFT, "the odd rank", "replica", passing.changed_frozen_parameter,
+          "one bit of one rank's frozen parameter changes", says=("rescale.shift",)),
+    _majority("majority-buffer-changed", _DRIFT, "the odd rank", "replica", passing.changed_buffer,
+          "one bit of one rank's buffer changes", says=("buffer rescale.gain",)),
+    _majority("majority-optimizer-changed", _DRIFT, "the odd rank", "replica", passing.changed_optimizer_state,
+          "one bit of one rank's running mean changes", says=("optimizer exp_avg",)),
+    _majority("majority-signs-received", _DRIFT, "the odd rank", "replica", passing.wrong_signs,
+          "one rank receives every aggregate with some wrong signs: it drifts and is repaired at every step",
+          again=True, repair_says=("all replicas are equal again",)),
+    _majority("majority-two-ranks", _DRIFT, "the pair or nobody", "replica", passing.changed_on_two_ranks,
+          "two ranks are damaged in different tensors: each tensor has a majority of its own"),
+    _majority("majority-tie", _DRIFT, "nobody", "replica", passing.no_majority,
+          "half of the ranks skip an update: nobody can say who is right", repaired=False,
+          repair_says=("no version of", "more than half of the ranks")),
+    _majority("majority-copy-damaged", _DRIFT, "the odd rank", "replica", passing.repair_damaged,
+          "a skipped update, and the healthy bits arrive damaged the first time"),
+    _majority("majority-copy-always-damaged", _DRIFT, "the odd rank", "replica", passing.repair_always_damaged,
+          "a skipped update, and the healthy bits never arrive intact", repaired=False, repair_says=_GAVE_UP),
+    *(_averaged(f"{response.name}-{name}", _DRIFT, "the odd rank", "replica", make, description, response=response,
+          size=0.05)
+      for response in (MEAN, PERIODIC, DYNAMIC)
+      for name, make, description in (("update-skipped", passing.skipped_update, _SKIPPED),
+                                      ("update-noisy", passing.noisy_update, _NOISY))),
+    _averaged("mean-average-damaged", _DRIFT, "the odd rank", "replica", passing.repair_damaged,
+          "a skipped update, and the average arrives damaged the first time", response=MEAN),
+    _averaged("mean-average-always-damaged", _DRIFT, "the odd rank", "replica", passing.repair_always_damaged,
+          "a skipped update, and the average never arrives intact", response=MEAN, repaired=False,
+          repair_says=_GAVE_UP),
+    _averaged("dynamic-average-damaged", _DRIFT, "the odd rank", "replica", passing.repair_damaged,
+          "a skipped update, and the overlapped average arrives damaged the first time", response=DYNAMIC),
+)
 # fmt: on
 
-_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_INPUT, *_REDUCTION, *_UPDATE, *_REPLICAS)
+_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_INPUT, *_REDUCTION, *_UPDATE, *_REPLICAS, *_REPAIRS)
 FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _ALL}

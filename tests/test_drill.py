@@ -15,12 +15,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.config import ConfigError
+from ds_silent.config import ConfigError, RespondConfig
 from ds_silent.drill.injections import Strike
 from ds_silent.drill.program import HEALTHY, DrillOptions, Outcome, exit_code, judged, to_json, trials_of
 from ds_silent.drill.ranks import RankBroke, on_ranks
 from ds_silent.drill.rehearsal import Run, Trial, rehearse
 from ds_silent.drill.report import print_report, sentence
+from ds_silent.drill.responses import MAJORITY, RETRY
 from ds_silent.drill.setting import make_setting
 from ds_silent.drill.verdict import due, first_compared, first_measured, judge, judge_healthy, loss_shift
 from ds_silent.faults import FAULTS
@@ -174,6 +175,20 @@ def test_replicas_are_compared_soon_unless_the_configuration_says_when() -> None
     assert "15 instead of the default 100" in setting.notes[0]
     chosen = make_setting({"silent_consistency": {"integrity": {"replica_interval": 40}}}, 4)
     assert (chosen.replica_interval, chosen.notes) == (40, ())
+
+
+def test_responses_of_the_configuration_are_left_to_trainings_of_their_own() -> None:
+    block = {"respond": {"on_replica_drift": "stop"}, "reduction": "ordered", "detectors": {"stop_on": "error"}}
+    setting = make_setting({"silent_consistency": block}, 4)
+    assert (setting.block.respond, setting.block.reduction) == (RespondConfig(), "native")
+    assert setting.block.detectors.stop_on == setting.config["silent_consistency"]["detectors"].get("stop_on", "never")
+    assert [note.split(":")[0] for note in setting.notes[1:]] == ["respond", "reduction", "detectors.stop_on"]
+    retried = setting.answering(RETRY)
+    assert retried.block.respond.on_aggregation_error == "retry"
+    assert (retried.interval, retried.block.reduction) == (1, "native")
+    assert setting.answering(None) is setting
+    with pytest.raises(ConfigError, match="needs a full replica"):
+        make_setting(BLOCK, 4, stage=1).answering(MAJORITY)
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("ds_*.json")), ids=lambda path: path.name)

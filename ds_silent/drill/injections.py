@@ -79,8 +79,9 @@ class Injection:
     before the forward), ``loss``, ``gradient`` (parameter's name, gradient of one micro-batch, step). Behind the
     capture of the local gradient, see :mod:`ds_silent.drill.seams`: ``captured`` (name, gradient, step, whether the
     micro-batch is the last), ``reduction``, ``update`` (base optimizer, its step to be called, step), ``gathering``,
-    ``afterwards`` (engine, step). ``change``: how large the corruption was, relative to the aggregated gradient, where
-    that is known.
+    ``afterwards`` (engine, step); ``repetition`` (a reduction that a response repeats), ``pieces`` (what an ordered
+    reduction exchanges in a backward) and ``repair`` (what a collective of a repair has brought, step). ``change``:
+    how large the corruption was, relative to the aggregated gradient, where that is known.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -98,6 +99,9 @@ class Injection:
     gradient: Callable[[str, Tensor, int], Tensor] | None = None
     captured: Callable[[str, Tensor, int, bool], Tensor | None] | None = None
     reduction: Callable[[Collective], None] | None = None
+    repetition: Callable[[Collective], None] | None = None  # where it is not set, repetitions run clean
+    pieces: Callable[[Collective], None] | None = None
+    repair: Callable[[Tensor, int], None] | None = None
     update: Callable[[Any, Callable[[], Any], int], Any] | None = None
     gathering: Callable[[Collective], None] | None = None
     afterwards: Callable[[Any, int], None] | None = None

@@ -6,6 +6,7 @@
     sys.exit(exit_code(outcome))              # 0 all found, 1 not, 2 was an exception: the user's mistake
 
 First runs without a fault, which must end without an alarm; then one training per fault, all in one group of ranks.
+Some faults are answered: their trainings, and healthy ones, have a response switched on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ds_silent.config import ConfigError
 from ds_silent.drill.injections import Strike
 from ds_silent.drill.ranks import RankBroke, on_ranks
 from ds_silent.drill.rehearsal import Run, Trial, prepare, rehearse
+from ds_silent.drill.repaired import RepairVerdict, judge_repair
+from ds_silent.drill.responses import ORDERED, Response
 from ds_silent.drill.setting import Dtype, Setting, make_setting
 from ds_silent.drill.verdict import Verdict, due, judge, judge_healthy, loss_shift
 from ds_silent.ds_config import load_ds_config
@@ -28,6 +31,7 @@ from ds_silent.faults import FAULTS, WARM, Fault
 __all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trial_of", "trials_of"]
 
 HEALTHY_STEPS = 64
+HEALTHY_RESPONSE_STEPS = 9  # longer than any training with a response
 LONGEST = 400  # optimizer steps, unless the user says otherwise
 HEALTHY = ("healthy", "healthy-without-ids", "healthy-own-seeds")
 
@@ -47,17 +51,22 @@ class DrillOptions:
 
 @dataclass(frozen=True)
 class Result:
-    """One training: ``fault`` is None for a healthy one; ``loss_shift`` in deviations of the healthy run's loss."""
+    """One training: ``fault`` is None for a healthy one; ``loss_shift`` in deviations of the healthy run's loss.
+
+    ``repair``: what the response did, where there was one.
+    """
 
     trial: Trial
     run: Run
     verdict: Verdict
     loss_shift: float | None
+    repair: RepairVerdict | None = None
 
     @property
     def right(self) -> bool:
-        """Found in time where there was a fault, silent where there was none."""
-        return self.verdict.right if self.trial.fault is not None else self.verdict.answer == "missed"
+        """Found in time where there was a fault, silent where there was none; and repaired as expected."""
+        seen = self.verdict.right if self.trial.fault is not None else self.verdict.answer == "missed"
+        return seen and (self.repair is None or self.repair.right)
 
 
 @dataclass(frozen=True)
@@ -113,9 +122,9 @@ def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...
         if name not in FAULTS:
             raise ConfigError(f"there is no fault {name!a}; ds-silent drill --list names them")
     chosen = [fault for name, fault in FAULTS.items() if not options.faults or name in options.faults]
-    able = [fault for fault in chosen if fault.possible(setting.stage, setting.dtype, setting.accumulation)]
+    able = [fault for fault in chosen if _possible(fault, options, setting)]
     skipped = tuple(fault.name for fault in chosen if fault not in able)
-    compared = any(fault.strikes == "replica" for fault in able) and setting.replica_interval
+    compared = any(fault.strikes == "replica" and not fault.response for fault in able) and setting.replica_interval
     shortest = max((WARM + 6) * interval, WARM * interval + setting.replica_interval + 3 * interval if compared else 0)
     if options.steps < shortest:
         raise ConfigError(
@@ -128,44 +137,79 @@ def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...
         healthy,
         replace(healthy, name=HEALTHY[1], ids=False),
         replace(healthy, name=HEALTHY[2], own_seeds=True),
+        *(
+            replace(healthy, name=response.healthy, steps=HEALTHY_RESPONSE_STEPS, response=response)
+            for response in _responses(able)
+        ),
         *(trial_of(fault, options, setting) for fault in able),
     ]
     return tuple(trials), skipped
 
 
+def _possible(fault: Fault, options: DrillOptions, setting: Setting) -> bool:
+    if not fault.possible(setting.stage, setting.dtype, setting.accumulation):
+        return False
+    if fault.response is None:
+        return True
+    try:
+        setting.answering(fault.response)
+    except ConfigError:
+        return False
+    return options.ranks >= fault.response.least_ranks
+
+
+def _responses(faults: list[Fault]) -> list[Response]:
+    """Of these faults, and those whose healthy trainings they are compared with, each once."""
+    responses = {fault.response.name: fault.response for fault in faults if fault.response is not None}
+    ordered = [ORDERED] if any(response.reference == ORDERED.healthy for response in responses.values()) else []
+    return [*ordered, *responses.values()]
+
+
 def trial_of(fault: Fault, options: DrillOptions, setting: Setting) -> Trial:
     """One fault's training. Steps count in measured ones: with ``interval`` 10 a history of 20 measurements takes 200
     steps. What happens at one step only happens at a measured one."""
+    setting = setting.answering(fault.response)
     interval = setting.interval
     first = fault.first_step * interval if fault.first_step > 1 else fault.first_step
     strike = Strike(options.rank, options.ranks, first, fault.size, setting.stage, setting.dtype == "bf16")
     last = max(first + fault.steps * interval, due(fault, strike, interval, setting.replica_interval) + 2 * interval)
-    return Trial(fault.name, fault, strike, min(options.steps, last), ids=fault.ids)
+    return Trial(fault.name, fault, strike, min(options.steps, last), ids=fault.ids, response=fault.response)
 
 
 def judged(trials: tuple[Trial, ...], runs: list[Run], setting: Setting) -> Iterator[Result]:
     """The verdict on every run, against the first healthy one."""
     healthy = runs[0].losses if runs else ()
+    named = {run.name: run for run in runs}
     for trial, run in zip(trials, runs, strict=True):
+        repair = _judged_repair(trial, run, named)
         if trial.fault is None:
-            yield Result(trial, run, judge_healthy(run.events), None)
+            yield Result(trial, run, judge_healthy(run.events), None, repair)
             continue
         verdict = judge(
             trial.fault,
             trial.strike,
             run.events,
-            setting.interval,
+            setting.answering(trial.response).interval,
             setting.replica_interval,
             run.change,
             run.rounding,
         )
         last = verdict.step if verdict.found and verdict.step is not None else len(run.losses)
         shift = None if last == 0 else loss_shift(run.losses, healthy, trial.strike.step, last)
-        yield Result(trial, run, verdict, shift)
+        yield Result(trial, run, verdict, shift, repair)
+
+
+def _judged_repair(trial: Trial, run: Run, named: dict[str, Run]) -> RepairVerdict | None:
+    response = trial.response
+    if response is None:
+        return None
+    reference = named[response.reference].states
+    return judge_repair(trial.fault, trial.strike, response, run.events, run.states, reference)
 
 
 def exit_code(outcome: Outcome) -> int:
-    """0 when every fault was found in time (or provably below rounding) and the healthy runs were silent, else 1."""
+    """0 when every fault was found in time (or provably below rounding), what was answered was repaired, and the
+    healthy runs were silent; else 1."""
     return 0 if outcome.results and all(result.right for result in outcome.results) else 1
 
 
@@ -201,6 +245,7 @@ def _result_json(result: Result, plain: Callable[[Any], Any]) -> dict[str, Any]:
             "size": fault.size,
             "change": plain(result.run.change),
             "rounding": plain(result.run.rounding),
+            "can_be_repaired": None if fault.response is None else fault.repaired,
         }
     )
     return {
@@ -209,6 +254,8 @@ def _result_json(result: Result, plain: Callable[[Any], Any]) -> dict[str, Any]:
         **described,
         "right": result.right,
         "verdict": plain(result.verdict),
+        "response": None if trial.response is None else trial.response.name,
+        "repair": None if result.repair is None else {**plain(result.repair), "right": result.repair.right},
         "loss_shift": plain(result.loss_shift),
         "steps": len(result.run.losses),
         "losses": plain(list(result.run.losses)),

@@ -31,8 +31,10 @@ import ds_silent
 from ds_silent.config import BLOCK
 from ds_silent.drill.injections import NOTHING, Batch, Injection, Shard, Strike
 from ds_silent.drill.practice import PracticeModel, Rows, make_rows, warm_up
+from ds_silent.drill.responses import Response
 from ds_silent.drill.seams import Seams
 from ds_silent.drill.setting import Setting
+from ds_silent.drill.state import state_hash
 from ds_silent.drill.verdict import alarms, judge
 from ds_silent.faults import Fault
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -61,6 +63,12 @@ class Trial:
     steps: int
     ids: bool = True  # whether the script tells the row ids
     own_seeds: bool = False  # every rank draws its dropout from a generator of its own
+    response: Response | None = None  # switched on in this training
+
+    @property
+    def hashed(self) -> bool:
+        """Whether the state is needed: of a repaired training and of those that it is compared with."""
+        return self.response is not None or self.fault is None
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,8 @@ class Run:
     """What came of it, on rank 0; ``losses`` are averaged over the ranks, one per step taken.
 
     ``change``: how large the corruption was, relative to the aggregated gradient, where the injection knows;
-    ``rounding``: how large an error rounding explains there, as the record of the first step says.
+    ``rounding``: how large an error rounding explains there, as the record of the first step says. ``states``: the hash
+    of each rank's weights and optimizer state after every step, where the trial asks for them.
     """
 
     name: str
@@ -76,6 +85,7 @@ class Run:
     losses: tuple[float, ...]
     change: float | None = None
     rounding: float | None = None
+    states: tuple[tuple[str, ...], ...] = ()
 
 
 def prepare(setting: Setting) -> Stage:
@@ -95,6 +105,7 @@ def prepare(setting: Setting) -> Stage:
 def rehearse(stage: Stage, trial: Trial, output_dir: Path) -> Run:
     """Trains until the fault is found (and a little longer) or ``trial.steps`` are over. A collective."""
     me, fault = dist.get_rank(), trial.fault
+    stage = replace(stage, setting=stage.setting.answering(trial.response))
     injection = NOTHING if fault is None else fault.inject(trial.strike, me)
     with _environment(injection.environment):
         engine = _engine(stage, trial, injection, output_dir)
@@ -102,22 +113,27 @@ def rehearse(stage: Stage, trial: Trial, output_dir: Path) -> Run:
         assert observer is not None  # the setting's block is active
         observer.samples_per_epoch = len(stage.rows.tokens)
         deal = _Deal(stage, injection, dist.get_world_size())
-        losses = []
+        losses: list[float] = []
+        states: list[str] = []
         watch = _Watch(trial, output_dir, stage.setting)
         with Seams(engine, injection) as seams:
             for step in range(1, trial.steps + 1):
                 losses.append(_step(engine, observer, deal, injection, seams, step, trial.ids))
+                if trial.hashed:
+                    states.append(state_hash(engine))
                 if watch.over(step):
                     break
         observer.close()
         engine.destroy()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, losses)
-    means = tuple(sum(values) / len(values) for values in zip(*everyone, strict=True))
+    dist.all_gather_object(everyone, (losses, states))
+    means = tuple(sum(values) / len(values) for values in zip(*(own for own, _ in everyone), strict=True))
+    hashes = tuple(zip(*(own for _, own in everyone), strict=True))
     if me != 0:
-        return Run(trial.name, (), means)
+        return Run(trial.name, (), means, states=hashes)
     change = None if injection.change is None else injection.change()
-    return Run(trial.name, tuple(_events(output_dir)), means, change, _rounding(output_dir, trial.strike.step))
+    rounding = _rounding(output_dir, trial.strike.step)
+    return Run(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
 
 
 def _engine(stage: Stage, trial: Trial, injection: Injection, output_dir: Path) -> Any:
@@ -290,7 +306,7 @@ class _Watch:
 
     def _decided(self, step: int) -> bool:
         trial, setting = self._trial, self._setting
-        if trial.fault is None:
+        if trial.fault is None or trial.response is not None:  # what was repaired must stay so
             return False
         if self._end is None:
             events = _events(self._directory)

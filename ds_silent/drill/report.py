@@ -17,6 +17,11 @@ from ds_silent.drill.program import Outcome, Result
 from ds_silent.drill.verdict import due
 from ds_silent.faults import FAULTS, Fault
 
+_REPAIR_NOTE = (
+    "repaired: weights and optimizer state were hashed after every step. retry and majority: from the repair on they "
+    "are the healthy run's, bit for bit, on every rank; mean, periodic, dynamic: the same on all ranks. given up: it "
+    "cannot be repaired, and an error says so. untouched: healthy, and bit for bit what it is without the response."
+)
 _LOSS_NOTE = (
     "mean loss: its change between the fault and the alarm, against the same steps of the healthy run, in standard "
     "deviations of that run's steps. Whoever watches that curve alone sees nothing below about 2 σ."
@@ -46,6 +51,8 @@ def print_report(outcome: Outcome, console: Console) -> None:
         console.print(f"Left out under {kind}: {', '.join(outcome.skipped)}.", markup=False, highlight=False)
     for note in _notes(outcome):
         console.print(note, markup=False, highlight=False)
+    if any(result.repair for result in outcome.results):
+        console.print(_REPAIR_NOTE, markup=False, highlight=False)
     console.print(_LOSS_NOTE, markup=False, highlight=False)
     console.print(sentence(outcome), markup=False, highlight=False)
 
@@ -54,7 +61,9 @@ def _notes(outcome: Outcome) -> list[str]:
     """When a replica's fault is due, and what was too small to be seen."""
     notes, setting = [], outcome.setting
     replicas = [
-        result.trial for result in outcome.results if result.trial.fault and result.trial.fault.strikes == "replica"
+        result.trial
+        for result in outcome.results
+        if result.trial.fault and result.trial.fault.strikes == "replica" and not result.trial.response
     ]
     if replicas and setting.replica_interval:
         trial = replicas[0]
@@ -76,20 +85,37 @@ def _notes(outcome: Outcome) -> list[str]:
 def sentence(outcome: Outcome) -> str:
     """Whether the alarm works, and what to look at when it does not."""
     faults = [result for result in outcome.results if result.trial.fault is not None]
-    missed = [result.trial.name for result in faults if not result.right]
-    false = [result.trial.name for result in outcome.results if result.trial.fault is None and not result.right]
+    missed = [result.trial.name for result in faults if not result.verdict.right]
+    false = [r.trial.name for r in outcome.results if r.trial.fault is None and r.verdict.answer != "missed"]
     hidden = sum(result.verdict.answer == "below rounding" for result in faults)
     found = f"{len(faults) - len(missed) - hidden} of {len(faults)} faults found with the right kind and ranks"
     found += f" ({hidden} below rounding)" if hidden else ""
     silent = "the healthy runs stayed silent" if not false else f"a false alarm in {', '.join(false)}"
-    if not missed and not false:
-        return f"The alarm works: {found}, and {silent}."
-    return f"The alarm does not work everywhere: {found} (not: {', '.join(missed) or 'none'}); {silent}."
+    repairs = _repairs(outcome)
+    if all(result.right for result in outcome.results):
+        return f"The alarm works: {found}, and {silent}.{repairs}"
+    return f"The alarm does not work everywhere: {found} (not: {', '.join(missed) or 'none'}); {silent}.{repairs}"
+
+
+def _repairs(outcome: Outcome) -> str:
+    """What came of the faults that were answered; nothing where none was."""
+    answered = [(r.trial.fault, r.trial.name, r.repair) for r in outcome.results if r.trial.fault and r.repair]
+    if not answered:
+        return ""
+    able = [repair.right for fault, _, repair in answered if fault.repaired]
+    hopeless = [repair.right for fault, _, repair in answered if not fault.repaired]
+    told = f" {sum(able)} of {len(able)} faults that can be repaired were"
+    if hopeless:
+        told += f", and {sum(hopeless)} of {len(hopeless)} that cannot were left with an error that says so"
+    wrong = ", ".join(name for _, name, repair in answered if not repair.right)
+    changed = ", ".join(r.trial.name for r in outcome.results if not r.trial.fault and r.repair and not r.repair.right)
+    told += f" (not: {wrong})" if wrong else ""
+    return told + (f"; a response has changed {changed}." if changed else ".")
 
 
 def _table(outcome: Outcome) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in ("fault", "expected event", "struck", "found", "ranks", "mean loss"):
+    for title in ("fault", "expected event", "struck", "found", "ranks", "repaired", "mean loss"):
         table.add_column(title, no_wrap=title in ("fault", "expected event"))
     for result in outcome.results:
         table.add_row(*_row(result))
@@ -100,9 +126,20 @@ def _row(result: Result) -> tuple[str | Text, ...]:
     fault, verdict, name = result.trial.fault, result.verdict, result.trial.name
     if fault is None:
         answer = Text("silent", "green") if result.right else Text(f"{verdict.kind} at step {verdict.step}", "bold red")
-        return name, "none", "", answer, _ranks(verdict.ranks), ""
+        return name, "none", "", answer, _ranks(verdict.ranks), _repaired(result), ""
     struck = "at start" if result.trial.strike.step <= 1 else f"step {result.trial.strike.step}"
-    return name, fault.kind, struck, _answer(result), _who(result, fault), _loss(result)
+    return name, fault.kind, struck, _answer(result), _who(result, fault), _repaired(result), _loss(result)
+
+
+def _repaired(result: Result) -> Text:
+    """Nothing where there was no response; a healthy training must be what it is without one."""
+    repair = result.repair
+    if repair is None:
+        return Text("")
+    place = "" if repair.step is None else f" at step {repair.step}"
+    if not repair.right:
+        return Text(f"{repair.answer}{place}", "bold red")
+    return Text(f"step {repair.step}" if repair.answer == "repaired" else repair.answer, "green")
 
 
 def _answer(result: Result) -> Text:

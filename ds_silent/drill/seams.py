@@ -11,6 +11,12 @@ Foreign functions, as DeepSpeed 0.16.9 and 0.19.8 have them. ``deepspeed.comm.al
 during a backward they reduce gradients only; ``deepspeed.comm.all_gather_into_tensor`` collects the updated weights in
 ``all_gather_dp_groups``. The observer communicates through ``torch.distributed`` and is not touched. Everything is put
 back on exit.
+
+Responses run inside ``engine.step()``. A reduction that is repeated goes through
+``DeepSpeedEngine.buffered_allreduce_fallback`` (stage 0) or ``DeepSpeedZeroOptimizer.reduce_gradients`` (stage 1), by
+which it is told from DeepSpeed's other collectives there; it runs clean unless the injection says otherwise. Repairs
+of replicas use ``torch.distributed.broadcast`` and asynchronous ``all_reduce``, which nobody else does during a step
+(up to 64 ranks); an ordered reduction uses ``all_to_all_single``.
 """
 
 from __future__ import annotations
@@ -19,9 +25,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed.comm
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.capture.patches import Patches
@@ -33,7 +40,8 @@ class Collective:
     """One collective under way on this rank; it runs when ``run`` is called, and not at all when nobody does.
 
     ``tensor`` is flat: input and result of a reduction, result of an all-gather. ``place`` counts micro-batches and,
-    within one, buckets from 0; ``last`` says that the micro-batch is the step's last one.
+    within one, buckets from 0; ``last`` says that the micro-batch is the step's last one; ``attempt`` counts the
+    repetitions of the step's reduction, 0 is the first.
     """
 
     tensor: Tensor
@@ -41,10 +49,22 @@ class Collective:
     step: int
     place: tuple[int, int]
     last: bool
+    attempt: int = 0
 
     @property
     def bucket(self) -> int:
         return self.place[1]
+
+
+class _Arriving:
+    """Work under way whose result changes when somebody waits for it."""
+
+    def __init__(self, work: Any, arrived: Callable[[], None]) -> None:
+        self._work, self._arrived = work, arrived
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._arrived()
 
 
 class Seams:
@@ -53,14 +73,23 @@ class Seams:
     def __init__(self, engine: Any, injection: Injection) -> None:
         self._engine, self._injection = engine, injection
         self._patches = Patches()
-        self._step, self._micro_batch, self._last, self._buckets = 0, 0, True, 0
-        self._inside: str | None = None
+        self._step, self._micro_batch, self._last, self._buckets, self._attempt = 0, 0, True, 0, 0
+        self._inside: Literal["backward", "update", "repetition"] | None = None
 
     def __enter__(self) -> Seams:
         injection = self._injection
-        if injection.reduction is not None:
+        if injection.reduction is not None or injection.repetition is not None:
             self._patches.wrap(deepspeed.comm, "all_reduce", self._reduce)
             self._patches.wrap(deepspeed.comm, "reduce", self._reduce)
+        if injection.repetition is not None:
+            self._patches.wrap(self._engine, "buffered_allreduce_fallback", self._repeat)
+            if hasattr(self._engine.optimizer, "reduce_gradients"):
+                self._patches.wrap(self._engine.optimizer, "reduce_gradients", self._repeat)
+        if injection.pieces is not None:
+            self._patches.wrap(dist, "all_to_all_single", self._exchange)
+        if injection.repair is not None:
+            self._patches.wrap(dist, "broadcast", self._restore)
+            self._patches.wrap(dist, "all_reduce", self._average)
         if injection.gathering is not None:
             self._patches.wrap(deepspeed.comm, "all_gather_into_tensor", self._gather)
         if injection.update is not None:
@@ -78,7 +107,7 @@ class Seams:
     def backward(self, step: int, micro_batch: int, last: bool) -> Iterator[None]:
         """Around ``engine.backward`` of one micro-batch, counted from 0."""
         self._step, self._micro_batch, self._last = step, micro_batch, last
-        self._buckets, self._inside = 0, "backward"
+        self._buckets, self._attempt, self._inside = 0, 0, "backward"
         yield
         self._inside = None
 
@@ -93,12 +122,45 @@ class Seams:
 
     def _reduce(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         injection = self._injection
-        if self._inside != "backward" or injection.reduction is None:
+        hit = {"backward": injection.reduction, "repetition": injection.repetition}.get(self._inside or "")
+        if hit is None:
             return original(tensor, *args, **kwargs)
         place, self._buckets = (self._micro_batch, self._buckets), self._buckets + 1
         run = partial(original, tensor, *args, **kwargs)
-        injection.reduction(Collective(tensor.view(-1), run, self._step, place, self._last))
+        hit(Collective(tensor.view(-1), run, self._step, place, self._last, self._attempt))
         return None
+
+    def _repeat(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside != "update":
+            return original(*args, **kwargs)
+        self._buckets, self._attempt, self._inside = 0, self._attempt + 1, "repetition"
+        result = original(*args, **kwargs)
+        self._inside = "update"
+        return result
+
+    def _exchange(self, original: Callable[..., Any], received: Tensor, *args: Any, **kwargs: Any) -> Any:
+        injection = self._injection
+        if self._inside != "backward" or injection.pieces is None:
+            return original(received, *args, **kwargs)
+        run = partial(original, received, *args, **kwargs)
+        injection.pieces(Collective(received.view(-1), run, self._step, (self._micro_batch, 0), self._last))
+        return None
+
+    def _restore(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        if self._inside == "update":
+            self._arrived(tensor)
+        return result
+
+    def _average(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        if self._inside != "update" or not kwargs.get("async_op"):
+            return result
+        return _Arriving(result, lambda: self._arrived(tensor))
+
+    def _arrived(self, tensor: Tensor) -> None:
+        assert self._injection.repair is not None
+        self._injection.repair(tensor.view(-1), self._step)
 
     def _gather(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         injection = self._injection

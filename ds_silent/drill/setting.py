@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from ds_silent.capture.deepspeed import refuse_unsupported_config
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
+from ds_silent.drill.responses import Response
 
 Dtype = Literal["fp32", "bf16"]
 KEPT = (
@@ -64,6 +65,26 @@ class Setting:
         """Optimizer steps between two comparisons of the replicas; 0 is never."""
         return self.block.integrity.replica_interval
 
+    def answering(self, response: Response | None) -> Setting:
+        """With this response switched on and every step measured; as it is without one.
+
+        Raises:
+            ConfigError: it cannot work under this configuration.
+        """
+        if response is None:
+            return self
+        own = self.config[BLOCK]
+        direction = _section(own.get("direction"))
+        if direction.get("method") == "off":
+            direction["method"] = "sketch"
+        integrity = {**_section(own.get("integrity")), "aggregation": True, **response.block.get("integrity", {})}
+        block = {**own, **response.block, "interval": 1, "direction": direction, "integrity": integrity}
+        config = {**self.config, BLOCK: block}
+        parsed = parse(config)
+        assert parsed is not None
+        refuse_unsupported_config(config, parsed)
+        return replace(self, config=config, block=parsed)
+
 
 def make_setting(
     ds_config: Mapping[str, Any] | None, ranks: int, stage: int | None = None, dtype: Dtype | None = None
@@ -87,7 +108,8 @@ def make_setting(
     if block is None:
         raise ConfigError(f'the ds_config has no active "{BLOCK}" block to try; add "{BLOCK}": {{}} to it')
     refuse_unsupported_config(given, block)
-    notes = [*replicas, *(f"{key}: not part of the drill" for key in given if key not in (*KEPT, *SILENT))]
+    block, answers = _only_reporting(given, block)
+    notes = [*replicas, *answers, *(f"{key}: not part of the drill" for key in given if key not in (*KEPT, *SILENT))]
     config = {key: given[key] for key in KEPT if key in given and given[key] != "auto"}
     zero, dropped = _zero(given.get("zero_optimization"), stage)
     notes += dropped
@@ -123,6 +145,23 @@ def _compared_soon(given: dict[str, Any]) -> tuple[SilentConsistencyConfig | Non
     }
     default = block.integrity.replica_interval
     return parse(given), [f"integrity.replica_interval: {steps} instead of the default {default}, to stay short"]
+
+
+def _only_reporting(given: dict[str, Any], block: SilentConsistencyConfig) -> tuple[SilentConsistencyConfig, list[str]]:
+    """The block without responses: a fault must be seen as it is, and one that ends a training would end the drill."""
+    plain = SilentConsistencyConfig()
+    notes = []
+    for key in ("respond", "resync", "reduction"):
+        if getattr(block, key) != getattr(plain, key):
+            notes.append(f"{key}: responses are tried in trainings of their own, with values of the drill's")
+        given[BLOCK] = {name: value for name, value in given[BLOCK].items() if name != key}
+    if block.detectors.stop_on != plain.detectors.stop_on:
+        notes.append("detectors.stop_on: not part of the drill")
+        kept = {name: value for name, value in given[BLOCK]["detectors"].items() if name != "stop_on"}
+        given[BLOCK] = {**given[BLOCK], "detectors": kept}
+    parsed = parse(given)
+    assert parsed is not None
+    return parsed, notes
 
 
 def _zero(section: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:

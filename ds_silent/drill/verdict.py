@@ -84,7 +84,7 @@ def judge(
     expected = fault.expected_ranks(strike)
     right = [event for event in kinds if tuple(event["ranks"]) in expected]
     # a "step before" that was not measured is not known
-    told = [event for event in right if interval > 1 or _says(event, fault.expected_words(strike))]
+    told = [event for event in right if interval > 1 or says(event, fault.expected_words(strike))]
     if told:
         late = fault.deterministic and told[0]["step"] > due(fault, strike, interval, replica_interval)
         return _verdict("found", told[0], raised, late)
@@ -100,6 +100,8 @@ def judge(
 
 def due(fault: Fault, strike: Strike, interval: int, replica_interval: int) -> int:
     """The optimizer step at which a deterministic fault must be found."""
+    if fault.response is not None:
+        return fault.response.compared(strike.step)
     if fault.strikes == "replica" and replica_interval:
         return first_compared(strike.step, interval, replica_interval)
     return first_measured(strike.step, interval)
@@ -113,7 +115,8 @@ def first_compared(after: int, interval: int, replica_interval: int) -> int:
     return step
 
 
-def _says(event: Mapping[str, Any], words: Sequence[str]) -> bool:
+def says(event: Mapping[str, Any], words: Sequence[str]) -> bool:
+    """Whether an event holds all these phrases, as whole words."""
     text = f"{event.get('message', '')} {event.get('where', '')}"
     return all(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) for phrase in words)
 
