@@ -93,7 +93,6 @@ class DeepSpeedCapture:
             engine, self._parameters, self._local.offsets, self._local.total, dist.get_rank(self.group), ranks
         )
         if ordered:
-            assert self._share is not None  # what hides it is refused
             self._ordered = OrderedReduction(engine, self._parameters, self._share, config, self.group)
         self._places = applied_places(engine, self._parameters, self._share) if checks else None
         self.aggregate_replicated = checks and self._share is not None and whole_on_every_rank(engine)
