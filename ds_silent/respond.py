@@ -27,7 +27,7 @@ from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange import Exchange
 from ds_silent.records import Repair, RepairMethod
-from ds_silent.replicas import Drift, Groups, Replica
+from ds_silent.replicas import Drift, Groups, Replica, groups_of
 from ds_silent.resync import Averaging, Bits, Comparison, average, compare, gathered, restore
 
 SAMPLE = 64  # every so many elements tell the drift, for the next interval of the dynamic averaging
@@ -280,6 +280,17 @@ def _repair_of(
     next_interval: int | None = None,
 ) -> Repair:
     names = tuple(replica.items[place][0] for place in found.apart)
-    ranks = tuple(sorted(rank for group in found.groups[1:] for rank in group)) if method == "majority" else ()
+    ranks = _outvoted(found) if method == "majority" else ()
     seconds = time.perf_counter() - started
     return Repair(step, method, still.equal, attempts, sent, seconds, names, ranks, next_interval=next_interval)
+
+
+def _outvoted(found: Comparison) -> tuple[int, ...]:
+    """Ranks outside of a tensor's majority. Of whole replicas there may be none, and nobody is named without one."""
+    ranks: set[int] = set()
+    for place in found.apart:
+        assert found.values is not None
+        held = groups_of(found.values[:, place])
+        if 2 * len(held[0]) > len(found.values):
+            ranks.update(rank for group in held[1:] for rank in group)
+    return tuple(sorted(ranks))
