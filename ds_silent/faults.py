@@ -113,8 +113,8 @@ class Fault:
         return (rank, everyone) if self.who == "the rank or all" else (rank,)
 
     def mended_ranks(self, strike: Strike) -> tuple[int, ...]:
-        """Whom the ``repaired`` event must name: those that got other ranks' bits."""
-        if self.response is None or not self.response.names_ranks:
+        """Whom the response's event must name: those that got, or should have got, a majority's bits."""
+        if self.response is None or not self.response.names_ranks or self.who == "nobody":
             return ()
         return tuple(sorted((strike.rank, strike.partner))) if self.who == "the pair or nobody" else (strike.rank,)
 

@@ -100,7 +100,10 @@ def test_what_cannot_be_repaired_must_be_said_and_never_claimed() -> None:
     assert judge_repair(fault, STRIKE, RETRY, [], wrong, HEALTHY).answer == "not said"
     assert judge_repair(fault, STRIKE, RETRY, [{**told, "step": 5}], wrong, HEALTHY).answer == "not said"
     assert judge_repair(fault, STRIKE, RETRY, [told, claim(4)], wrong, HEALTHY).answer == "claimed"
+    assert judge_repair(fault, STRIKE, RETRY, [{**told, "ranks": [2]}], wrong, HEALTHY).answer == "wrong ranks"
     assert judge_repair(fault, STRIKE, RETRY, [told], HEALTHY, HEALTHY).answer == "wrong state"  # there was no fault
+    assert FAULTS["majority-tie"].mended_ranks(STRIKE) == ()  # nobody is blamed without a majority
+    assert FAULTS["majority-two-ranks"].mended_ranks(STRIKE) == (2, 3)
 
 
 def test_a_healthy_training_must_be_left_alone() -> None:
@@ -204,7 +207,8 @@ ON = {"detectors": {"enabled": True}}
 INTACT = ("retry-burst-twice", "majority-update-skipped", "majority-tie", "mean-average-damaged")
 MUTATED = {  # how the responder is broken -> the faults that it then meets, and what the drill must say
     "does nothing": (("retry-burst-twice", "not repaired"), ("majority-update-skipped", "not repaired")),
-    "claims": (("retry-burst-twice", "wrong state"), ("majority-update-skipped", "wrong state")),
+    # replicas that stay apart are claimed again at every step
+    "claims": (("retry-burst-twice", "wrong state"), ("majority-update-skipped", "wrong step")),
     "forgets the optimizer": (("majority-update-skipped", "wrong state"),),
     "averages the healthy": (("healthy-mean", "wrong state"),),
 }

@@ -84,6 +84,8 @@ def judge_repair(
         told = [e for e in events if e["severity"] == "error" and e["step"] == settled and says(e, words)]
         if not told:
             return RepairVerdict("not said")
+        if tuple(told[0]["ranks"]) != fault.mended_ranks(strike):
+            return RepairVerdict("wrong ranks", settled)
         return RepairVerdict("wrong state" if any(alike[settled - 1 :]) else "given up", settled)
     if not claims:
         return RepairVerdict("not repaired")
