@@ -140,8 +140,8 @@ class Averaging:
         group: the ranks.
         device: of the group's buffers.
 
-    Floating-point tensors are averaged in fp32 over the ranks that hold finite numbers only, because one infinite
-    weight would make all of them infinite. Counts (integers, and single numbers such as an optimizer's step) take the
+    A floating-point tensor is averaged in fp32 over those ranks whose own is finite, because one infinite weight would
+    make all of them infinite. Counts (integers, and single numbers such as an optimizer's step) take the
     largest, because a mean of counts is no count.
     """
 
@@ -177,9 +177,7 @@ class Averaging:
             the repetitions that were needed; ``attempts`` when some buckets never came out alike and were not written.
         """
         waiting = self._buckets
-        for attempt in range(attempts):
-            if not waiting:
-                return attempt
+        for attempt in range(attempts if waiting else 0):
             if attempt:
                 for bucket in waiting:
                     bucket.start()
@@ -189,7 +187,9 @@ class Averaging:
                 if same:
                     bucket.commit()
             waiting = [bucket for bucket, same in zip(waiting, alike, strict=True) if not same]
-        return attempts - (not waiting)
+            if not waiting:
+                return attempt
+        return attempts if waiting else 0
 
 
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:
@@ -236,21 +236,20 @@ class _Bucket:
     def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, device: torch.device):
         self._tensors, self._group = tensors, group
         self._largest = _counts(tensors[0])
-        numel = sum(tensor.numel() for tensor in tensors)
-        # the last number counts the ranks that take part
-        self.wire = torch.zeros(numel + 1, dtype=_wire_dtype(tensors[0]), device=device)
+        numels = [tensor.numel() for tensor in tensors]
+        # behind the tensors, for each the number of ranks whose values enter
+        self.wire = torch.zeros(sum(numels) + len(numels), dtype=_wire_dtype(tensors[0]), device=device)
+        *self._parts, self._entered = torch.split(self.wire, [*numels, len(numels)])
         self._work: dist.Work | None = None
         self._divided = False
 
     def start(self) -> None:
-        begin = 0
-        for tensor in self._tensors:
-            self.wire[begin : begin + tensor.numel()].copy_(tensor.detach().reshape(-1))
-            begin += tensor.numel()
-        self.wire[-1] = 1
-        if not self._largest:
-            finite = torch.isfinite(self.wire).all()
-            self.wire.nan_to_num_(0.0, 0.0, 0.0).mul_(finite)
+        for place, (tensor, part) in enumerate(zip(self._tensors, self._parts, strict=True)):
+            part.copy_(tensor.detach().reshape(-1))
+            if not self._largest:
+                finite = torch.isfinite(part).all()
+                part.nan_to_num_(0.0, 0.0, 0.0).mul_(finite)
+                self._entered[place] = finite
         operation = dist.ReduceOp.MAX if self._largest else dist.ReduceOp.SUM
         self._divided = self._largest
         self._work = dist.all_reduce(self.wire, op=operation, group=self._group, async_op=True)
@@ -261,7 +260,8 @@ class _Bucket:
             self._work = None
         if not self._divided:
             self._divided = True
-            self.wire[:-1].div_(self.wire[-1].clone().clamp_(min=1.0))
+            for place, part in enumerate(self._parts):
+                part.div_(self._entered[place].clamp(min=1.0))
 
     def received(self) -> Tensor:
         """int64 () checksum of what came out."""
@@ -271,22 +271,14 @@ class _Bucket:
     def drift(self, stride: int) -> Tensor:
         self._wait()
         total = torch.zeros(2, device=self.wire.device)
-        if self._largest:
-            return total
-        begin = 0
-        for tensor in self._tensors:
-            mean = self.wire[begin : begin + tensor.numel()][::stride]
+        for tensor, part in zip(self._tensors, self._parts, strict=True) if not self._largest else ():
+            mean = part[::stride]
             own = tensor.detach().reshape(-1)[::stride].to(mean)
-            total[0] += (own - mean).square().sum()
-            total[1] += mean.numel()
-            begin += tensor.numel()
+            total += torch.stack(((own - mean).square().sum(), mean.new_tensor(float(mean.numel()))))
         return total
 
     def commit(self) -> None:
-        if not self._largest and float(self.wire[-1]) < 1.0:
-            return  # no rank holds finite numbers: nothing to average
-        begin = 0
-        with torch.no_grad():
-            for tensor in self._tensors:
-                tensor.copy_(self.wire[begin : begin + tensor.numel()].view(tensor.shape))
-                begin += tensor.numel()
+        for place, (tensor, part) in enumerate(zip(self._tensors, self._parts, strict=True)):
+            if self._largest or float(self._entered[place]) >= 1.0:  # else no rank holds finite numbers
+                with torch.no_grad():
+                    tensor.copy_(part.view(tensor.shape))
