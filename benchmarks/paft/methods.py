@@ -17,6 +17,7 @@ WATCHING_OFF: dict[str, Any] = {
     "detectors": {"enabled": False},
 }
 NO_COMPARISON: dict[str, Any] = {
+    "interval": 100,  # steps between measurements, which averaging does not need
     "direction": {"method": "off"},
     "integrity": {"aggregation": False, "replica_interval": 0},
 }
@@ -50,7 +51,7 @@ METHODS = {
     ),
     "majority": Method(
         {
-            "direction": {"method": "off"},
+            **NO_COMPARISON,
             "respond": {"on_replica_drift": "majority"},
             "integrity": {"aggregation": False, "replica_interval": 1},
         }
