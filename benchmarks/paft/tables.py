@@ -48,12 +48,12 @@ def noise_tables(store: Store, seeds: int) -> tuple[list[Table], Numbers]:
     for optimizer, variances in VARIANCES.items():
         methods = cells.METHODS_OF[optimizer]
         grid = _Grid(store, "digits", optimizer, variances, seeds)
-        title = f"Digits, {optimizer}, {seeds} seeds, ± standard error"
+        title = f"Digits, {optimizer}, {seeds} seeds"
         rows = [("no error", grid.healthy(replica_score))]
         rows += [(TITLES[method], grid.noisy(method, replica_score)) for method in methods]
-        tables.append(_table(f"{title}: accuracy (%) of each rank's own replica", variances, rows))
+        tables.append(_table(f"{title}: accuracy (%) of each replica, ± standard error", variances, rows))
         means = [(TITLES[method], grid.noisy(method, _of_mean)) for method in methods if method in cells.PAFT]
-        tables.append(_table(f"{title}: accuracy (%) of the mean of the replicas", variances, means))
+        tables.append(_table(f"{title}: accuracy (%) of their mean, ± standard error", variances, means))
         done = [("|eps| / |g|, no mitigation", grid.noisy("none", _relative_noise))]
         done += [
             (f"averagings, {TITLES[method]}", grid.noisy(method, _repairs)) for method in methods if method != "none"
@@ -70,7 +70,7 @@ def language_tables(store: Store, seeds: int) -> tuple[list[Table], Numbers]:
     rows = [("no error", grid.healthy(replica_score))]
     rows += [(TITLES[method], grid.noisy(method, replica_score)) for method in cells.LANGUAGE_METHODS]
     rows.append(("|eps| / |g|, no mitigation", grid.noisy("none", _relative_noise)))
-    title = f"Language model, SGD with momentum, {seeds} seeds, ± standard error: loss of each replica on held-out rows"
+    title = f"Language model, sgd, {seeds} seeds: held-out loss"
     return [_table(title, variances, rows, digits=3)], {"language": dict(rows)}
 
 
@@ -141,7 +141,8 @@ def burst_tables(store: Store, seeds: int) -> tuple[list[Table], Numbers]:
             pairs = [
                 (store[trained], store[healthy])
                 for seed in range(seeds)
-                if (trained := cell("digits", "sgd", method, error, seed)) in store
+                if (trained := cell("digits", "sgd", method, error and cells.representative(method, error), seed))
+                in store
                 and (healthy := cell("digits", "sgd", "none", None, seed)) in store
             ]
             if not pairs:
