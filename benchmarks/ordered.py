@@ -1,6 +1,6 @@
 """The ordered reduction: are the bits the same for every split, and what does it cost?
 
-    python benchmarks/ordered.py                       # both parts
+    python benchmarks/ordered.py                       # all parts
     python benchmarks/ordered.py --part time --ranks 4 --stage 1
 
 ``bits`` trains a small Llama, 20 steps, on the same 8 micro-batches per step, spread over 1, 2, 4
@@ -9,6 +9,9 @@ and 8 ranks with 8, 4, 2 and 1 accumulation steps and with other bucket sizes, a
 ``time`` runs the same training in one process group, native and ordered taking turns in an order that is reversed every
 round; each turn of the ordered reduction is compared with the native one of its own round, in wall time and in CPU time
 of all of rank 0's threads. The observer is not connected, so that only the reductions differ.
+
+``exchange`` is the reduction without the training: 20 M fp32 numbers in 100 tensors, flattened, all-reduced and copied
+back as DeepSpeed does, against the ordered exchange, taking turns.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ds_silent
 from ds_silent.capture.deepspeed import DeepSpeedCapture
 from ds_silent.config import parse
+from ds_silent.ordered_exchange import LongVector, OrderedExchange
 
 MICRO_BATCHES, STEPS, ROWS, LENGTH = 8, 20, 2, 33
 CLIPPING = 0.05  # far below the gradient's norm: the norm's bits are in every weight
@@ -55,6 +59,9 @@ class Settings:
     length: int
     directory: str
     accumulation: int = 1
+
+
+Worker = Callable[[Settings], dict[str, Any]]
 
 
 def engine_of(settings: Settings, shape: LlamaConfig, block: dict[str, Any] | None, rows: int, **zero: Any) -> Any:
@@ -190,13 +197,16 @@ def time_worker(settings: Settings) -> dict[str, Any]:
     return {**turns, "parameters": parameters}
 
 
-def times(settings: Settings, ranks: list[int], stages: list[int]) -> None:
-    table = Table(title="one optimizer step; times are ordered : native, median of rounds (quartiles)")
+def times(settings: Settings, worker: Worker, what: str, ranks: list[int], stages: list[int]) -> None:
+    table = Table(title=f"{what}; times are ordered : native, median of rounds (quartiles)")
     for column in ("ranks", "ZeRO", "dtype", "parameters", "native, s", "ordered, s", "wall time", "CPU time"):
         table.add_column(column, justify="right")
     for n, stage in itertools.product(ranks, stages):
-        result = run(time_worker, replace(settings, ranks=n, stage=stage))
+        result = run(worker, replace(settings, ranks=n, stage=stage))
         native, ordered = result["native"], result["ordered"]
+        print(
+            f"{n} ranks, stage {stage}: done, {ratio([o[0] for o in ordered], [p[0] for p in native])}", file=sys.stderr
+        )
         table.add_row(
             str(n),
             str(stage),
@@ -209,6 +219,36 @@ def times(settings: Settings, ranks: list[int], stages: list[int]) -> None:
     Console(width=150).print(table)
 
 
+def exchange_worker(settings: Settings) -> dict[str, Any]:
+    ranks, numel, count = settings.ranks, 200_000, 100
+    own, result = ([torch.randn(numel) for _ in range(count)] for _ in range(2))
+    offsets, total = [index * numel for index in range(count)], count * numel
+    runs = [[(total * r // ranks, total * (r + 1) // ranks - total * r // ranks)] for r in range(ranks)]
+    group = dist.distributed_c10d._get_default_group()
+    gathered = torch.float32 if settings.stage == 0 else None
+    ordered = OrderedExchange(runs, group, torch.device("cpu"), 64, "contiguous", gathered, gram=False)
+
+    def reduce_natively() -> None:
+        flat = torch.cat(own)
+        dist.all_reduce(flat)
+        for values, mean in zip(result, torch.split(flat.mul_(1.0 / ranks), numel), strict=True):
+            values.copy_(mean)
+
+    def reduce_in_order() -> None:
+        ordered.mean(LongVector(offsets, own), LongVector(offsets, result), gram=False)
+
+    turns: dict[str, list[tuple[float, float]]] = {"native": [], "ordered": []}
+    ways = {"native": reduce_natively, "ordered": reduce_in_order}
+    for number in range(-1, settings.rounds):
+        for name in ("native", "ordered") if number % 2 == 0 else ("ordered", "native"):
+            dist.barrier()
+            started, worked = time.perf_counter(), time.process_time()
+            ways[name]()
+            if number >= 0:
+                turns[name].append((time.perf_counter() - started, time.process_time() - worked))
+    return {**turns, "parameters": total}
+
+
 def ratio(ordered: list[float], native: list[float]) -> str:
     low, middle, high = statistics.quantiles([a / b for a, b in zip(ordered, native, strict=True)], n=4)
     return f"{middle:.2f} ({low:.2f} .. {high:.2f})"
@@ -217,7 +257,7 @@ def ratio(ordered: list[float], native: list[float]) -> str:
 # -- processes ------------------------------------------------------------------------------------------------------
 
 
-def run(worker: Callable[[Settings], dict[str, Any]], settings: Settings) -> dict[str, Any]:
+def run(worker: Worker, settings: Settings) -> dict[str, Any]:
     """What rank 0's ``worker`` returned."""
     with tempfile.TemporaryDirectory() as directory:
         own = replace(settings, directory=directory)
@@ -226,7 +266,7 @@ def run(worker: Callable[[Settings], dict[str, Any]], settings: Settings) -> dic
         return result
 
 
-def rank_main(rank: int, worker: Callable[[Settings], dict[str, Any]], settings: Settings) -> None:
+def rank_main(rank: int, worker: Worker, settings: Settings) -> None:
     size = str(settings.ranks)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_SIZE=size)
     torch.set_num_threads(1)
@@ -244,7 +284,7 @@ def rank_main(rank: int, worker: Callable[[Settings], dict[str, Any]], settings:
 
 
 def main(
-    part: Annotated[str, typer.Option(help="bits, time or all")] = "all",
+    part: Annotated[str, typer.Option(help="bits, time, exchange or all")] = "all",
     ranks: Annotated[list[int] | None, typer.Option(help="for time; may be repeated. Default: 2 and 4")] = None,
     stage: Annotated[list[int] | None, typer.Option(help="for time; may be repeated. Default: 0 and 1")] = None,
     dtype: Annotated[str, typer.Option(help="for time: fp32 or bf16")] = "fp32",
@@ -258,7 +298,10 @@ def main(
     settings = Settings(1, 0, dtype, "ordered", "contiguous", rounds, turn, length, "")
     good = bits(settings) if part in ("all", "bits") else True
     if part in ("all", "time"):
-        times(settings, ranks or [2, 4], stage or [0, 1])
+        times(settings, time_worker, "one optimizer step", ranks or [2, 4], stage or [0, 1])
+    if part in ("all", "exchange"):
+        alone = replace(settings, rounds=4 * rounds, dtype="fp32")
+        times(alone, exchange_worker, "the reduction alone", ranks or [2, 4], stage or [0, 1])
     raise typer.Exit(0 if good else 1)
 
 
