@@ -21,7 +21,7 @@ from ds_silent.drill.repaired import judge_repair
 from ds_silent.drill.report import print_report, sentence
 from ds_silent.drill.responses import DYNAMIC, MAJORITY, MEAN, RETRY
 from ds_silent.drill.seams import Collective
-from ds_silent.drill.setting import make_setting
+from ds_silent.drill.setting import Dtype, Setting, make_setting
 from ds_silent.faults import FAULTS
 from ds_silent.records import Repair
 from tests.test_faults import cold_stage
@@ -214,25 +214,29 @@ MUTATED = {  # how the responder is broken -> the faults that it then meets, and
 }
 
 
-def setting_of_all() -> Any:
-    return make_setting({"silent_consistency": ON}, 4, 0, "fp32")
+def setting_of(stage: int, dtype: Dtype) -> Setting:
+    return make_setting({"silent_consistency": ON}, 4, stage, dtype)
 
 
-def trial_named(name: str) -> Trial:
+def trial_named(name: str, setting: Setting) -> Trial:
     if name.startswith("healthy"):
         return Trial(name, None, Strike(2, 4, 0), 8, response=MEAN if name == "healthy-mean" else None)
-    return trial_of(FAULTS[name], DrillOptions(), setting_of_all())
+    return trial_of(FAULTS[name], DrillOptions(), setting)
 
 
 def perform(send: Callable[[Any], None], directory: str) -> None:
     """Everything once as it is, then with a responder that is broken in a known way."""
+    sharded = cold_stage(ON, 1, "bf16")  # its reduction is repeated by other means
+    for name in ("healthy", "retry-burst-twice"):
+        send(("sharded", name, rehearse(sharded, trial_named(name, sharded.setting), Path(directory, "sharded", name))))
     practice = cold_stage(ON, 0, "fp32")
+    trial_of_name = partial(trial_named, setting=practice.setting)
     for name in ("healthy", "healthy-mean", *INTACT):
-        send(("intact", name, rehearse(practice, trial_named(name), Path(directory, "intact", name))))
+        send(("intact", name, rehearse(practice, trial_of_name(name), Path(directory, "intact", name))))
     for broken, cases in MUTATED.items():
         undo = _break(broken)
         for name, _ in cases:
-            send((broken, name, rehearse(practice, trial_named(name), Path(directory, broken, name))))
+            send((broken, name, rehearse(practice, trial_of_name(name), Path(directory, broken, name))))
         undo()
 
 
@@ -296,9 +300,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]
 
 
 def outcome_of(runs: dict[tuple[str, str], Run], state: str, named: tuple[str, ...]) -> Outcome:
-    trials = tuple(trial_named(name) for name in ("healthy", *named))
-    own = [runs["intact", "healthy"], *(runs[state, name] for name in named)]
-    return Outcome(setting_of_all(), tuple(judged(trials, own, setting_of_all())), ())
+    setting = setting_of(1, "bf16") if state == "sharded" else setting_of(0, "fp32")
+    trials = tuple(trial_named(name, setting) for name in ("healthy", *named))
+    own = [runs["sharded" if state == "sharded" else "intact", "healthy"], *(runs[state, name] for name in named)]
+    return Outcome(setting, tuple(judged(trials, own, setting)), ())
+
+
+def test_under_zero_1_every_rank_gets_its_own_shard_back(runs: dict[tuple[str, str], Run]) -> None:
+    outcome = outcome_of(runs, "sharded", ("retry-burst-twice",))
+    repair = outcome.results[1].repair
+    assert repair is not None
+    assert repair.answer == "repaired"
+    assert len(set(outcome.results[1].run.states[-1])) == 4  # shards of the optimizer's state differ
+    assert exit_code(outcome) == 0
 
 
 def test_the_real_responder_repairs_what_it_can_and_says_what_it_cannot(runs: dict[tuple[str, str], Run]) -> None:

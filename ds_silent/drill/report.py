@@ -29,9 +29,10 @@ _LOSS_NOTE = (
 
 
 def print_list(console: Console) -> None:
-    """Every fault with its expected event."""
+    """Every fault with its expected event, and what must come of it where a response is on."""
     for fault in FAULTS.values():
-        console.print(f"{fault.name} → {fault.kind}", style="bold", markup=False, highlight=False)
+        then = "" if fault.response is None else f", {'repaired' if fault.repaired else 'given up'}"
+        console.print(f"{fault.name} → {fault.kind}{then}", style="bold", markup=False, highlight=False)
         console.print(f"  {fault.description}", markup=False, highlight=False)
 
 
