@@ -136,7 +136,7 @@ class ResyncConfig(_Block):
     """``dynamic`` overlaps the averaging with the next step and chooses the next interval from the drift found."""
 
     interval: int = _whole(100, 1)
-    """Optimizer steps between two averagings; with ``dynamic`` the first and the largest interval."""
+    """Optimizer steps between two averagings; with ``dynamic`` the most, where little or nothing differs."""
 
     state: Literal["all", "parameters"] = _choice("all", "parameters")
     """``all``: the optimizer's states too."""

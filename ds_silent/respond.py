@@ -224,7 +224,7 @@ class _Dynamic:
 
     def __init__(self, capture: Capture, replica: Callable[[], Replica], interval: int):
         self._capture, self._replica, self._interval = capture, replica, interval
-        self._bits, self._next, self._last = Bits(), interval, 0
+        self._bits, self._next, self._last = Bits(), 1, 0  # the first update tells when the next is to be compared
         self._under_way: tuple[int, float, Replica, Comparison, Averaging] | None = None
 
     def after_update(self, step: int, due: bool, notes: _Notes) -> str | None:

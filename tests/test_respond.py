@@ -207,7 +207,7 @@ def test_replicas_are_made_equal_and_healthy_ones_left_alone(case: Case, tmp_pat
         assert len({result[name] for result in results}) == 1
         assert results[0][name] != clean
     assert len({result["weights"] for result in results}) == 2  # the optimizer's state still differs
-    for name, step in [("majority", 3), ("mean", 4), ("periodic", 4), ("dynamic", 5)]:
+    for name, step in [("majority", 3), ("mean", 4), ("periodic", 4), ("dynamic", 4)]:
         events = [
             e for e in read_events(tmp_path / name / "events.jsonl") if e["kind"] in ("replica-drift", "repaired")
         ]

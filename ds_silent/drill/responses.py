@@ -28,6 +28,7 @@ class Response:
     name: str
     block: Mapping[str, Any] = field(default_factory=dict)
     interval: int = 1
+    first: int = 0
     delay: int = 0
     exact: bool = True
     reference: str = "healthy"
@@ -41,7 +42,7 @@ class Response:
 
     def compared(self, step: int) -> int:
         """The first comparison that sees what happened at ``step``."""
-        return -(-step // self.interval) * self.interval
+        return self.first + -(-(step - self.first) // self.interval) * self.interval
 
     def settled(self, step: int) -> int:
         """The step at which it is repaired."""
@@ -63,6 +64,6 @@ RETRY = Response("retry", _ON_ERROR)
 MAJORITY = Response("majority", _drift("majority", 1), least_ranks=3, names_ranks=True)
 MEAN = Response("mean", _drift("mean", REPLICAS_COMPARED), REPLICAS_COMPARED, exact=False)
 PERIODIC = Response("periodic", _resync("periodic"), REPLICAS_COMPARED, exact=False)
-DYNAMIC = Response("dynamic", _resync("dynamic"), REPLICAS_COMPARED, delay=1, exact=False)
+DYNAMIC = Response("dynamic", _resync("dynamic"), REPLICAS_COMPARED, first=1, delay=1, exact=False)
 ORDERED = Response("ordered", _ORDERED, reference="healthy-ordered")  # its order of addition gives bits of its own
 ORDERED_RETRY = Response("ordered-retry", {**_ON_ERROR, **_ORDERED}, reference="healthy-ordered")
