@@ -19,11 +19,11 @@ REPLICAS_COMPARED = 3  # optimizer steps between two averagings, so that a drift
 class Response:
     """One response.
 
-    ``block``: what it needs of the ``silent_consistency`` block. ``interval``: optimizer steps between its comparisons,
-    counted from ``first``. ``delay``: steps from its finding a fault to the end of the repair. ``exact``: what it
-    leaves is the healthy training's state, bit for bit; else the same on all ranks. ``reference``: the healthy training to
-    compare with. ``least_ranks``: with fewer it is refused. ``names_ranks``: its ``repaired`` events say who got
-    others' bits.
+    ``block``: what it needs of the ``silent_consistency`` block. ``interval``: optimizer steps between its
+    comparisons, counted from ``first``. ``delay``: steps from its finding a fault to the end of the repair.
+    ``exact``: what it leaves is the healthy training's state, bit for bit; else the same on all ranks. ``reference``:
+    the healthy training to compare with. ``least_ranks``: with fewer it is refused. ``names_ranks``: its ``repaired``
+    events say who got others' bits.
     """
 
     name: str
