@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
+import ds_silent.exchange
+from ds_silent.capture.patches import Patches
 from ds_silent.drill.injections import Injection
 from ds_silent.drill.seams import Seams
 
@@ -33,7 +35,10 @@ from .methods import METHODS
 from .tasks import TASKS
 
 RANKS = 4
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor")
+COLLECTIVES = (
+    *((dist, name) for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")),
+    (ds_silent.exchange, "_all_gather"),  # the samples' own, under whichever name this torch has
+)
 
 
 @dataclass(frozen=True)
@@ -190,23 +195,21 @@ def hash_of(parameters: list[nn.Parameter]) -> str:
 def counted_bytes() -> Iterator[Counter[str]]:
     """Bytes that this rank hands to torch's collectives, by their name: DeepSpeed's reduction among them."""
     sent: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+    patches = Patches()
 
     def counting(name: str) -> Callable[..., Any]:
-        # what a rank gives is the last tensor of a gather's arguments and the first of all others
-        given = 1 if name.startswith(("all_gather", "reduce_scatter")) else 0
+        given = 1 if "all_gather" in name else 0  # a gather's result comes first
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             tensor = args[given] if len(args) > given else next(v for v in kwargs.values() if isinstance(v, Tensor))
             sent[name] += tensor.numel() * tensor.element_size()
-            return originals[name](*args, **kwargs)
+            return original(*args, **kwargs)
 
         return call
 
-    for name in COLLECTIVES:
-        setattr(dist, name, counting(name))
+    for module, name in COLLECTIVES:
+        patches.wrap(module, name, counting(name))
     try:
         yield sent
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        patches.undo()
