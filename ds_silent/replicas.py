@@ -177,6 +177,31 @@ class Checksums:
             self._last_words[index : index + 1].view(flat.dtype)[: flat.numel() - in_words].copy_(flat[in_words:])
 
 
+class LayerChecksums:
+    """(L,) int64 checksums of the layers of a gradient, from those of its tensors.
+
+    Args:
+        numels: elements of each tensor.
+        layers: layer of each tensor, from 0.
+        device: where the tensors are.
+    """
+
+    def __init__(self, numels: Sequence[int], layers: Sequence[int], device: torch.device):
+        self._numels, self._device = list(numels), device
+        self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
+        self._keys = keys_of(len(layers)).to(device)
+        self._count = max(layers, default=-1) + 1
+        self._checksums: Checksums | None = None  # made when the tensors' dtype is known
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """An absent tensor counts as 0, which no gradient is likely to have."""
+        if self._checksums is None:
+            size = next((values.element_size() for values in tensors if values is not None), 4)
+            self._checksums = Checksums([size * numel for numel in self._numels], self._device)
+        layers = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        return layers.index_add_(0, self._layers, self._checksums(tensors) * self._keys)
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """int64 () checksum of a tensor's bits, on its device; see the module docstring. Does not know dtype or shape."""
     return Checksums([_bytes(tensor)], tensor.device)([tensor])[0]

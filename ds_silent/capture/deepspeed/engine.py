@@ -40,7 +40,7 @@ from ds_silent.capture.rows import RowIds, id_capacity
 from ds_silent.capture.sampler import Part, Sends, StepSampler
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange import LocalSample
-from ds_silent.replicas import Checksums, Items, Replica, keys_of
+from ds_silent.replicas import Items, LayerChecksums, Replica
 from ds_silent.sample_ids import packed_size
 from ds_silent.sketch import fold
 
@@ -57,9 +57,8 @@ class DeepSpeedCapture:
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
         self.layer_names, layers = layers_of([name for name, _ in named])
-        self._layers = torch.tensor(layers, dtype=torch.int64, device=self.device)
-        self._keys = keys_of(len(layers)).to(self.device)
-        self._checksums: Checksums | None = None  # of the aggregate, whose dtype is known when there is one
+        numels = [numel_of(p) for p in self._parameters]
+        self._checksums = LayerChecksums(numels, layers, self.device)
 
         # Stages 2 and 3 reduce and free every micro-batch; with overlap, stage 1 reduces during the last backward.
         additive = bool(engine.zero_optimization_partition_gradients())
@@ -76,7 +75,7 @@ class DeepSpeedCapture:
         self._reduce: Callable[[], Any] | None = None  # the step's reduction, to be called again
         checks = config.integrity.aggregation and config.direction.method != "off"
         self._local = LocalGradient(
-            [numel_of(p) for p in self._parameters],
+            numels,
             layers,
             config.direction,
             self.device,
@@ -385,20 +384,12 @@ class DeepSpeedCapture:
         self._gram = self._local.exchange(self._sampler.guarded(self._local.parts) or [], self.group)
 
     def _hashes(self, replica: Tensor | None) -> Tensor:
-        """int64 (1 + L,) or (1,): the replica's checksum and, where every rank holds the aggregate, its layers'.
-
-        An absent gradient counts as 0, which no gradient is likely to have.
-        """
+        """int64 (1 + L,) or (1,): the replica's checksum and, where every rank holds the aggregate, its layers'."""
         first = torch.zeros(1, dtype=torch.int64, device=self.device) if replica is None else replica.reshape(1)
         if not self.aggregate_replicated:
             return first
         held = [self._held(index) for index in range(len(self._parameters))]
-        if self._checksums is None:
-            size = next((values.element_size() for values in held if values is not None), 4)
-            self._checksums = Checksums([size * numel_of(p) for p in self._parameters], self.device)
-        sums = self._checksums(held)
-        layers = torch.zeros(len(self.layer_names), dtype=torch.int64, device=self.device)
-        return torch.cat((first, layers.index_add_(0, self._layers, sums * self._keys)))
+        return torch.cat((first, self._checksums(held)))
 
     def _scale(self) -> float | Tensor:
         """The factor on every gradient of this step. Only ZeRO's fp16 scales when ``engine.backward`` is bypassed."""
