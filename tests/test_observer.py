@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent import exchange, ordered_exchange
+from ds_silent import exchange
 from ds_silent.capture.deepspeed import DeepSpeedCapture
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.collectives import Call, check_collectives, record_collectives
 from tests.distributed import run_distributed
 from tests.training import ROWS, Case, Probe, Trace, build, one_step, train
 
@@ -114,36 +115,8 @@ def test_constant_size_exchange_matches_the_oracle(tmp_path: Path) -> None:
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def record_collectives(directory: str) -> list[tuple[str, str, str]]:
-    """Every torch.distributed call that ds_silent makes, with dtype and reduction."""
-    import sys
-
-    seen: list[tuple[str, str, str]] = []
-
-    def recording(name: str, original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_globals["__name__"].startswith("ds_silent"):
-                tensors = [a for a in args if isinstance(a, torch.Tensor)]
-                seen.extend((name, str(t.dtype), str(kwargs.get("op", "none"))) for t in tensors)
-                assert tensors, name
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in (
-        "all_reduce",
-        "all_to_all_single",
-        "broadcast",
-        "all_gather",
-        "reduce_scatter_tensor",
-        "reduce",
-        "barrier",
-    ):
-        setattr(dist, name, recording(name, getattr(dist, name)))
-    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "gather", "scatter"):
-        setattr(dist, name, recording(name, getattr(dist, name)))
-    exchange._all_gather = recording("all_gather_into_tensor", exchange._all_gather)
-    ordered_exchange._all_gather = recording("all_gather_into_tensor", ordered_exchange._all_gather)
+def observe_everything(directory: str) -> list[Call]:
+    seen = record_collectives()
     for case in (
         Case(reduction="ordered", method="exact", accumulation=2),
         Case(reduction="ordered", stage=1, dtype="bf16", clipping=0.1),
@@ -167,14 +140,9 @@ def record_collectives(directory: str) -> list[tuple[str, str, str]]:
 
 
 def test_collectives_are_those_that_every_backend_has(tmp_path: Path) -> None:
-    ranks = run_distributed(record_collectives, 2, (str(tmp_path),))
-    assert ranks[0] == ranks[1]  # the same calls in the same order
+    ranks = run_distributed(observe_everything, 2, (str(tmp_path),))
     # all_gather is the preflight's, once, and of what differs between replicas
-    expected = {"all_gather_into_tensor", "all_reduce", "all_to_all_single", "all_gather"}
-    assert {name for name, _, _ in ranks[0]} == expected
-    for name, dtype, op in ranks[0]:
-        assert dtype in ("torch.float32", "torch.bfloat16", "torch.int32"), name
-        assert op in ("none", "RedOpType.SUM", "RedOpType.MIN", "RedOpType.MAX"), name
+    check_collectives(ranks, {"all_gather_into_tensor", "all_reduce", "all_to_all_single", "all_gather"})
 
 
 # -- rows ------------------------------------------------------------------------------------------

@@ -2,120 +2,35 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-import ds_silent
 from ds_silent.capture.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.collectives import Call, check_collectives, record_collectives
 from tests.distributed import run_distributed
-from tests.training import Case, Probe, one_step
-
-STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2
-Fault = Callable[[Any, Patches], None]
-
-
-def block(**changes: Any) -> dict[str, Any]:
-    return {"tensorboard": False, "preflight": False, "direction": {"sketch_size": 1024}, **changes}
-
-
-RETRY = block(respond={"on_aggregation_error": "retry"}, integrity={"replica_interval": 1})
-MAJORITY = block(respond={"on_replica_drift": "majority"}, integrity={"replica_interval": 1})
-
-
-def trained(case: Case, output_dir: Path, settings: dict[str, Any] | None, fault: Fault | None = None) -> str:
-    """Hash of this rank's weights, optimizer state and counters after ``STEPS`` steps of always the same rows."""
-    if case.dtype == "fp16":  # DeepSpeed's CPU accelerator refuses fp16 although torch computes it
-        get_accelerator().is_fp16_supported = lambda: True
-    config = case.config(output_dir, enabled=False)
-    if settings is not None:
-        config["silent_consistency"] = {**copy.deepcopy(settings), "output_dir": str(output_dir)}
-    torch.manual_seed(1234)
-    model = Probe(None)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
-    generator = torch.Generator().manual_seed(7 + dist.get_rank())
-    patches = Patches()
-    try:
-        if fault is not None:
-            fault(engine, patches)
-        for _ in range(STEPS * case.accumulation):
-            one_step(engine, generator)
-    finally:
-        patches.undo()
-        engine.destroy()
-    return state_of(engine)
-
-
-def state_of(engine: Any) -> str:
-    digest = hashlib.sha256()
-    held = [parameter.detach() for parameter in engine.module.parameters()]
-    for state in engine.basic_optimizer.state.values():
-        held += [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
-    held += [p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]]
-    for tensor in held:
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    scale = getattr(engine.optimizer, "loss_scale", None) or getattr(engine.optimizer, "cur_scale", None)
-    digest.update(repr((engine.global_steps, engine.skipped_steps, engine.get_lr(), scale)).encode())
-    return digest.hexdigest()
-
-
-# -- faults -----------------------------------------------------------------------------------------------------------
-
-
-def corrupted(change: Callable[[Tensor], None], ranks: tuple[int, ...], times: int = 1) -> Fault:
-    """The result of the first gradient reductions of step ``FAULT`` is changed on some ranks."""
-
-    def fault(engine: Any, patches: Patches) -> None:
-        left = times
-
-        def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            result = original(tensor, *args, **kwargs)
-            if engine.global_steps + 1 == FAULT and tensor.numel() > 1000 and left:
-                left -= 1
-                if dist.get_rank() in ranks:
-                    change(tensor)
-            return result
-
-        patches.wrap(deepspeed.comm, "all_reduce", reduce)
-
-    return fault
-
-
-def noise(tensor: Tensor) -> None:
-    tensor.add_(
-        (torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)) * tensor.float().std()).to(tensor)
-    )
-
-
-def flip(tensor: Tensor) -> None:
-    words = tensor.view(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-    words[:: len(words) // 9] ^= 1 << (8 * tensor.element_size() - 2)  # under stage 1, some in its own partition
-
-
-def broken(tensor: Tensor) -> None:
-    tensor.view(-1)[:: tensor.numel() // 9] = float("nan")
-
-
-def drifted(engine: Any, patches: Patches) -> None:
-    """The odd rank's optimizer leaves out step ``FAULT``."""
-
-    def skip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return None if engine.global_steps + 1 == FAULT and dist.get_rank() == ODD else original(*args, **kwargs)
-
-    patches.wrap(engine.basic_optimizer, "step", skip)
-
+from tests.repairs import (
+    FAULT,
+    MAJORITY,
+    ODD,
+    RANKS,
+    RETRY,
+    Fault,
+    block,
+    broken,
+    corrupted,
+    drifted,
+    flip,
+    noise,
+    trained,
+)
+from tests.training import Case
 
 # -- retry ------------------------------------------------------------------------------------------------------------
 
@@ -314,78 +229,20 @@ def test_nothing_is_called_repaired_that_is_not(tmp_path: Path) -> None:
         assert "tried 3 times" in events(name)[1]["message"]
 
 
-# -- stop, and ranks that die -----------------------------------------------------------------------------------------
+# -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def stopped(directory: str, stage: int, settings: dict[str, Any], always: bool) -> dict[str, Any]:
-    case, times = Case(stage=stage), 10**6 if always else 1
-    fault = drifted if settings["respond"].get("on_replica_drift") == "stop" else corrupted(noise, (0, 1, 2, 3), times)
-    config = case.config(Path(directory), enabled=False)
-    config["silent_consistency"] = {**settings, "output_dir": directory}
-    torch.manual_seed(1234)
-    model = Probe(None)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
-    generator, patches = torch.Generator().manual_seed(dist.get_rank()), Patches()
-    fault(engine, patches)
-    status, steps = None, 0
-    try:
-        while steps < 8:
-            steps += 1
-            one_step(engine, generator)
-    except SystemExit as end:
-        status = end.code
-    patches.undo()
-    return {"status": status, "steps": steps, "applied": int(engine.global_steps)}
+def respond_in_every_way(directory: str) -> list[Call]:
+    seen = record_collectives()
+    mean = block(respond={"on_replica_drift": "mean"}, integrity={"replica_interval": 1})
+    dynamic = block(resync={"mode": "dynamic", "interval": 1}, integrity={"replica_interval": 0})
+    faults = {"retry": corrupted(noise, (0, 1, 2)), "majority": drifted, "mean": drifted, "dynamic": drifted}
+    for case in (Case(), Case(dtype="bf16")):
+        for (name, fault), settings in zip(faults.items(), (RETRY, MAJORITY, mean, dynamic), strict=True):
+            trained(case, Path(directory, f"{name}-{case.dtype}"), settings, fault)
+    return seen
 
 
-@pytest.mark.parametrize(
-    ("stage", "respond", "applied", "kind", "why"),
-    [
-        (0, {"on_aggregation_error": "stop"}, 2, "aggregation-error", 'respond.on_aggregation_error "stop"'),
-        (2, {"on_aggregation_error": "stop"}, 2, "aggregation-error", 'respond.on_aggregation_error "stop"'),
-        (
-            0,
-            {"on_aggregation_error": "retry", "on_failed_retry": "stop", "retries": 2},
-            2,
-            "aggregation-error",
-            'respond.on_failed_retry "stop"',
-        ),
-        (0, {"on_replica_drift": "stop"}, 3, "replica-drift", 'respond.on_replica_drift "stop"'),
-    ],
-)
-def test_stop_saves_a_suspect_checkpoint_and_ends_all_ranks(
-    stage: int, respond: dict[str, Any], applied: int, kind: str, why: str, tmp_path: Path
-) -> None:
-    settings = block(respond=respond, integrity={"replica_interval": 1})
-    results = run_distributed(stopped, RANKS, (str(tmp_path), stage, settings, "retries" in respond))
-    assert results == [{"status": 3, "steps": 3, "applied": applied}] * RANKS
-    errors = [e for e in read_events(tmp_path / "events.jsonl") if e["severity"] == "error"]
-    assert errors[0]["kind"] == kind
-    assert errors[0]["step"] == FAULT
-    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == FAULT
-    folder = tmp_path / "suspect" / f"suspect_step{FAULT}"
-    assert why in (folder / "SUSPECT").read_text()
-    assert any(path.suffix == ".pt" for path in folder.iterdir())
-
-
-def killed(directory: str, response: str) -> None:
-    """The odd rank dies in the middle of the repair."""
-
-    def fault(engine: Any, patches: Patches) -> None:
-        drifted(engine, patches)
-
-        def die(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if dist.get_rank() == ODD and engine.global_steps >= FAULT:
-                os._exit(9)
-            return original(*args, **kwargs)
-
-        patches.wrap(dist, "broadcast" if response == "majority" else "all_reduce", die)
-
-    settings = block(respond={"on_replica_drift": response}, integrity={"replica_interval": 1})
-    trained(Case(), Path(directory), settings, fault)
-
-
-@pytest.mark.parametrize("response", ["majority", "mean"])
-def test_a_rank_that_dies_in_a_repair_leaves_no_hang_and_no_claim(response: str, tmp_path: Path) -> None:
-    run_distributed(killed, RANKS, (str(tmp_path), response), timeout=60, may_die=(0, 1, 2, 3))
-    assert "repaired" not in [e["kind"] for e in read_events(tmp_path / "events.jsonl")]
+def test_repairs_use_what_every_backend_has(tmp_path: Path) -> None:
+    ranks = run_distributed(respond_in_every_way, 3, (str(tmp_path),))
+    check_collectives(ranks, {"all_gather_into_tensor", "all_reduce", "broadcast", "all_gather"})

@@ -1,0 +1,113 @@
+"""Small trainings with a fault and a response, and what is left of them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+import ds_silent
+from ds_silent.capture.patches import Patches
+from tests.training import Case, Probe, one_step
+
+STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2
+Fault = Callable[[Any, Patches], None]
+
+
+def block(**changes: Any) -> dict[str, Any]:
+    return {"tensorboard": False, "preflight": False, "direction": {"sketch_size": 1024}, **changes}
+
+
+RETRY = block(respond={"on_aggregation_error": "retry"}, integrity={"replica_interval": 1})
+MAJORITY = block(respond={"on_replica_drift": "majority"}, integrity={"replica_interval": 1})
+
+
+def trained(case: Case, output_dir: Path, settings: dict[str, Any] | None, fault: Fault | None = None) -> str:
+    """Hash of this rank's weights, optimizer state and counters after ``STEPS`` steps of always the same rows."""
+    if case.dtype == "fp16":  # DeepSpeed's CPU accelerator refuses fp16 although torch computes it
+        get_accelerator().is_fp16_supported = lambda: True
+    config = case.config(output_dir, enabled=False)
+    if settings is not None:
+        config["silent_consistency"] = {**copy.deepcopy(settings), "output_dir": str(output_dir)}
+    torch.manual_seed(1234)
+    model = Probe(None)
+    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    patches = Patches()
+    try:
+        if fault is not None:
+            fault(engine, patches)
+        for _ in range(STEPS * case.accumulation):
+            one_step(engine, generator)
+    finally:
+        patches.undo()
+        engine.destroy()
+    return state_of(engine)
+
+
+def state_of(engine: Any) -> str:
+    digest = hashlib.sha256()
+    held = [parameter.detach() for parameter in engine.module.parameters()]
+    for state in engine.basic_optimizer.state.values():
+        held += [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+    held += [p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]]
+    for tensor in held:
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    scale = getattr(engine.optimizer, "loss_scale", None) or getattr(engine.optimizer, "cur_scale", None)
+    digest.update(repr((engine.global_steps, engine.skipped_steps, engine.get_lr(), scale)).encode())
+    return digest.hexdigest()
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def corrupted(change: Callable[[Tensor], None], ranks: tuple[int, ...], times: int = 1) -> Fault:
+    """The result of the first gradient reductions of step ``FAULT`` is changed on some ranks."""
+
+    def fault(engine: Any, patches: Patches) -> None:
+        left = times
+
+        def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            result = original(tensor, *args, **kwargs)
+            if engine.global_steps + 1 == FAULT and tensor.numel() > 1000 and left:
+                left -= 1
+                if dist.get_rank() in ranks:
+                    change(tensor)
+            return result
+
+        patches.wrap(deepspeed.comm, "all_reduce", reduce)
+
+    return fault
+
+
+def noise(tensor: Tensor) -> None:
+    tensor.add_(
+        (torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)) * tensor.float().std()).to(tensor)
+    )
+
+
+def flip(tensor: Tensor) -> None:
+    words = tensor.view(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    words[:: len(words) // 9] ^= 1 << (8 * tensor.element_size() - 2)  # under stage 1, some in its own partition
+
+
+def broken(tensor: Tensor) -> None:
+    tensor.view(-1)[:: tensor.numel() // 9] = float("nan")
+
+
+def drifted(engine: Any, patches: Patches) -> None:
+    """The odd rank's optimizer leaves out step ``FAULT``."""
+
+    def skip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return None if engine.global_steps + 1 == FAULT and dist.get_rank() == ODD else original(*args, **kwargs)
+
+    patches.wrap(engine.basic_optimizer, "step", skip)
