@@ -77,7 +77,7 @@ class ResNet18(nn.Module):
 
 
 def measure_cost() -> tuple[list[Table], dict[str, Any]]:
-    (message,) = on_ranks(_on_rank, (), RANKS)
+    (message,) = on_ranks(_on_rank, (), RANKS, silence=1800.0)
     times, bytes_per_step, parameters, repairs = message
     plain = times[PLAIN]
     table = Table(
