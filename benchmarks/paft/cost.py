@@ -33,7 +33,7 @@ from .methods import METHODS, NO_COMPARISON, Method
 from .tasks import Block
 from .training import RANKS, counted_bytes
 
-TURN, ROUNDS, BATCH, WIDTH, PERIOD = 10, 6, 16, 16, 5
+TURN, ROUNDS, BATCH, WIDTH, PERIOD = 10, 12, 16, 16, 5
 PLAIN = "no mitigation"
 DYNAMIC = Method({**NO_COMPARISON, "resync": {"mode": "dynamic", "interval": PERIOD}})
 
