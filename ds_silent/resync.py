@@ -241,27 +241,24 @@ class _Bucket:
         self.wire = torch.zeros(sum(numels) + len(numels), dtype=_wire_dtype(tensors[0]), device=device)
         *self._parts, self._entered = torch.split(self.wire, [*numels, len(numels)])
         self._work: dist.Work | None = None
-        self._divided = False
 
     def start(self) -> None:
-        for place, (tensor, part) in enumerate(zip(self._tensors, self._parts, strict=True)):
+        for tensor, part in zip(self._tensors, self._parts, strict=True):
             part.copy_(tensor.detach().reshape(-1))
-            if not self._largest:
-                finite = torch.isfinite(part).all()
-                part.nan_to_num_(0.0, 0.0, 0.0).mul_(finite)
-                self._entered[place] = finite
+        if not self._largest:
+            # one pass, and finite only where every element is; a replica whose sum overflows has nothing to give
+            finite = torch.isfinite(torch.stack([part.sum() for part in self._parts]))
+            self._entered.copy_(finite)
+            for part, usable in zip(self._parts, finite.tolist(), strict=True):
+                if not usable:
+                    part.zero_()
         operation = dist.ReduceOp.MAX if self._largest else dist.ReduceOp.SUM
-        self._divided = self._largest
         self._work = dist.all_reduce(self.wire, op=operation, group=self._group, async_op=True)
 
     def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if not self._divided:
-            self._divided = True
-            for place, part in enumerate(self._parts):
-                part.div_(self._entered[place].clamp(min=1.0))
 
     def received(self) -> Tensor:
         """int64 () checksum of what came out."""
@@ -271,14 +268,16 @@ class _Bucket:
     def drift(self, stride: int) -> Tensor:
         self._wait()
         total = torch.zeros(2, device=self.wire.device)
-        for tensor, part in zip(self._tensors, self._parts, strict=True) if not self._largest else ():
-            mean = part[::stride]
-            own = tensor.detach().reshape(-1)[::stride].to(mean)
-            total += torch.stack(((own - mean).square().sum(), mean.new_tensor(float(mean.numel()))))
+        for place, (tensor, part) in enumerate(zip(self._tensors, self._parts, strict=True)):
+            if not self._largest:
+                mean = part[::stride] / self._entered[place].clamp(min=1.0)
+                own = tensor.detach().reshape(-1)[::stride].to(mean)
+                total += torch.stack(((own - mean).square().sum(), mean.new_tensor(float(mean.numel()))))
         return total
 
     def commit(self) -> None:
-        for place, (tensor, part) in enumerate(zip(self._tensors, self._parts, strict=True)):
-            if self._largest or float(self._entered[place]) >= 1.0:  # else no rank holds finite numbers
+        entered = self._entered.tolist()
+        for tensor, part, ranks in zip(self._tensors, self._parts, entered, strict=True):
+            if self._largest or ranks >= 1.0:  # else no rank holds finite numbers
                 with torch.no_grad():
-                    tensor.copy_(part.view(tensor.shape))
+                    tensor.copy_((part if self._largest else part.div_(ranks)).view(tensor.shape))
