@@ -152,7 +152,7 @@ class Repair:
     ranks: tuple[int, ...] = ()  # that were given other bits
     error: float | None = None  # of the reduction, afterwards
     bound: float | None = None
-    next_interval: int | None = None  # of the dynamic averaging
+    next_interval: int | None = None  # steps from a dynamic averaging's comparison to the next
 
 
 def to_json(value: Any) -> Any:

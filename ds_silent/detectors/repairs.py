@@ -22,10 +22,11 @@ def repair_event(repair: Repair, world_size: int) -> Event:
         return Event(repair.step, "repaired", "info", repair.ranks, where, score, bound, message, remedy)
     kind = "aggregation-error" if reduction else "replica-drift"
     if reduction:
-        message = f"The reduction of step {repair.step} was repeated {times} and stayed wrong: the last one is applied."
+        message = f"The reduction of step {repair.step} was repeated {times} and stayed wrong."
         remedy = (
-            "The fault is no passing one: stop, go back to the last checkpoint before it, and look for what the event "
-            'before this one names; respond.on_failed_retry "stop" ends the training instead.'
+            "The fault is no passing one: look for what the event before this one names, and go back to the last "
+            'checkpoint before it; with respond.on_failed_retry "report" the last result is applied, "stop" ends the '
+            "training before that."
         )
     else:
         tried = f"{repair.method}, tried {times}"
@@ -49,7 +50,8 @@ def _done(repair: Repair, times: str, where: str, world_size: int) -> str:
     if repair.method == "mean":
         return f"After step {step}, {mean}"
     beside = f"Averaged beside the forward and backward of step {step}: {mean}"
-    return f"{beside} The next comparison comes {repair.next_interval} steps after this one."
+    assert repair.next_interval is not None
+    return f"{beside} The next comparison comes after step {step - 1 + repair.next_interval}."
 
 
 def _why(repair: Repair) -> str:
