@@ -163,19 +163,9 @@ def bits(settings: Settings) -> bool:
 
 
 def time_worker(settings: Settings) -> dict[str, Any]:
-    from benchmarks.overhead import step
+    from benchmarks.overhead import model_shape, step
 
-    shape = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=384,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        attention_bias=True,
-        tie_word_embeddings=True,
-    )
-    engine = engine_of(settings, shape, None, 4)
+    engine = engine_of(settings, model_shape(), None, 4)
     block = parse({"silent_consistency": {"reduction": "ordered", "ordered": {"micro_batches": "contiguous"}}})
     assert block is not None
     reduction = DeepSpeedCapture(engine, block)._ordered

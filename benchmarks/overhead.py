@@ -159,9 +159,9 @@ VARIANTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def build(settings: Settings) -> Any:
-    torch.manual_seed(0)
-    shape = LlamaConfig(
+def model_shape() -> LlamaConfig:
+    """About 20 M parameters."""
+    return LlamaConfig(
         vocab_size=8192,
         hidden_size=384,
         intermediate_size=1536,
@@ -171,7 +171,11 @@ def build(settings: Settings) -> Any:
         attention_bias=True,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(shape)
+
+
+def build(settings: Settings) -> Any:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(model_shape())
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "torch_adam": True}},

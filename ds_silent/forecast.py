@@ -13,6 +13,7 @@ from ds_silent.config import DirectionConfig, SilentConsistencyConfig
 from ds_silent.exchange import GATHER_LIMIT, Layout, gathers_sketches
 from ds_silent.plan import place_size
 from ds_silent.sketch import make_plan
+from ds_silent.units import size_text
 
 
 def plan_lines(
@@ -38,7 +39,7 @@ def plan_lines(
     else:
         yield f"  direction   {_direction(direction)}"
         yield f"  sends       {_collective(direction.sketch_size, world_size)} per measurement, asynchronously"
-        host, device = (_size(_working_memory(direction.sketch_size, world_size, kind)) for kind in ("cpu", "meta"))
+        host, device = (size_text(_working_memory(direction.sketch_size, world_size, kind)) for kind in ("cpu", "meta"))
         yield f"  keeps       {host} per rank where gradients are on the CPU, {device} where on an accelerator"
         if direction.method == "exact" or direction.exact_interval:
             free = "from the pieces that the ordered reduction exchanges; nothing more is sent"
@@ -79,8 +80,8 @@ def _integrity_lines(config: SilentConsistencyConfig, world_size: int) -> Iterat
         what = "aggregated gradient against the mean of the ranks', applied against aggregated gradient"
         yield f"  reduction   {what}"
         if gathers_sketches(world_size):
-            table = _size(4 * make_plan(numel=1, size=size).width)
-            sent = _size(4 * 2 * place_size(size, world_size))
+            table = size_text(4 * make_plan(numel=1, size=size).width)
+            sent = size_text(4 * 2 * place_size(size, world_size))
             yield f"  place       the layer where it went wrong; for each layer {table} are kept and {sent} sent"
     if config.integrity.replica_interval:
         steps = config.integrity.replica_interval
@@ -95,7 +96,7 @@ def _response_lines(
     width, dtype = (
         (2, "bf16") if _enabled(ds_config, "bf16") else (2, "fp16") if _enabled(ds_config, "fp16") else (4, "fp32")
     )
-    size = f"{width} bytes per parameter" if parameters is None else f"{_size(width * parameters)} in {dtype}"
+    size = f"{width} bytes per parameter" if parameters is None else f"{size_text(width * parameters)} in {dtype}"
     waits = "each step waits for its own check"
     if respond.on_aggregation_error == "retry":
         times = f"up to {respond.retries} times"
@@ -142,7 +143,7 @@ def _ordered_lines(
     steps = steps if isinstance(steps, int) else 1
     pairing = config.ordered.micro_batches
     waiting = steps.bit_length() - 1 if pairing == "contiguous" else steps // 2
-    size = "4 bytes per parameter" if parameters is None else _size(4 * parameters)
+    size = "4 bytes per parameter" if parameters is None else size_text(4 * parameters)
     until = " until the optimizer has run, beside their mean" * (config.respond.on_aggregation_error == "retry")
     yield f"  ordered     same bits however the step's micro-batches, {pairing}, are spread over ranks and accumulation"
     sums = "one fp32 gradient" if not waiting else f"up to {1 + waiting} fp32 gradients"
@@ -164,8 +165,9 @@ def _collective(sketch_size: int, world_size: int) -> str:
     """The collectives of ``ds_silent.exchange``, in bytes that one rank contributes."""
     layout = Layout(size=sketch_size)
     if world_size <= GATHER_LIMIT or sketch_size == 0:
-        return f"one all-gather of {_size(4 * (layout.vectors + layout.scalars))} from each rank"
-    return f"one all-reduce of {_size(4 * 3 * sketch_size)} and one all-gather of {4 * layout.scalars} B from each rank"
+        return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank"
+    sums = size_text(4 * 3 * sketch_size)
+    return f"one all-reduce of {sums} and one all-gather of {4 * layout.scalars} B from each rank"
 
 
 def _working_memory(sketch_size: int, world_size: int, device: str) -> int:
@@ -193,18 +195,9 @@ def _exact(
     sent = f"all-to-all in pieces within {config.direction.exact_memory_mb} MiB"
     if parameters is not None:
         # each rank keeps its own piece, so (N - 1)/N of the fp32 gradient leaves it
-        sent += f", {_size(4 * parameters * (world_size - 1) / world_size)} leave each rank"
+        sent += f", {size_text(4 * parameters * (world_size - 1) / world_size)} leave each rank"
     if not copies:
         return f"{sent}; no copy of the gradient"
     why = f"ZeRO stage {stage}" + (" with overlap_comm" if stage == 1 else "")
-    size = "4 bytes per parameter" if parameters is None else _size(4 * parameters)
+    size = "4 bytes per parameter" if parameters is None else size_text(4 * parameters)
     return f"{sent}; and one fp32 copy of the gradient ({size}), because {why} keeps none"
-
-
-def _size(number: float) -> str:
-    """Bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.4g} {unit}"

@@ -106,8 +106,8 @@ class Replicas:
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
         if int(count[0]) != -int(count[1]):  # not even the same tensors
             return None
-        tensors = _gather(values, group)  # (N, items)
-        history = _gather(self._history.flatten(), group).view(len(tensors), *self._history.shape)
+        tensors = gathered(values, group)  # (N, items)
+        history = gathered(self._history.flatten(), group).view(len(tensors), *self._history.shape)
         apart = (tensors != tensors[0]).any(0).nonzero().flatten().tolist()
         different = (history != history[:1]).any(0).any(1)
         since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
@@ -226,6 +226,6 @@ def keys_of(count: int) -> Tensor:
     return torch.from_numpy((mix64(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)).view(np.int64))
 
 
-def _gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(n,) int64 of every rank, (N, n) on the host; travels as int32, which every backend has."""
     return gather_on_host(values.contiguous().view(torch.int32), group).view(torch.int64)

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.exchange import gather_on_host
-from ds_silent.replicas import Checksums, Groups, Items, checksum, combined, groups_of
+from ds_silent.replicas import Checksums, Groups, Items, checksum, combined, gathered, groups_of
 
 BUCKET = 1 << 24  # elements that are averaged at once
 ATTEMPTS = 3
@@ -204,11 +203,6 @@ def average(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.d
         repeated += averaging.finish()
         sent += averaging.bytes
     return sent, repeated
-
-
-def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(n,) int64 of every rank, (N, n) on the host; travels as int32, which every backend has."""
-    return gather_on_host(values.contiguous().view(torch.int32), group).view(torch.int64)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

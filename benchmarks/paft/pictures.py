@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import matplotlib
@@ -15,7 +14,7 @@ from .cells import VARIANCES, cell
 from .errors import Noise
 from .methods import TITLES
 from .store import Store
-from .tables import expected_for, mean_of, replica_score
+from .tables import divergences, mean_of, replica_score
 
 COLOURS = {"none": "C3", "sync-5": "C0", "sync-10": "C2", "sync-50": "C1", "dynamic": "C4"}
 
@@ -24,12 +23,7 @@ def draw_divergence(store: Store, seeds: int, path: Path) -> None:
     """Measured and expected E |mean theta - theta_m|^2 against the step, plain SGD."""
     figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
     steps = range(1, cells.STEPS + 1)
-    for method in ("none", "sync-50", "sync-10"):
-        runs = [store[t]["divergences"] for t in cells.divergence(seeds) if t.method == method and t in store]
-        if not runs:
-            continue
-        measured = [statistics.fmean(values) for values in zip(*runs, strict=True)]
-        expected = expected_for(method)
+    for method, measured, expected in divergences(store, seeds):
         axes.plot(steps, measured, color=COLOURS[method], lw=2.5, alpha=0.6, label=TITLES[method])
         axes.plot(steps, expected, color="black", lw=0.8, ls="--", label="formula" if method == "none" else None)
     axes.set(xlabel="optimizer step", ylabel="mean over ranks of $|\\bar\\theta - \\theta_m|^2$", ylim=(0, None))

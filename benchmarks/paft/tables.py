@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,18 +173,21 @@ def expected_for(method: str) -> list[float]:
     return expected_divergence(rates, cells.DIVERGENCE_VARIANCE, elements, RANKS, METHODS[method].period)
 
 
+def divergences(store: Store, seeds: int) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Method, and per step the squared distance of the replicas from their mean: over the seeds' runs, and expected."""
+    for method in ("none", "sync-50", "sync-10"):
+        runs = [store[t]["divergences"] for t in cells.divergence(seeds) if t.method == method and t in store]
+        if runs:
+            yield method, [statistics.fmean(values) for values in zip(*runs, strict=True)], expected_for(method)
+
+
 def divergence_tables(store: Store, seeds: int) -> tuple[list[Table], Numbers]:
     """At the last step, and the worst ratio to the formula over all steps where replicas differ."""
     table = Table(title=f"Plain SGD, sigma² {cells.DIVERGENCE_VARIANCE:g}, {seeds} seeds: E |mean theta - theta_m|²")
     for column in ("method", "measured, last step", "formula", "measured / formula over the steps"):
         table.add_column(column, justify="left" if column == "method" else "right")
     numbers: Numbers = {}
-    for method in ("none", "sync-50", "sync-10"):
-        runs = [store[t]["divergences"] for t in cells.divergence(seeds) if t.method == method and t in store]
-        if not runs:
-            continue
-        measured = [statistics.fmean(values) for values in zip(*runs, strict=True)]
-        expected = expected_for(method)
+    for method, measured, expected in divergences(store, seeds):
         ratios = [m / e for m, e in zip(measured, expected, strict=True) if e > 0]
         spread = f"{min(ratios):.3f} .. {max(ratios):.3f}"
         table.add_row(TITLES[method], f"{measured[-1]:.4f}", f"{expected[-1]:.4f}", spread)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_silent.detectors.evidence import named
 from ds_silent.records import Event, Repair
+from ds_silent.units import size_text
 
 SHOWN = 3
 _ATTEMPTS = {1: "once", 2: "twice"}
@@ -13,7 +14,7 @@ def repair_event(repair: Repair, world_size: int) -> Event:
     """``repaired`` where a check afterwards found everything right; else an error of the fault's own kind."""
     reduction = repair.method == "retry"
     where = "aggregated gradient" if reduction else _where(repair.tensors)
-    cost = f"It took {repair.seconds:.3g} s and {_size(repair.bytes)} sent per rank."
+    cost = f"It took {repair.seconds:.3g} s and {size_text(repair.bytes)} sent per rank."
     times = _ATTEMPTS.get(repair.attempts, f"{repair.attempts} times")
     if repair.done:
         message = f"{_done(repair, times, where, world_size)} {cost}"
@@ -63,11 +64,3 @@ def _why(repair: Repair) -> str:
 def _where(tensors: tuple[str, ...]) -> str:
     more = f" and {len(tensors) - SHOWN} more tensors" if len(tensors) > SHOWN else ""
     return (", ".join(tensors[:SHOWN]) + more) or "the replica"
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.4g} {unit}"
