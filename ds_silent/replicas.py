@@ -72,6 +72,7 @@ class Replicas:
         self._parameters, self._others = list(parameters), others
         device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
         self._checksums = Checksums([_bytes(tensor) for _, tensor in self._parameters], device)
+        self._bits_of_others = Bits()
         self._history = torch.zeros(max(1, history), len(self._parameters), dtype=torch.int64, device=device)
         self._steps = [-1] * len(self._history)
         self._newest = -1  # slot
@@ -86,8 +87,8 @@ class Replicas:
     def check(self, step: int) -> Tensor:
         """int64 () checksum of everything that is replicated. :meth:`remember` was called for this step."""
         others = list(self._others())
-        rest = [checksum(tensor).to(self._history.device, non_blocking=True) for _, tensor in others]
-        values = torch.cat((self._history[self._newest], *(value.reshape(1) for value in rest)))
+        rest = [self._bits_of_others(others).to(self._history.device)] if others else []
+        values = torch.cat((self._history[self._newest], *rest))
         self._checked = (step, [name for name, _ in [*self._parameters, *others]], values)
         return combined(values)
 
@@ -175,6 +176,29 @@ class Checksums:
             torch.sum(words[whole * ROW :], 0, out=self._rows[first + whole])
         if in_words < flat.numel():
             self._last_words[index : index + 1].view(flat.dtype)[: flat.numel() - in_words].copy_(flat[in_words:])
+
+
+class Bits:
+    """(n,) int64 checksums of a list of tensors, planned once for their sizes and devices."""
+
+    def __init__(self) -> None:
+        self._sizes: tuple[tuple[int, torch.device], ...] = ()
+        self._plans: list[tuple[list[int], Checksums]] = []
+
+    def __call__(self, items: Items) -> Tensor:
+        """On the first tensor's device."""
+        tensors = [tensor for _, tensor in items]
+        sizes = tuple((tensor.numel() * tensor.element_size(), tensor.device) for tensor in tensors)
+        if sizes != self._sizes:
+            self._sizes, self._plans = sizes, []
+            for device in dict.fromkeys(device for _, device in sizes):
+                places = [place for place, (_, own) in enumerate(sizes) if own == device]
+                self._plans.append((places, Checksums([sizes[place][0] for place in places], device)))
+        values = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+        for places, checksums in self._plans:
+            found = checksums([tensors[place] for place in places])
+            values[torch.tensor(places, device=values.device)] = found.to(values.device)
+        return values
 
 
 class LayerChecksums:

@@ -27,8 +27,8 @@ from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange import Exchange
 from ds_silent.records import Repair, RepairMethod
-from ds_silent.replicas import Drift, Groups, Replica, gathered, groups_of
-from ds_silent.resync import Averaging, Bits, Comparison, average, compare, restore
+from ds_silent.replicas import Bits, Drift, Groups, Replica, gathered, groups_of
+from ds_silent.resync import Averaging, Comparison, average, compare, restore
 
 SAMPLE = 64  # every so many elements tell the drift, for the next interval of the dynamic averaging
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.replicas import Checksums, Groups, Items, checksum, combined, gathered, groups_of
+from ds_silent.replicas import Bits, Groups, Items, checksum, combined, gathered, groups_of
 
 BUCKET = 1 << 24  # elements that are averaged at once
 ATTEMPTS = 3
@@ -46,29 +46,6 @@ class Comparison:
     @property
     def equal(self) -> bool:
         return len(self.groups) == 1
-
-
-class Bits:
-    """(n,) int64 checksums of a list of tensors, planned once for their sizes and devices."""
-
-    def __init__(self) -> None:
-        self._sizes: tuple[tuple[int, torch.device], ...] = ()
-        self._plans: list[tuple[list[int], Checksums]] = []
-
-    def __call__(self, items: Items) -> Tensor:
-        """On the first tensor's device."""
-        tensors = [tensor for _, tensor in items]
-        sizes = tuple((tensor.numel() * tensor.element_size(), tensor.device) for tensor in tensors)
-        if sizes != self._sizes:
-            self._sizes, self._plans = sizes, []
-            for device in dict.fromkeys(device for _, device in sizes):
-                places = [place for place, (_, own) in enumerate(sizes) if own == device]
-                self._plans.append((places, Checksums([sizes[place][0] for place in places], device)))
-        values = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
-        for places, checksums in self._plans:
-            found = checksums([tensors[place] for place in places])
-            values[torch.tensor(places, device=values.device)] = found.to(values.device)
-        return values
 
 
 def compare(items: Items, bits: Bits, group: dist.ProcessGroup) -> Comparison:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent import respond, resync
-from ds_silent.replicas import Replica
-from ds_silent.resync import Averaging, Bits, average, compare, restore
+from ds_silent.replicas import Bits, Replica
+from ds_silent.resync import Averaging, average, compare, restore
 from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
