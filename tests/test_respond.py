@@ -199,7 +199,10 @@ def repaired_with_trouble(directory: str) -> dict[str, str]:
         "averaged wrongly": (mean, averaged_wrongly(2)),
         "always averaged wrongly": (mean, averaged_wrongly(10**6)),
     }
-    results = {"clean": trained(Case(), Path(directory), None)}
+    results = {
+        "clean": trained(Case(), Path(directory), None),
+        "drifted": trained(Case(), Path(directory), None, drifted),
+    }
     for name, (chosen, fault) in runs.items():
         results[name] = trained(Case(), Path(directory, name), chosen, fault)
     return results
@@ -222,6 +225,8 @@ def test_nothing_is_called_repaired_that_is_not(tmp_path: Path) -> None:
     assert [e["kind"] for e in events("damaged")] == ["replica-drift", "repaired"]
     assert len({result["averaged wrongly"] for result in results}) == 1
     assert [e["kind"] for e in events("averaged wrongly")] == ["replica-drift", "repaired"]
+    for result in results:
+        assert result["always damaged"] == result["drifted"]  # what arrives damaged is not written
     for name in ("always damaged", "always averaged wrongly"):
         assert len({result[name] for result in results}) == 2
         assert "repaired" not in [e["kind"] for e in events(name)]
