@@ -117,7 +117,7 @@ def main(
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as directory:
-        settings = overhead.Settings(ranks, 0, "fp32", times, 1, (), length, directory)
+        settings = overhead.Settings(ranks, 0, "fp32", length, directory)
         multiprocessing.spawn(worker, args=(settings, times), nprocs=ranks)
         plain = statistics.median(json.loads(Path(directory, "plain.json").read_text()))
         title = f"{ranks} ranks x 1 thread, fp32, ZeRO 0, batch {overhead.BATCH} x {length}; plain step {plain:.2f} s"

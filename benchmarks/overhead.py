@@ -1,12 +1,18 @@
-"""What watching costs: the same training in one process group, with and without, in alternating turns.
+"""What watching costs: the same training in one process group, single steps with and without, in alternation.
 
     python benchmarks/overhead.py                      # 2 ranks x 1 thread, about 20 M parameters, fp32, stage 0
     python benchmarks/overhead.py --ranks 4 --stage 1 --dtype bf16
-    python benchmarks/overhead.py --ranks 4 --length 64 --variant retry --variant majority --variant "interval 1"
+    python benchmarks/overhead.py --ranks 4 --variant retry --variant majority
+    python benchmarks/overhead.py --all --pairs 20
 
-A turn is a few optimizer steps of one variant; variants take turns in an order that is reversed every round, so that
-a drift of the machine hits all alike. Each step's time is compared with the plain steps of its own round. Absolute
-times of a shared machine say little; the ratios and their spread are the result.
+Between any two steps of a variant lies a plain step; each is compared with the plain steps right before and right after
+it, and the variants' order is drawn anew in every cycle, so a drift of the machine hits all alike. Hooks are put on and
+taken off between the clocks. One more "variant" is plain again: its interval says what this machine can show today,
+and steps are taken until that is within half a percent (``--precision``) or the time (``--minutes``) is over. Absolute
+times of a shared machine say little; the ratios and their intervals are the result.
+
+Wall time is the slowest rank's, by the typical step (``paired.shift``). CPU time is that of all threads of all ranks,
+by the mean of all steps, so that what happens at few steps only is in it.
 
 Beside ds_silent the two obvious ways are run: all-gathering the gradients for their pairwise cosines, and a norm
 with one host synchronisation per bucket in a gradient hook, as in the paper's released code.
@@ -16,14 +22,16 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
+from paired import Shift, mean_ratio, mixture, shift
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,15 +56,15 @@ class Settings:
     ranks: int
     stage: int
     dtype: str
-    rounds: int
-    turn: int
-    variants: tuple[str, ...]
     length: int
     directory: str
+    variants: tuple[str, ...] = ()
+    pairs: int = 0  # at least, of each variant
+    seconds: float = 0.0  # at most, for what is beyond
+    precision: float = 0.0  # half width of the noise floor's interval
 
 
-def block(settings: Settings, **changes: Any) -> dict[str, Any]:
-    return {"output_dir": f"{settings.directory}/records-{len(str(changes))}", **changes}
+Block = dict[str, Any]
 
 
 @contextmanager
@@ -63,8 +72,8 @@ def plain(engine: Any, settings: Settings) -> Iterator[None]:
     yield
 
 
-def observed(**changes: Any) -> Callable[..., Any]:
-    """One observer for the whole benchmark, connected for its turns: files and plans are made once, as in training."""
+def observed(name: str, block: Block) -> Callable[..., Any]:
+    """One observer for the whole benchmark, connected for its steps: files and plans are made once, as in training."""
     made: list[ds_silent.Observer] = []
 
     @contextmanager
@@ -72,12 +81,12 @@ def observed(**changes: Any) -> Callable[..., Any]:
         if made:
             made[0]._capture.connect(made[0])
         else:
-            observer = ds_silent.attach(engine, block(settings, **changes))
+            folder = "".join(letter if letter.isalnum() else "-" for letter in name)
+            observer = ds_silent.attach(engine, {"output_dir": f"{settings.directory}/{folder}", **block})
             assert observer is not None
             made.append(observer)
             del engine.__dict__["_ds_silent_observer"]  # so that the other variants may attach theirs
         yield
-        made[0].flush()
         made[0]._capture.close()
 
     return variant
@@ -138,25 +147,37 @@ def synchronised_norms(engine: Any, settings: Settings) -> Iterator[None]:
     del engine.__dict__["_take_model_step"]
 
 
-VARIANTS: dict[str, Callable[..., Any]] = {
-    "plain": plain,
-    "ds_silent, interval 1": observed(interval=1),
-    "ds_silent, interval 10": observed(interval=10),
-    "ds_silent, interval 1, no integrity": observed(
-        interval=1, integrity={"aggregation": False, "replica_interval": 0}
+@dataclass(frozen=True)
+class Variant:
+    """One way to train, beside the plain one."""
+
+    block: Block | None = None  # of an observer
+    other: Callable[..., Any] | None = None
+    least_ranks: int = 2
+
+    @property
+    def interval(self) -> int:
+        return 1 if self.block is None else int(self.block.get("interval", 1))
+
+
+FLOOR = "plain again (noise floor)"
+VARIANTS: dict[str, Variant] = {
+    FLOOR: Variant(other=plain),
+    "ds_silent, interval 1": Variant({"interval": 1}),
+    "ds_silent, interval 10": Variant({"interval": 10}),
+    "ds_silent, interval 1, no integrity": Variant({"integrity": {"aggregation": False, "replica_interval": 0}}),
+    "retry ready": Variant({"respond": {"on_aggregation_error": "retry"}}),
+    "majority, compared at every step": Variant(
+        {"respond": {"on_replica_drift": "majority"}, "integrity": {"replica_interval": 1}}, least_ranks=3
     ),
-    "plain again (noise floor)": plain,
-    "retry ready": observed(interval=1, respond={"on_aggregation_error": "retry"}),
-    "majority, compared at every step": observed(
-        interval=1, respond={"on_replica_drift": "majority"}, integrity={"replica_interval": 1}
+    "majority, compared at every 10th step": Variant(
+        {"respond": {"on_replica_drift": "majority"}, "integrity": {"replica_interval": 10}}, least_ranks=3
     ),
-    "majority, compared at every 10th step (interval 10)": observed(
-        interval=1, respond={"on_replica_drift": "majority"}, integrity={"replica_interval": 10}
-    ),
-    "ds_silent, exact": observed(interval=1, direction={"method": "exact"}),
-    "norm with .item() per bucket": synchronised_norms,
-    "all-gather of gradients": gathered_gradients,
+    "ds_silent, exact": Variant({"direction": {"method": "exact"}}),
+    "norm with .item() per bucket": Variant(other=synchronised_norms),
+    "all-gather of gradients": Variant(other=gathered_gradients),
 }
+COMMON = ("ds_silent, interval 1", "ds_silent, interval 10")
 
 
 def model_shape() -> LlamaConfig:
@@ -190,13 +211,13 @@ def build(settings: Settings) -> Any:
 
 
 def step(engine: Any, tokens: torch.Tensor) -> tuple[float, float]:
-    """Wall seconds of one optimizer step, and CPU seconds of the training thread in it."""
+    """Seconds of one optimizer step: on the clock, and of this process's CPU."""
     dist.barrier()
-    started, worked = time.perf_counter(), time.thread_time()
+    started, worked = time.perf_counter(), time.process_time()
     loss = engine(input_ids=tokens, labels=tokens).loss
     engine.backward(loss)
     engine.step()
-    return time.perf_counter() - started, time.thread_time() - worked
+    return time.perf_counter() - started, time.process_time() - worked
 
 
 def tensor_bytes() -> int:
@@ -208,6 +229,30 @@ def tensor_bytes() -> int:
             storage = candidate.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+@dataclass
+class Pairs:
+    """One variant's steps beside the plain ones around them; all of one kind, measured or not."""
+
+    wall: list[float] = field(default_factory=list)  # log of the ratio, slowest rank
+    cpu: list[float] = field(default_factory=list)  # seconds, all ranks
+    plain_cpu: list[float] = field(default_factory=list)
+
+    def add(self, before: list[float], own: list[float], after: list[float]) -> None:
+        """Each is (wall, CPU) of one step."""
+        self.wall.append(math.log(own[0]) - (math.log(before[0]) + math.log(after[0])) / 2)
+        self.cpu.append(own[1])
+        self.plain_cpu.append((before[1] + after[1]) / 2)
+
+
+def joined(seconds: list[tuple[float, float]]) -> list[list[float]]:
+    """(wall of the slowest rank, CPU of all ranks) of each step of one rank's list. A collective."""
+    own = torch.tensor(seconds, dtype=torch.float32)
+    slowest, total = own[:, 0].clone(), own[:, 1].clone()
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    return torch.stack((slowest, total), dim=1).tolist()
 
 
 def worker(rank: int, settings: Settings) -> None:
@@ -224,77 +269,132 @@ def worker(rank: int, settings: Settings) -> None:
     tokens = torch.randint(0, 8192, (BATCH, settings.length), generator=torch.Generator().manual_seed(rank))
     for _ in range(3):
         step(engine, tokens)
-    times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in settings.variants}
-    extra = {}
-    for number in range(-1, settings.rounds):  # round -1 is for files, first pictures and caches: not counted
-        order = settings.variants if number % 2 == 0 else reversed(settings.variants)
-        for name in order:
-            before = tensor_bytes() if number < 0 else 0
-            length = 10 if "interval 10" in name else settings.turn
-            with VARIANTS[name](engine, settings):
-                step(engine, tokens)  # hooks, plans and caches are made once per training, not per step
-                if number < 0:
-                    extra[name] = tensor_bytes() - before
-                turn = [step(engine, tokens) for _ in range(length)]
-                if number >= 0:
-                    times[name].append(turn)
+    variants, extra = {}, {}
+    for name in settings.variants:
+        chosen = VARIANTS[name]
+        variants[name] = chosen.other or observed(name, chosen.block or {})
+        before = tensor_bytes()
+        for _ in range(3):  # files, first pictures, plans and caches: once per training, not per step
+            with variants[name](engine, settings):
+                step(engine, tokens)
+        extra[name] = tensor_bytes() - before
+    pairs, plain_wall = measured(engine, tokens, settings, variants)
     if rank == 0:
         parameters = sum(p.numel() for p in engine.module.parameters())
-        result = {"times": times, "extra": extra, "parameters": parameters}
+        kinds = {name: {kind: vars(own) for kind, own in kinds.items()} for name, kinds in pairs.items()}
+        result = {"pairs": kinds, "plain": plain_wall, "extra": extra, "parameters": parameters}
         Path(settings.directory, "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def measured(
+    engine: Any, tokens: torch.Tensor, settings: Settings, variants: dict[str, Callable[..., Any]]
+) -> tuple[dict[str, dict[str, Pairs]], list[float]]:
+    """Cycles of plain, variant, plain, variant, ..., plain until the noise floor is known well enough."""
+    pairs = {name: {"measured": Pairs(), "not measured": Pairs()} for name in variants}
+    plain_wall: list[float] = []
+    order, drawn = list(variants), random.Random(0)  # the same on every rank
+    cycles, started, enough = 0, time.monotonic(), False
+    while not enough:
+        drawn.shuffle(order)
+        kinds = []
+        seconds = [step(engine, tokens)]
+        for name in order:
+            due = (engine.global_steps + 1) % VARIANTS[name].interval == 0
+            kinds.append("measured" if due else "not measured")
+            with variants[name](engine, settings):
+                seconds.append(step(engine, tokens))
+            seconds.append(step(engine, tokens))
+        rows = joined(seconds)
+        for place, (name, kind) in enumerate(zip(order, kinds, strict=True)):
+            pairs[name][kind].add(*rows[2 * place : 2 * place + 3])
+        plain_wall += [wall for wall, _ in rows[::2]]
+        cycles += 1
+        floor = shift(pairs[FLOOR]["measured"].wall)
+        late = time.monotonic() - started > settings.seconds
+        done = cycles >= settings.pairs and (floor.half_width <= settings.precision or late)
+        word = torch.tensor([int(done)], dtype=torch.int32)
+        dist.broadcast(word, src=0)  # the clocks differ
+        enough = bool(word.item())
+    return pairs, plain_wall
+
+
+def added(kinds: dict[str, dict[str, list[float]]], interval: int) -> tuple[Shift, Shift]:
+    """Of wall and CPU time; a training has one measured step in ``interval``, whatever share of the pairs had."""
+    known = {kind: pairs for kind, pairs in kinds.items() if pairs["wall"]}
+    if set(known) == {"measured", "not measured"}:
+        weights = {"measured": 1 / interval, "not measured": 1 - 1 / interval}
+    else:
+        weights = dict.fromkeys(known, 1.0)
+    walls = [(weights[kind], shift(pairs["wall"])) for kind, pairs in known.items()]
+    works = [(weights[kind], mean_ratio(pairs["cpu"], pairs["plain_cpu"])) for kind, pairs in known.items()]
+    return mixture(walls), mixture(works)
+
+
 def report(settings: Settings, result: dict[str, Any]) -> None:
-    wall, work = added(result["times"], 0), added(result["times"], 1)
-    plain_ms = 1e3 * statistics.median(seconds[0] for turn in result["times"]["plain"] for seconds in turn)
+    count = sum(len(pairs["wall"]) for pairs in result["pairs"][FLOOR].values())
     title = (
         f"{settings.ranks} ranks x 1 thread, {result['parameters'] / 1e6:.1f} M parameters, {settings.dtype}, "
-        f"ZeRO {settings.stage}, batch {BATCH} x {settings.length}; {settings.rounds} rounds of {settings.turn} steps; "
-        f"plain step {plain_ms:.0f} ms"
+        f"ZeRO {settings.stage}, batch {BATCH} x {settings.length}; {count} pairs of steps per variant; "
+        f"plain step {1e3 * statistics.median(result['plain']):.0f} ms"
     )
-    table = Table(title=title, caption="added to a plain step of the same round: median of rounds (quartiles)")
-    for column in ("variant", "wall time", "CPU time of the training thread", "standing tensors, MiB"):
+    table = Table(title=title, caption="added to a plain step (95 % interval)")
+    for column in ("variant", "wall time, typical step", "CPU time of all ranks, mean", "standing tensors, MiB"):
         table.add_column(column, justify="left" if column == "variant" else "right")
-    for name in result["times"]:
-        table.add_row(name, shown(wall[name]), shown(work[name]), f"{result['extra'][name] / 2**20:.2f}")
-    Console(width=150).print(table)
+    for name, kinds in result["pairs"].items():
+        wall, work = added(kinds, VARIANTS[name].interval)
+        table.add_row(name, wall.percent(), work.percent(), f"{result['extra'][name] / 2**20:.2f}")
+    console = Console(width=150)
+    console.print(table)
+    floor, _ = added(result["pairs"][FLOOR], 1)
+    if floor.half_width > settings.precision:
+        console.print(
+            f"The noise floor's interval is ± {100 * floor.half_width:.2f} %, wider than ± "
+            f"{100 * settings.precision:.2f} %: differences below it say nothing; give more --minutes or a quieter "
+            "machine."
+        )
 
 
-def added(times: dict[str, list[list[list[float]]]], kind: int) -> dict[str, list[float]]:
-    """Relative added time of each round. A turn of interval 10 has one measured step in ten: its mean counts."""
-    shares = {}
-    for name, turns in times.items():
-        centre = statistics.fmean if "interval 10" in name else statistics.median
-        ours = [centre([seconds[kind] for seconds in turn]) for turn in turns]
-        plain = [centre([seconds[kind] for seconds in turn]) for turn in times["plain"]]
-        shares[name] = [a / b - 1 for a, b in zip(ours, plain, strict=True)]
-    return shares
-
-
-def shown(shares: list[float]) -> str:
-    low, middle, high = statistics.quantiles(shares, n=4) if len(shares) > 1 else shares * 3
-    return f"{100 * middle:+.2f} % ({100 * low:+.2f} .. {100 * high:+.2f})"
+def chosen_variants(ranks: int, parts: list[str], everything: bool) -> tuple[str, ...]:
+    """The noise floor, and what was asked for and is possible with so many ranks; what is not is said."""
+    asked = [
+        name
+        for name in VARIANTS
+        if name != FLOOR and (everything or (any(part in name for part in parts) if parts else name in COMMON))
+    ]
+    possible = [name for name in asked if VARIANTS[name].least_ranks <= ranks]
+    for name in asked:
+        if name not in possible:
+            typer.echo(f'"{name}" is left out: it needs at least {VARIANTS[name].least_ranks} ranks, not {ranks}.')
+    if not possible:
+        typer.echo(
+            f"--variant {' '.join(parts)!a} names nothing that {ranks} ranks can run; known: {', '.join(VARIANTS)}",
+            err=True,
+        )
+        raise typer.Exit(2)
+    return (FLOOR, *possible)
 
 
 def main(
-    ranks: Annotated[int, typer.Option(help="gloo ranks, one thread each")] = 2,
-    stage: Annotated[int, typer.Option(help="ZeRO stage")] = 0,
+    ranks: Annotated[int, typer.Option(min=2, help="gloo ranks, one thread each")] = 2,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")] = 0,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
-    rounds: Annotated[int, typer.Option(help="rounds of all variants")] = 12,
-    turn: Annotated[int, typer.Option(help="steps per turn")] = 5,
-    length: Annotated[int, typer.Option(help="tokens per row")] = 256,
+    pairs: Annotated[int, typer.Option(min=1, help="steps of each variant, at least")] = 200,
+    minutes: Annotated[float, typer.Option(min=0.0, help="go on for so long where the noise floor is too wide")] = 30.0,
+    precision: Annotated[float, typer.Option(min=0.0, help="half width of the noise floor's interval, percent")] = 0.5,
+    length: Annotated[int, typer.Option(min=2, help="tokens per row; more make the step longer, not the cost")] = 64,
     variant: Annotated[
         list[str] | None, typer.Option(help="only variants whose name contains this; may be repeated")
     ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="all variants")] = False,
 ) -> None:
     """Measure the added time of each variant against plain training."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["OMP_NUM_THREADS"] = "1"
+    variants = chosen_variants(ranks, variant or [], everything)
     with tempfile.TemporaryDirectory() as directory:
-        chosen = tuple(n for n in VARIANTS if n == "plain" or not variant or any(part in n for part in variant))
-        settings = Settings(ranks, stage, dtype, rounds, turn, chosen, length, directory)
+        settings = Settings(ranks, stage, dtype, length, directory, variants, pairs, 60 * minutes, precision / 100)
         multiprocessing.spawn(worker, args=(settings,), nprocs=ranks)
         report(settings, json.loads(Path(directory, "result.json").read_text()))
 
