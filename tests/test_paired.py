@@ -1,4 +1,4 @@
-"""The statistics of benchmarks/overhead.py: do the intervals hold what they should, in the noise of a shared machine?"""
+"""The statistics of benchmarks/overhead.py: do intervals hold what they should, in the noise of a shared machine?"""
 
 from __future__ import annotations
 

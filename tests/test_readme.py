@@ -1,0 +1,153 @@
+"""Every command that the documentation names is run: by a test that is named here, or as it stands by `make readme`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PROGRAMS = ("make ", "python ", "pytest ", "ds-silent ", "deepspeed ", "torchrun ", "launch/", "tensorboard ")
+
+RUN_BY: dict[str, str] = {
+    "make demo": "tests/launch/test_demo.py",
+    "make test": "tests/test_readme.py",  # you are in it
+    "make test-matrix": "tests/test_oracle.py",
+    "make readme": "tests/test_readme.py",
+    "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile
+    "deepspeed --module ds_silent train.py ...": "tests/test_module.py",
+    "launch/train.py": "tests/launch/test_train.py",
+    "launch/gpu.sh --dry-run": "tests/launch/test_scripts.py",
+    "ds-silent check ds_config.json": "tests/test_cli.py",
+    "ds-silent numerics --gradients gradients/": "tests/test_numerics.py",
+    "tensorboard --logdir runs/my-run/tensorboard": "tests/test_readme.py",
+}
+"""What a part of the usual tests runs: command -> file in which it does."""
+
+FINE_TUNE = "deepspeed launch/train.py "
+"""The paper's run needs the paper's model and eight devices: its options are parsed, the embedded model trains."""
+
+SLOW: dict[str, float] = {
+    "ds-silent drill": 30,
+    "ds-silent numerics": 10,
+    "pytest tests/test_ordered_training.py -m matrix": 30,
+    "python benchmarks/acts.py": 15,
+    "python benchmarks/detection.py --part power": 120,
+    "python benchmarks/false_alarms.py --steps 100": 60,
+    "python benchmarks/integrity.py": 60,
+    "python benchmarks/integrity.py --part cost --ranks 2": 10,
+    "python benchmarks/ordered.py --part time --rounds 5": 30,
+    "python benchmarks/overhead.py": 90,
+    "python benchmarks/overhead.py --ranks 4 --variant retry --variant majority": 180,
+    "python benchmarks/paft.py": 240,
+    "python benchmarks/real_bugs.py --survey": 90,
+}
+"""What takes minutes, and after how many of them, on two busy cores, it counts as hanging."""
+
+
+def commands(text: str) -> list[str]:
+    """The command lines of a Markdown page: indented and fenced ones, and code spans."""
+    lines = []
+    for block in re.findall(r"(?:^    .*\n)+", text, re.MULTILINE):
+        lines += block.replace("\\\n", " ").splitlines()
+    fences = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines += [line for fence in fences for line in fence.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    plain = (re.sub(r"\s+", " ", line.split("  #")[0].split(" # ")[0]).strip() for line in lines)
+    return [line for line in plain if line.startswith(PROGRAMS)]
+
+
+def test_every_command_is_run_somewhere() -> None:
+    named = {command for page in PAGES for command in commands(page.read_text(encoding="utf-8"))}
+    assert len(named) > 15
+    unknown = {command for command in named if not command.startswith(FINE_TUNE)} - set(RUN_BY) - set(SLOW)
+    assert not unknown, f"nothing runs {sorted(unknown)}: name the test that does in RUN_BY, or put it into SLOW"
+    gone = (set(RUN_BY) | set(SLOW)) - named
+    assert not gone, f"no page names {sorted(gone)} any more"
+    for command, place in RUN_BY.items():
+        assert (ROOT / place).is_file(), f"{place}, which should run {command}, is not there"
+
+
+def test_options_of_the_fine_tune_are_known() -> None:
+    import train
+
+    known = typer.main.get_command(train.app)
+    found = [c for page in PAGES for c in commands(page.read_text(encoding="utf-8")) if c.startswith(FINE_TUNE)]
+    assert len(found) >= 2
+    for command in found:
+        options = known.make_context("train", shlex.split(command.removeprefix(FINE_TUNE))).params
+        assert (ROOT / options["deepspeed_config"]).is_file()
+
+
+def test_commands_are_found_in_every_form() -> None:
+    page = "`make demo`, `no`\n\n    ds-silent check \\\n        a.json    # why\n\n```sh\npython x.py --a\n```\n"
+    assert sorted(commands(page)) == ["ds-silent check a.json", "make demo", "python x.py --a"]
+
+
+@pytest.mark.readme
+@pytest.mark.parametrize(
+    "command", [pytest.param(command, marks=pytest.mark.timeout(60 * SLOW[command] + 60)) for command in sorted(SLOW)]
+)
+def test_as_it_stands(command: str, tmp_path: Path) -> None:
+    """From the project's directory, as the page says."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    output = tmp_path / "output.txt"
+    with output.open("w") as file:
+        done = subprocess.run(
+            shlex.split(command),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=60 * SLOW[command],
+        )
+    said = output.read_text(errors="replace")
+    assert done.returncode == 0, said[-5000:]
+    assert "Traceback (most recent call last)" not in said, said[-5000:]
+    print(said[-10000:])
+
+
+@pytest.mark.readme
+def test_tensorboard_opens_on_a_run(tmp_path: Path) -> None:
+    from ds_silent.config import parse
+    from ds_silent.sinks import open_sinks
+    from tests.sinks.example_records import full_record
+
+    config = parse({"silent_consistency": {"output_dir": str(tmp_path)}})
+    assert config is not None
+    sinks = open_sinks(config, monitor_write=None)
+    sinks.write(full_record())
+    sinks.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = Path(sys.executable).parent / "tensorboard"
+    server = subprocess.Popen(
+        [program, "--logdir", tmp_path / "tensorboard", "--port", str(port), "--host", "127.0.0.1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        tags = ""
+        deadline = time.monotonic() + 90
+        while "silent/loss/mean" not in tags and time.monotonic() < deadline:
+            time.sleep(1)
+            with contextlib.suppress(OSError):  # not up yet
+                page = urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", timeout=10)
+                tags = page.read().decode()
+        assert "silent/loss/mean" in tags
+    finally:
+        server.terminate()
+        server.wait(30)
