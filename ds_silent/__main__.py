@@ -1,28 +1,115 @@
 """``python -m ds_silent train.py ...``: run an unchanged script with the ``silent_consistency`` block honoured.
 
-The script's own ``deepspeed.initialize`` becomes :func:`ds_silent.initialize`; nothing else changes. With the
-launcher: ``deepspeed --module ds_silent train.py ...``.
+    deepspeed --num_gpus 8 --module ds_silent train.py ...      # the launcher puts --local_rank=N before the script
+    torchrun --nproc_per_node 8 -m ds_silent train.py ...
+    python -m ds_silent -m package.module ...                   # as Python's own -m
+
+The script's own ``deepspeed.initialize`` becomes :func:`ds_silent.initialize`; nothing else changes: ``__main__``,
+``sys.argv`` and ``sys.path`` are what Python itself would make of the script, so that data-loader workers find what it
+defines.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import Any
 
 import deepspeed
 
 from ds_silent.attach import initialize
 
+_USAGE = "usage: python -m ds_silent [-m package.module | train.py] [args]"
+_LOCAL_RANK = ("--local_rank", "--local-rank")  # DeepSpeed's launcher; torch.distributed.launch
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is to be run."""
+
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]  # as plain ``deepspeed train.py`` would hand them over: the launcher's own come first
+
 
 def main() -> None:
-    if len(sys.argv) < 2 or not os.path.isfile(sys.argv[1]):
-        given = sys.argv[1] if len(sys.argv) > 1 else "nothing"
-        sys.exit(f"ds_silent: give the training script to run, got {given}; usage: python -m ds_silent train.py [args]")
-    sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    target = _target_of(sys.argv[1:])
     deepspeed.initialize = initialize
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if target.is_module:
+        _run_module(target)
+    else:
+        _run_script(target)
+
+
+def _target_of(arguments: Sequence[str]) -> _Target:
+    """Nothing behind the script is looked at: it is the script's."""
+    launchers: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        if option in ("-h", "--help"):
+            print(_USAGE)
+            sys.exit(0)
+        if option.split("=")[0] in _LOCAL_RANK:
+            launchers.append(option)
+            if "=" not in option and rest:
+                launchers.append(rest.pop(0))
+        elif option == "-m" and rest:
+            # DeepSpeed's --module and the -m of Python mean the same
+            return _Target(rest[0], True, (*launchers, *rest[1:]))
+        elif option != "--":
+            _refuse(f"{option} {'without a module' if option == '-m' else 'before the script'}")
+    if not rest:
+        _refuse("nothing")
+    if not os.path.isfile(rest[0]):
+        _refuse(f"{rest[0]}, which is {'a directory' if os.path.isdir(rest[0]) else 'no file'} (in {os.getcwd()})")
+    return _Target(rest[0], False, (*launchers, *rest[1:]))
+
+
+def _refuse(given: str) -> None:
+    """On every rank: the launcher ends the others as soon as one has ended, perhaps before they could speak."""
+    sys.exit(f"ds_silent: give the training script to run, got {given}; {_USAGE}")
+
+
+def _run_script(target: _Target) -> None:
+    """As ``python train.py``. Not ``runpy.run_path``: its ``__main__`` is gone when exit handlers and threads run."""
+    path = os.path.abspath(target.name)
+    loader = SourceFileLoader("__main__", path)
+    code = loader.source_to_code(loader.get_data(path), path)
+    sys.argv = [target.name, *target.arguments]
+    if not getattr(sys.flags, "safe_path", False):  # python -P puts nothing there
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    module = ModuleType("__main__")
+    # without a __spec__ multiprocessing starts its workers from __file__
+    names: dict[str, Any] = {"__file__": path, "__builtins__": __builtins__, "__loader__": loader, "__spec__": None}
+    vars(module).update(names)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def _run_module(target: _Target) -> None:
+    """As ``python -m package.module``: ``sys.path[0]`` is the current directory, as it is for ``-m ds_silent``."""
+    name = target.name
+    try:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # the package itself imports something that is missing
+        found = None
+    except ValueError:  # a name like "__main__"
+        found = None
+    if found is None:
+        _refuse(f"-m {name}, which is no module that can be run (sys.path[0] is {sys.path[0]})")
+    sys.argv = [name, *target.arguments]  # runpy puts the module's file in the first place
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from ds_silent.plan import REMEMBERED, layout_of, replicas_of
 from ds_silent.records import Event, Seconds, StepRecord
 from ds_silent.replicas import Drift
 from ds_silent.respond import Responder
+from ds_silent.sample_ids import as_ids
 from ds_silent.sinks import Sink
 from ds_silent.writer import Writer
 
@@ -244,19 +245,19 @@ class Observer:
 
     # -- for the training script -----------------------------------------------------------------------------------
 
-    def observe_batch(self, sample_ids: Tensor) -> None:
-        """Tell which rows this rank's next micro-batch holds: 1-D int64 ids that mean the same row on every rank.
+    def observe_batch(self, sample_ids: Any) -> None:
+        """Tell which rows this rank's next micro-batch holds, before its forward.
+
+        Args:
+            sample_ids: one integer per row that means the same row on every rank, such as the row's place in the data
+                set: a list, a tuple, a numpy array or a 1-D tensor, of any integer dtype and on any device.
 
         Raises:
-            ValueError: ids of another shape or dtype.
+            TypeError, ValueError: they are something else (:func:`ds_silent.sample_ids.as_ids`).
         """
-        if sample_ids.ndim != 1 or sample_ids.dtype.is_floating_point:
-            raise ValueError(
-                f"observe_batch needs a 1-D int64 tensor of row ids, got {sample_ids.dtype} of shape "
-                f"{tuple(sample_ids.shape)}; pass one id per row of this rank's micro-batch"
-            )
+        ids = as_ids(sample_ids)
         if self._observing:
-            self._capture.observe_batch(sample_ids)
+            self._capture.observe_batch(ids)
 
     def on_event(self, function: Callable[[Event], None]) -> None:
         """Call ``function(event)`` for every event from now on, on the writing rank, between two optimizer steps."""

@@ -1,21 +1,24 @@
 """Which rows this rank's micro-batches hold, from ids that the script gives or else from the model's inputs.
 
-rows = RowIds(enabled=True, capacity=64)
+rows = RowIds(enabled=True, capacity=64, micro_batch=4)
 rows.given(sample_ids); rows.forward(args, kwargs)       # per micro-batch, in this order
 packed = rows.take(device)                               # at a measured step: everything since the last one
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.sample_ids import batch_tensors, pack_ids, row_hashes
 
+logger = logging.getLogger("ds_silent")
 MAX_ROWS = 4096  # per rank and sample: 48 kB
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
 
@@ -26,19 +29,24 @@ def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:
 
 
 class RowIds:
-    """Collects ids until they are sent. ``capacity`` rows at most are kept; what is lost is counted."""
+    """Collects ids until they are sent. ``capacity`` rows at most are kept; what is lost is counted.
 
-    def __init__(self, enabled: bool, capacity: int):
-        self._enabled, self._capacity = enabled, capacity
-        self._ids: list[Tensor] = []
-        self._given = 0  # micro-batches whose ids the script told before their forward
+    Args:
+        micro_batch: rows per rank and micro-batch, as configured.
+    """
+
+    def __init__(self, enabled: bool, capacity: int, micro_batch: int):
+        self._enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
+        self._ids: list[Tensor] = []  # of micro-batches that have been forwarded
+        self._given: list[Tensor] = []  # told by the script, whose forward is to come
+        self._hashed: list[int] = []  # places in _ids of this step's micro-batches that nobody told of
+        self._warned = False
         self._label_tokens: Tensor | None = None
 
     def given(self, sample_ids: Tensor) -> None:
         """Ids of the next micro-batch, int64 (rows,), on any device."""
         if self._enabled:
-            self._ids.append(sample_ids.detach().to(torch.int64))
-            self._given += 1
+            self._given.append(sample_ids)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The inputs of one training forward."""
@@ -48,13 +56,41 @@ class RowIds:
         if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.dtype.is_floating_point:
             tokens = (labels[:, 1:] != IGNORED_LABEL).sum()
             self._label_tokens = tokens if self._label_tokens is None else self._label_tokens + tokens
-        if self._given:
-            self._given -= 1
-            return
         tensors, mask = batch_tensors(args, kwargs)
         tensors = [tensor for tensor in tensors if tensor.ndim]
+        if self._given:
+            given = self._given.pop(0)
+            rows = {int(tensor.shape[0]) for tensor in tensors}
+            if not rows or len(given) in rows | {self._micro_batch}:
+                self._ids.append(given)
+                return
+            self._warn(len(given), int(tensors[0].shape[0]))
         if tensors:
+            self._hashed.append(len(self._ids))
             self._ids.append(row_hashes(tensors, mask))
+
+    def _warn(self, ids: int, rows: int) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "ds_silent: observe_batch was given %d ids for a micro-batch of %d rows on rank %d; pass one id per "
+                "row, till then the rows are followed by their content (said once)",
+                ids,
+                rows,
+                dist.get_rank() if dist.is_initialized() else 0,
+            )
+
+    def _told_late(self) -> None:
+        """Ids of this step that no forward came after: the script tells of a micro-batch when it is through."""
+        while self._given and self._hashed:
+            place, given = self._hashed.pop(0), self._given.pop(0)
+            rows = len(self._ids[place])
+            if len(given) in (rows, self._micro_batch):
+                self._ids[place] = given
+            else:
+                self._warn(len(given), rows)
+        self._ids += self._given  # the forward was not the engine's
+        self._given = []
 
     @property
     def waiting(self) -> bool:
@@ -65,7 +101,8 @@ class RowIds:
         """Packed ids of every row since the last call, fp32 (3 capacity + 1,) on ``device``; None when off."""
         if not self._enabled:
             return None
-        ids, self._ids = self._ids, []
+        self._told_late()
+        ids, self._ids, self._hashed = self._ids, [], []
         if not ids:
             return None
         together = torch.cat([one.to(ids[-1].device) for one in ids])
@@ -83,7 +120,8 @@ class RowIds:
     def end_step(self) -> None:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next sample."""
         self._label_tokens = None
-        self._given = 0
+        self._told_late()
+        self._hashed = []
         kept = sum(len(one) for one in self._ids)
         while len(self._ids) > 1 and kept - len(self._ids[0]) > self._capacity:
             kept -= len(self._ids.pop(0))

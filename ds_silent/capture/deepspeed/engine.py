@@ -99,7 +99,8 @@ class DeepSpeedCapture:
 
         capacity = id_capacity(config, self.rows_per_step)
         self.id_size = packed_size(capacity) if config.coverage else 0
-        self._rows = RowIds(enabled=config.coverage, capacity=capacity)
+        micro_batch = int(engine.train_micro_batch_size_per_gpu())
+        self._rows = RowIds(enabled=config.coverage, capacity=capacity, micro_batch=micro_batch)
         sends = Sends(config.direction.per_layer or checks, checks, applied=self._places is not None)
         self._sampler = StepSampler(self._local, self._rows, sends)
         self._scales_loss = scales_loss(engine)
