@@ -1,7 +1,7 @@
 """From an engine and a block to an observer, and the refusals on the way.
 
 A refusal reaches every rank: what follows from the configuration is the same everywhere, and what only rank 0 can
-know (is the output directory writable?) is agreed with one small all-reduce.
+know (is the output directory writable, does it hold records?) is agreed with one small all-reduce.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from types import TracebackType
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from ds_silent import preflight
-from ds_silent.capture.deepspeed import DeepSpeedCapture, refuse_unsupported_config, refuse_unsupported_engine
+from ds_silent.capture.deepspeed import (
+    DeepSpeedCapture,
+    has_optimizer,
+    refuse_unsupported_config,
+    refuse_unsupported_engine,
+)
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.ds_config import load_ds_config
 from ds_silent.fingerprint import Hash
 from ds_silent.inventory import local_items, sampler_facts, weights_hash
 from ds_silent.observer import Observer
-from ds_silent.sinks import FanOut, SinkError, open_sinks
+from ds_silent.run_directory import RunDirectory
+from ds_silent.sinks import SinkError
 
 logger = logging.getLogger("ds_silent")
 _ATTRIBUTE = "_ds_silent_observer"
@@ -60,7 +65,7 @@ def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any
         # DeepSpeed broadcasts rank 0's weights: what a rank itself had loaded can only be seen before
         before = weights_hash(model) if config is not None and config.preflight and model is not None else None
         result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
-        if config is not None:
+        if config is not None and _takes_steps(result[0]):
             observer = _observe(result[0], config, sampler if sampler is not None else result[2], before)
             data = arguments.get("training_data")
             if data is not None and hasattr(data, "__len__"):
@@ -79,14 +84,14 @@ def attach(engine: Any, config: SilentConsistencyConfig | Mapping[str, Any] | No
         config: a parsed block, or the block as a dict; by default the one in the engine's own configuration.
 
     Returns:
-        the observer, or None when the block says ``"enabled": false``.
+        the observer, or None when the block says ``"enabled": false`` or the engine has no optimizer.
 
     Raises:
         ConfigError, SinkError: see :func:`initialize`.
     """
     if not isinstance(config, SilentConsistencyConfig):
         config = parse({BLOCK: config if config is not None else find_block(_config_of(engine)) or {}})
-    return None if config is None else _observe(engine, config)
+    return None if config is None or not _takes_steps(engine) else _observe(engine, config)
 
 
 def observer_of(engine: Any) -> Observer | None:
@@ -98,6 +103,15 @@ def observer_of(engine: Any) -> Observer | None:
 _deepspeed_initialize = deepspeed.initialize  # kept, because `python -m ds_silent` puts ours in its place
 
 
+def _takes_steps(engine: Any) -> bool:
+    """Whether there is anything to observe; where not, that is said. The same on every rank."""
+    if has_optimizer(engine):
+        return True
+    if dist.get_rank() == 0:
+        logger.warning("ds_silent: an engine without an optimizer takes no steps: it is not observed, no records of it")
+    return False
+
+
 def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, before: Hash | None = None) -> Observer:
     """An observer for an engine. A collective: refusals, the output directory and the preflight are agreed."""
     if observer_of(engine) is not None:
@@ -106,34 +120,32 @@ def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, b
     refuse_unsupported_config(ds_config, config)
     refuse_unsupported_engine(engine, config)
     capture = DeepSpeedCapture(engine, config)
-    sinks = _open_sinks_together(engine, config, capture)
-    observer = Observer(capture, config, sinks)
+    monitor = getattr(engine, "monitor", None)
+    monitor_write = monitor.write_events if monitor is not None and monitor.enabled else None
+    home = RunDirectory.open(config, capture.group, capture.device, monitor_write)
+    observer = Observer(capture, config, home)
     engine.__dict__[_ATTRIBUTE] = observer
     _close_at_exit(observer)
-    if sinks is not None:
+    if home.sinks is not None:
         steps = "every step" if config.interval == 1 else f"every {config.interval} steps"
         ranks = dist.get_world_size(capture.group)
         # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
-        logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, config.output_dir)
+        logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, home.says())
     if config.preflight:
         facts = sampler_facts(loader if loader is not None else getattr(engine, "training_dataloader", None))
         items = local_items(engine, ds_config, facts, before, dist.get_world_size(capture.group))
         outcome = preflight.compare(items, capture.group, capture.device)
-        if sinks is not None:
-            _publish_preflight(outcome, observer)
+        if home.sinks is not None:
+            _publish_preflight(outcome, observer, home)
     return observer
 
 
-def _publish_preflight(outcome: preflight.Outcome, observer: Observer) -> None:
+def _publish_preflight(outcome: preflight.Outcome, observer: Observer, home: RunDirectory) -> None:
     console = Console(stderr=True)  # colours on a terminal only, and none with NO_COLOR
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log has no edge
     console.print(preflight.table(outcome))
-    try:
-        text = json.dumps(preflight.to_json(outcome), indent=1)
-        Path(observer.output_dir, "preflight.json").write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        logger.warning("ds_silent: preflight.json could not be written: %s", error)
+    home.write_preflight(json.dumps(preflight.to_json(outcome), indent=1) + "\n")
     for event in preflight.events_of(outcome):
         observer.report(event)
 
@@ -154,24 +166,6 @@ def _block_of(arguments: Mapping[str, Any]) -> SilentConsistencyConfig | None:
     if config is not None:
         refuse_unsupported_config(ds_config, config)
     return config
-
-
-def _open_sinks_together(engine: Any, config: SilentConsistencyConfig, capture: DeepSpeedCapture) -> FanOut | None:
-    """The sinks on global rank 0; where they cannot be opened, the refusal on every rank."""
-    sinks, refusal = None, None
-    if dist.get_rank() == 0:
-        monitor = getattr(engine, "monitor", None)
-        try:
-            sinks = open_sinks(
-                config, monitor_write=monitor.write_events if monitor is not None and monitor.enabled else None
-            )
-        except SinkError as error:
-            refusal = error
-    refused = torch.tensor([int(refusal is not None)], dtype=torch.int32, device=capture.device)
-    dist.all_reduce(refused, op=dist.ReduceOp.MAX, group=capture.group)
-    if refused.item():
-        raise refusal or SinkError(f"rank 0 cannot write to silent_consistency.output_dir {config.output_dir}")
-    return sinks
 
 
 def _close_at_exit(observer: Observer) -> None:

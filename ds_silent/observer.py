@@ -29,8 +29,8 @@ from ds_silent.plan import REMEMBERED, layout_of, replicas_of
 from ds_silent.records import Event, Seconds, StepRecord
 from ds_silent.replicas import Drift
 from ds_silent.respond import Responder
+from ds_silent.run_directory import RunDirectory
 from ds_silent.sample_ids import as_ids
-from ds_silent.sinks import Sink
 from ds_silent.writer import Writer
 
 logger = logging.getLogger("ds_silent")
@@ -43,12 +43,13 @@ class Observer:
 
     Attributes:
         samples_per_epoch: rows of one epoch over all ranks, for ``epoch`` in the records; None when not known.
-        output_dir: where that rank writes.
+        output_dir: where the writing rank writes, on every rank; in a directory that was in use, from step 1 on.
     """
 
-    def __init__(self, capture: Capture, config: SilentConsistencyConfig, sink: Sink | None):
+    def __init__(self, capture: Capture, config: SilentConsistencyConfig, home: RunDirectory):
         self.samples_per_epoch: int | None = None
-        self.output_dir = config.output_dir
+        self._home = home
+        self._records_loaded: str | None = None  # whose records the checkpoint's are, once one was loaded
         self._capture, self._config = capture, config
         ranks = dist.get_world_size(capture.group)
         self._layout = layout_of(config, ranks, capture)
@@ -58,9 +59,9 @@ class Observer:
         self._replicas = replicas_of(config, capture)
         self._responder = Responder(capture, self._exchange, self._audit, config)
         self._writer: Writer | None = None  # on the writing rank only
-        if sink is not None:
+        if home.sinks is not None:
             judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
-            self._writer = Writer(sink, judge, self._audit, self._layout, ranks, config.detectors.stop_on)
+            self._writer = Writer(home.sinks, judge, self._audit, self._layout, ranks, config.detectors.stop_on)
         self._replica_due = False
         self._weights_due: str | None = None  # checksum in the checkpoint that was loaded
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
@@ -85,6 +86,7 @@ class Observer:
         """The gradients are aggregated, the optimizer has not run: publish the last sample, send this one."""
         started, step = time.perf_counter(), self._capture.step
         try:
+            self._home.settle(step - 1, self._capture.samples, self._records_loaded)
             self._catch_up()
             self._publish(self._exchange.collect(), together=True)
             if self._weights_due is not None:
@@ -271,15 +273,22 @@ class Observer:
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
         if self._writer is not None:
             state |= self._writer.state_dict(self._capture.rows_waiting)
+            state["records"] = self._home.identity()
             state["weights"] = None if self._replicas is None else self._replicas.weights()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
+        self._records_loaded = state.get("records")
         self.samples_per_epoch = state.get("samples_per_epoch") or None
         self._weights_due, self._replica_due = state.get("weights"), True
         if self._writer is not None:
             self._writer.load_state_dict(state)
+
+    @property
+    def output_dir(self) -> str:
+        """Where the writing rank writes."""
+        return self._home.directory
 
     @property
     def last_record(self) -> StepRecord | None:
@@ -308,6 +317,7 @@ class Observer:
             self._stop()
             if self._writer is not None:
                 self._writer.close()
+            self._home.close()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
 if TYPE_CHECKING:  # the configuration imports DeepSpeed, and who only reads records should not wait for that
     from ds_silent.config import SilentConsistencyConfig
 
-__all__ = ["FanOut", "Sink", "SinkError", "open_sinks"]
+__all__ = ["FanOut", "Sink", "SinkError", "open_files", "open_sinks"]
 
 
 def open_sinks(
@@ -39,17 +39,25 @@ def open_sinks(
         SinkError: ``output_dir`` cannot be written, or TensorBoard is asked for and not installed; nothing is left
             open. The caller tells the other ranks, so that all refuse to start together.
     """
+    files = open_files(config.output_dir, config.tensorboard, resume_step=resume_step)
+    monitor = [] if monitor_write is None else [MonitorSink(monitor_write)]
+    return FanOut([*files.sinks, ConsoleSink(every=console_every), *monitor])
+
+
+def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | None = None) -> FanOut:
+    """The sinks that write below ``directory``, opened; see :func:`open_sinks`.
+
+    Raises:
+        SinkError: one of them cannot be opened; nothing is left open.
+    """
     opened: list[Sink] = []
     try:
-        opened.append(JsonlSink(config.output_dir))
-        if config.tensorboard:
+        opened.append(JsonlSink(directory))
+        if tensorboard:
             # Importing it costs a second and needs an optional package, so only who wants it pays.
             from ds_silent.sinks.tensorboard import TensorBoardSink
 
-            opened.append(TensorBoardSink(Path(config.output_dir) / "tensorboard", resume_step=resume_step))
-        opened.append(ConsoleSink(every=console_every))
-        if monitor_write is not None:
-            opened.append(MonitorSink(monitor_write))
+            opened.append(TensorBoardSink(Path(directory) / "tensorboard", resume_step=resume_step))
     except SinkError:
         FanOut(opened).close()
         raise

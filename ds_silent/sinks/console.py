@@ -25,22 +25,27 @@ class ConsoleSink:
     """Prints through ``tqdm.write``, which steps around a progress bar and is a plain print where there is none.
 
     The first measured record is always printed, so that a new user sees at once that it works; then each ``every``-th.
+    With a ``label`` the lines say which engine of the process they are about.
     """
 
-    def __init__(self, every: int = 10) -> None:
+    def __init__(self, every: int = 10, label: str | None = None) -> None:
         if every < 0:
             raise ValueError(f"every must be at least 0, got {every}")
         self._every = every
+        self._name = "[ds_silent]" if label is None else f"[ds_silent {label}]"
         self._written = 0
 
     def write(self, record: StepRecord) -> None:
         self._written += 1
         if self._every and (self._written == 1 or self._written % self._every == 0):
-            _print(step_line(record))
+            _print(self._named(step_line(record)))
 
     def write_event(self, event: Event) -> None:
-        line = event_line(event)
+        line = self._named(event_line(event))
         _print(coloured(line, event) if shows_colour(sys.stdout, os.environ) else line)
+
+    def _named(self, line: str) -> str:
+        return line.replace("[ds_silent]", self._name, 1)
 
     def flush(self) -> None:
         sys.stdout.flush()

@@ -21,7 +21,7 @@ def make_directory(directory: Path) -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise _refused(directory, error) from None
+        raise refused(directory, error) from None
 
 
 class LineFile:
@@ -35,13 +35,13 @@ class LineFile:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise _refused(path, error) from None
+            raise refused(path, error) from None
         self._path = path
         try:
             self._end_torn_line()
         except OSError as error:
             os.close(self._fd)
-            raise _refused(path, error) from None
+            raise refused(path, error) from None
 
     def append(self, line: str) -> None:
         """Write ``line``, which holds no newline, and its newline.
@@ -70,7 +70,7 @@ class LineFile:
             os.write(self._fd, b"\n")
 
 
-def _refused(path: Path, error: OSError) -> SinkError:
+def refused(path: Path, error: OSError) -> SinkError:
     reason = error.strerror or type(error).__name__
     return SinkError(
         f"silent_consistency.output_dir: {os.fspath(path)!a} cannot be written ({reason}); "

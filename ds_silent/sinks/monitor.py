@@ -13,14 +13,18 @@ MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
 
 
 class MonitorSink:
-    """Hands the scalars to ``write_events``. The x-axis is the monitor's own: samples, not steps."""
+    """Hands the scalars to ``write_events``. The x-axis is the monitor's own: samples, not steps.
 
-    def __init__(self, write_events: MonitorWrite) -> None:
+    A ``label`` stands before the tags: the engines of one process may share a monitor's run.
+    """
+
+    def __init__(self, write_events: MonitorWrite, label: str | None = None) -> None:
         self._write_events = write_events
+        self._prefix = "" if label is None else f"{label}/"
 
     def write(self, record: StepRecord) -> None:
         # Not every backend takes NaN (CSV readers, Comet), and the JSON lines keep it anyway.
-        points = [(tag, value, record.samples) for tag, value in scalars(record) if math.isfinite(value)]
+        points = [(self._prefix + tag, value, record.samples) for tag, value in scalars(record) if math.isfinite(value)]
         if points:
             self._write_events(points)
 

@@ -57,14 +57,7 @@ class TensorBoardSink:
     """
 
     def __init__(self, log_dir: str | Path, *, resume_step: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise SinkError(
-                f"silent_consistency.tensorboard is true but TensorBoard cannot be imported ({error}); "
-                'install "tensorboard" or set it to false'
-            ) from None
-        self._writer_type = SummaryWriter
+        self._writer_type = summary_writer_type()
         self._log_dir = Path(log_dir)
         make_directory(self._log_dir)
         self._purge_step = None if resume_step is None else resume_step + 1
@@ -122,6 +115,22 @@ class TensorBoardSink:
     def _add_text(writer: SummaryWriter, event: Event) -> None:
         # One tag per kind: TensorBoard keeps only a sample of each tag's texts.
         writer.add_text(f"silent/events/{re.sub(r'[^a-z0-9-]', '_', event.kind)}", event_markdown(event), event.step)
+
+
+def summary_writer_type() -> type[SummaryWriter]:
+    """``SummaryWriter``, where the package is there.
+
+    Raises:
+        SinkError: it is not.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise SinkError(
+            f"silent_consistency.tensorboard is true but TensorBoard cannot be imported ({error}); "
+            'install "tensorboard" or set it to false'
+        ) from None
+    return SummaryWriter
 
 
 def event_markdown(event: Event) -> str:

@@ -135,6 +135,11 @@ def _refuse_ordered_engine(engine: Any) -> None:
         _not_ordered(f"the optimizer {type(basic).__name__}", why, "use another one")
 
 
+def has_optimizer(engine: Any) -> bool:
+    """Whether the engine takes steps: DeepSpeedEngine asks the same of itself (0.16.9 to 0.19.8, ``__init__``)."""
+    return engine.client_optimizer is not None or bool(engine.optimizer_name())
+
+
 def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
     """Raise :class:`ConfigError` where two ranks would have to outvote each other."""
     if config.respond.on_replica_drift == "majority" and ranks < 3:
