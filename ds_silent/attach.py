@@ -1,7 +1,9 @@
 """From an engine and a block to an observer, and the refusals on the way.
 
-A refusal reaches every rank: what follows from the configuration is the same everywhere, and what only rank 0 can
-know (is the output directory writable, does it hold records?) is agreed with one small all-reduce.
+A refusal reaches every rank, whichever rank it comes from: before anything communicates, all ranks agree on the block
+and then on what follows from it and the engine (:mod:`ds_silent.agreement`). ``deepspeed.initialize`` communicates
+itself, so a rank that refuses remembers that, goes through it with the others, and all end together behind it. What
+only rank 0 can know (is the output directory writable, does it hold records?) is agreed with one small all-reduce.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import deepspeed
 import torch.distributed as dist
 from rich.console import Console
 
-from ds_silent import preflight
+from ds_silent import preflight, start
 from ds_silent.capture.deepspeed import (
     DeepSpeedCapture,
     has_optimizer,
@@ -59,17 +61,27 @@ def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any
         SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
     """
     arguments = inspect.signature(_deepspeed_initialize).bind(*args, **kwargs).arguments
+    config, refusal = None, None
     try:
-        config = _block_of(arguments)
+        try:
+            config = _block_of(arguments)
+        except ConfigError as error:
+            refusal = error
+            if start.alone():
+                raise
         model = arguments.get("model")
         # DeepSpeed broadcasts rank 0's weights: what a rank itself had loaded can only be seen before
         before = weights_hash(model) if config is not None and config.preflight and model is not None else None
-        result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
-        if config is not None and _takes_steps(result[0]):
-            observer = _observe(result[0], config, sampler if sampler is not None else result[2], before)
-            data = arguments.get("training_data")
-            if data is not None and hasattr(data, "__len__"):
-                observer.samples_per_epoch = len(data)
+        try:
+            result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
+        except Exception:
+            if refusal is not None:
+                raise refusal from None
+            raise
+        observer = _observe(result[0], config, sampler if sampler is not None else result[2], before, refusal)
+        data = arguments.get("training_data")
+        if observer is not None and data is not None and hasattr(data, "__len__"):
+            observer.samples_per_epoch = len(data)
     except (ConfigError, SinkError):
         _print_without_traceback()
         raise
@@ -89,9 +101,15 @@ def attach(engine: Any, config: SilentConsistencyConfig | Mapping[str, Any] | No
     Raises:
         ConfigError, SinkError: see :func:`initialize`.
     """
-    if not isinstance(config, SilentConsistencyConfig):
-        config = parse({BLOCK: config if config is not None else find_block(_config_of(engine)) or {}})
-    return None if config is None or not _takes_steps(engine) else _observe(engine, config)
+    block, refusal = None, None
+    try:
+        if isinstance(config, SilentConsistencyConfig):
+            block = config
+        else:
+            block = parse({BLOCK: config if config is not None else find_block(_config_of(engine)) or {}})
+    except ConfigError as error:
+        refusal = error
+    return _observe(engine, block, refusal=refusal)
 
 
 def observer_of(engine: Any) -> Observer | None:
@@ -103,23 +121,34 @@ def observer_of(engine: Any) -> Observer | None:
 _deepspeed_initialize = deepspeed.initialize  # kept, because `python -m ds_silent` puts ours in its place
 
 
-def _takes_steps(engine: Any) -> bool:
-    """Whether there is anything to observe; where not, that is said. The same on every rank."""
-    if has_optimizer(engine):
-        return True
-    if dist.get_rank() == 0:
-        logger.warning("ds_silent: an engine without an optimizer takes no steps: it is not observed, no records of it")
-    return False
+def _observe(
+    engine: Any,
+    config: SilentConsistencyConfig | None,
+    loader: Any = None,
+    before: Hash | None = None,
+    refusal: ConfigError | None = None,
+) -> Observer | None:
+    """An observer for an engine. All ranks: the block, refusals, the output directory and the preflight are agreed.
 
-
-def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, before: Hash | None = None) -> Observer:
-    """An observer for an engine. A collective: refusals, the output directory and the preflight are agreed."""
-    if observer_of(engine) is not None:
-        raise ConfigError("this engine is already observed; close its observer (ds_silent.observer_of) first")
+    Args:
+        config: None where this rank has no block; then all have none, or all refuse.
+        loader: for the preflight.
+        before: hash of the weights before DeepSpeed's broadcast.
+        refusal: why this rank cannot honour its block.
+    """
+    if not has_optimizer(engine):
+        if dist.get_rank() == 0 and (config is not None or refusal is not None):
+            logger.warning(
+                "ds_silent: an engine without an optimizer takes no steps: it is not observed, no records of it"
+            )
+        return None
+    if config is not None and refusal is None:
+        refusal = _refusal_of(engine, config)
+    config = start.agree_on_block(engine, config, refusal)
+    if config is None:
+        return None
     ds_config = _config_of(engine)
-    refuse_unsupported_config(ds_config, config)
-    refuse_unsupported_engine(engine, config)
-    capture = DeepSpeedCapture(engine, config)
+    capture, unlike = start.agree_on_layout(engine, config, lambda: DeepSpeedCapture(engine, config))
     monitor = getattr(engine, "monitor", None)
     monitor_write = monitor.write_events if monitor is not None and monitor.enabled else None
     home = RunDirectory.open(config, capture.group, capture.device, monitor_write)
@@ -137,7 +166,20 @@ def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, b
         outcome = preflight.compare(items, capture.group, capture.device)
         if home.sinks is not None:
             _publish_preflight(outcome, observer, home)
+    if unlike is not None:
+        observer.stand_down(unlike)
     return observer
+
+
+def _refusal_of(engine: Any, config: SilentConsistencyConfig) -> ConfigError | None:
+    try:
+        if observer_of(engine) is not None:
+            raise ConfigError("this engine is already observed; close its observer (ds_silent.observer_of) first")
+        refuse_unsupported_config(_config_of(engine), config)
+        refuse_unsupported_engine(engine, config)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _publish_preflight(outcome: preflight.Outcome, observer: Observer, home: RunDirectory) -> None:
@@ -187,7 +229,7 @@ def _print_without_traceback() -> None:
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not isinstance(error, (ConfigError, SinkError)):
             previous(kind, error, traceback)
-        elif os.environ.get("RANK", "0") == "0":
+        elif start.tells(error, default=os.environ.get("RANK", "0") == "0"):
             print(f"ds_silent: {error}", file=sys.stderr)
 
     sys.excepthook = hook

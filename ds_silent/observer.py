@@ -388,6 +388,13 @@ class Observer:
             remedy = "The training is not affected; please report the warning that the rank printed."
             self.report(Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy))
 
+    def stand_down(self, event: Event) -> None:
+        """Observe nothing and say why; the same call on every rank, before the first step."""
+        self._stop()
+        if self._writer is not None:
+            logger.warning("ds_silent: %s", event.message)
+            self.report(event)
+
     def _stop(self) -> None:
         self._observing = False
         self._capture.close()

@@ -6,6 +6,7 @@ what it relies on; all were read in 0.16.9 and 0.19.8.
 
 from ds_silent.capture.deepspeed.applied import base_optimizers
 from ds_silent.capture.deepspeed.engine import DeepSpeedCapture
+from ds_silent.capture.deepspeed.groups import data_parallel_group, engine_facts
 from ds_silent.capture.deepspeed.refusals import (
     has_optimizer,
     refuse_too_few_ranks,
@@ -16,6 +17,8 @@ from ds_silent.capture.deepspeed.refusals import (
 __all__ = [
     "DeepSpeedCapture",
     "base_optimizers",
+    "data_parallel_group",
+    "engine_facts",
     "has_optimizer",
     "refuse_too_few_ranks",
     "refuse_unsupported_config",

@@ -31,6 +31,7 @@ from ds_silent.capture.deepspeed.gradients import (
     share_of,
     whole_on_every_rank,
 )
+from ds_silent.capture.deepspeed.groups import data_parallel_group, own_group
 from ds_silent.capture.deepspeed.ordered import OrderedReduction
 from ds_silent.capture.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
 from ds_silent.capture.deepspeed.retry import KeptGradients
@@ -50,9 +51,9 @@ class DeepSpeedCapture:
 
     def __init__(self, engine: Any, config: SilentConsistencyConfig):
         self._engine = engine
-        # engine.data_parallel_group may be None; the sequence-data-parallel group is the dense one
-        group = engine.seq_data_parallel_group
-        self.group: dist.ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        training_group = data_parallel_group(engine)
+        assert training_group is not None  # of an engine
+        self.group: dist.ProcessGroup = own_group(training_group)
         self.device: torch.device = torch.device(engine.device)
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
@@ -92,7 +93,7 @@ class DeepSpeedCapture:
             engine, self._parameters, self._local.offsets, self._local.total, dist.get_rank(self.group), ranks
         )
         if ordered:
-            self._ordered = OrderedReduction(engine, self._parameters, self._share, config, self.group)
+            self._ordered = OrderedReduction(engine, self._parameters, self._share, config, training_group)
         self._places = applied_places(engine, self._parameters, self._share) if checks else None
         self.aggregate_replicated = checks and self._share is not None and whole_on_every_rank(engine)
         self.clip: float = float(engine.gradient_clipping())
