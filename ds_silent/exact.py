@@ -9,24 +9,36 @@ and computes that piece's N x N inner products: the volume of one reduce-scatter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.together import at_once
+
 Fill = Callable[[int, int, Tensor], None]
 """``fill(begin, end, out)`` copies elements begin..end of the long vector into the zeroed fp32 ``out``."""
 
 
-def exact_gram(fill: Fill, numel: int, group: dist.ProcessGroup, device: torch.device, memory_mb: int) -> Tensor:
+def exact_gram(
+    fill: Fill,
+    numel: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    memory_mb: int,
+    alone: Callable[[Callable[[], None]], object] = at_once,
+    once: Callable[[Callable[[], object]], object] = at_once,
+) -> Tensor:
     """This rank's part of the Gram matrix of the local gradients; the sum over ranks is the whole.
 
     Products and sums are fp32 and elementwise, so that no reduced-precision matrix mode of the user applies.
 
     Args:
-        fill: see :data:`Fill`; must not raise on one rank alone, because every rank waits in the all-to-all.
+        fill: see :data:`Fill`.
         numel: D, the same on every rank.
         memory_mb: bound of the extra memory in MiB; smaller means more rounds.
+        alone, once: of :class:`ds_silent.together.Together`, so that an error leaves nobody in the all-to-all.
 
     Returns:
         (N, N) fp32.
@@ -38,12 +50,15 @@ def exact_gram(fill: Fill, numel: int, group: dist.ProcessGroup, device: torch.d
     product = torch.empty(ranks, piece, device=device)
     gram = torch.zeros(ranks, ranks, device=device)
     for begin in range(0, numel, ranks * piece):
-        end = min(begin + ranks * piece, numel)
-        send.zero_()
-        fill(begin, end, send[: end - begin])
-        dist.all_to_all_single(received.view(-1), send, group=group)
-        add_inner_products(gram, received, product)
+        alone(partial(_fill, fill, begin, min(begin + ranks * piece, numel), send))
+        once(lambda: dist.all_to_all_single(received.view(-1), send, group=group))
+        alone(partial(add_inner_products, gram, received, product))
     return gram
+
+
+def _fill(fill: Fill, begin: int, end: int, send: Tensor) -> None:
+    send.zero_()
+    fill(begin, end, send[: end - begin])
 
 
 def add_inner_products(gram: Tensor, rows: Tensor, product: Tensor) -> None:

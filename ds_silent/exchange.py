@@ -1,17 +1,18 @@
 """The observing collective: what each rank knows of one step becomes what every rank knows, one step later.
 
     exchange = make_exchange(layout, group, device)
-    exchange.post(step, sample)        # asynchronous; the same call on every rank, whatever happened there
-    gathered = exchange.collect()      # at the next step's boundary: no waiting in practice
+    exchange.post(step, sample, together)      # asynchronous; the same call on every rank, whatever happened there
+    gathered = exchange.collect(together.once) # at the next step's boundary: no waiting in practice
 
 Up to ``GATHER_LIMIT`` ranks one all-gather brings everybody's sketch. Above, the cost per rank must not grow with
 N * k: sums of sketches go through one all-reduce, and only the scalars are gathered. All buffers are fp32, the only
-reduction is SUM, and sizes depend on the configuration alone, so a rank that failed still takes part.
+reduction is SUM, and sizes depend on the configuration alone, so a rank that failed still takes part: with a row that
+says "failed" and was ready from the beginning, because packing the sample may be what broke.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_silent.sketch import fold
+from ds_silent.together import Once, Together, at_once
 
 GATHER_LIMIT = 64
 WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries exactly
@@ -89,6 +91,9 @@ SCALARS = (
 )
 
 
+_LATE = "cosine_with_rest"
+
+
 @dataclass(frozen=True)
 class LocalSample:
     """One rank's observation of one step. Tensors are fp32 on the training device; nothing here was waited for."""
@@ -130,24 +135,31 @@ class _Landing:
         self._accelerator = get_accelerator()
         self._on_host = source.device.type == "cpu"
         self._work: dist.Work | None = None
+        self._copying = False
         if not self._on_host:
             self._host = self._accelerator.pin_memory(torch.empty(source.shape, dtype=source.dtype))
             self._stream = self._accelerator.Stream()
             self._event = self._accelerator.Event()
 
     def start(self, work: dist.Work | None) -> None:
-        if self._on_host:
-            self._work = work
-            return
+        """``work`` is under way; on a device, its result is copied as soon as it is there."""
+        self._work, self._copying = work, False
+        if not self._on_host:
+            self._copy()
+
+    def _copy(self) -> None:
         with self._accelerator.stream(self._stream):
-            if work is not None:
-                work.wait()  # orders the side stream after the collective; the host goes on
+            if self._work is not None:
+                self._work.wait()  # orders the side stream after the collective; the host goes on
             self._host.copy_(self._source, non_blocking=True)
             self._event.record(self._stream)
+        self._copying = True
 
     def result(self) -> Tensor:
         """The landed fp32 values; the copy was started a step ago."""
         if not self._on_host:
+            if not self._copying:  # starting it broke
+                self._copy()
             self._event.synchronize()
             host: Tensor = self._host
             return host
@@ -164,22 +176,25 @@ class GatherExchange:
         self._ranks = dist.get_world_size(group)
         width = layout.scalars + layout.vectors
         self._mine = torch.zeros(width, device=device)
+        self._failed = failed_row(width, device)
         self._all = torch.zeros(self._ranks * width, device=device)
         self._landing = _Landing(self._all)
         self._step: int | None = None
 
-    def post(self, step: int, sample: LocalSample) -> None:
+    def post(self, step: int, sample: LocalSample, together: Together) -> None:
         """Start the collective of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
-        _pack(self._layout, sample, self._mine)
-        work = _all_gather(self._all, self._mine, group=self._group, async_op=True)
-        self._landing.start(work)
+        packed = together.alone(_pack, self._layout, sample, self._mine)
+        mine = self._failed if packed is None else packed
         self._step = step
+        work = together.once(lambda: _all_gather(self._all, mine, group=self._group, async_op=True))
+        self._landing.start(work)
 
-    def collect(self) -> Gathered | None:
+    def collect(self, once: Once) -> Gathered | None:
         """What was posted last and not yet collected, or None."""
-        if self._step is None:
+        if once(lambda: self._step) is None:
             return None
-        gathered, self._step = self.peek(), None
+        gathered = once(self.peek)
+        self._step = None
         return gathered
 
     def peek(self) -> Gathered:
@@ -203,10 +218,9 @@ class GatherExchange:
             hashes=hashes,
         )
 
-    def drain(self) -> list[Gathered]:
-        """Everything that is still under way, without a further collective."""
-        gathered = self.collect()
-        return [] if gathered is None else [gathered]
+    def under_way(self) -> list[Gathered]:
+        """Everything that is not collected yet, without a further collective; it is left where it is."""
+        return [] if self._step is None else [self.peek()]
 
 
 class ConstantSizeExchange:
@@ -222,21 +236,34 @@ class ConstantSizeExchange:
         self._sums = torch.zeros(3 * size + layout.gram, device=device)  # unit sketches, sketches, aggregate, Gram
         self._own = torch.zeros(size, device=device)
         self._mine = torch.zeros(layout.scalars, device=device)
+        self._failed = failed_row(layout.scalars, device)
         self._all = torch.zeros(self._ranks * layout.scalars, device=device)
         self._sums_landing, self._scalars_landing = _Landing(self._sums), _Landing(self._all)
         self._step: int | None = None
         self._incomplete: Gathered | None = None  # lacks the cosines with the rest
         self._cosine = torch.zeros((), device=device)  # of this rank, in that sample
 
-    def post(self, step: int, sample: LocalSample) -> None:
+    def post(self, step: int, sample: LocalSample, together: Together) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
+        packed = together.alone(self._pack, sample)  # where it broke, nobody reads the sums
+        mine = self._failed if packed is None else packed
+        self._step = step
+        reduced = together.once(
+            lambda: dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+        )
+        self._sums_landing.start(reduced)
+        gathered = together.once(lambda: _all_gather(self._all, mine, group=self._group, async_op=True))
+        self._scalars_landing.start(gathered)
+
+    def _pack(self, sample: LocalSample) -> Tensor:
+        """Fill the buffers; this rank's scalars."""
         size = self._layout.size
         _pack_scalars(self._layout, sample, self._mine)
         if self._incomplete is not None:
             if self._step is None:
                 rest = self._sums[size : 2 * size] - self._own
                 self._cosine = torch.dot(self._own, rest) / (self._own.norm() * rest.norm())
-            self._mine[SCALARS.index("cosine_with_rest")].copy_(self._cosine)
+            self._mine[SCALARS.index(_LATE)].copy_(self._cosine)
         self._own.zero_() if sample.sketch is None else self._own.copy_(sample.sketch)
         self._sums.zero_()
         norm = self._own.norm()
@@ -247,22 +274,16 @@ class ConstantSizeExchange:
             self._sums[2 * size : 3 * size].copy_(sample.aggregate)
         if sample.gram is not None:
             self._sums[3 * size :].copy_(sample.gram.reshape(-1))
-        reduced = dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
-        self._sums_landing.start(reduced)
-        gathered = _all_gather(self._all, self._mine, group=self._group, async_op=True)
-        self._scalars_landing.start(gathered)
-        self._step = step
+        return self._mine
 
-    def collect(self) -> Gathered | None:
+    def collect(self, once: Once) -> Gathered | None:
         """The record before the last posted one: its cosines with the rest came with the last."""
-        if self._step is None:
+        if once(lambda: self._step) is None:
             return None
-        newest, self._step = self.peek(), None
-        complete, late = self._incomplete, newest.scalars.pop("cosine_with_rest")
-        self._incomplete = newest
-        if complete is not None:
-            complete.scalars["cosine_with_rest"] = late
-        return complete
+        newest = once(self.peek)
+        complete = once(lambda: self._incomplete)
+        self._incomplete, self._step = _incomplete(newest), None
+        return None if complete is None else _completed(complete, newest)
 
     def peek(self) -> Gathered:
         """What was posted last, waited for and left where it is."""
@@ -285,18 +306,31 @@ class ConstantSizeExchange:
             hashes=hashes,
         )
 
-    def drain(self) -> list[Gathered]:
-        """Everything still under way, without a further collective; the last lacks the cosines with the rest."""
-        records = [self.collect(), self._incomplete]
-        self._incomplete = None
-        return [record for record in records if record is not None]
+    def under_way(self) -> list[Gathered]:
+        """Everything not collected yet, without a further collective; the last lacks the cosines with the rest."""
+        earlier, newest = self._incomplete, None if self._step is None else self.peek()
+        if earlier is not None and newest is not None:
+            earlier = _completed(earlier, newest)
+        return [
+            _incomplete(record) if record is newest else record for record in (earlier, newest) if record is not None
+        ]
 
 
-def gather_on_host(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _completed(record: Gathered, later: Gathered) -> Gathered:
+    """With the cosines that came with the sample after it."""
+    return replace(record, scalars={**record.scalars, _LATE: later.scalars[_LATE]})
+
+
+def _incomplete(record: Gathered) -> Gathered:
+    """Without the cosines that came with it, which are of the sample before."""
+    return replace(record, scalars={name: value for name, value in record.scalars.items() if name != _LATE})
+
+
+def gather_on_host(mine: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> Tensor:
     """``mine`` of every rank, stacked, on the host: for the rare exchange that everybody waits for. A collective."""
     own = mine.contiguous()
-    everybody = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybody, own, group=group)
+    everybody = once(lambda: [torch.empty_like(own) for _ in range(dist.get_world_size(group))])
+    once(lambda: dist.all_gather(everybody, own, group=group))
     return torch.stack(everybody).cpu()
 
 
@@ -314,7 +348,15 @@ def gathers_sketches(ranks: int) -> bool:
     return ranks <= GATHER_LIMIT
 
 
-def _pack(layout: Layout, sample: LocalSample, out: Tensor) -> None:
+def failed_row(width: int, device: torch.device) -> Tensor:
+    """What a rank sends that has no sample to send."""
+    row = torch.zeros(width, device=device)
+    row[SCALARS.index("failed")].fill_(1.0)
+    return row
+
+
+def _pack(layout: Layout, sample: LocalSample, out: Tensor) -> Tensor:
+    """Fill the row of one rank, and give it back."""
     scalars, *vectors = torch.split(out, layout.parts)
     _pack_scalars(layout, sample, scalars)
     layers, aggregates = (
@@ -324,6 +366,7 @@ def _pack(layout: Layout, sample: LocalSample, out: Tensor) -> None:
     values = (sample.sketch, sample.aggregate, layers, aggregates, sample.gram)
     for part, value in zip(vectors, values, strict=True):
         part.zero_() if value is None else part.copy_(value.reshape(-1))
+    return out
 
 
 def _pack_scalars(layout: Layout, sample: LocalSample, out: Tensor) -> None:

@@ -2,9 +2,10 @@
 
     backward -> capture -> LocalSample -> exchange -> measure -> judge -> respond -> sinks
 
-The observer only orders the others. Whether anything communicates depends on the step and the configuration, never
-on what happened on one rank: a rank whose part broke still sends a sample, which says so, and one step later all
-ranks read that and stop observing together.
+The observer only orders the others. Whether anything communicates depends on the step and the configuration, and on
+what all ranks have read, never on what happened on one rank: a rank whose part broke still sends a sample, which says
+so, and one step later all ranks read that and stop observing together. :mod:`ds_silent.together` has the rule: what is
+called by ``_alone`` may break, what by ``_once`` is the same on every rank, and the lines between are played twice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ class Observer:
         self._home = home
         self._records_loaded: str | None = None  # whose records the checkpoint's are, once one was loaded
         self._capture, self._config = capture, config
+        self._together = capture.together
+        self._alone, self._once = self._together.alone, self._together.once
         ranks = dist.get_world_size(capture.group)
         self._layout = layout_of(config, ranks, capture)
         self._exchange = make_exchange(self._layout, capture.group, capture.device)
@@ -65,7 +69,7 @@ class Observer:
         self._replica_due = False
         self._weights_due: str | None = None  # checksum in the checkpoint that was loaded
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
-        self._owed: list[Gathered] = []  # published early: what they ask of all ranks is due at the next step
+        self._written = -1  # step of the newest record
         self._observing, self._closed = True, False
         self._step_ended: float | None = None
         self._observe_seconds = 0.0
@@ -83,66 +87,63 @@ class Observer:
         return direction.method == "exact" or (due and direction.method != "off")
 
     def before_step(self) -> None:
-        """The gradients are aggregated, the optimizer has not run: publish the last sample, send this one."""
+        """The gradients are aggregated, the optimizer has not run: publish the last sample, send this one. Played."""
+        if not self._once(lambda: self._observing):
+            return
         started, step = time.perf_counter(), self._capture.step
-        try:
-            self._home.settle(step - 1, self._capture.samples, self._records_loaded)
-            self._catch_up()
-            self._publish(self._exchange.collect(), together=True)
-            if self._weights_due is not None:
-                self._verify_weights(step)
-            if self.measures(step):
-                sample = self._sample(step)
-                self._gather_micro_batches(step)
-                self._exchange.post(step, sample)
-        except Exception as error:  # only a broken process group gets here; the training meets it by itself
-            logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", error)
-            self._stop()
-        self._respond(step, self._responder.before_update)
+        self._home.settle(step - 1, self._capture.samples, self._records_loaded, self._once)
+        self._publish(self._exchange.collect(self._once))
+        self._alone(self._verify_weights, step)
+        if self.measures(step):
+            sample = self._sample(step)
+            self._gather_micro_batches(step)
+            self._exchange.post(step, sample, self._together)
+        self._respond(step, partial(self._responder.before_update, step))
         self._observe_seconds = time.perf_counter() - started
 
     def after_step(self) -> None:
-        """The optimizer has run and the engine's counters have advanced."""
+        """The optimizer has run and the engine's counters have advanced. Played."""
+        if not self._once(lambda: self._observing):
+            return
         now, step = time.perf_counter(), self._capture.step - 1
-        if self._writer is not None and self.measures(step):
-            duration = None if self._step_ended is None else now - self._step_ended
-            self._contexts[step] = self._context(Seconds(duration, self._observe_seconds))
+        self._alone(self._note_context, step, now)
         self._capture.end_step()
         self._step_ended = now
         if self._responder.compares_replicas:
-            due, self._replica_due = self._replica_due, False
-            self._respond(step, lambda step: self._responder.after_update(step, due))
+            due = self._once(lambda: self._replica_due)
+            self._replica_due = False
+            self._respond(step, partial(self._responder.after_update, step, due))
 
-    def _respond(self, step: int, act: Callable[[int], None]) -> None:
-        """Nobody may go on after a response that broke off: the others would wait for this rank, or differ from it."""
+    def _respond(self, step: int, act: Callable[[], None]) -> None:
+        """Nobody goes on after a response that broke off, see :class:`ds_silent.together.BrokeOff`."""
         if not self._observing:
             return
-        try:
-            act(step)
-        except Exception as error:
-            raise RuntimeError(
-                f"ds_silent: the response at step {step} broke off on rank {dist.get_rank(self._capture.group)} "
-                f"({error}); the ranks may differ now: start again from the last checkpoint"
-            ) from error
-        if self._responder.stop is not None:
-            self._end_suspect(step, self._responder.stop)
+        act()
+        why = self._once(lambda: self._responder.stop)
+        if why is not None:
+            self._end_suspect(step, why)
 
     def _sample(self, step: int) -> LocalSample:
         replica = None
         if self._replicas is not None and not self._responder.compares_replicas:
-            replica = self._capture_replica(step)
+            replica = self._alone(self._capture_replica, step)
         sample = self._capture.sample(exact=self.measures_exactly(step), replica=replica)
+        self._alone(self._ask, sample)
+        return sample
+
+    def _ask(self, sample: LocalSample) -> None:
+        """What the writing rank wants of all ranks."""
         if self._writer is not None and self._writer.ends is not None:
             sample.scalars["stop"] = 1.0
         if self._audit.wants_micro_batches:  # on the writing rank
             sample.scalars["diagnose"] = 1.0
-        return sample
 
     def _gather_micro_batches(self, step: int) -> None:
         """A collective, in a step before which every rank has read that micro-batches are wanted."""
-        own = self._capture.take_micro_batches(self._layout.layer_size)
-        if own is not None:
-            self._audit.micro_batches(step, gather_on_host(own, self._capture.group).double())
+        if self._once(lambda: self._capture.keeps_micro_batches):
+            own = self._capture.take_micro_batches(self._layout.layer_size)
+            everybody = gather_on_host(own, self._capture.group, self._once)
+            self._alone(lambda: self._audit.micro_batches(step, everybody.double()))
 
     def _capture_replica(self, step: int) -> Tensor | None:
         """Whether the replicas are compared depends on the step and on checkpoints, which all ranks write together."""
@@ -150,13 +151,9 @@ class Observer:
         interval = self._config.integrity.replica_interval
         due = self._replica_due or self._passed(step, interval)
         self._replica_due = False
-        try:
-            if due or self._passed(step, -(-interval // REMEMBERED)):
-                self._replicas.remember(step)
-            return self._replicas.check(step) if due else None
-        except Exception as error:  # this rank's own bug
-            self._capture.fail(error)
-            return None
+        if due or self._passed(step, -(-interval // REMEMBERED)):
+            self._replicas.remember(step)
+        return self._replicas.check(step) if due else None
 
     def _passed(self, step: int, every: int) -> bool:
         """Whether a multiple of ``every`` lies behind the last measured step, and not behind this one."""
@@ -165,7 +162,7 @@ class Observer:
     def _verify_weights(self, step: int) -> None:
         """Once after a resume, on the writing rank; the comparison of the replicas speaks for the others."""
         due, self._weights_due = self._weights_due, None
-        if self._replicas is None or self._writer is None:
+        if due is None or self._replicas is None or self._writer is None:
             return
         found = self._replicas.weights()
         if found != due:
@@ -174,47 +171,50 @@ class Observer:
             kind = "initial-weights-mismatch"
             self.report(Event(step, kind, "error", (), "checkpoint", None, None, message, remedy))
 
-    def _catch_up(self) -> None:
-        """What samples that were published early, on some ranks or on all, ask of all ranks together."""
-        while self._owed:
-            gathered = self._owed.pop(0)
-            drift = self._agree(gathered)
-            if self._writer is not None:
-                self._writer.settle(drift)
-            self._stop_if_asked(gathered)
-
-    def _publish(self, gathered: Gathered | None, together: bool) -> None:
-        """Judge and write one sample.
-
-        Args:
-            gathered: the sample, or nothing.
-            together: every rank is here at the same step and may communicate. If not, what the sample asks of all
-                ranks waits for the next step, where every rank does it, whoever published early.
-        """
+    def _publish(self, gathered: Gathered | None) -> None:
+        """Judge and write one sample, and do what it asks of all ranks, which read it at the same step."""
         if gathered is None:
             return
-        failed = tuple(gathered.scalars["failed"].nonzero().flatten().tolist())
+        failed = _failed(gathered)
         if failed:
             self._switch_off(gathered.step, failed)
             return
-        drift = self._agree(gathered) if together else None
-        if not together:
-            self._owed.append(gathered)
+        if bool((gathered.scalars["diagnose"] > 0).any()):
+            self._once(self._capture.keep_micro_batches)
+        drift = None
+        if self._differ(gathered) and self._replicas is not None:
+            drift = self._replicas.localise(self._capture.group, self._once)
+        self._alone(self._write, gathered, drift)
+        if bool((gathered.scalars["stop"] > 0).any()):
+            self._end_training()
+
+    def _write(self, gathered: Gathered, drift: Drift | None, wait: bool = False) -> None:
+        """Each sample once; ``wait``: where it was published early, it is judged with ``drift`` later."""
+        if gathered.step <= self._written:
+            if self._writer is not None:
+                self._writer.settle(drift, gathered.step)
+            return
+        self._written = gathered.step
         told = self._responder.take(gathered.step)
         if self._writer is not None:
-            try:
-                wait = not together and self._differ(gathered)
-                self._writer.sample(gathered, self._contexts.pop(gathered.step), drift, told, wait)
-            except Exception as error:  # this rank's own bug: its next sample says so, and all switch off together
-                self._capture.fail(error)
-        if together:
-            self._stop_if_asked(gathered)
+            self._writer.sample(gathered, self._contexts.pop(gathered.step), drift, told, wait)
 
-    def _agree(self, gathered: Gathered) -> Drift | None:
-        """Once per sample, by all ranks at the same step, because all have read the same words."""
-        if bool((gathered.scalars["diagnose"] > 0).any()):
-            self._capture.keep_micro_batches()
-        return self._replicas.localise(self._capture.group) if self._differ(gathered) and self._replicas else None
+    def _publish_early(self) -> None:
+        """Write what is under way. What it asks of all ranks waits for its step, where every rank does it, whoever
+        published early."""
+        if not self._observing:
+            return
+        try:
+            under_way = self._exchange.under_way()
+        except Exception as error:  # a peer is gone: what it did not send cannot be published
+            logger.warning("ds_silent: the last measured step could not be collected: %s", error)
+            return
+        for gathered in under_way:
+            failed = _failed(gathered)
+            if not failed:
+                self._write(gathered, None, wait=self._differ(gathered))
+            elif self._closed:  # nobody comes to that step any more
+                self._switch_off(gathered.step, failed)
 
     def _differ(self, gathered: Gathered) -> bool:
         """Whether the replicas were compared and hold different bits."""
@@ -223,14 +223,15 @@ class Observer:
         replicas = gathered.hashes[:, 0]
         return bool((replicas != replicas[0]).any())
 
-    def _stop_if_asked(self, gathered: Gathered) -> None:
-        if bool((gathered.scalars["stop"] > 0).any()):
-            self._end_training()
-
     def report(self, event: Event) -> None:
         """Write an event and tell the callbacks; on the writing rank."""
         if self._writer is not None:
             self._writer.report(event)
+
+    def _note_context(self, step: int, now: float) -> None:
+        if self._writer is not None and self.measures(step):
+            duration = None if self._step_ended is None else now - self._step_ended
+            self._contexts[step] = self._context(Seconds(duration, self._observe_seconds))
 
     def _context(self, seconds: Seconds) -> Context:
         samples = self._capture.samples
@@ -269,13 +270,16 @@ class Observer:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, whose
         ``client_state`` is the one that DeepSpeed keeps. Steps and samples are in the engine's own counters."""
-        self._drain()
+        self._together.tried(self._publish_early)
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
-        if self._writer is not None:
-            state |= self._writer.state_dict(self._capture.rows_waiting)
-            state["records"] = self._home.identity()
-            state["weights"] = None if self._replicas is None else self._replicas.weights()
-        return state
+        return state | (self._alone(self._own_state) or {})
+
+    def _own_state(self) -> dict[str, Any]:
+        if self._writer is None:
+            return {}
+        weights = None if self._replicas is None else self._replicas.weights()
+        state = self._writer.state_dict(self._capture.rows_waiting)
+        return {**state, "records": self._home.identity(), "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
@@ -302,22 +306,24 @@ class Observer:
 
     def flush(self) -> None:
         """Publish what is under way and put it on disk. No collective; every rank may call it at the same step."""
-        self._drain()
+        self._together.tried(self._publish_early)
         if self._writer is not None:
-            self._writer.flush()
+            self._together.tried(self._writer.flush)
 
     def close(self) -> None:
         """Publish what is under way, close the sinks and leave the engine as it was. No collective."""
         if not self._closed:
             self._closed = True
-            self._drain()
+            for act in (self._publish_early, self._last_words, self._stop):
+                self._together.tried(act)
             if self._writer is not None:
-                self._writer.settle(None)  # nobody comes together any more to find the tensors
-                self._writer.repairs(self._responder.take(self._capture.step).repairs)
-            self._stop()
-            if self._writer is not None:
-                self._writer.close()
-            self._home.close()
+                self._together.tried(self._writer.close)
+            self._together.tried(self._home.close)
+
+    def _last_words(self) -> None:
+        if self._writer is not None:
+            self._writer.settle(None)  # nobody comes together any more to find the tensors
+            self._writer.repairs(self._responder.take(self._capture.step).repairs)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -346,10 +352,9 @@ class Observer:
         """Every rank gets here at the same step, by the same word or the same comparison."""
         if self._writer is not None and self.measures(step):
             self._contexts.setdefault(step, self._context(Seconds()))
-        self._publish(self._exchange.collect(), together=True)
+        self._publish(self._exchange.collect(self._once))
         directory, tag = Path(self.output_dir, "suspect"), f"suspect_step{step}"
-        self._responder.stop = None
-        saved = self._save_suspect(directory, tag, why)
+        saved = self._once(lambda: self._save_suspect(directory, tag, why))
         self.close()
         if self._writer is not None:
             logger.error(
@@ -373,13 +378,6 @@ class Observer:
             logger.warning("ds_silent: the suspect checkpoint could not be written: %s", error)
             return False
 
-    def _drain(self) -> None:
-        try:
-            for gathered in self._exchange.drain():
-                self._publish(gathered, together=False)
-        except Exception as error:  # a peer is gone: what it did not send cannot be published
-            logger.warning("ds_silent: the last measured step could not be collected: %s", error)
-
     def _switch_off(self, step: int, ranks: tuple[int, ...]) -> None:
         """Every rank gets here at the same step, because every rank read the same status words."""
         self._stop()
@@ -398,3 +396,8 @@ class Observer:
     def _stop(self) -> None:
         self._observing = False
         self._capture.close()
+
+
+def _failed(gathered: Gathered) -> tuple[int, ...]:
+    """Ranks that had an internal error when they sent this."""
+    return tuple(gathered.scalars["failed"].nonzero().flatten().tolist())

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ds_silent.exchange import gather_on_host
 from ds_silent.sample_ids import mix64
+from ds_silent.together import Once, at_once
 
 ROW = 8192  # 64-bit words
 Groups = tuple[tuple[int, ...], ...]
@@ -99,16 +100,17 @@ class Replicas:
     def _now(self) -> Tensor:
         return self._checksums([tensor for _, tensor in self._parameters])
 
-    def localise(self, group: dist.ProcessGroup) -> Drift | None:
+    def localise(self, group: dist.ProcessGroup, once: Once = at_once) -> Drift | None:
         """The tensors that differ at the last :meth:`check`. A collective: every rank calls it at the same step."""
         assert self._checked is not None
         step, names, values = self._checked
-        count = torch.tensor([len(values), -len(values)], dtype=torch.int32, device=values.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+        own = torch.tensor([len(values), -len(values)], dtype=torch.int32, device=values.device)
+        count = once(lambda: own)  # played again, the buffer that was reduced
+        once(lambda: dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group))
         if int(count[0]) != -int(count[1]):  # not even the same tensors
             return None
-        tensors = gathered(values, group)  # (N, items)
-        history = gathered(self._history.flatten(), group).view(len(tensors), *self._history.shape)
+        tensors = gathered(values, group, once)  # (N, items)
+        history = gathered(self._history.flatten(), group, once).view(len(tensors), *self._history.shape)
         apart = (tensors != tensors[0]).any(0).nonzero().flatten().tolist()
         different = (history != history[:1]).any(0).any(1)
         since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
@@ -250,6 +252,6 @@ def keys_of(count: int) -> Tensor:
     return torch.from_numpy((mix64(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)).view(np.int64))
 
 
-def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered(values: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> Tensor:
     """(n,) int64 of every rank, (N, n) on the host; travels as int32, which every backend has."""
-    return gather_on_host(values.contiguous().view(torch.int32), group).view(torch.int64)
+    return gather_on_host(values.contiguous().view(torch.int32), group, once).view(torch.int64)

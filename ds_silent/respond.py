@@ -6,7 +6,9 @@
     responder.take(step)             # what was found and done up to a step, for its record and the events
 
 Every rank calls every method at the same steps, and every decision is taken by all ranks alike: from what was gathered,
-or by a vote. Nothing is called repaired that was not compared again afterwards.
+or by a vote, in which a rank whose own examination broke says so, and nobody responds. From the decision on a response
+is irrevocable: what breaks in it ends the training, because ranks might differ. Nothing is called repaired that was
+not compared again afterwards.
 
 A fault that is there once is undone without a trace: a reduction is repeated from the local gradients, which are bit
 for bit those of the first attempt, and a replica that drifted in an update gets its bits back before the next forward.
@@ -17,7 +19,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,8 @@ from ds_silent.records import Repair, RepairMethod
 from ds_silent.replicas import Bits, Drift, Groups, Replica, gathered, groups_of
 from ds_silent.resync import Averaging, Comparison, average, compare, restore
 
+_Result = TypeVar("_Result")
+_UNKNOWN = 2  # beats every other vote
 SAMPLE = 64  # every so many elements tell the drift, for the next interval of the dynamic averaging
 
 
@@ -73,6 +78,7 @@ class Responder:
 
     def __init__(self, capture: Capture, exchange: Exchange, audit: Audit, config: SilentConsistencyConfig):
         self.stop: str | None = None
+        self._together = capture.together
         self._notes = _Notes()
         guarded = config.respond.on_aggregation_error != "report"
         self._guard = _Guard(capture, exchange, audit, config) if guarded else None
@@ -100,12 +106,15 @@ class Responder:
         if self._guard is not None:
             self.stop = self._guard.protect(step, self._notes)
         for keeper in self._keepers:
-            keeper.before_update(step, self._notes)
+            self._to_the_end(step, partial(keeper.before_update, step, self._notes))
 
     def after_update(self, step: int, due: bool) -> None:
         """The optimizer has run. ``due``: compare now, whatever the interval says."""
         for keeper in self._keepers:
-            self.stop = keeper.after_update(step, due, self._notes) or self.stop
+            self.stop = self._to_the_end(step, partial(keeper.after_update, step, due, self._notes)) or self.stop
+
+    def _to_the_end(self, step: int, act: Callable[[], _Result]) -> _Result:
+        return self._together.irrevocable(f"the response at step {step}", act)
 
     def take(self, step: int) -> Told:
         """What was found and done up to ``step``; it is forgotten then."""
@@ -121,17 +130,23 @@ class _Guard:
     def protect(self, step: int, notes: _Notes) -> str | None:
         """Why the training must stop, or None."""
         seen = self._examine()
-        if seen is None or not self._anyone(seen.wrong):
+        if not self._anyone(None if seen is None else seen.wrong):
             return None
-        notes.reduction(step, seen)
+        together = self._capture.together
+        return together.irrevocable(f"the response at step {step}", lambda: self._correct(step, notes, seen))
+
+    def _correct(self, step: int, notes: _Notes, seen: Examined | None) -> str | None:
+        """The reduction is wrong, and every rank knows. ``seen``: by this one; None where its examination broke."""
+        if seen is not None:
+            notes.reduction(step, seen)
         if self._respond.on_aggregation_error == "stop":
             return 'respond.on_aggregation_error "stop"'
         started, sent = time.perf_counter(), 0
         for attempt in range(1, self._respond.retries + 1):
             sent += self._capture.reduce_again()
-            self._exchange.post(step, self._capture.sample_again())
+            self._exchange.post(step, self._capture.sample_again(), self._capture.together)
             again = self._examine()
-            right = again is not None and not self._anyone(again.wrong)
+            right = self._anyone(None if again is None else again.wrong) is False
             if right or attempt == self._respond.retries:
                 check = None if again is None else again.check
                 error, bound = (None, None) if check is None else (check.relative_error, check.rounding_bound)
@@ -142,15 +157,19 @@ class _Guard:
         return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
 
     def _examine(self) -> Examined | None:
-        """None where the observation itself broke on some rank: the samples' status words say so to all."""
+        """None where the observation itself broke, here or, as the samples' status words say, on another rank."""
         sample = self._exchange.peek()
-        return None if bool((sample.scalars["failed"] > 0).any()) else self._audit.examine(sample)
+        if bool((sample.scalars["failed"] > 0).any()):
+            return None
+        return self._capture.together.alone(self._audit.examine, sample)
 
-    def _anyone(self, wrong: bool) -> bool:
-        """A vote, because the ranks' processors might round a bound differently."""
-        word = torch.tensor([int(wrong)], dtype=torch.int32, device=self._capture.device)
-        dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._capture.group)
-        return bool(word.item())
+    def _anyone(self, wrong: bool | None) -> bool | None:
+        """A vote, because the ranks' processors might round a bound differently. None: some rank cannot tell."""
+        once, vote = self._capture.together.once, _UNKNOWN if wrong is None else int(wrong)
+        word = once(lambda: torch.tensor([vote], dtype=torch.int32, device=self._capture.device))
+        once(lambda: dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._capture.group))
+        highest = int(word.item())
+        return None if highest == _UNKNOWN else bool(highest)
 
 
 class _Keeper(Protocol):

@@ -35,6 +35,7 @@ from ds_silent.sinks.claims import (
 from ds_silent.sinks.console import ConsoleSink
 from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
 from ds_silent.sinks.waiting import WaitingSink
+from ds_silent.together import Once
 
 logger = logging.getLogger("ds_silent")
 _live: weakref.WeakSet[RunDirectory] = weakref.WeakSet()  # of this process; two engines must not share a directory
@@ -55,6 +56,7 @@ class RunDirectory:
         self._base = Path(config.output_dir)
         self._engine = 1
         self._undecided = False
+        self._number: int | None = None  # of the run, once decided; on the writing rank
         self._files: WaitingSink | None = None
         self._claim: Claim | None = None
         self._preflight: str | None = None
@@ -127,28 +129,36 @@ class RunDirectory:
             "else in a new directory below it"
         )
 
-    def settle(self, done: int, samples: int, records: str | None) -> None:
-        """Decide, if that is still open. A collective then; called by all ranks before the first step.
+    def settle(self, done: int, samples: int, records: str | None, once: Once) -> None:
+        """Decide, if that is still open. A collective then; called by all ranks before the first step, and played.
 
         Args:
             done: optimizer steps behind the engine, 0 for a new training.
             samples: rows behind it, over all ranks.
             records: the :meth:`identity` in the checkpoint, if an observer's state came with it.
+            once: see :mod:`ds_silent.together`.
         """
         self._stepped = True
-        if not self._undecided:
+        if not once(lambda: self._undecided):
             return
-        self._undecided = False
-        number = 0
-        if self._files is not None:
-            try:
-                number = self._decide(done, samples, records)
-            except Exception as error:  # the others wait for the number
-                self._files.open(FanOut([]))
-                logger.warning("ds_silent: this run's records are not written, the training goes on: %s", error)
-        [number] = self._agree(number)
+        if self._number is None:
+            self._number = self._decided(done, samples, records)
+        own = self._number
+        [number] = once(lambda: self._agree(own))
         if number > 1:
             self.directory = str(run_directory(self._base, number))
+        self._undecided = False
+
+    def _decided(self, done: int, samples: int, records: str | None) -> int:
+        """The number of the run on the writing rank, 0 elsewhere and where nothing can be written."""
+        if self._files is None:
+            return 0
+        try:
+            return self._decide(done, samples, records)
+        except Exception as error:  # the others wait for the number
+            self._files.open(FanOut([]))
+            logger.warning("ds_silent: this run's records are not written, the training goes on: %s", error)
+            return 0
 
     def _decide(self, done: int, samples: int, records: str | None) -> int:
         """On the writing rank: the number of the run."""

@@ -60,15 +60,16 @@ class Writer:
         evidence = dataclasses.replace(evidence, integrity=seen)
         self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
         self._sink.write(self.last_record)
+        self.settle(None)  # judged in order, where two were published early
         if wait:
             self._unjudged = self.last_record, evidence
         else:
             self._judged(self.last_record, evidence)
         self.repairs(told.repairs)
 
-    def settle(self, drift: Drift | None) -> None:
-        """Judge the record that waited, if one did; None: the tensors stay unknown."""
-        if self._unjudged is None:
+    def settle(self, drift: Drift | None, step: int | None = None) -> None:
+        """Judge the record that waited, if one did, and if it is that of ``step``; None: the tensors stay unknown."""
+        if self._unjudged is None or (step is not None and self._unjudged[0].step != step):
             return
         (record, evidence), self._unjudged = self._unjudged, None
         assert evidence.integrity is not None

@@ -105,10 +105,10 @@ def dropping(case: Case, drop: Drop, directory: str, steps: int, enabled: bool) 
     gathered = 0
     original = exchange.gather_on_host
 
-    def counted(own: Tensor, group: Any) -> Tensor:
+    def counted(*arguments: Any) -> Tensor:
         nonlocal gathered
         gathered += 1
-        return original(own, group)
+        return original(*arguments)
 
     from ds_silent import observer as observing
 

@@ -12,10 +12,15 @@ from torch import Tensor
 from ds_silent.exchange import LocalSample
 from ds_silent.integrity import Arithmetic
 from ds_silent.replicas import Items, Replica
+from ds_silent.together import Together
 
 
 class Listener(Protocol):
-    """The observer, as an adapter sees it. None of these raises."""
+    """The observer, as an adapter sees it.
+
+    ``before_step`` and ``after_step`` are to be called by :meth:`ds_silent.together.Together.play`, the others raise
+    nothing.
+    """
 
     @property
     def closed(self) -> bool:
@@ -45,6 +50,7 @@ class Capture(Protocol):
 
     group: dist.ProcessGroup
     device: torch.device
+    together: Together
     layer_names: tuple[str, ...]
 
     id_size: int  # numbers that a sample's row ids take
@@ -108,11 +114,12 @@ class Capture(Protocol):
     def keep_micro_batches(self) -> None:
         """Keep a sketch of each micro-batch of the next measured step; every rank calls it at the same step."""
 
-    def take_micro_batches(self, layer_size: int) -> Tensor | None:
-        """(A, L, layer_size) fp32 sketches of this step's micro-batches, on all ranks or on none."""
+    @property
+    def keeps_micro_batches(self) -> bool:
+        """Whether they were kept in this step; the same on every rank."""
 
-    def fail(self, error: Exception) -> None:
-        """Remember an internal error; the next sample tells all ranks."""
+    def take_micro_batches(self, layer_size: int) -> Tensor:
+        """(A, L, layer_size) fp32 sketches of this step's micro-batches, where they were kept."""
 
     def end_step(self) -> None:
         """Forget the step."""

@@ -25,6 +25,7 @@ from ds_silent import sketch
 from ds_silent.accumulator import Accumulator
 from ds_silent.config import DirectionConfig
 from ds_silent.exact import copy_overlap, exact_gram
+from ds_silent.together import Together
 
 Accumulated = Callable[[int], Tensor | None]
 """``accumulated(index)``: what the framework has accumulated of a parameter's gradient in this step, if anything."""
@@ -160,7 +161,7 @@ class LocalGradient:
         self.micro_squared = square if self.micro_squared is None else self.micro_squared + square
         self._before = now
 
-    def parts(self) -> list[tuple[int, Tensor]]:
+    def _parts(self) -> list[tuple[int, Tensor]]:
         """The whole local gradient as (global offset, flat tensor), for the exact method."""
         if self.copied:
             return [] if self._copy is None else [(0, self._copy)]
@@ -171,13 +172,17 @@ class LocalGradient:
                 parts.append((offset, held.detach().reshape(-1)))
         return parts
 
-    def exchange(self, parts: list[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
-        """This rank's part of the exact (N, N) inner products; a collective: every rank calls it."""
+    def exchange(self, group: dist.ProcessGroup, together: Together) -> Tensor:
+        """This rank's part of the exact (N, N) inner products; a collective: every rank calls it.
+
+        With zeros, or whatever was there, where something broke.
+        """
+        parts = together.alone(self._parts) or []
 
         def fill(begin: int, end: int, out: Tensor) -> None:
             copy_overlap(parts, begin, end, out)
 
-        gram = exact_gram(fill, self.total, group, self._device, self._memory_mb)
+        gram = exact_gram(fill, self.total, group, self._device, self._memory_mb, together.alone, together.once)
         if self._copy is not None:
             self._copy.zero_()
         return gram

@@ -3,12 +3,14 @@
 patches = Patches()
 patches.add(parameter.register_hook(hook))
 patches.wrap(engine, "backward", wrapper)      # wrapper(original, *args, **kwargs)
+patches.around(engine, "step", before, after)  # before(*args, **kwargs), the method itself, after()
 patches.undo()                                 # everything is as it was
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -28,11 +30,31 @@ class Patches:
         Raises:
             AttributeError: there is no such method.
         """
-        own = instance.__dict__.get(name)  # somebody else's wrapper on the instance
+        self._replace(instance, name, partial(wrapper, getattr(instance, name)))
+
+    def around(
+        self, instance: Any, name: str, before: Callable[..., object], after: Callable[[], object] | None = None
+    ) -> None:
+        """Call ``before(*args, **kwargs)`` ahead of ``instance.name(...)``, and ``after()`` behind it.
+
+        Neither may raise what must not reach the training.
+
+        Raises:
+            AttributeError: there is no such method.
+        """
         original = getattr(instance, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
+            before(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if after is not None:
+                after()
+            return result
+
+        self._replace(instance, name, call)
+
+    def _replace(self, instance: Any, name: str, call: Callable[..., Any]) -> None:
+        own = instance.__dict__.get(name)  # somebody else's wrapper on the instance
 
         def undo() -> None:
             if own is None:

@@ -1,33 +1,29 @@
 """What one rank knows of the step under way, made into one sample: no framework here.
 
-    sampler = StepSampler(local, rows, parts)
+    sampler = StepSampler(local, rows, sends, together)
     sampler.loss(loss)                                   # per micro-batch
     sampler.sample(aggregated, scale, hashes)            # between the reduction and the optimizer
     sampler.apply(index, start, values)                  # from inside the optimizer's step: what it is about to use
     sampler.end_step(applied=True)                       # the comparison of the two travels with the next sample
 
-Whatever breaks in here breaks on one rank only: :meth:`StepSampler.guarded` keeps the first error, and the next sample
-says "failed", upon which all ranks switch off together.
+Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.together`: the next sample says "failed", and all
+ranks switch off together.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.capture.local import LocalGradient
 from ds_silent.capture.rows import RowIds
 from ds_silent.exchange import LocalSample
 from ds_silent.integrity import multiple_of
+from ds_silent.together import Together
 
-logger = logging.getLogger("ds_silent")
-_Result = TypeVar("_Result")
 Part = tuple[int, int, Tensor]
 """(parameter, first element, values): a piece of a gradient."""
 
@@ -44,9 +40,8 @@ class Sends:
 class StepSampler:
     """Collects one step's observations of one rank."""
 
-    def __init__(self, local: LocalGradient, rows: RowIds, sends: Sends):
-        self._local, self._rows, self._sends = local, rows, sends
-        self._failure: Exception | None = None
+    def __init__(self, local: LocalGradient, rows: RowIds, sends: Sends, together: Together):
+        self._local, self._rows, self._sends, self._together = local, rows, sends, together
         self._before: LocalSample | None = None  # of the step's reduction
         self._aggregate: Tensor | None = None  # sketch of this rank's share, until the optimizer has run
         self._of_last_step: dict[str, float | Tensor] = {}
@@ -79,18 +74,14 @@ class StepSampler:
             gram: this rank's part of the exact inner products.
             hashes: int64, see :mod:`ds_silent.replicas`; the first is the replica's where ``scalars`` say so.
         """
-        self._before = self.guarded(lambda: self._sample(scale, gram))
+        self._before = self._together.alone(self._sample, scale, gram)
         return self.sample_again(aggregated, hashes)
 
     def sample_again(self, aggregated: Iterable[Part] | None, hashes: Tensor | None) -> LocalSample:
         """The step's observation with what has come out of the reduction: of the first one, or of a repetition."""
         before = self._before
-        sample = None if before is None else self.guarded(lambda: self._with_aggregate(before, aggregated, hashes))
-        if sample is None:
-            self._local.accumulator.clear()
-            self._aggregate = None
-            return LocalSample({"failed": 1.0}, gram=None if before is None else before.gram)
-        return sample
+        sample = None if before is None else self._together.alone(self._with_aggregate, before, aggregated, hashes)
+        return LocalSample({"failed": 1.0}) if sample is None else sample
 
     def apply(self, parts: Iterable[Part]) -> None:
         """What the optimizer is about to apply, of this rank's share of the parameters."""
@@ -107,28 +98,11 @@ class StepSampler:
         """
         self._of_last_step = {}
         if observed and self._sends.applied and self._aggregate is not None:
-            self._of_last_step = self.guarded(self._compare_applied) or {}
+            self._of_last_step = self._together.alone(self._compare_applied) or {}
         self._aggregate = None
         self._local.start_step()
         self._rows.end_step()
         self._start()
-
-    # -- errors -----------------------------------------------------------------------------------------------------
-
-    def fail(self, error: Exception) -> None:
-        """Remember the first internal error and say it once; the next sample tells all ranks."""
-        if self._failure is None:
-            self._failure = error
-            logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
-
-    def guarded(self, function: Callable[[], _Result]) -> _Result | None:
-        """Run what touches only this rank. A bug in it must not stop the training: all ranks switch off instead."""
-        if self._failure is None:
-            try:
-                return function()
-            except Exception as error:
-                self.fail(error)
-        return None
 
     # -- putting it together ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ tensor would replace the gradient) and keeps no reference (that would disable bu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -44,6 +45,7 @@ from ds_silent.exchange import LocalSample
 from ds_silent.replicas import Items, LayerChecksums, Replica
 from ds_silent.sample_ids import packed_size
 from ds_silent.sketch import fold
+from ds_silent.together import Together
 
 
 class DeepSpeedCapture:
@@ -68,6 +70,7 @@ class DeepSpeedCapture:
         self.micro_batches = steps
         self._keeping: bool | None = None  # micro-batches: True in a step where they are kept, None when nobody asked
         self._held = accumulated_gradients(engine, self._parameters)
+        self.together = Together(self.group)
         self._kept: KeptGradients | None = None
         ordered = config.reduction == "ordered"
         self._ordered: OrderedReduction | None = None
@@ -103,7 +106,7 @@ class DeepSpeedCapture:
         micro_batch = int(engine.train_micro_batch_size_per_gpu())
         self._rows = RowIds(enabled=config.coverage, capacity=capacity, micro_batch=micro_batch)
         sends = Sends(config.direction.per_layer or checks, checks, applied=self._places is not None)
-        self._sampler = StepSampler(self._local, self._rows, sends)
+        self._sampler = StepSampler(self._local, self._rows, sends, self.together)
         self._scales_loss = scales_loss(engine)
         self._listener: Listener | None = None
         self._patches = Patches()
@@ -155,10 +158,6 @@ class DeepSpeedCapture:
         """Ids of the rows of this rank's next micro-batch."""
         self._rows.given(sample_ids)
 
-    def fail(self, error: Exception) -> None:
-        """Remember an internal error; the next sample tells all ranks."""
-        self._sampler.fail(error)
-
     def sample(self, exact: bool, replica: Tensor | None = None) -> LocalSample:
         """This rank's observation of the step, taken between the reduction and the optimizer.
 
@@ -168,17 +167,17 @@ class DeepSpeedCapture:
         """
         if self._ordered is not None:
             self._gram = self._ordered.gram
-        if exact and self._gram is None:
-            self._exchange_exactly()
-        scale = self._sampler.guarded(self._scale)
-        hashes = self._sampler.guarded(lambda: self._hashes(replica))
+        if exact and self.together.once(lambda: self._gram is None):
+            self._gram = self._local.exchange(self.group, self.together)
+        scale = self.together.alone(self._scale)
+        hashes = self.together.alone(self._hashes, replica)
         sample = self._sampler.sample(self._aggregated(), 1.0 if scale is None else scale, self._gram, hashes)
         if replica is not None:
             sample.scalars["replica_seen"] = 1.0
         return sample
 
     def _aggregated(self) -> Iterator[Part] | None:
-        return self._sampler.guarded(lambda: aggregated_gradients(self._engine, self._parameters, self._share))
+        return self.together.alone(aggregated_gradients, self._engine, self._parameters, self._share)
 
     # -- for responses -----------------------------------------------------------------------------------------
 
@@ -207,7 +206,7 @@ class DeepSpeedCapture:
 
     def sample_again(self) -> LocalSample:
         """The same observation with what the repeated reduction has brought."""
-        return self._sampler.sample_again(self._aggregated(), self._sampler.guarded(lambda: self._hashes(None)))
+        return self._sampler.sample_again(self._aggregated(), self.together.alone(self._hashes, None))
 
     def gradient_sample(self, stride: int) -> Tensor:
         """fp32 (2,) on the host: sum of squares and number of every ``stride``-th element of the aggregate."""
@@ -228,15 +227,17 @@ class DeepSpeedCapture:
         if self._keeping is None:
             self._keeping = False  # the step under way has had its micro-batches
 
-    def take_micro_batches(self, layer_size: int) -> Tensor | None:
-        """(A, L, layer_size) fp32 sketches of this step's micro-batches, on all ranks or on none.
+    @property
+    def keeps_micro_batches(self) -> bool:
+        return bool(self._keeping)
+
+    def take_micro_batches(self, layer_size: int) -> Tensor:
+        """(A, L, layer_size) fp32 sketches of this step's micro-batches.
 
         Zeros where something broke here, or where there were more or fewer than configured.
         """
-        if not self._keeping:
-            return None
         self._keeping = None
-        kept = self._sampler.guarded(self._local.take_micro_batches) or []
+        kept = self.together.alone(self._local.take_micro_batches) or []
         if len(kept) != self.micro_batches:
             return torch.zeros(self.micro_batches, len(self.layer_names), layer_size, device=self.device)
         return fold(torch.stack(kept), layer_size)
@@ -247,29 +248,32 @@ class DeepSpeedCapture:
         self._start_step()
         if self._keeping is False:
             self._keeping = True
-            self._sampler.guarded(self._local.keep_micro_batches)
+            self.together.alone(self._local.keep_micro_batches)
 
     # -- connecting and disconnecting ---------------------------------------------------------------------------
 
     def connect(self, listener: Listener) -> None:
+        """Every entry is one of three, see :mod:`ds_silent.together`: alone, tried, or played."""
         self._listener = listener
-        engine = self._engine
+        engine, alone, tried, play = self._engine, self.together.alone, self.together.tried, self.together.play
         for index, parameter in enumerate(self._parameters):
-            self._patches.add(parameter.register_hook(self._gradient_hook(index)))
-        self._patches.add(engine.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-        self._patches.add(engine.register_forward_hook(self._after_forward))
+            self._patches.add(parameter.register_hook(partial(alone, self._gradient, index)))
+        self._patches.add(engine.register_forward_pre_hook(partial(alone, self._before_forward), with_kwargs=True))
+        self._patches.add(engine.register_forward_hook(partial(alone, self._after_forward)))
         if self._places is not None:
             for optimizer in base_optimizers(engine):
-                self._patches.add(optimizer.register_step_pre_hook(self._before_optimizer))
-        self._wrap("backward", self._backward)
+                self._patches.add(optimizer.register_step_pre_hook(partial(alone, self._before_optimizer)))
+        self._around("backward", partial(alone, self._before_backward))
         if self._ordered is not None:
             self._ordered.connect()
-            self._ordered.look = self._look
+            self._ordered.look = lambda boundary: bool(play(self._look, boundary))
         else:
-            self._wrap("allreduce_gradients", self._allreduce_gradients)
-        self._wrap("_take_model_step", self._take_model_step)
-        self._wrap("save_checkpoint", self._save_checkpoint)
-        self._wrap("destroy", self._close_first)
+            reduce = getattr(engine, "allreduce_gradients", None)
+            self._around("allreduce_gradients", partial(play, self._before_reduction, reduce))
+        # called once per optimizer step, after the reduction (0.12 to 0.19)
+        self._around("_take_model_step", partial(play, self._before_update), partial(play, listener.after_step))
+        self._around("save_checkpoint", partial(tried, self._before_checkpoint))
+        self._around("destroy", partial(tried, self._before_destroy))
 
     def close(self) -> None:
         """Remove every hook. An ordered reduction goes on when the observer broke: the arithmetic must not change."""
@@ -280,32 +284,31 @@ class DeepSpeedCapture:
             if self._listener is None or self._listener.closed:
                 self._ordered.close()
 
-    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
+    def _around(self, name: str, before: Callable[..., object], after: Callable[[], object] | None = None) -> None:
         if not hasattr(self._engine, name):
             raise ConfigError(
                 f"silent_consistency needs DeepSpeedEngine.{name}, which DeepSpeed {deepspeed.__version__} does not "
                 "have; use DeepSpeed 0.16.9 to 0.19.8"
             )
-        self._patches.wrap(self._engine, name, wrapper)
+        self._patches.around(self._engine, name, before, after)
 
-    # -- wrappers of engine methods -----------------------------------------------------------------------------
+    # -- before and after engine methods -------------------------------------------------------------------------
 
-    def _backward(self, original: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _before_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper."""
         self._sampler.loss(loss)
         if self._scales_loss and loss.requires_grad:
             steps = self._engine.gradient_accumulation_steps() if kwargs.get("scale_wrt_gas", True) else 1
+            keep: Any = partial(self.together.alone, self._keep_scale, steps)
+            loss.register_hook(keep)  # type: ignore[no-untyped-call]
 
-            def keep_scale(gradient: Tensor) -> None:
-                self._loss_scale = gradient.detach().float() * steps
-
-            loss.register_hook(keep_scale)  # type: ignore[no-untyped-call]
-        return original(loss, *args, **kwargs)
+    def _keep_scale(self, steps: int, gradient: Tensor) -> None:
+        self._loss_scale = gradient.detach().float() * steps
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens."""
         if module.training and torch.is_grad_enabled():
-            self._sampler.guarded(lambda: self._rows.forward(args, kwargs))
+            self._rows.forward(args, kwargs)
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
         """Torch-style ``loss.backward()`` never calls ``engine.backward``: then the forward's loss is the loss."""
@@ -314,76 +317,63 @@ class DeepSpeedCapture:
             if loss is not None:
                 self._sampler.forward_loss(loss)
 
-    def _allreduce_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _before_reduction(self, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Called at the end of every backward; at the boundary, before stages 0 and 1 reduce (overlap: while)."""
-        if self._kept is not None and self._is_boundary():
-            self._sampler.guarded(self._kept.keep)
-            self._reduce = lambda: original(*args, **kwargs)
-        if self._look(self._is_boundary()) and not self._local.copied and self._gram is None:
-            self._exchange_exactly()
-        return original(*args, **kwargs)
+        boundary = self._is_boundary()
+        if self._kept is not None and boundary:
+            self.together.alone(self._kept.keep)
+            self._reduce = lambda: reduce(*args, **kwargs)
+        if self._look(boundary) and not self._local.copied and self.together.once(lambda: self._gram is None):
+            self._gram = self._local.exchange(self.group, self.together)
 
     def _look(self, boundary: bool) -> bool:
         """A micro-batch's gradients are all there; whether the inner products are due before the reduction."""
         if not self._measures():
             return False
         if boundary:
-            self._sampler.guarded(lambda: self._local.observe_silent(self._exact))
-        self._sampler.guarded(self._local.end_micro_batch)
+            self.together.alone(self._local.observe_silent, self._exact)
+        self.together.alone(self._local.end_micro_batch)
         return boundary and self._exact
 
-    def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Present in 0.12 to 0.19, called once per optimizer step, after the reduction."""
-        listener = self._listener
-        assert listener is not None
-        listener.before_step()
-        result = original(*args, **kwargs)
-        listener.after_step()
-        return result
+    def _before_update(self, *args: Any, **kwargs: Any) -> None:
+        assert self._listener is not None
+        self._listener.before_step()
 
-    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _before_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._listener is not None:
             self._listener.before_checkpoint()
-        return original(*args, **kwargs)
 
-    def _close_first(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _before_destroy(self, *args: Any, **kwargs: Any) -> None:
         if self._listener is not None:
             self._listener.close()
-        return original(*args, **kwargs)
 
     # -- the gradients --------------------------------------------------------------------------------------------
 
-    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            if self._measures():
-                # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
-                boundary = self._is_boundary() and self._ordered is None
-                self._sampler.guarded(lambda: self._local.observe(index, gradient, boundary, self._exact))
-
-        return hook
+    def _gradient(self, index: int, gradient: Tensor) -> None:
+        if self._measures():
+            # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
+            boundary = self._is_boundary() and self._ordered is None
+            self._local.observe(index, gradient, boundary, self._exact)
 
     def _held_locally(self, index: int) -> Tensor | None:
         return self._held(index) if self._ordered is None else self._ordered.held(index)
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """``torch.optim.Optimizer.register_step_pre_hook``: once per step, under ZeRO once per parameter group."""
-        places = self._places
-        if places is not None and self._measuring:
-            self._sampler.guarded(lambda: self._sampler.apply(applied_gradients(optimizer, places)))
+        if self._places is not None and self._measuring:
+            self._sampler.apply(applied_gradients(optimizer, self._places))
 
     def _measures(self) -> bool:
         if self._measuring is None:
             assert self._listener is not None
-            self._measuring = self._listener.measures(self.step)
-            self._exact = self._measuring and self._listener.measures_exactly(self.step)
+            step, listener = self.step, self._listener
+            measuring = listener.measures(step)
+            # in one statement: whether the ranks exchange exactly must never be half decided
+            self._measuring, self._exact = measuring, measuring and listener.measures_exactly(step)
         return self._measuring
 
     def _is_boundary(self) -> bool:
         return bool(self._engine.is_gradient_accumulation_boundary()) and not self._engine.inside_no_sync_ctxt
-
-    def _exchange_exactly(self) -> None:
-        """The exact inner products; every rank takes part, with zeros where something broke."""
-        self._gram = self._local.exchange(self._sampler.guarded(self._local.parts) or [], self.group)
 
     def _hashes(self, replica: Tensor | None) -> Tensor:
         """int64 (1 + L,) or (1,): the replica's checksum and, where every rank holds the aggregate, its layers'."""

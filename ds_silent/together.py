@@ -1,0 +1,168 @@
+"""What all ranks do together in a step, whatever breaks on one of them. The one rule of every line that runs in one:
+
+    together = Together(group)
+    together.play(step)                            # an entry: the training calls it, on every rank at the same moments
+        together.alone(lambda: measure(gradient))  # in it: what touches only this rank
+        together.once(lambda: all_reduce(values))  # in it: a collective, or what decides whether there is one
+
+* **alone**: may break. The first error is kept and said once; this rank's next sample says "failed" (a row that is
+  ready from the beginning), every rank reads that word one measured step later, and all switch off there together.
+* **once**: every rank makes the same calls in the same order. One call is one statement: it is made, or it is not.
+* **play**: the lines between the two can break as well: out of memory, a bug. Then the act is played again from its
+  beginning. What came once is remembered, not made again; what is alone is left out. So this rank reaches the
+  collectives that its peers wait in, with what it has, and the act ends as on the other ranks.
+
+What breaks in both plays cannot keep its peers company: the training ends on this rank with a sentence. Its peers wait
+until its process ends (gloo: their collective raises; launchers end all) and no longer than the group's timeout. The
+same holds for a response (:meth:`Together.irrevocable`), which changes the training and cannot be played twice.
+Only :class:`Exception` is caught: a KeyboardInterrupt or SystemExit goes its way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+logger = logging.getLogger("ds_silent")
+_Result = TypeVar("_Result")
+
+
+class Once(Protocol):
+    """:meth:`Together.once`, or :func:`at_once`."""
+
+    def __call__(self, function: Callable[[], _Result], /) -> _Result: ...
+
+
+def at_once(function: Callable[[], _Result], /) -> _Result:
+    """In the place of :meth:`Together.once` or :meth:`Together.alone`, where an error may reach the caller."""
+    return function()
+
+
+class BrokeOff(RuntimeError):
+    """Nobody may go on after this: the others would wait for this rank, or differ from it."""
+
+
+class _GroupBroke(Exception):
+    """A collective itself raised."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
+class Together:
+    """One rank's part; see the module docstring.
+
+    Attributes:
+        failure: the first internal error; it stays, for all ranks switch off when they read that there was one.
+        over: the process group is broken: nothing is played any more.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.failure: Exception | None = None
+        self.over = False
+        self._group = group
+        self._made: list[Any] = []  # results of this play's calls of once, in order
+        self._place = 0
+        self._irrevocable = False
+
+    def fail(self, error: Exception) -> None:
+        """Remember the first internal error and say it once; the next sample tells all ranks."""
+        if self.failure is None:
+            error = error.error if isinstance(error, _GroupBroke) else error
+            self.failure = error
+            logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
+
+    def alone(self, function: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
+        """Run what touches only this rank; None where it breaks, and ever after."""
+        try:
+            if self.failure is None:
+                return function(*arguments, **named)
+        except Exception as error:
+            self.fail(error)
+        return None
+
+    def tried(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        """Run what has to be tried also after a failure, such as taking a hook off."""
+        try:
+            function(*arguments, **named)
+        except Exception as error:
+            self.fail(error)
+
+    def play(self, act: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
+        """Run an act, and once more where it breaks.
+
+        Returns:
+            its result; None where the process group is broken, which the training is about to meet by itself.
+
+        Raises:
+            BrokeOff: it broke twice, or in what cannot be played twice.
+        """
+        try:
+            if self.over:
+                return None
+            self._made, self._place = [], 0
+            result = act(*arguments, **named)
+            self._made = []
+            return result
+        except BrokeOff:
+            raise
+        except Exception as error:
+            return self._again(error, act, arguments, named)
+
+    def _again(self, error: Exception, act: Callable[..., _Result], arguments: Any, named: Any) -> _Result | None:
+        self.fail(error)
+        self._place, self._irrevocable = 0, False
+        try:
+            return act(*arguments, **named)
+        except BrokeOff:
+            raise
+        except _GroupBroke as broken:
+            self.over = True
+            logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", broken)
+            return None
+        except Exception as second:
+            raise self._broke_off("what all ranks do together", second) from second
+        finally:
+            self._made = []
+
+    def once(self, function: Callable[[], _Result]) -> _Result:
+        """Make a call that every rank makes, or remember what it gave when this act was played before."""
+        if self._irrevocable:
+            return function()
+        if self._place == len(self._made):
+            try:
+                self._made.append(function())
+            except BrokeOff:
+                raise
+            except Exception as error:
+                raise _GroupBroke(error) from error
+        self._place += 1
+        result: _Result = self._made[self._place - 1]
+        return result
+
+    def irrevocable(self, what: str, function: Callable[[], _Result]) -> _Result:
+        """Run once, to the end, what changes the training: many collectives that are not played again one by one.
+
+        Raises:
+            BrokeOff: it broke; ``what`` names it.
+        """
+        return self.once(lambda: self._to_the_end(what, function))
+
+    def _to_the_end(self, what: str, function: Callable[[], _Result]) -> _Result:
+        self._irrevocable = True
+        try:
+            return function()
+        except Exception as error:
+            raise self._broke_off(what, error) from error
+        finally:
+            self._irrevocable = False
+
+    def _broke_off(self, what: str, error: Exception) -> BrokeOff:
+        return BrokeOff(
+            f"ds_silent: {what} broke off on rank {dist.get_rank(self._group)} ({error}); the ranks may differ now: "
+            "start again from the last checkpoint"
+        )

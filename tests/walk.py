@@ -1,0 +1,202 @@
+"""Raise at every statement of the observer's own step, one at a time, on one rank.
+
+    walked = walk(cell, directory, share)        # on every rank of a group
+
+The statements are found by watching a healthy observation of the same steps: every line of ``ds_silent`` that a rank
+executes between the first backward and the end of the last step. Then one observation per statement: the line raises
+when it is reached for the first time. The engine goes on from case to case beside a plain one that sees the same rows.
+
+Left out, because nothing in them can fail and something has to stand outside of any guard:
+
+* the line ``try:`` itself;
+* the four lines of ``Patches.around`` that call the guarded entry and the training's own method.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ds_silent
+from ds_silent import exchange
+from ds_silent.sinks.jsonl import read_events
+from tests.training import Case, Probe, one_step
+from tests.training import _hash_weights as hash_weights
+
+PACKAGE = str(Path(ds_silent.__file__).parent)
+STEPS = 5
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to be observed; ``limit``: of the gathering exchange; ``block``: beside what is always set."""
+
+    case: Case
+    block: dict[str, Any] = field(default_factory=dict)
+    limit: int = 64
+    apart: bool = False  # the replicas differ, so that their tensors are exchanged
+    dropped: bool = False  # gradients get lost behind the observer, so that micro-batches are exchanged
+
+
+CELLS = {
+    "gathered": Cell(Case(accumulation=2), {"direction": {"per_layer": True}}),
+    "constant size": Cell(Case(stage=1, dtype="bf16"), {"direction": {"exact_interval": 2}}, limit=1),
+    "copied": Cell(Case(stage=2, accumulation=2), {"direction": {"method": "exact"}}),
+    "partitioned": Cell(Case(stage=3), {"interval": 2, "tensorboard": True}),
+    "retry": Cell(Case(), {"direction": {"method": "exact"}, "respond": {"on_aggregation_error": "retry"}}),
+    "apart": Cell(Case(stage=1, clipping=0.1), {"integrity": {"replica_interval": 1}}, apart=True),
+    "dropped": Cell(Case(accumulation=2), dropped=True),
+    "scaled": Cell(Case(stage=1, dtype="fp16")),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank has of one case."""
+
+    place: Place
+    rank: int  # where it raised
+    fired: int | None  # in which step
+    failed: bool  # the observer noted an error
+    observing: bool  # at the end
+    steps: int
+    alike: bool  # the weights are those of the plain training
+    error: str | None  # what reached the training
+    off: int = 0  # observer-off events, on the writing rank
+
+
+class _Tracer:
+    """Calls ``reached(place)`` ahead of every statement of the package."""
+
+    def __init__(self, reached: Any):
+        self._reached = reached
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_code.co_qualname != "Patches.around.<locals>.call":
+            self._reached((frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_lineno))
+        return self._line
+
+
+class Injected(Exception):
+    """Raised by the walk."""
+
+
+class _Pair:
+    """An engine to be observed, and a plain one that takes the same steps."""
+
+    def __init__(self, cell: Cell, directory: Path):
+        if cell.case.dtype == "fp16":
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator().is_fp16_supported = lambda: True
+        self.cell, self._directory = cell, directory
+        self.engine, self._plain = (self._build() for _ in range(2))
+        self._number = 0
+        self._taken = 0
+
+    def _build(self) -> Any:
+        torch.manual_seed(1234)
+        model = Probe(None)
+        config = self.cell.case.config(self._directory, enabled=False)
+        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+        if self.cell.apart and dist.get_rank() == 1:
+            with torch.no_grad():
+                engine.module.frozen.weight[0, 0] += 1.0
+        return engine
+
+    def observe(self, tracer: Any) -> tuple[Any, int, bool, str | None, int]:
+        """A fresh observer for ``STEPS`` steps under ``tracer``."""
+        self._number += 1
+        folder = self._directory / str(self._number)
+        block = {"output_dir": str(folder), "tensorboard": False, "preflight": False, **self.cell.block}
+        block["direction"] = {"sketch_size": 256, "exact_memory_mb": 1, **block.get("direction", {})}
+        observer = ds_silent.attach(self.engine, block)
+        before, error = int(self.engine.global_steps), None
+        dropping = self._drop(self.engine)
+        seed = 2 * self._number + dist.get_rank()
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(STEPS * self.cell.case.accumulation):
+                sys.settrace(tracer)
+                try:
+                    one_step(self.engine, generator)
+                finally:
+                    sys.settrace(None)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        steps = int(self.engine.global_steps) - before
+        state = (observer._together.failure is not None, observer.measures(0))
+        observer.close()
+        for handle in dropping:
+            handle.remove()
+        dropping = self._drop(self._plain)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(STEPS * self.cell.case.accumulation):
+            one_step(self._plain, generator)
+        for handle in dropping:
+            handle.remove()
+        alike = hash_weights(self.engine) == hash_weights(self._plain)
+        off = 0
+        if dist.get_rank() == 0:
+            off = sum(event["kind"] == "observer-off" for event in read_events(folder / "events.jsonl"))
+        return state, steps, alike, error, off
+
+    def _drop(self, engine: Any) -> list[Any]:
+        if not self.cell.dropped or dist.get_rank() == 0:
+            return []
+        return [p.register_hook(torch.zeros_like) for p in engine.module.parameters() if p.requires_grad]
+
+
+@cache
+def _lines(file: str) -> list[str]:
+    return Path(PACKAGE, file).read_text().splitlines()
+
+
+def _can_fail(place: Place) -> bool:
+    return _lines(place[0])[place[1] - 1].strip() != "try:"
+
+
+def statements(pair: _Pair) -> list[Place]:
+    """What this rank executes, where everything that is done once per process has been done."""
+    for _ in range(2):
+        seen: dict[Place, None] = {}
+        pair.observe(_Tracer(lambda place: seen.setdefault(place, None)))  # noqa: B023
+    return [place for place in seen if _can_fail(place)]
+
+
+def walk(cell: Cell, directory: str, share: float) -> list[Outcome]:
+    """A seeded share of the statements that the ranks execute, on the rank that executes them."""
+    exchange.GATHER_LIMIT = cell.limit
+    logging.getLogger("ds_silent").setLevel(logging.CRITICAL)
+    pair = _Pair(cell, Path(directory))
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, statements(pair))
+    places = [(rank, place) for rank, own in enumerate(everybody) for place in own]
+    chosen = [one for one in places if random.Random(repr((one, share))).random() < share]
+    outcomes = []
+    for rank, place in chosen:
+        fired: list[int] = []
+
+        def strike(reached: Place, place: Place = place, fired: list[int] = fired) -> None:
+            if reached == place and not fired:
+                fired.append(int(pair.engine.global_steps) % STEPS + 1)
+                raise Injected(f"at {place[0]}:{place[1]}")
+
+        tracer = _Tracer(strike) if dist.get_rank() == rank else None
+        (failed, observing), steps, alike, error, off = pair.observe(tracer)
+        step = fired[0] if fired else None
+        outcomes.append(Outcome(place, rank, step, failed, observing, steps, alike, error, off))
+    return outcomes
