@@ -85,7 +85,7 @@ class Examined:
     @property
     def wrong(self) -> bool:
         """Whether the reduction has to be repeated; also where finite gradients came out as NaN or infinity."""
-        if self.check is None or not math.isfinite(self.check.mean):
+        if self.check is None or not math.isfinite(self.check.expected):
             return False  # NaN that goes in comes out, and its bits need not be the same everywhere
         broken = not math.isfinite(self.check.error) and not self.overflows
         return broken or bool(self.received) or self.check.wrong
@@ -114,6 +114,7 @@ class Integrity:
     layers: tuple[str, ...] = ()  # names
     repeated: bool | None = None  # whether the reduction was right when it was repeated; None: it was not
     micro_batches: MicroBatches | None = None  # of a step since which the check has failed
+    result: str = "mean"  # what the aggregate should be, of the ranks' gradients
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,16 @@ class Audit:
         repeated = next((repair.done for repair in told.repairs if repair.method == "retry"), None)
         apart = drift or told.drift
         return stats, Integrity(
-            seen.check, seen.cause, seen.received, applied, replicas, apart, self._layers, repeated, micro_batches
+            seen.check,
+            seen.cause,
+            seen.received,
+            applied,
+            replicas,
+            apart,
+            self._layers,
+            repeated,
+            micro_batches,
+            self._arithmetic.result(len(gathered.scalars["failed"])),
         )
 
     # -- the reduction -------------------------------------------------------------------------------------------------
@@ -201,22 +211,27 @@ class Audit:
     def _terms(self, gathered: Gathered) -> tuple[Terms, float]:
         """And the ranks' mean squared norm."""
         if gathered.sketches is not None:
-            return terms_of(gathered.sketches), float(gathered.sketches.square().sum()) / len(gathered.sketches)
+            squared = float(gathered.sketches.square().sum()) / len(gathered.sketches)
+            return terms_of(gathered.sketches, self._arithmetic.total), squared
         assert gathered.mean_sketch is not None
         squared = float(gathered.scalars["sketch_squared"].mean())
-        return terms_of_sums(gathered.mean_sketch, squared, len(gathered.scalars["failed"])), squared
+        ranks = len(gathered.scalars["failed"])
+        return terms_of_sums(gathered.mean_sketch, squared, ranks, self._arithmetic.total), squared
 
     def _cause(self, gathered: Gathered, whole: Terms, spread: float) -> Cause | None:
         if gathered.layer_sketches is None or gathered.layer_aggregate is None:
             return None
-        layers = gathered.layer_sketches
+        layers, total = gathered.layer_sketches, self._arithmetic.total
         tolerances = [
-            rounding_tolerance(terms_of(layers[:, layer]), self._arithmetic, self._log_rate, spread)
+            rounding_tolerance(terms_of(layers[:, layer], total), self._arithmetic, self._log_rate, spread)
             for layer in range(layers.shape[1])
         ]
         leftover = bool((gathered.scalars["leftover_squared"] != 0.0).any())
-        error = gathered.aggregate - whole.mean
-        pieces = Pieces(layers, gathered.layer_aggregate, error, whole.mean, self._previous, gathered.sketches)
+        error = gathered.aggregate - whole.expected
+        sketches = None if gathered.sketches is None else gathered.sketches * total
+        pieces = Pieces(
+            layers * total, gathered.layer_aggregate, error, whole.expected, self._previous, sketches, total
+        )
         return explain(pieces, torch.tensor(tolerances), leftover)
 
     def _received(self, gathered: Gathered) -> dict[int, Groups] | None:
@@ -244,7 +259,8 @@ class Audit:
             return None
         if self._micro_batches is not None and self._micro_batches[0] == gathered.step and not self._diagnosed:
             step, sketches = self._micro_batches
-            self._found = explain_micro_batches(step, sketches, gathered.layer_aggregate, check.tolerance)
+            expected = sketches * self._arithmetic.total
+            self._found = explain_micro_batches(step, expected, gathered.layer_aggregate, check.tolerance)
             self._diagnosed = True
         self._wanted = self._layout.micro_batches > 0 and not self._diagnosed
         return self._found

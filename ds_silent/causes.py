@@ -1,6 +1,9 @@
-"""Why an aggregate is not the mean of the ranks' gradients: what is linear leaves its own trace in the sketches.
+"""Why an aggregate is not what the ranks' gradients add up to: what is linear leaves its own trace in the sketches.
 
-    cause = explain(Pieces(layer_sketches, layer_aggregate, error, mean, previous, sketches), tolerances)
+    cause = explain(Pieces(layer_sketches, layer_aggregate, error, expected, previous, sketches), tolerances)
+
+The ranks' sketches come times the sum of the weights that the configuration gives them (1 for a mean, N for a sum), so
+that their mean is what the aggregate should be, and every weight found here is relative to the right one.
 
 An aggregate that is wrong by rule - a factor, a rank left out or taken twice, nothing reduced, a piece zeroed or left
 over from the step before - lies in the span of vectors whose sketches are at hand, so the rule follows from a small
@@ -32,12 +35,13 @@ STANDARD_ERRORS, LEAST_SHARE = 6.0, 0.1  # by which a rank's weight must be off 
 class Pieces:
     """The gradient in layers, and whole with a finer sketch. float64."""
 
-    sketches: Tensor  # (N, L, m) of the ranks' local gradients
+    sketches: Tensor  # (N, L, m) of the ranks' local gradients, times ``total``
     aggregate: Tensor  # (L, m)
-    error: Tensor  # (k,) of the whole gradient's sketch: aggregate - mean
-    mean: Tensor  # (k,) of the whole gradient
+    error: Tensor  # (k,) of the whole gradient's sketch: aggregate - expected
+    expected: Tensor  # (k,) of the whole gradient
     previous: Tensor | None = None  # (L, m) the aggregate of the measurement before
-    whole: Tensor | None = None  # (N, k) of the ranks' whole local gradients
+    whole: Tensor | None = None  # (N, k) of the ranks' whole local gradients, times ``total``
+    total: float = 1.0  # sum of the ranks' weights
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,13 @@ def _rule(pieces: Pieces, layers: tuple[int, ...], tolerances: Tensor) -> Cause 
     factor = float(aggregate @ mean) / float(mean @ mean) if float(mean @ mean) > 0.0 else 0.0
     if float((aggregate - factor * mean).norm()) <= limit:
         return Cause("scale", layers, factor)
-    return _by_rank(local, aggregate, limit, layers, everywhere=len(layers) == pieces.sketches.shape[1] > 1)
+    everywhere = len(layers) == pieces.sketches.shape[1] > 1
+    return _by_rank(local, aggregate, limit, layers, everywhere, pieces.total)
 
 
-def _by_rank(local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, ...], everywhere: bool) -> Cause | None:
+def _by_rank(
+    local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, ...], everywhere: bool, total: float
+) -> Cause | None:
     """Ranks whose gradients entered with another weight than 1, when such weights explain the aggregate."""
     gram = distinct_gram(local)
     if gram is None:
@@ -147,23 +154,24 @@ def _by_rank(local: Tensor, aggregate: Tensor, limit: float, layers: tuple[int, 
     alone = [rank for rank, weight in enumerate(numbers) if abs(weight) > LEAST_SHARE]
     # each rank answers for a part: what is one rank's gradient everywhere is the others' that did not enter
     if len(alone) == 1 and ranks > 1 and not everywhere:
-        return Cause("unreduced", layers, numbers[alone[0]] / ranks, tuple(alone), numbers)
+        return Cause("unreduced", layers, numbers[alone[0]] * total / ranks, tuple(alone), numbers)
     return Cause("weights", layers, None, tuple(off), numbers)
 
 
 def _shape(pieces: Pieces, layers: tuple[int, ...]) -> Cause:
-    """A piece that is gone is the error's own projection on the mean; one element fills one bucket.
+    """A piece that is gone is the error's own projection on what is expected; one element fills one bucket.
 
-    The projection of noise on the mean is 0 with a standard error of |error| |mean| / sqrt(k): a missing piece is told
+    The projection of noise on it is 0 with a standard error of |error| |expected| / sqrt(k): a missing piece is told
     from noise where its squared length is at least four of these, and its projection within three of minus that.
     """
-    error, mean = pieces.error, pieces.mean
+    error, expected = pieces.error, pieces.expected
     squared = float(error @ error)
     if float(error.square().max()) > 0.9 * squared:
         return Cause("element", layers)
-    chance = float(error.norm()) * float(mean.norm()) / len(error) ** 0.5
-    if squared >= 4.0 * chance and abs(float(error @ mean) + squared) <= 3.0 * chance and squared < float(mean @ mean):
-        return Cause("partly-zeroed", layers, squared / float(mean @ mean))
+    chance = float(error.norm()) * float(expected.norm()) / len(error) ** 0.5
+    wanted = float(expected @ expected)
+    if squared >= 4.0 * chance and abs(float(error @ expected) + squared) <= 3.0 * chance and squared < wanted:
+        return Cause("partly-zeroed", layers, squared / wanted)
     partial = None if pieces.whole is None else _partial(pieces.whole, error, layers)
     return partial or Cause("noise", layers)
 

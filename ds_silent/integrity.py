@@ -1,12 +1,13 @@
-"""Is the aggregated gradient the mean of the ranks' gradients? Algorithm-based fault tolerance with sketches.
+"""Is the aggregated gradient what the ranks' gradients add up to? Algorithm-based fault tolerance with sketches.
 
-    check = check_aggregate(terms_of(sketches), aggregate, arithmetic, log_rate)
+    check = check_aggregate(terms_of(sketches, arithmetic.total), aggregate, arithmetic, log_rate)
     check.relative_error, check.rounding_bound, check.wrong
 
-A sketch is linear, so sketch(aggregate) - mean of the ranks' sketches is the sketch of the aggregation's error, and as
-long as that error. An ideal reduction leaves rounding only.
+A reduction adds up the ranks' gradients with equal weights: 1/N for a mean, 1 for a sum. A sketch is linear, so
+sketch(aggregate) - weight * (sum of the ranks' sketches) is the sketch of the aggregation's error, and as long as that
+error. An ideal reduction leaves rounding only. The weights come from the configuration, never from what applies them.
 
-**The rounding model.** Let x_1, ..., x_N be the terms, g_i / N, and P_j = x_1 + ... + x_j. A reduction rounds
+**The rounding model.** Let x_1, ..., x_N be the terms, g_i times the weight, and P_j = x_1 + ... + x_j. A reduction rounds
 
 * each term ``before`` times (cast to the communication dtype, division by N unless N is a power of two, padding):
   error at most u |x_i| per element and rounding, with u the communication dtype's unit roundoff;
@@ -54,7 +55,7 @@ SMALLEST_STEP = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.floa
 class Arithmetic:
     """What a step's reductions round, as the adapter knows it from the configuration; at least as much as is true."""
 
-    communication: torch.dtype  # in which terms travel and are added
+    communication: torch.dtype  # in which terms travel and are added; of several, the coarsest
     before: int = 1  # roundings of each term ahead of the sum
     after: tuple[torch.dtype, ...] = ()  # dtypes to which the result is rounded
     reductions: int = 1  # per step: 1, or one per micro-batch
@@ -63,53 +64,60 @@ class Arithmetic:
     norm: torch.dtype = torch.float32  # in which norms of single tensors are kept on the way to the clip factor
     elements: int = 0  # D, trainable parameters
     width: int = 1  # T of the sketch
+    total: float = 1.0  # of the ranks' weights in the aggregate: 1 for a mean, N for a sum
+
+    def result(self, ranks: int) -> str:
+        """What the aggregate should be, of the ranks' gradients."""
+        names = {float(ranks): "sum", 1.0: "mean"}
+        return names.get(self.total, f"mean times {self.total:g}")
 
 
 @dataclass(frozen=True)
 class AggregateCheck:
     """Lengths in the gradients' own unit (times the loss scale)."""
 
-    error: float  # |aggregate - mean of the locals|
-    mean: float  # |mean of the locals|
+    error: float  # |aggregate - expected|
+    expected: float  # |what the locals add up to with the configured weights|
     tolerance: float  # largest error that rounding explains, at the stated rate
 
     @property
     def relative_error(self) -> float | None:
-        return self.error / self.mean if self.mean > 0.0 else None
+        return self.error / self.expected if self.expected > 0.0 else None
 
     @property
     def rounding_bound(self) -> float | None:
-        return self.tolerance / self.mean if self.mean > 0.0 else None
+        return self.tolerance / self.expected if self.expected > 0.0 else None
 
     @property
     def wrong(self) -> bool:
         """Whether rounding does not explain the error. NaN is somebody else's finding (``non-finite``)."""
-        return math.isfinite(self.error) and math.isfinite(self.mean) and self.error > self.tolerance
+        return math.isfinite(self.error) and math.isfinite(self.expected) and self.error > self.tolerance
 
 
 @dataclass(frozen=True)
 class Terms:
     """What was to be added up, by bucket of the sketch: (k,) float64."""
 
-    mean: Tensor  # sketch of the mean of the local gradients
+    expected: Tensor  # sketch of what the terms add up to
     squares: Tensor  # sum of the squared terms x_i
     partial_sums: Tensor  # sum of the squared partial sums P_2, ..., P_N
     ranks: int
 
 
-def terms_of(sketches: Tensor) -> Terms:
-    """From all ranks' sketches, (N, k) float64."""
+def terms_of(sketches: Tensor, total_weight: float = 1.0) -> Terms:
+    """From all ranks' sketches, (N, k) float64, and the sum of their weights (:attr:`Arithmetic.total`)."""
     ranks = len(sketches)
+    weight = total_weight / ranks
     total, squares = sketches[0].clone(), sketches[0].square()
     partial_sums = torch.zeros_like(total)
     for sketch in sketches[1:]:  # rank by rank in the cache: ten times faster than cumsum at 64 ranks
         total += sketch
         squares.addcmul_(sketch, sketch)
         partial_sums.addcmul_(total, total)
-    return Terms(total / ranks, squares / ranks**2, partial_sums / ranks**2, ranks)
+    return Terms(total * weight, squares * weight**2, partial_sums * weight**2, ranks)
 
 
-def terms_of_sums(mean: Tensor, mean_square: float, ranks: int) -> Terms:
+def terms_of_sums(mean: Tensor, mean_square: float, ranks: int, total_weight: float = 1.0) -> Terms:
     """From the mean sketch (k,) and the ranks' mean squared norm, where the sketches themselves stay with the ranks.
 
     The mean over all orders of |P_j|^2 is (j Q + j (j-1) C) / N^2 with Q the mean squared norm and C the mean inner
@@ -120,23 +128,24 @@ def terms_of_sums(mean: Tensor, mean_square: float, ranks: int) -> Terms:
     j = torch.arange(2, ranks + 1, dtype=torch.float64)
     total = float((j * mean_square + j * (j - 1) * inner).clamp(min=0.0).sum()) / ranks**2
     share = mean.square() / squared if squared > 0.0 else torch.full_like(mean, 1.0 / len(mean))
-    return Terms(mean, share * mean_square / ranks, share * total, ranks)
+    own, together = share * mean_square / ranks, share * total
+    return Terms(mean * total_weight, own * total_weight**2, together * total_weight**2, ranks)
 
 
 def check_aggregate(
     terms: Terms, aggregate: Tensor, arithmetic: Arithmetic, log_rate: float, spread: float = 1.0
 ) -> AggregateCheck:
-    """Compare the aggregate's sketch with the mean of the ranks'.
+    """Compare the aggregate's sketch with what the ranks' add up to.
 
     Args:
-        terms: of the ranks' local gradients.
+        terms: of the ranks' local gradients, with their weights.
         aggregate: (k,) float64, of the aggregated gradient.
         arithmetic: of the reduction.
         log_rate: t, minus the natural logarithm of the rate of false alarms per comparison.
         spread: see :func:`rounding_tolerance`.
     """
-    error = float((aggregate - terms.mean).norm())
-    return AggregateCheck(error, float(terms.mean.norm()), rounding_tolerance(terms, arithmetic, log_rate, spread))
+    error = float((aggregate - terms.expected).norm())
+    return AggregateCheck(error, float(terms.expected.norm()), rounding_tolerance(terms, arithmetic, log_rate, spread))
 
 
 def rounding_tolerance(terms: Terms, arithmetic: Arithmetic, log_rate: float, spread: float = 1.0) -> float:
@@ -148,7 +157,7 @@ def rounding_tolerance(terms: Terms, arithmetic: Arithmetic, log_rate: float, sp
             norms, relative to the squared norms of the ranks' sums over micro-batches.
     """
     u = UNIT_ROUNDOFF[arithmetic.communication] ** 2
-    result = terms.mean.square()
+    result = terms.expected.square()
     energy = u * (arithmetic.before * terms.squares + terms.partial_sums)
     for dtype in arithmetic.after:
         energy = energy + UNIT_ROUNDOFF[dtype] ** 2 * result

@@ -45,7 +45,8 @@ def explain_micro_batches(step: int, sketches: Tensor, aggregate: Tensor, tolera
 
     Args:
         step: that was looked at.
-        sketches: (N, A, L, m) of the micro-batches' gradients as they are added up, float64.
+        sketches: (N, A, L, m) of the micro-batches' gradients as they are added up, float64, times the sum of the
+            ranks' weights, so that the mean over the ranks is what the aggregate should be.
         aggregate: (L, m) float64.
         tolerance: largest error of the whole aggregate that rounding explains.
 

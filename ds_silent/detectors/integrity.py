@@ -34,13 +34,13 @@ def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
         return []
     findings, layers = [], seen.layers
     if seen.check is not None and (seen.check.wrong or (seen.repeated is not None and not seen.received)):
-        findings.append(_aggregation(record, seen.check, seen.cause, layers, seen.received))
+        findings.append(_aggregation(record, seen, seen.check))
         if seen.repeated:
             findings[-1] = dataclasses.replace(findings[-1], remedy=_REPEATED)
         if seen.micro_batches is not None:
             findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers))
     elif seen.received:
-        findings.append(_received(record, seen.received, layers))
+        findings.append(_received(record, seen.received, layers, seen.result))
     if seen.applied is not None:
         findings += _applied(record, seen.applied)
     return findings
@@ -58,23 +58,18 @@ def minority(groups: Groups, world_size: int) -> tuple[int, ...]:
     return tuple(sorted(rank for group in groups[1:] for rank in group))
 
 
-def _aggregation(
-    record: StepRecord,
-    check: AggregateCheck,
-    cause: Cause | None,
-    layers: tuple[str, ...],
-    received: dict[int, Groups] | None,
-) -> Finding:
+def _aggregation(record: StepRecord, seen: Integrity, check: AggregateCheck) -> Finding:
+    cause, layers, received = seen.cause, seen.layers, seen.received
     error, bound = check.relative_error, check.rounding_bound
     finite = error is not None and bound is not None and math.isfinite(error)
     size = f"{error:.3g} of it" if finite else "no finite multiple of it"
     allowed = "" if bound is None else f", rounding explains at most {bound:.2g}"
-    message = f"The aggregated gradient is not the mean of the ranks' gradients: the error is {size}{allowed}."
+    message = f"The aggregated gradient is not the {seen.result} of the ranks' gradients: the error is {size}{allowed}."
     kind, where, what = "aggregation-error", "aggregated gradient", "unexplained"
     ranks: tuple[int, ...] = ()
     if cause is not None:
         where, ranks, what = _where(cause.wrong, layers), cause.blamed, cause.kind
-        message += "".join(f" {_told(part, layers, record.world_size)}" for part in (cause, *cause.elsewhere[:2]))
+        message += "".join(f" {_told(part, layers, record.world_size, seen.result)}" for part in (cause, *cause.elsewhere[:2]))
         if cause.unexplained:
             message += f" No single rule explains {_where(cause.unexplained, layers)}."
         if cause.kind == "unreduced":
@@ -94,13 +89,13 @@ def _aggregation(
     return Finding(key, kind, "error", ranks, where, error, bound, message, _REDUCTION, record.step)
 
 
-def _told(cause: Cause, layers: tuple[str, ...], world_size: int) -> str:
+def _told(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -> str:
     """The cause in one sentence."""
     where = _where(cause.layers, layers)
     if cause.kind == "scale":
         assert cause.factor is not None
         shown = f"{cause.factor:.3g}" if abs(cause.factor - 1.0) > 0.005 else f"{cause.factor:.6g}"
-        return f"It is {shown} times the mean in {where}."
+        return f"It is {shown} times the {result} in {where}."
     if cause.kind == "weights":
         shown = _weights(cause, cause.ranks) or "by small amounts"
         return f"In {where} the ranks' gradients entered with other weights than 1: {shown}."
@@ -165,8 +160,8 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _received(record: StepRecord, received: dict[int, Groups], layers: tuple[str, ...]) -> Finding:
-    """The checked slices add up to the mean, and yet ranks hold different bits elsewhere."""
+def _received(record: StepRecord, received: dict[int, Groups], layers: tuple[str, ...], result: str) -> Finding:
+    """The checked slices add up to the mean or sum, and yet ranks hold different bits elsewhere."""
     groups, where = next(iter(received.values())), _where(tuple(received), layers)
     odd = minority(groups, record.world_size)
     message = (

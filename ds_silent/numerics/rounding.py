@@ -118,6 +118,6 @@ def _checked(gradients: Tensor, results: Sequence[Tensor], arithmetic: Arithmeti
     terms = terms_of(torch.stack([sketch_of(plan, gradient).double() for gradient in gradients]))
     log_rate = log_steps(DetectorsConfig(), 1) + math.log(2.0)  # as the observer: the reduction, and what is applied
     checks = [check_aggregate(terms, sketch_of(plan, result).double(), arithmetic, log_rate) for result in results]
-    errors = [check.error / check.mean for check in checks]
+    errors = [check.error / check.expected for check in checks]
     worst = max(errors) if all(map(math.isfinite, errors)) else math.nan
-    return worst, checks[0].tolerance / checks[0].mean
+    return worst, checks[0].tolerance / checks[0].expected
