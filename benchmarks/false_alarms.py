@@ -2,6 +2,10 @@
 
     python benchmarks/false_alarms.py                    # 6 trainings of 200 steps, about 10 minutes on 2 cores
     python benchmarks/false_alarms.py --steps 50
+    python benchmarks/false_alarms.py --scratch --steps 600     # a small GPT from random weights (``scratch.py``)
+
+``--scratch``: warm-up, plateaus and decay in every training, about 2 minutes for each on 2 idle cores. ``--keep FOLDER``
+keeps the records; ``--cell`` chooses.
 
 Sharded sampler, one seed for all ranks (S1-1), ZeRO stage 0, 1 and 2 in fp32 and bf16, with gradient accumulation 1
 and 2 in turn; each training has a seed of its own. Everything that judges is on. Warnings and errors are false
@@ -66,13 +70,23 @@ def work(order: dict[str, Any]) -> None:
     """All trainings, on one rank."""
     import torch.distributed as dist
 
+    import scratch
     from finetune.ranks import join
     from finetune.settings import Settings, checked
     from finetune.trainer import train
 
     ranks, folder = join(), Path(order["folder"])
     for number, cell in enumerate(CELLS):
+        if order["cells"] and cell.name not in order["cells"]:
+            continue
         started = time.perf_counter()
+        if order["scratch"]:
+            seed, output = order["seed"] + number, str(folder / cell.name)
+            told = scratch.Scratch(cell.stage, cell.dtype, cell.accumulation, seed, order["steps"], output)
+            loss = scratch.train(told)
+            if ranks.is_first:
+                print(f"{cell.name}: loss {loss:.2f}, {time.perf_counter() - started:.0f} s", flush=True)
+            continue
         settings = Settings(
             template="alpaca-with-input",  # what the embedded model was warmed up on
             seed=order["seed"] + number,
@@ -96,10 +110,12 @@ def report(folder: Path, seed: int) -> int:
     from ds_silent.sinks.jsonl import read_events, read_metrics
 
     table = Table(title=f"Real healthy trainings on {RANKS} ranks (seeds from {seed})")
-    for column in ("training", "steps", "epochs", "warnings and errors", "drift notes"):
+    for column in ("training", "steps", "epochs", "mean cosine", "warnings and errors", "drift notes"):
         table.add_column(column, justify="left" if column == "training" else "right")
     total, steps = 0, 0
     for cell in CELLS:
+        if not (folder / cell.name).exists():
+            continue
         records = read_metrics(folder / cell.name / "metrics.jsonl")
         path = folder / cell.name / "events.jsonl"
         events = read_events(path) if path.exists() else []
@@ -108,8 +124,9 @@ def report(folder: Path, seed: int) -> int:
         for event in alarms + drifts:
             CONSOLE.print(f"{cell.name}, step {event['step']}, {event['kind']}: {event['message']}", markup=False)
         total, steps = total + len(alarms), steps + len(records)
-        epochs = f"{records[-1]['epoch']:.2f}"
-        table.add_row(cell.name, str(len(records)), epochs, str(len(alarms)), str(len(drifts)))
+        cosines, epoch = [record["direction"]["mean_cosine"] for record in records], records[-1]["epoch"]
+        row = (f"{min(cosines):.2f} to {max(cosines):.2f}", str(len(alarms)), str(len(drifts)))
+        table.add_row(cell.name, str(len(records)), "" if epoch is None else f"{epoch:.2f}", *row)
     CONSOLE.print(table)
     CONSOLE.print(f"{total} false alarms in {steps:,} steps")
     return total
@@ -118,14 +135,23 @@ def report(folder: Path, seed: int) -> int:
 def main(
     seed: Annotated[int, typer.Option(help="of the first training; each of the others has the next one")] = 42,
     steps: Annotated[int, typer.Option(help="optimizer steps of each training")] = 200,
+    scratch: Annotated[bool, typer.Option("--scratch", help="a small GPT from random weights")] = False,
+    cell: Annotated[list[str] | None, typer.Option(help="one training; may be given several times")] = None,
+    keep: Annotated[Path | None, typer.Option(help="folder for the records; else they are thrown away")] = None,
 ) -> None:
     """Counts the events of healthy trainings; exit code 1 when there was a false alarm."""
+    unknown = set(cell or ()) - {known.name for known in CELLS}
+    if unknown:
+        names = ", ".join(known.name for known in CELLS)
+        raise typer.BadParameter(f"must be among {names}; got {min(unknown)!r}", param_hint="--cell")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ds_silent_false_alarms_") as directory:
-        folder = Path(directory)
-        for cell in CELLS:
-            ds_config(cell, folder)
-        order = json.dumps({"folder": directory, "seed": seed, "steps": steps})
+        folder = Path(directory) if keep is None else keep.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        for one in CELLS:
+            ds_config(one, folder)
+        told = {"folder": str(folder), "seed": seed, "steps": steps, "scratch": scratch, "cells": cell or []}
+        order = json.dumps(told)
         environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment |= {**os.environ, WORKER: order, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "launch")))}
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS), __file__]

@@ -64,3 +64,22 @@ def test_a_stated_rate_makes_the_threshold() -> None:
 def test_healthy_ranks_are_silent() -> None:
     for ranks in (1, 2, 4, 8):
         assert Run(ranks, seed=ranks).steps(400) == []
+
+
+@pytest.mark.parametrize("ranks", [4, 1024, 1025, 3000])
+def test_every_number_of_ranks_has_a_history_and_resumes_with_it(ranks: int) -> None:
+    random, test = np.random.default_rng(ranks), SequentialTest(1, ranks, cap=40.0)
+    for step in range(3):
+        values = random.standard_normal((1, ranks))
+        values[0, 7 % ranks] += 50.0 * (step == 2)
+        test.step(step, values, np.ones(ranks, dtype=bool))
+    within, remembering = test.gain[0, : 2 * len(WITHIN), 7 % ranks].max(), test.gain[0, 2 * len(WITHIN) :, 7 % ranks].max()
+    assert remembering > within + 0.1  # the step before is looked at too
+    again = SequentialTest(1, ranks, cap=40.0)
+    again.load_state_dict(test.state_dict())
+    older = test.state_dict() | {"pool": [], "pool_steps": []}
+    SequentialTest(1, ranks, cap=40.0).load_state_dict(older)
+    values = random.standard_normal((1, ranks))
+    for one in (test, again):
+        one.step(3, values, np.ones(ranks, dtype=bool))
+    assert (again.log_evidence() == test.log_evidence()).all()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.sequential import CLIP, LARGEST, Array, Flags
+from ds_silent.detectors.sequential import CLIP, LARGEST, RESOLUTION, Array, Flags
 
 MEMORY = 256  # steps
 RIDGE = 1e-3  # of each covariate's own variance: collinear or constant covariates explain nothing
@@ -18,7 +18,11 @@ class Explained:
 
     Any function of (y_j, covariates_j) that is the same for all ranks keeps exchangeable ranks exchangeable, so bad
     coefficients cost power and never a false alarm. One spike must not make the coefficients: deviations are
-    learnt up to ``CLIP`` of their own past size.
+    learnt up to ``CLIP`` of their own past size, and none explains more than one of that size would.
+
+    Deviations are from the peers' mean at every use: a coefficient times a level common to all ranks (a billion tokens)
+    would leave only the rounding of that product. A column whose spread is below ``RESOLUTION`` of its values has none:
+    equal numbers minus their mean leave 1e-14 of rounding, which a coefficient of 1e11 would blow up to "explain" any y.
     """
 
     def __init__(self, covariates: int):
@@ -30,17 +34,23 @@ class Explained:
         known = np.isfinite(values)
         columns = [c if np.isfinite(c[known]).all() else np.zeros(len(c)) for c in covariates]
         x = np.clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
-        result = values - self._coefficients() @ x
         peers = peers & known
+        if not peers.any():
+            return np.array(values)
+        x = self._clipped(x - _middles(x, peers))
+        result = values - self._coefficients() @ x
         if peers.sum() >= 2:
-            self._learn(np.vstack([x, np.clip(values, -LARGEST, LARGEST)[None]])[:, peers])
+            y = np.clip(values[None], -LARGEST, LARGEST)
+            self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
         return np.asarray(result)
 
-    def _learn(self, columns: Array) -> None:
-        centred = columns - columns.mean(axis=1, keepdims=True)
-        if self._learnt:
-            size = CLIP * np.sqrt(self._moments.diagonal())[:, None]
-            centred = np.where(size > 0.0, np.clip(centred, -size, size), centred)
+    def _clipped(self, deviations: Array, rows: slice = slice(-1)) -> Array:
+        """(len, N), up to ``CLIP`` of the sizes learnt; as they are where nothing was learnt."""
+        size = CLIP * np.sqrt(self._moments.diagonal()[rows])[:, None]
+        return np.where(size > 0.0, np.clip(deviations, -size, size), deviations)
+
+    def _learn(self, deviations: Array) -> None:
+        centred = deviations - deviations.mean(axis=1, keepdims=True)  # clipping has moved the mean
         self._learnt = min(self._learnt + 1, MEMORY)
         self._moments += (centred @ centred.T / centred.shape[1] - self._moments) / self._learnt
 
@@ -63,3 +73,10 @@ class Explained:
         """Continue from :meth:`state_dict`."""
         self._moments = np.array(state["moments"], dtype=np.float64)
         self._learnt = int(state["learnt"])
+
+
+def _middles(columns: Array, peers: Flags) -> Array:
+    """(C, N) means over the peers; where a column has no spread over them, its own values, which leaves 0 exactly."""
+    inside = columns[:, peers]
+    flat = np.ptp(inside, axis=1) <= RESOLUTION * np.abs(inside).max(axis=1)
+    return np.where(flat[:, None], columns, inside.mean(axis=1, keepdims=True))

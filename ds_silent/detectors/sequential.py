@@ -52,7 +52,7 @@ Flags = npt.NDArray[np.bool_]
 WITHIN = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Shifts, in standard deviations, that the comparison within a step looks for; a shift between two loses little."""
 HISTORY = (1.0, 2.0, 4.0)
-POOL = 1024  # residuals remembered, over all ranks
+POOL = 1024  # residuals remembered, over all ranks; at least those of one step
 SCALES = 64  # steps whose spread makes the scale
 CLIP = 4.0  # deviations beyond which all are equally extreme: a spike in the pool must not outweigh it
 LARGEST = 1e60  # larger values are this large: their squares must stay finite
@@ -92,7 +92,7 @@ class SequentialTest:
         self._evidence = np.full(shape, -np.inf)  # log M
         self._cusum = np.zeros(shape)
         self._onset = np.zeros(shape, dtype=np.int64)
-        length = POOL // ranks
+        length = max(1, POOL // ranks)  # steps; beyond POOL ranks the newest step alone is more than POOL
         self._pool = np.full((length, series, ranks), np.nan)  # rings: the entry of a step is its number modulo length
         self._pool_steps = np.full(length, -1, dtype=np.int64)
         self._spreads = np.full((SCALES, series), np.nan)
@@ -184,12 +184,11 @@ class SequentialTest:
 
     def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
         self._spreads[self._taken % SCALES] = spreads
-        if len(self._pool):
-            at = self._taken % len(self._pool)
-            self._pool[at] = np.where(peers, residuals, np.nan)
-            self._pool_steps[at] = step
-            self._pool_sums[at], self._pool_counts[at] = _tilted_sums(self._pool[at])
-            self._pool_total, self._pool_count = self._pool_sums.sum(axis=0), self._pool_counts.sum(axis=0)
+        at = self._taken % len(self._pool)
+        self._pool[at] = np.where(peers, residuals, np.nan)
+        self._pool_steps[at] = step
+        self._pool_sums[at], self._pool_counts[at] = _tilted_sums(self._pool[at])
+        self._pool_total, self._pool_count = self._pool_sums.sum(axis=0), self._pool_counts.sum(axis=0)
         self._taken += 1
 
     def _sum_pool(self) -> None:
@@ -216,8 +215,10 @@ class SequentialTest:
         self._evidence = np.where(np.isnan(evidence), -np.inf, evidence)
         self._cusum = np.array(state["cusum"], dtype=np.float64)
         self._onset = np.array(state["onset"], dtype=np.int64)
-        self._pool[...] = np.array(state["pool"], dtype=np.float64).reshape(self._pool.shape)
-        self._pool_steps = np.array(state["pool_steps"], dtype=np.int64)
+        pool = np.array(state["pool"], dtype=np.float64)
+        if pool.size == self._pool.size:  # else it is of a version that remembered less, and starts empty
+            self._pool[...] = pool.reshape(self._pool.shape)
+            self._pool_steps = np.array(state["pool_steps"], dtype=np.int64)
         self._spreads = np.array(state["spreads"], dtype=np.float64)
         self._taken = int(state["taken"])
         self._sum_pool()
