@@ -115,6 +115,8 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
         zero_gradient=zero,
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
         step_skipped=context.skipped,
+        update_skipped=context.update_skipped,
+        micro_batches=tuple(int(n) for n in scalars["loss_count"].tolist()),
     )
 
 

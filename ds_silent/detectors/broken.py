@@ -35,11 +35,24 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
         where, message = "direction", "A gradient's sketch is not finite although its norm is: it overflows in fp32."
     else:
         return []
-    remedy = (
-        "Look at this rank's rows of this step and at the layer named; lower the learning rate or the loss scale; "
-        "go back to the last checkpoint, because the weights may hold the value by now."
-    )
+    known, remedy = _reached(record, extras)
+    message += f" {known}"
     return [Finding("non-finite", "non-finite", "error", ranks, where, None, None, message, remedy, record.step)]
+
+
+def _reached(record: StepRecord, extras: Evidence) -> tuple[str, str]:
+    """What is known of the way of the value into the weights, and what to do."""
+    look = "Look at the rows of this step and at the layer named; lower the learning rate or the loss scale"
+    if extras.update_skipped or extras.step_skipped:
+        return "The optimizer skipped this step: the weights do not hold the value.", f"{look}."
+    aggregated = record.grad_norm.aggregated
+    if aggregated is None:
+        known = "The aggregated gradient was not measured: whether the weights hold the value is not known."
+        return known, f"{look}; if the loss stays so at the next steps, go back to the last checkpoint."
+    if math.isfinite(aggregated):
+        return "The aggregated gradient is finite: the value did not reach the weights in this step.", f"{look}."
+    known = "The aggregated gradient holds it and the optimizer did not skip the step: the weights hold it by now."
+    return known, f"{look}; go back to the last checkpoint before this step."
 
 
 def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:

@@ -39,6 +39,8 @@ class Evidence:
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
     integrity: Integrity | None = None  # of the reduction, the optimizer's input and the replicas
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
+    update_skipped: bool = False  # the optimizer did not apply the step, whatever the reason
+    micro_batches: tuple[int, ...] | None = None  # losses that each rank took this step
 
 
 @dataclass(frozen=True)
