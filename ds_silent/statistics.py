@@ -12,6 +12,7 @@ never dropped: a rank without a finite gradient makes every mean and dispersion 
 from __future__ import annotations
 
 import math
+
 import torch
 from torch import Tensor
 
@@ -172,4 +173,6 @@ def constant_size_direction(
 def _argument(values: Tensor, sign: float) -> int:
     """Index of the largest of ``sign * values`` that is a number; of the first NaN where there is no number."""
     known = values.isfinite()
-    return int(torch.where(known, sign * values, torch.full_like(values, -math.inf)).argmax()) if bool(known.any()) else 0
+    if not bool(known.any()):
+        return 0
+    return int(torch.where(known, sign * values, torch.full_like(values, -math.inf)).argmax())

@@ -32,6 +32,7 @@ class Evidence:
     rows_per_rank: tuple[int, ...] | None = None  # rows of this step
     own_rows: tuple[int, ...] | None = None  # rows since the last measured step, per rank
     own_repeats: tuple[int, ...] | None = None  # those of own_rows that the same rank had taken just before
+    rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that there was no room to send
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
     coverage: Coverage | None = None
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
