@@ -59,6 +59,7 @@ class Finding:
     remedy: str
     since: int
     step: int | None = None  # of the event, where the finding is about an earlier step than the newest
+    effects: tuple[str, ...] = ()  # what it brings about by itself on the same ranks, see ``linked``
 
 
 def named(ranks: tuple[int, ...], world_size: int | None = None) -> str:

@@ -92,7 +92,7 @@ class Recent:
 
 
 def _mean_cosines(record: StepRecord) -> Sequence[float] | None:
-    """(N,) mean of a rank's cosines with each other rank that has a direction; with their sum, where pairs are unknown."""
+    """(N,) mean of each rank's cosines with the others that have a direction; with their sum, without pairs."""
     if record.cosine_matrix is None:
         return record.direction.per_rank
     matrix = np.array(record.cosine_matrix, dtype=np.float64)
