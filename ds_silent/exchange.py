@@ -226,7 +226,9 @@ class GatherExchange:
 class ConstantSizeExchange:
     """One all-reduce of 3 k numbers and one all-gather of the scalars: the cost per rank does not grow with N * k.
 
-    A rank's cosine with the rest needs the sum, so it travels with the next sample: records come two steps later.
+    A rank's cosine with the rest needs the sum, so it travels with the next sample: records come two steps later. One
+    NaN would poison a sum for all ranks, so a rank without a finite sketch adds zeros, and its ``sketch_squared`` says
+    so; the mean of all is then NaN, as it must be.
     """
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
@@ -261,15 +263,17 @@ class ConstantSizeExchange:
         _pack_scalars(self._layout, sample, self._mine)
         if self._incomplete is not None:
             if self._step is None:
-                rest = self._sums[size : 2 * size] - self._own
+                rest = self._sums[size : 2 * size] - self._own  # of a rank that added zeros: NaN, as its own sketch is
                 self._cosine = torch.dot(self._own, rest) / (self._own.norm() * rest.norm())
             self._mine[SCALARS.index(_LATE)].copy_(self._cosine)
         self._own.zero_() if sample.sketch is None else self._own.copy_(sample.sketch)
         self._sums.zero_()
         norm = self._own.norm()
         self._mine[SCALARS.index("sketch_squared")].copy_(norm * norm)
+        usable = torch.isfinite(norm * norm) & (norm > 0.0)
         torch.div(self._own, norm, out=self._sums[:size])
         self._sums[size : 2 * size].copy_(self._own)
+        self._sums[: 2 * size].masked_fill_(~usable, 0.0)
         if sample.aggregate is not None:
             self._sums[2 * size : 3 * size].copy_(sample.aggregate)
         if sample.gram is not None:
@@ -292,6 +296,9 @@ class ConstantSizeExchange:
         sums = self._sums_landing.result().double()
         rows = self._scalars_landing.result().view(self._ranks, -1).double()
         names, squares, ids, hashes = _unpack_scalars(layout, rows)
+        mean = sums[size : 2 * size] / self._ranks
+        if not bool(names["sketch_squared"].isfinite().all()):
+            mean.fill_(torch.nan)
         return Gathered(
             step=step,
             scalars=names,
@@ -302,7 +309,7 @@ class ConstantSizeExchange:
             sketches=None,
             layer_sketches=None,
             unit_sum=sums[:size].clone(),
-            mean_sketch=sums[size : 2 * size] / self._ranks,
+            mean_sketch=mean,
             hashes=hashes,
         )
 

@@ -28,6 +28,7 @@ class Context:
     layer_names: tuple[str, ...] = ()
     rows_in_epoch: int | None = None
     skipped: bool = False  # the optimizer did not apply this step (fp16 overflow)
+    update_skipped: bool = False  # the same, whatever the reason
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,14 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
     assert gathered.unit_sum is not None
     assert gathered.mean_sketch is not None
     method = "sketch" if norms is None else "exact"
-    norms = scalars["sketch_squared"].sqrt() / scale if norms is None else norms
+    own = scalars["sketch_squared"]
+    norms = own.sqrt() / scale if norms is None else norms
     direction = statistics.constant_size_direction(
-        gathered.unit_sum, scalars.get("cosine_with_rest"), len(scale), layout.size
+        gathered.unit_sum,
+        scalars.get("cosine_with_rest"),
+        len(scale),
+        layout.size,
+        known=bool((own.isfinite() & (own > 0.0)).all()),
     )
     squared_mean = float((gathered.mean_sketch @ gathered.mean_sketch) / scale[0] ** 2)
     return _Gradients(statistics.norm_stats(norms, method, aggregated), direction, squared_mean)

@@ -244,6 +244,7 @@ class Observer:
             self._capture.layer_names,
             self.samples_per_epoch,
             self._capture.skipped,
+            self._capture.update_skipped,
         )
 
     # -- for the training script -----------------------------------------------------------------------------------

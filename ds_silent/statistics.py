@@ -5,13 +5,13 @@
     loss_stats(losses); norm_stats(norms, ...); direction_stats(gram, cosines, ...); noise_scale(...)
 
 The formulas are those of arXiv 2602.14462 (the three metrics) and arXiv 1812.06162 (noise scale, appendix A). NaN is
-never dropped: a rank without a finite gradient makes every number it enters NaN, and stands as NaN in ``per_rank``.
+never dropped: a rank without a finite gradient makes every mean and dispersion it enters NaN, and stands as NaN in
+``per_rank``. The numbers of the other ranks stay numbers: they are compared with each other alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -71,7 +71,8 @@ def direction_stats(gram: Tensor, cosines: Tensor, method: Method, size: int) ->
         size: k of the sketch.
 
     Returns:
-        None in every field but ``method`` when there is one rank: no pair exists.
+        None in every field but ``method`` when there is one rank: no pair exists. Where a rank has no direction (NaN,
+        infinity or zero) the mean is NaN; the lowest and the highest pair are of the others, NaN when there is none.
     """
     ranks = len(cosines)
     if ranks < 2:
@@ -79,13 +80,13 @@ def direction_stats(gram: Tensor, cosines: Tensor, method: Method, size: int) ->
     first, second = torch.triu_indices(ranks, ranks, offset=1)
     pairs = cosines[first, second]
     error = 0.0 if method == "exact" else mean_cosine_error(cosines, size)
-    lowest, highest = _argument(pairs, torch.argmin), _argument(pairs, torch.argmax)
+    lowest, highest = _argument(pairs, -1.0), _argument(pairs, 1.0)
     return DirectionStats(
         method=method,
         mean_cosine=float(pairs.mean()),
         standard_error=error,
-        min_cosine=float(pairs.min()),
-        max_cosine=float(pairs.max()),
+        min_cosine=float(pairs[lowest]),
+        max_cosine=float(pairs[highest]),
         min_pair=(int(first[lowest]), int(second[lowest])),
         max_pair=(int(first[highest]), int(second[highest])),
         per_rank=tuple(cosine_with_others(gram).tolist()),
@@ -95,12 +96,15 @@ def direction_stats(gram: Tensor, cosines: Tensor, method: Method, size: int) ->
 def cosine_with_others(gram: Tensor) -> Tensor:
     """(N,) cosine of each rank's gradient with the mean of the other ranks' gradients, from inner products.
 
-    With S the sum of all: <g_i, S - g_i> / (|g_i| |S - g_i|).
+    With S the sum of all: <g_i, S - g_i> / (|g_i| |S - g_i|). A rank whose own gradient is not finite is left out of
+    S, and its cosine is NaN.
     """
-    own = gram.diagonal()
-    with_all = gram.sum(dim=1)
-    others_squared = (gram.sum() - 2.0 * with_all + own).clamp(min=0.0)
-    return ((with_all - own) / (own * others_squared).sqrt()).clamp(-1.0, 1.0)
+    finite = gram.diagonal().isfinite()
+    between = torch.where(torch.outer(finite, finite), gram, torch.zeros_like(gram))
+    own = between.diagonal()
+    with_all = between.sum(dim=1)
+    others_squared = (between.sum() - 2.0 * with_all + own).clamp(min=0.0)
+    return ((with_all - own) / (own * others_squared).sqrt()).clamp(-1.0, 1.0)  # 0 / 0 where it is left out
 
 
 def mean_cosine_error(cosines: Tensor, size: int) -> float:
@@ -141,7 +145,9 @@ def noise_scale(mean_squared: float, squared_mean: float, ranks: int, batch: flo
     return noise / signal if signal != 0.0 else math.nan
 
 
-def constant_size_direction(unit_sum: Tensor, cosine_with_rest: Tensor | None, ranks: int, size: int) -> DirectionStats:
+def constant_size_direction(
+    unit_sum: Tensor, cosine_with_rest: Tensor | None, ranks: int, size: int, known: bool = True
+) -> DirectionStats:
     """Direction statistics above the gather limit, from the sum of unit sketches alone.
 
     sum over i != j of cos(g_i, g_j) = |sum of g_i/|g_i||^2 - N. Pairs are not known, so min and max of the pairs are
@@ -150,8 +156,9 @@ def constant_size_direction(unit_sum: Tensor, cosine_with_rest: Tensor | None, r
     Args:
         unit_sum: (k,) float64, sum over ranks of sketch / |sketch|.
         cosine_with_rest: (N,) float64, each rank's cosine with the mean of the others' gradients; None when unknown.
+        known: every rank has a direction; else there is no mean.
     """
-    mean = (float(unit_sum @ unit_sum) - ranks) / (ranks * (ranks - 1))
+    mean = (float(unit_sum @ unit_sum) - ranks) / (ranks * (ranks - 1)) if known else math.nan
     # mean_cosine_error in closed form for N vectors of equal pairwise cosine
     spread = (1.0 - mean) * (1.0 + (ranks - 1) * mean) / ranks
     error = math.sqrt(2.0 * ranks / (ranks - 1) / effective_size(size)) * abs(spread)
@@ -163,7 +170,9 @@ def constant_size_direction(unit_sum: Tensor, cosine_with_rest: Tensor | None, r
     )
 
 
-def _argument(values: Tensor, which: Callable[[Tensor], Tensor]) -> int:
-    """Index of the smallest or largest value; of the first NaN when there is one, so that it is the one named."""
-    nan = values.isnan().nonzero()
-    return int(nan[0]) if len(nan) else int(which(values))
+def _argument(values: Tensor, sign: float) -> int:
+    """Index of the largest of ``sign * values`` that is a number; of the first NaN where there is no number."""
+    known = values.isfinite()
+    if not bool(known.any()):
+        return 0
+    return int(torch.where(known, sign * values, torch.full_like(values, -math.inf)).argmax())

@@ -33,6 +33,7 @@ class RowsOfStep:
     rows: tuple[int, ...]  # of the step itself, per rank
     own_rows: tuple[int, ...]  # since the last sample, per rank
     own_repeats: tuple[int, ...]  # those of them that the same rank had taken just before
+    taken: tuple[int, ...] = ()  # since the last sample, per rank, also those that there was no room to send
 
 
 class RowTracker:
@@ -63,6 +64,7 @@ class RowTracker:
         rows = tuple(len(one) for one in of_step)
         own = (tuple(len(one) for one in sent.per_rank), self._recent.repeats(sent.per_rank))
         self._partial |= not sent.complete
+        taken = tuple(sent.rows)
         together = np.concatenate(sent.per_rank)
         if rows_in_epoch is not None and epoch_is_over(
             self._epoch.visits, len(together), rows_in_epoch, len(sent.per_rank)
@@ -71,12 +73,12 @@ class RowTracker:
             self._partial = False
         self._epoch.update(together)
         if rows_in_epoch is None or self._partial:
-            return RowsOfStep(CoverageStats(duplicates=found.count), None, pairs, rows, *own)
+            return RowsOfStep(CoverageStats(duplicates=found.count), None, pairs, rows, *own, taken)
         seen = self._epoch.seen(rows_in_epoch)
         consumed = self._epoch.visits / rows_in_epoch
         repeated = max(0.0, consumed - seen.value)
         coverage = Coverage(consumed, seen.value, repeated, rows_in_epoch, seen.standard_error)
-        return RowsOfStep(CoverageStats(found.count, seen.value, repeated), coverage, pairs, rows, *own)
+        return RowsOfStep(CoverageStats(found.count, seen.value, repeated), coverage, pairs, rows, *own, taken)
 
     def state_dict(self, unsent: bool) -> dict[str, Any]:
         """What continues the epoch after a resume.
@@ -109,12 +111,15 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
         rows_per_rank=None if told is None else told.rows,
         own_rows=None if told is None else told.own_rows,
         own_repeats=None if told is None else told.own_repeats,
+        rows_taken=None if told is None else told.taken,
         label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
         coverage=None if told is None else told.epoch,
         non_finite=non_finite,
         zero_gradient=zero,
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
         step_skipped=context.skipped,
+        update_skipped=context.update_skipped,
+        micro_batches=tuple(int(n) for n in scalars["loss_count"].tolist()),
     )
 
 

@@ -89,6 +89,8 @@ class Writer:
         """Write an event and tell the callbacks."""
         if event.severity in _ENDS[self._stop_on]:
             self.ends = event
+        if event.step == 0 and self._judge is not None:  # the preflight's
+            self._judge.told(event)
         self._sink.write_event(event)
         for listener in self._listeners:
             try:

@@ -81,8 +81,8 @@ def test_a_rank_without_gradient_is_seen_not_averaged_away() -> None:
     cosines = statistics.cosines_of(gradients)
     stats = statistics.direction_stats(statistics.gram_of(cosines, gradients.norm(dim=1)), cosines, "exact", 1024)
     assert math.isnan(stats.mean_cosine)
-    assert math.isnan(stats.min_cosine)
-    assert 1 in stats.min_pair
+    assert stats.min_pair == stats.max_pair == (0, 2)  # the others are compared with each other
+    assert stats.min_cosine == pytest.approx(float(cosines[0, 2]))
     assert math.isnan(stats.per_rank[1])
     assert not math.isnan(stats.per_rank[0])
 
@@ -96,7 +96,22 @@ def test_a_non_finite_rank_is_seen(bad: float) -> None:
     cosines = statistics.cosines_of(gradients)
     stats = statistics.direction_stats(statistics.gram_of(cosines, norms), cosines, "exact", 1024)
     assert math.isnan(stats.mean_cosine)
-    assert 2 in stats.min_pair
+    healthy = gradients[:2]
+    whole = float(healthy[0] @ healthy[1] / healthy[0].norm() / healthy[1].norm())
+    assert stats.min_pair == stats.max_pair == (0, 1)
+    assert stats.min_cosine == pytest.approx(whole, rel=1e-12)
+    assert stats.per_rank[:2] == pytest.approx((whole, whole), rel=1e-12)  # each with the other healthy one
+    assert math.isnan(stats.per_rank[2])
+
+
+def test_without_two_healthy_ranks_there_is_no_pair_to_name() -> None:
+    gradients = random_gradients(2)
+    gradients[1, 0] = math.nan
+    cosines = statistics.cosines_of(gradients)
+    stats = statistics.direction_stats(gradients @ gradients.T, cosines, "exact", 1024)
+    assert math.isnan(stats.min_cosine)
+    assert stats.min_pair == (0, 1)
+    assert all(math.isnan(value) for value in stats.per_rank)
 
 
 def test_identical_ranks() -> None:

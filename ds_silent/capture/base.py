@@ -73,7 +73,11 @@ class Capture(Protocol):
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer did not apply the step that was just taken."""
+        """Whether the optimizer did not apply the step that was just taken, in search of its loss scale."""
+
+    @property
+    def update_skipped(self) -> bool:
+        """Whether the optimizer did not apply the step that was just taken, whatever the reason."""
 
     @property
     def rows_waiting(self) -> bool:

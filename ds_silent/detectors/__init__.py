@@ -4,8 +4,8 @@
     events = judge.step(record, Evidence(...))                     # once per measured step, in order
 
 Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
-data (``order``), a rank that takes the same rows again (``repeats``), a rank that differs (``outlier``), a jump against
-the run's past (``drift``), a result that is wrong (``integrity``). They say what they see at this step; ``episodes``
+data (``order``), a rank that takes the same rows again (``repeats``) or another number of rows (``batch_size``), a
+rank that differs (``outlier``), a jump against the run's past (``drift``), a result that is wrong (``integrity``). They say what they see at this step; ``episodes``
 makes one event of it when it starts and one when it ends.
 
 ``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier,
@@ -21,6 +21,7 @@ from typing import Any
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import broken, duplicates
+from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.drift import DriftTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.evidence import Coverage, Evidence, Finding
@@ -56,11 +57,16 @@ class Judge:
         self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one third of the rate
         self._repeats = RepeatTest(self._log_steps + math.log(2.0))
         self._drift = DriftTest(self._log_steps)
+        self._batch_size = BatchSizeTest()
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._pairs_before: set[tuple[int, int]] = set()
         self._apart: list[Finding] = []
         self._stale_key: str | None = None
         self._conditional = False  # the model trains other parameters on other ranks, in health
+
+    def told(self, event: Event) -> None:
+        """What the preflight has found: it goes on, and what follows from it is no second alarm."""
+        self._episodes.told(event)
 
     def step(self, record: StepRecord, extras: Evidence) -> list[Event]:
         """The events of one measured step, in order of severity of what they are about: broken numbers first."""
@@ -68,6 +74,7 @@ class Judge:
         impaired = bool(findings)
         findings += integrity(record, extras.integrity) + self._replicas(record, extras)
         findings += self._stale(record, extras)
+        findings += self._batch_size.step(record, extras)
         same = self._duplicates(record, extras)
         findings += same
         findings += self._repeats.step(record, extras)
@@ -113,6 +120,7 @@ class Judge:
             "order": self._order.state_dict(),
             "repeats": self._repeats.state_dict(),
             "drift": self._drift.state_dict(),
+            "batch_size": self._batch_size.state_dict(),
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
             "pairs_before": [list(pair) for pair in sorted(self._pairs_before)],
             "stale_key": self._stale_key,
@@ -134,6 +142,8 @@ class Judge:
         self._order.load_state_dict(state["order"])
         self._repeats.load_state_dict(state["repeats"])
         self._drift.load_state_dict(state["drift"])
+        if "batch_size" in state:  # older states lack it
+            self._batch_size.load_state_dict(state["batch_size"])
         self._outlier = None
         if state["outlier"] is not None:
             self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from ds_silent.detectors.evidence import Evidence, Finding, named
 from ds_silent.records import StepRecord
 
+_LABELS = "Drop rows without label tokens (cut before their response, or empty)."
+
 
 def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
     """A NaN or infinity in any rank's loss or gradient, or born in the aggregation.
@@ -25,6 +27,7 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
     ranks = tuple(sorted(bad_loss | bad_gradient))
     layers = [layer for rank in ranks if (layer := extras.non_finite.get(rank)) is not None]
     where = layers[0] if layers else ("loss" if bad_loss else "gradient")
+    empty = tuple(sorted(bad_loss & _zero(record, extras)))  # a loss over nothing: no second fault
     if ranks:
         what = " and ".join(name for name, bad in (("loss", bad_loss), ("gradient", bad_gradient)) if bad)
         began = f", first in {layers[0]}" if layers else ""
@@ -35,33 +38,58 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
         where, message = "direction", "A gradient's sketch is not finite although its norm is: it overflows in fp32."
     else:
         return []
-    remedy = (
-        "Look at this rank's rows of this step and at the layer named; lower the learning rate or the loss scale; "
-        "go back to the last checkpoint, because the weights may hold the value by now."
-    )
+    known, remedy = _reached(record, extras)
+    if empty:
+        message += f" The gradient of {named(empty, record.world_size)} is exactly zero{_unlabelled(empty, extras)}."
+        remedy = f"{_LABELS} {remedy}"
+    message += f" {known}"
     return [Finding("non-finite", "non-finite", "error", ranks, where, None, None, message, remedy, record.step)]
+
+
+def _reached(record: StepRecord, extras: Evidence) -> tuple[str, str]:
+    """What is known of the way of the value into the weights, and what to do."""
+    look = "Look at the rows of this step and at the layer named; lower the learning rate or the loss scale"
+    if extras.update_skipped or extras.step_skipped:
+        return "The optimizer skipped this step: the weights do not hold the value.", f"{look}."
+    aggregated = record.grad_norm.aggregated
+    if aggregated is None:
+        known = "The aggregated gradient was not measured: whether the weights hold the value is not known."
+        return known, f"{look}; if the loss stays so at the next steps, go back to the last checkpoint."
+    if math.isfinite(aggregated):
+        return "The aggregated gradient is finite: the value did not reach the weights in this step.", f"{look}."
+    known = "The aggregated gradient holds it and the optimizer did not skip the step: the weights hold it by now."
+    return known, f"{look}; go back to the last checkpoint before this step."
 
 
 def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
     """A rank whose whole gradient is exactly zero."""
-    zero = _indices(record.grad_norm.per_rank, lambda v: v == 0.0) | set(extras.zero_gradient)
+    zero = _zero(record, extras)
+    zero -= _indices(record.loss.per_rank, lambda v: not math.isfinite(v))  # told by non_finite
     if not zero:
         return []
     ranks = tuple(sorted(zero))
-    tokens = extras.label_tokens
-    unlabelled = tokens is not None and all(tokens[rank] == 0 for rank in ranks)
+    cause = _unlabelled(ranks, extras)
     layers = [layer for rank in ranks if (layer := extras.zero_gradient.get(rank)) is not None]
-    cause = ": none of its rows has a label token" if unlabelled else ""
     place = f", beginning with {layers[0]}" if layers else ""
     message = f"The gradient of {named(ranks, record.world_size)} is exactly zero{place}{cause}."
     remedy = (
-        "Drop rows without label tokens (cut before their response, or empty)."
-        if unlabelled
+        _LABELS
+        if cause
         else "Look for a detached loss, parameters that do not require gradients, or a batch without labels."
     )
     where = layers[0] if layers else "gradient"
     key = f"zero-gradient:{','.join(map(str, ranks))}"
     return [Finding(key, "zero-gradient", "error", ranks, where, 0.0, None, message, remedy, record.step)]
+
+
+def _zero(record: StepRecord, extras: Evidence) -> set[int]:
+    return _indices(record.grad_norm.per_rank, lambda v: v == 0.0) | set(extras.zero_gradient)
+
+
+def _unlabelled(ranks: tuple[int, ...], extras: Evidence) -> str:
+    tokens = extras.label_tokens
+    known = tokens is not None and all(tokens[rank] == 0 for rank in ranks)
+    return ": none of its rows has a label token" if known else ""
 
 
 def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:

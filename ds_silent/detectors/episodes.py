@@ -1,5 +1,8 @@
 """One event per fault: when it starts, reminders at doubling intervals while it lasts, and one when it has ended.
 
+What an open fault brings about by itself is no second alarm, see ``linked``: it has severity ``info`` while its cause
+is open. A cause that ends first says what it has left behind.
+
 A fault that comes and goes would fill the log; so each time the same one returns it must stay away twice as long as
 before to count as ended. Reminders and ends have the kind of the fault; an end has severity ``info`` and a message that
 begins with "Ended".
@@ -7,11 +10,12 @@ begins with "Ended".
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_silent.detectors.evidence import Finding
-from ds_silent.records import Event
+from ds_silent.detectors.linked import Fault, cause_of, told_before
+from ds_silent.records import Event, Severity
 
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
 LONGEST_ABSENCE = 1024
@@ -27,6 +31,9 @@ class _Episode:
     age: int = 0  # measured steps in which it was there, or expected back
     next_reminder: int = FIRST_REMINDER
     absent: int = 0
+    severity: Severity = "error"
+    effects: tuple[str, ...] = ()
+    cause: str | None = None  # key of the fault that it follows from
 
 
 class Episodes:
@@ -35,6 +42,11 @@ class Episodes:
     def __init__(self) -> None:
         self._active: dict[str, _Episode] = {}
         self._returns: dict[str, int] = {}
+        self._told: list[Fault] = []
+
+    def told(self, event: Event) -> None:
+        """What another part of the observer has found, and goes on: later findings may follow from it."""
+        self._told.append(told_before(event))
 
     def update(self, step: int, findings: list[Finding]) -> list[Event]:
         """The events of this step, given everything that is wrong at this step."""
@@ -43,14 +55,26 @@ class Episodes:
         for key, finding in present.items():
             episode = self._active.get(key)
             if episode is None:
-                self._active[key] = _Episode(finding.kind, finding.ranks, finding.where, finding.since, step)
-                events.append(_event(step, finding, ""))
+                cause = cause_of(finding, self._open())
+                self._active[key] = _Episode(
+                    finding.kind,
+                    finding.ranks,
+                    finding.where,
+                    finding.since,
+                    step,
+                    severity=finding.severity,
+                    effects=finding.effects,
+                    cause=None if cause is None else cause.key,
+                )
+                events.append(_event(step, finding, "") if cause is None else _follows(step, finding, cause))
                 continue
             episode.last_seen, episode.absent = step, 0
             episode.age += 1
             if episode.age >= episode.next_reminder:
                 episode.next_reminder *= 2
-                events.append(_event(step, finding, f"Still, since step {episode.since}: "))
+                reminder = _event(step, finding, f"Still, since step {episode.since}: ")
+                is_open = episode.cause is not None and episode.cause in {fault.key for fault in self._open()}
+                events.append(replace(reminder, severity="info") if is_open else reminder)
         for key, episode in list(self._active.items()):
             if key in present:
                 continue
@@ -60,12 +84,24 @@ class Episodes:
                 del self._active[key]
                 self._returns[key] = min(returns + 1, 10)
                 message = f"Ended: {episode.kind}, from step {episode.since} to step {episode.last_seen}."
+                remedy = "Nothing to do."
+                left = next((f for k, f in present.items() if self._active[k].cause == key), None)
+                if left is not None:
+                    message += f" What it has left behind goes on: {left.kind} of {left.where}."
+                    remedy = left.remedy
                 events.append(
-                    Event(
-                        step, episode.kind, "info", episode.ranks, episode.where, None, None, message, "Nothing to do."
-                    )
+                    Event(step, episode.kind, "info", episode.ranks, episode.where, None, None, message, remedy)
                 )
         return events
+
+    def _open(self) -> list[Fault]:
+        """What may be a cause: what was told before, then what is going on and follows from nothing itself."""
+        own = (
+            Fault(key, one.kind, one.severity, one.ranks, one.where, one.since, one.effects)
+            for key, one in self._active.items()
+            if one.cause is None
+        )
+        return [*self._told, *own]
 
     def active(self, kind: str) -> bool:
         """Whether a fault of this kind is going on."""
@@ -78,9 +114,18 @@ class Episodes:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self._active = {
-            key: _Episode(**{**episode, "ranks": tuple(episode["ranks"])}) for key, episode in state["active"].items()
+            key: _Episode(**{**episode, "ranks": tuple(episode["ranks"]), "effects": tuple(episode.get("effects", ()))})
+            for key, episode in state["active"].items()
         }
         self._returns = dict(state["returns"])
+
+
+def _follows(step: int, finding: Finding, cause: Fault) -> Event:
+    """Written in full, and no second alarm."""
+    when = "the preflight" if cause.since == 0 else f"step {cause.since}"
+    place = f" ({cause.where})" if cause.where else ""
+    event = _event(step, finding, f"Follows from the {cause.kind} of {when}{place}: ")
+    return replace(event, severity="info")
 
 
 def _event(step: int, finding: Finding, prefix: str) -> Event:

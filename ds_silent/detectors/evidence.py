@@ -32,6 +32,7 @@ class Evidence:
     rows_per_rank: tuple[int, ...] | None = None  # rows of this step
     own_rows: tuple[int, ...] | None = None  # rows since the last measured step, per rank
     own_repeats: tuple[int, ...] | None = None  # those of own_rows that the same rank had taken just before
+    rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that there was no room to send
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
     coverage: Coverage | None = None
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
@@ -39,6 +40,8 @@ class Evidence:
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
     integrity: Integrity | None = None  # of the reduction, the optimizer's input and the replicas
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
+    update_skipped: bool = False  # the optimizer did not apply the step, whatever the reason
+    micro_batches: tuple[int, ...] | None = None  # losses that each rank took this step
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Finding:
     remedy: str
     since: int
     step: int | None = None  # of the event, where the finding is about an earlier step than the newest
+    effects: tuple[str, ...] = ()  # what it brings about by itself on the same ranks, see ``linked``
 
 
 def named(ranks: tuple[int, ...], world_size: int | None = None) -> str:

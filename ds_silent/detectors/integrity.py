@@ -12,6 +12,7 @@ import math
 from ds_silent.audit import Applied, Integrity
 from ds_silent.causes import Cause
 from ds_silent.detectors.evidence import Finding, named
+from ds_silent.detectors.linked import APPLIED
 from ds_silent.integrity import AggregateCheck
 from ds_silent.micro_batches import MicroBatches
 from ds_silent.records import Severity, StepRecord
@@ -86,7 +87,8 @@ def _aggregation(record: StepRecord, seen: Integrity, check: AggregateCheck) -> 
     # what no single rule explains is another guess at each step, and yet the same fault
     guessed = cause is None or bool(cause.unexplained) or what in ("partial", "noise")
     key = "integrity unexplained" if guessed else f"integrity {what} {where}"
-    return Finding(key, kind, "error", ranks, where, error, bound, message, _REDUCTION, record.step)
+    effects = ("replica-drift",) if received else ()  # the ranks go on from different gradients
+    return Finding(key, kind, "error", ranks, where, error, bound, message, _REDUCTION, record.step, effects=effects)
 
 
 def _told(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -> str:
@@ -168,8 +170,10 @@ def _received(record: StepRecord, received: dict[int, Groups], layers: tuple[str
         f"The ranks hold different aggregated gradients in {where}: {_who_received(groups, record.world_size)} The "
         "difference is within rounding, or outside of what each rank checks."
     )
-    key = f"integrity received {where}"
-    return Finding(key, "aggregation-error", "error", odd, where, None, None, message, _REDUCTION, record.step)
+    key, apart = f"integrity received {where}", ("replica-drift",)
+    return Finding(
+        key, "aggregation-error", "error", odd, where, None, None, message, _REDUCTION, record.step, effects=apart
+    )
 
 
 def _who_received(groups: Groups, world_size: int) -> str:
@@ -191,9 +195,10 @@ def _applied(record: StepRecord, seen: Applied) -> list[Finding]:
         remedy: str,
         severity: Severity = "error",
     ) -> None:
-        message, where, step = f"{text} (step {seen.step})", "applied gradient", seen.step
+        message, where, step = f"{text} (step {seen.step})", APPLIED, seen.step
+        apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
         findings.append(
-            Finding(key, "aggregation-error", severity, ranks, where, score, bound, message, remedy, step, step)
+            Finding(key, "aggregation-error", severity, ranks, where, score, bound, message, remedy, step, step, apart)
         )
 
     if seen.idle:

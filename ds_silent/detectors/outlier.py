@@ -15,9 +15,13 @@ by the evidence of the tokens, which can only lower it. A norm that depends on t
 rank is odd than the tokens themselves. Where all ranks have as many tokens, as packed rows do, nothing can be explained
 by them: each such step takes half of their (log) evidence back, or one odd batch would hide a fault for good.
 
+A rank so far above the others that no noise explains it is flagged at its first step, by ``at_once``. The two share the
+rate.
+
 A flagged rank leaves the comparison and the history, back to the step where its fault began. The component that
 flagged it goes on comparing it with the others; when half of the (log) evidence has been taken back the fault has
-ended. Two ranks cannot outvote each other: both are named.
+ended. Two ranks cannot outvote each other: both are named. Why a rank differs follows from all of its numbers, see
+``likely_causes``; it is weighed once, when the rank is flagged.
 """
 
 from __future__ import annotations
@@ -28,11 +32,15 @@ from typing import Any
 
 import numpy as np
 
+from ds_silent.detectors.at_once import AtOnce, StandsOut
 from ds_silent.detectors.evidence import Evidence, Finding, named
 from ds_silent.detectors.explained import Explained
-from ds_silent.detectors.sequential import Array, SequentialTest
+from ds_silent.detectors.likely_causes import causes_in_words, in_words, likely_causes
+from ds_silent.detectors.sequential import Array, SequentialTest, strongest_tilt
+from ds_silent.detectors.symptoms import Recent
 from ds_silent.records import StepRecord
 
+AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
 STATISTICS = ("loss", "gradient norm", "gradient direction")
 _MEANING = {
     ("loss", 1): "a higher loss than the others (given its tokens)",
@@ -42,10 +50,15 @@ _MEANING = {
     ("gradient direction", 1): "a gradient that agrees with the others' mean more than theirs do",
     ("gradient direction", -1): "a gradient that agrees with the others' mean less than theirs do",
 }
-_REMEDY = (
-    "Look at this rank's rows (labels, tokenization, another source of data); if they are sound, run this host's "
-    "hardware diagnostics and swap the device: silent data corruption looks like this."
-)
+_UNKNOWN = {  # of a flag that an older version has written
+    "threshold": None,
+    "severity": "warning",
+    "meaning": "other numbers than the others",
+    "numbers": "not known",
+    "why": "",
+    "look_at": "this rank's rows and code",
+}
+_AT_ONCE = "a far larger {where} than all others, at this step: no noise explains it"
 
 
 class OutlierTest:
@@ -58,21 +71,29 @@ class OutlierTest:
 
     def __init__(self, ranks: int, log_threshold: float):
         self.ranks = ranks
-        self._threshold = log_threshold + math.log(ranks)
+        self._threshold = log_threshold - math.log1p(-AT_ONCE_SHARE) + math.log(ranks)
         cap = 2.0 * self._threshold  # room for a rank whose tokens, by chance, were odd just before its fault
         self._test = SequentialTest(len(STATISTICS) + 1, ranks, cap)  # the last one: label tokens
         self._loss, self._norm, self._direction = Explained(1), Explained(3), Explained(2)
+        self._at_once = AtOnce(ranks, log_threshold - math.log(AT_ONCE_SHARE))
+        self._recent = Recent(ranks)
         self._flagged: dict[int, dict[str, Any]] = {}
 
     def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         """Findings of one step: one per flagged rank."""
+        self._recent.append(record, extras)
         healthy = np.array([rank not in self._flagged for rank in range(self.ranks)])
         tokens = _column(extras.label_tokens, self.ranks)
         with np.errstate(all="ignore"):  # non-finite values are left out one by one below
             log_tokens = np.log(tokens)
             loss = _column(record.loss.per_rank, self.ranks)
             cosine = _column(record.direction.per_rank, self.ranks)
-            log_norm = np.log(_column(record.grad_norm.per_rank, self.ranks))
+            norms = _column(record.grad_norm.per_rank, self.ranks)
+            apart = self._at_once.step(loss, norms, tokens, healthy)
+            if apart is not None:  # before anything is learnt from it
+                self._flag_at_once(apart, record.step, healthy)
+                healthy[apart.rank] = False
+            log_norm = np.log(norms)
             norm = self._norm.residual(log_norm, [loss, log_tokens, cosine], healthy)
             direction = self._direction.residual(cosine, [loss, log_tokens], healthy)
             own_loss = self._loss.residual(loss, [log_tokens], healthy)
@@ -108,40 +129,57 @@ class OutlierTest:
             return
         strongest = int(np.argmax(self._test.log_evidence()[:-1, rank]))
         onset = self._test.onset(strongest, rank)
+        where = STATISTICS[strongest]
+        flag = {"where": where, "since": onset.step, "sign": onset.sign, "component": onset.component}
+        flag |= {"score": float(score[rank]), "threshold": self._threshold, "severity": "warning"}
+        flag |= {"meaning": f"{_MEANING[where, onset.sign]}, since about step {onset.step}"}
+        self._set_apart(rank, flag, healthy)
+        self._test.forget_evidence(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+
+    def _flag_at_once(self, apart: StandsOut, step: int, healthy: Any) -> None:
+        flag = {"where": apart.quantity, "since": step, "sign": 1, "component": strongest_tilt(1)}
+        flag |= {"score": apart.score, "threshold": apart.threshold, "severity": "error"}
+        flag |= {"meaning": _AT_ONCE.format(where=apart.quantity)}
+        self._set_apart(apart.rank, flag, healthy)
+
+    def _set_apart(self, rank: int, flag: dict[str, Any], healthy: Any) -> None:
+        """The rank leaves the comparison, and the history since its fault began; what its numbers say is kept."""
         peers = [int(other) for other in np.flatnonzero(healthy)]
-        ranks = tuple(peers) if len(peers) == 2 else (rank,)
+        others = [other for other in peers if other != rank]
+        seen = self._recent.symptoms(rank, others, flag["since"])
+        causes = likely_causes(seen)
         self._flagged[rank] = {
-            "ranks": list(ranks),
-            "where": STATISTICS[strongest],
-            "since": onset.step,
-            "sign": onset.sign,
-            "component": onset.component,
-            "score": float(score[rank]),
+            **flag,
+            "ranks": peers if len(peers) == 2 else [rank],
+            "numbers": in_words(seen),
+            "why": causes_in_words(causes),
+            "look_at": "; then ".join(dict.fromkeys(cause.look_at for cause in causes)),
             "left": self._threshold,
         }
-        self._test.unlearn(rank, onset.step)
-        self._test.forget_evidence(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+        self._test.unlearn(rank, flag["since"])
 
     def _finding(self, rank: int) -> Finding:
         flag = self._flagged[rank]
         ranks, where, since = tuple(flag["ranks"]), flag["where"], flag["since"]
         if len(ranks) == 2:
+            when = f"at step {since}" if flag["severity"] == "error" else f"since about step {since}"
             message = (
-                f"{named(ranks).capitalize()} disagree in their {where} since about step {since}; with two ranks to "
-                "compare nobody can say which of them is wrong."
+                f"{named(ranks).capitalize()} disagree in their {where} {when}; with two ranks to compare nobody can "
+                f"say which of them is wrong. Rank {rank} against rank {sum(ranks) - rank}: {flag['numbers']}. "
+                f"{flag['why']}"
             )
         else:
-            message = f"Rank {rank} has {_MEANING[where, flag['sign']]}, since about step {since}."
+            message = f"Rank {rank} has {flag['meaning']}. Against the others: {flag['numbers']}. {flag['why']}"
         return Finding(
             f"outlier-rank:{rank}",
             "outlier-rank",
-            "warning",
+            flag["severity"],
             ranks,
             where,
             flag["score"],
-            self._threshold,
+            flag["threshold"],
             message,
-            _REMEDY,
+            f"Look at {flag['look_at']}.",
             since,
         )
 
@@ -153,6 +191,8 @@ class OutlierTest:
             "loss": self._loss.state_dict(),
             "norm": self._norm.state_dict(),
             "direction": self._direction.state_dict(),
+            "at_once": self._at_once.state_dict(),
+            "recent": self._recent.state_dict(),
             "flagged": {str(rank): flag for rank, flag in self._flagged.items()},
         }
 
@@ -164,7 +204,10 @@ class OutlierTest:
         self._loss.load_state_dict(state["loss"])
         self._norm.load_state_dict(state["norm"])
         self._direction.load_state_dict(state["direction"])
-        self._flagged = {int(rank): dict(flag) for rank, flag in state["flagged"].items()}
+        if "at_once" in state:  # older states lack it
+            self._at_once.load_state_dict(state["at_once"])
+            self._recent.load_state_dict(state["recent"])
+        self._flagged = {int(rank): {**_UNKNOWN, **flag} for rank, flag in state["flagged"].items()}
 
 
 def _column(values: Sequence[float] | None, ranks: int) -> Array:

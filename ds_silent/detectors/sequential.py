@@ -224,6 +224,11 @@ class SequentialTest:
         self._sum_pool()
 
 
+def strongest_tilt(sign: int) -> int:
+    """The component that looks back and asks for the largest shift."""
+    return int(np.argmax(np.where(_REMEMBERS & (sign == _SIGNS), np.abs(_TILTS), 0.0)))
+
+
 def _tilted_sums(pool: Array) -> tuple[Array, Array]:
     """(..., S, N) residuals to (..., S, components) sums of exp(t z), where history counts, and (..., S) counts."""
     known = np.isfinite(pool)

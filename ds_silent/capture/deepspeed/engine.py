@@ -144,7 +144,12 @@ class DeepSpeedCapture:
 
         ZeRO skips steps with an overflow in fp32 and bf16 too; there it is a fault, not a search for the loss scale.
         """
-        return self._scales_loss and not self._engine.was_step_applied()
+        return self._scales_loss and self.update_skipped
+
+    @property
+    def update_skipped(self) -> bool:
+        """Whether DeepSpeed did not apply the step just taken, whatever the dtype (``engine.was_step_applied()``)."""
+        return not self._engine.was_step_applied()
 
     @property
     def rows_waiting(self) -> bool:

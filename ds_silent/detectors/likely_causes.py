@@ -1,0 +1,268 @@
+"""What makes one rank differ: causes ranked by how well they fit the numbers. Pure.
+
+    causes = likely_causes(Symptoms(loss=193.0, norm=190.0, cosine=0.11, peers_cosine=0.10, label_tokens=189.0))
+    causes[0].name, causes[0].text          # "loss-summed", "193 is about its number of label tokens (189): the loss …"
+    in_words(symptoms), causes_in_words(causes)
+
+Three questions decide. Is the loss off, is the norm off, does the gradient point where the others' do?
+
+* loss and norm off by one factor, direction right: the loss itself is multiplied. That is code: sum instead of mean, a
+  division that is missing. Which one, the factor tells: the number of label tokens, rows, micro-batches or ranks.
+* norm off, loss plain, direction right: the gradient is multiplied behind the loss: a second backward, a scaling or a
+  clipping of its own.
+* direction off, loss high: other labels or other rows.
+* direction off, loss plain: the gradient was changed behind the loss: memory, a stale buffer, hardware.
+* another number of rows or label tokens changes how large and how noisy a healthy gradient is.
+
+Only what multiplies nothing in particular, or turns a gradient behind a plain loss, is what broken hardware looks like.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+SAME_FACTOR = 1.35  # loss and norm, each against other rows' loss and norm, agree on one factor no better than that
+NEAR = 1.25  # a factor this near to a count is that count
+PLAIN = 1.15  # a ratio this near to 1 says nothing, where the noise is not known
+LARGE = 3.0  # a factor that other rows or other labels do not make
+TOWARDS, AWAY = 0.5, -0.5  # of the others' own cosine: pointing where they do, pointing back
+FAINT = 0.02  # below it, the others' own cosine is too near to 0 for anybody to point elsewhere
+SHOWN = 3
+
+
+Direction = Literal["right", "off", "opposite"]
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """One rank against the others; None: not known. Ratios are to the others' median, medians over the fault's steps.
+
+    ``cosine``: of its gradient with another rank's; ``peers_cosine``: of two other ranks' gradients. Counts are of one
+    step of this rank. ``loss_noise``, ``norm_noise``: how far a healthy rank's log ratio is from 0.
+    """
+
+    loss: float | None = None
+    norm: float | None = None
+    cosine: float | None = None
+    peers_cosine: float | None = None
+    rows: float | None = None
+    peers_rows: float | None = None
+    label_tokens: float | None = None
+    peers_label_tokens: float | None = None
+    micro_batches: float | None = None
+    peers_micro_batches: float | None = None
+    ranks: int = 0
+    loss_noise: float = 0.0
+    norm_noise: float = 0.0
+
+    def each(self, count: float | None) -> float | None:
+        """Of one micro-batch."""
+        return None if count is None else count / max(self.micro_batches or 1.0, 1.0)
+
+    @property
+    def direction(self) -> Direction | None:
+        """Where its gradient points, measured by how well the others agree with each other."""
+        if self.cosine is None or self.peers_cosine is None or not self.peers_cosine > FAINT:
+            return None
+        share = self.cosine / self.peers_cosine
+        return "right" if share >= TOWARDS else ("opposite" if share <= AWAY else "off")
+
+
+@dataclass(frozen=True)
+class LikelyCause:
+    """One cause: its name, a half sentence, and what to look at."""
+
+    name: str
+    text: str
+    look_at: str
+
+
+def likely_causes(seen: Symptoms) -> tuple[LikelyCause, ...]:
+    """The likelier first; at least one."""
+    loss, norm = _off(seen.loss, seen.loss_noise), _off(seen.norm, seen.norm_noise)
+    one_factor = bool(loss and norm) and abs(loss - norm) <= math.log(SAME_FACTOR) + seen.loss_noise + seen.norm_noise
+    causes = _of_counts(seen, loss, norm)
+    if seen.direction == "opposite":
+        causes = [_negated(bool(loss)), *causes, _CORRUPTED]
+    elif seen.direction == "off":
+        causes += [_OTHER_DATA, _CORRUPTED] if loss > 0 else [_CORRUPTED, _OTHER_DATA]
+    elif one_factor:
+        causes = [*_of_one_factor(seen, (loss + norm) / 2), *causes]
+    elif norm and abs(norm) > 2.0 * abs(loss):
+        causes += _of_the_norm(seen, norm)
+    elif loss > 0:
+        causes += [_OTHER_DATA, _ADDED, _MULTIPLIED] if loss < math.log(LARGE) else [_MULTIPLIED, _ADDED]
+    elif loss < 0:
+        causes += [_EASIER, _ADDED, _MULTIPLIED]
+    else:
+        causes += [_OTHER_DATA, _CORRUPTED]
+    unique = {cause.name: cause for cause in causes}
+    return tuple(list(unique.values())[:SHOWN])
+
+
+def in_words(seen: Symptoms) -> str:
+    """The numbers, in one line."""
+    told = []
+    if seen.loss is not None:
+        told.append(f"loss {_times(seen.loss)}")
+    if seen.norm is not None:
+        told.append(f"gradient norm {_times(seen.norm)}")
+    if seen.cosine is not None:
+        others = "" if seen.peers_cosine is None else f" (theirs with each other {seen.peers_cosine:.2g})"
+        told.append(f"cosine with them {seen.cosine:.2g}{others}")
+    for name, own, theirs in (
+        ("rows", seen.rows, seen.peers_rows),
+        ("label tokens", seen.label_tokens, seen.peers_label_tokens),
+        ("micro-batches", seen.micro_batches, seen.peers_micro_batches),
+    ):
+        if own is not None and theirs is not None and (name == "label tokens" or own != theirs):
+            told.append(f"{own:g} {name} (theirs {theirs:g})")
+    return ", ".join(told)
+
+
+def causes_in_words(causes: tuple[LikelyCause, ...]) -> str:
+    """``Most likely A. Else B; C.``"""
+    first, *others = (cause.text for cause in causes)
+    return f"Most likely: {first}." + (f" Else: {'; '.join(others)}." if others else "")
+
+
+def _of_counts(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:
+    """Other numbers of rows, micro-batches or label tokens, where they go the way that the norm goes."""
+    found = []
+    rows = _ratio(seen.rows, seen.peers_rows)
+    tokens = _ratio(seen.label_tokens, seen.peers_label_tokens)
+    steps = _ratio(seen.micro_batches, seen.peers_micro_batches)
+    if steps and abs(steps) > math.log(PLAIN):
+        text = f"it takes {seen.micro_batches:g} micro-batches per step, the others {seen.peers_micro_batches:g}"
+        found.append(LikelyCause("accumulation-differs", text, "gradient_accumulation_steps of this rank"))
+    if rows and abs(rows) > math.log(PLAIN):
+        text = f"it takes {seen.rows:g} rows per step, the others {seen.peers_rows:g}"
+        found.append(LikelyCause("batch-size-differs", text, "the batch size of this rank's loader"))
+    if tokens and abs(tokens) > math.log(1.5) and tokens * norm <= 0.0 and not (loss and abs(loss) > math.log(LARGE)):
+        text = (
+            f"its rows hold {math.exp(tokens):.2g} times the label tokens of the others', and a mean over "
+            f"{'fewer is noisier and longer' if tokens < 0 else 'more is shorter'}"
+        )
+        look = "this rank's rows and its masking of labels; weigh the loss by the label tokens of all ranks"
+        found.append(LikelyCause("label-tokens-differ", text, look))
+    return found
+
+
+def _of_one_factor(seen: Symptoms, factor: float) -> list[LikelyCause]:
+    """The loss is multiplied: by what?"""
+    shown = _number(math.exp(factor))
+    found = []
+    each = " per micro-batch" if (seen.micro_batches or 1.0) > 1.0 else ""
+    summed = "the loss is summed over them, not averaged"
+    candidates = (
+        ("loss-summed", seen.each(seen.label_tokens), f"label tokens{each}", summed),
+        ("loss-summed-over-rows", seen.each(seen.rows), f"rows{each}", summed),
+        (
+            "loss-not-divided",
+            seen.micro_batches,
+            "micro-batches per step",
+            "the loss is not divided by gradient_accumulation_steps, or divided twice by the others",
+        ),
+        ("loss-times-ranks", float(seen.ranks) or None, "ranks", "the loss is multiplied by the world size"),
+    )
+    look = "reduction='sum' or 'mean', and divisions of the loss, in this rank's code"
+    for name, count, what, meaning in candidates:
+        if count is not None and count > 1.0 and abs(abs(factor) - math.log(count)) <= math.log(NEAR):
+            whose = "the number of ranks" if what == "ranks" else f"its number of {what}"
+            if factor > 0:
+                text = f"{shown} is about {whose} ({count:g}): {meaning}"
+            else:
+                text = f"1/{_number(math.exp(-factor))}, and {count:g} is {whose}: the loss is divided by it once more"
+            found.append((abs(abs(factor) - math.log(count)), LikelyCause(name, text, look)))
+    tokens = _ratio(seen.label_tokens, seen.peers_label_tokens)
+    if tokens and abs(tokens) > math.log(1.5) and abs(factor - tokens) <= math.log(NEAR):
+        text = f"{shown} is about how many more label tokens it has: the loss is weighed by the tokens on one side only"
+        found.append((abs(factor - tokens), LikelyCause("token-weighting", text, look)))
+    data = [_OTHER_DATA if factor > 0 else _EASIER] if abs(factor) < math.log(LARGE) else []
+    return [*(cause for _, cause in sorted(found, key=lambda pair: pair[0])), _MULTIPLIED, *data]
+
+
+def _of_the_norm(seen: Symptoms, norm: float) -> list[LikelyCause]:
+    """The gradient is multiplied behind a plain loss."""
+    factor = math.exp(norm)
+    counts = (
+        (2.0, "backward runs twice"),
+        (seen.micro_batches, "the gradient is not divided by gradient_accumulation_steps"),
+        (float(seen.ranks) or None, "the gradient is multiplied by the world size"),
+        (seen.each(seen.rows), "the gradient is summed over the rows"),
+        (seen.each(seen.label_tokens), "the gradient is summed over the label tokens"),
+    )
+    found = [
+        (abs(norm - math.log(count)), f"{_number(factor)} is about {count:g}: {meaning}")
+        for count, meaning in counts
+        if count is not None and count > 1.0 and abs(norm - math.log(count)) <= math.log(NEAR)
+    ]
+    causes = [LikelyCause("gradient-counted", text, _SCALED.look_at) for _, text in sorted(found)[:1]]
+    causes += [_CLIPPED, _SCALED] if norm < 0 else [_SCALED]
+    return [*causes, _OTHER_DATA, _CORRUPTED] if abs(norm) < math.log(LARGE) else [*causes, _CORRUPTED]
+
+
+def _negated(loss_off: bool) -> LikelyCause:
+    text = "its gradient points the other way: a sign is wrong in its loss, in a hook or in an optimizer's maximize"
+    return LikelyCause("sign", text + (", and the loss follows" if loss_off else ""), "the sign of this rank's loss")
+
+
+_MULTIPLIED = LikelyCause(
+    "loss-multiplied",
+    "its loss is multiplied by what the others' is not (sum instead of mean, a weight, a division that is missing)",
+    "the reduction, the weight and the divisions of the loss in this rank's code",
+)
+_SCALED = LikelyCause(
+    "gradient-scaled",
+    "its gradient is multiplied behind the loss (a second backward, a hook, a loss scale that is not taken back)",
+    "code between this rank's loss and the reduction: backward, hooks, loss scale, clipping",
+)
+_CLIPPED = LikelyCause(
+    "clipped-before-reduction",
+    "its gradient is clipped or scaled down before the reduction",
+    "clipping and hooks that run before the reduction on this rank",
+)
+_OTHER_DATA = LikelyCause(
+    "other-data",
+    "its rows or labels are of another kind (labels shifted or shuffled, tokenization, another source of data)",
+    "this rank's rows: labels, tokenization, source of data",
+)
+_EASIER = LikelyCause(
+    "easier-data",
+    "its rows are easier or known already, or it trains without dropout (evaluation mode)",
+    "this rank's rows, and model.training on it",
+)
+_ADDED = LikelyCause(
+    "loss-term",
+    "something without a gradient is added to its loss, or the loss that it reports is not the one it trains on",
+    "what this rank returns as its loss",
+)
+_CORRUPTED = LikelyCause(
+    "corrupted-gradient",
+    "its gradient is changed behind the loss (a stale buffer, a hook, silent data corruption)",
+    "hooks and buffers of this rank, then the hardware diagnostics of its host: swap the device if they fail",
+)
+
+
+def _off(ratio: float | None, noise: float) -> float:
+    """log ratio, or 0.0 where it is plain or not known."""
+    if ratio is None or not 0.0 < ratio < math.inf:
+        return 0.0
+    plain = min(max(4.0 * noise, 0.02), math.log(LARGE)) if noise > 0.0 else math.log(PLAIN)
+    return math.log(ratio) if abs(math.log(ratio)) > plain else 0.0
+
+
+def _ratio(own: float | None, theirs: float | None) -> float | None:
+    """log of own over theirs; None where one of them is not known or is 0."""
+    return math.log(own / theirs) if own and theirs else None
+
+
+def _times(ratio: float) -> str:
+    return f"{_number(ratio)} times theirs"
+
+
+def _number(value: float) -> str:
+    """Three digits, and thousands with a comma."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"

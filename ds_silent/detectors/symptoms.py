@@ -1,0 +1,143 @@
+"""One rank's numbers against the others', from the newest records: what :mod:`likely_causes` weighs.
+
+recent = Recent(ranks=4)
+recent.append(record, extras)                       # once per measured step
+recent.symptoms(rank=2, others=[0, 1, 3], since=21)  # medians over the steps since then
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ds_silent.detectors.evidence import Evidence
+from ds_silent.detectors.likely_causes import Symptoms
+from ds_silent.detectors.sequential import Array
+from ds_silent.records import StepRecord
+
+REMEMBERED, NUMBERS = 32, 2048  # steps; of more ranks fewer, down to 4, so that a checkpoint stays small
+_NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches")
+_LOSS, _NORM, _COSINE, _ROWS, _TOKENS, _MICRO = range(len(_NAMES))
+
+
+class Recent:
+    """What each rank sent in the newest measured steps.
+
+    A rank's cosine is kept as the mean of those with each other one, in which no rank's length counts.
+    """
+
+    def __init__(self, ranks: int):
+        self._ranks, self._pairs = ranks, True
+        self._steps: deque[tuple[int, Array]] = deque(maxlen=max(4, min(REMEMBERED, NUMBERS // ranks)))
+
+    def append(self, record: StepRecord, extras: Evidence) -> None:
+        """Remember one step."""
+        columns = (
+            record.loss.per_rank,
+            record.grad_norm.per_rank,
+            _mean_cosines(record),
+            extras.rows_taken,
+            extras.label_tokens,
+            extras.micro_batches,
+        )
+        self._pairs = record.cosine_matrix is not None
+        nothing = (math.nan,) * self._ranks
+        self._steps.append((record.step, np.array([nothing if c is None else c for c in columns], dtype=np.float64)))
+
+    def symptoms(self, rank: int, others: Sequence[int], since: int) -> Symptoms:
+        """Medians over the steps from ``since`` on that are remembered; over the newest one where none is."""
+        if not self._steps or not others:
+            return Symptoms(ranks=self._ranks)
+        newer = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])  # (T, 6, N)
+        peers = list(others)
+        loss, loss_noise = _ratio(newer[:, _LOSS], rank, peers)
+        norm, norm_noise = _ratio(newer[:, _NORM], rank, peers)
+        cosines = newer[:, _COSINE]
+        if self._pairs:
+            own, theirs = zip(*(_apart(row, rank) for row in cosines), strict=True)
+        else:
+            own, theirs = tuple(cosines[:, rank]), tuple(cosines[:, peers].flatten())
+        counts = {index: _count(newer[:, index], rank, peers) for index in (_ROWS, _TOKENS, _MICRO)}
+        return Symptoms(
+            loss=loss,
+            norm=norm,
+            cosine=_median(own),
+            peers_cosine=_median(theirs),
+            rows=counts[_ROWS][0],
+            peers_rows=counts[_ROWS][1],
+            label_tokens=counts[_TOKENS][0],
+            peers_label_tokens=counts[_TOKENS][1],
+            micro_batches=counts[_MICRO][0],
+            peers_micro_batches=counts[_MICRO][1],
+            ranks=self._ranks,
+            loss_noise=loss_noise,
+            norm_noise=norm_noise,
+        )
+
+    def state_dict(self) -> list[Any]:
+        """JSON-able: None for what is no finite number."""
+        return [
+            [step, [[float(v) if math.isfinite(v) else None for v in column] for column in row]]
+            for step, row in self._steps
+        ]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        """Continue from :meth:`state_dict` of as many ranks."""
+        self._steps.clear()
+        self._steps.extend((int(step), np.array(row, dtype=np.float64)) for step, row in state)
+
+
+def _mean_cosines(record: StepRecord) -> Sequence[float] | None:
+    """(N,) mean of each rank's cosines with the others that have a direction; with their sum, without pairs."""
+    if record.cosine_matrix is None:
+        return record.direction.per_rank
+    matrix = np.array(record.cosine_matrix, dtype=np.float64)
+    known = np.isfinite(matrix.diagonal())
+    if known.sum() < 2:
+        return None
+    matrix = np.where(np.outer(known, known), matrix, 0.0)
+    means = (matrix.sum(axis=1) - matrix.diagonal()) / (known.sum() - 1)
+    return [float(v) for v in np.where(known, means, math.nan)]
+
+
+def _apart(means: Array, rank: int) -> tuple[float, float]:
+    """(the rank's own mean cosine, that of the others with each other) from all ranks' mean cosines.
+
+    Over the n(n-1) ordered pairs the cosines add up to (n-1) sum of means; those with the rank to 2 (n-1) means[rank].
+    """
+    known = means[np.isfinite(means)]
+    count, own = len(known), float(means[rank])
+    if count < 3 or not math.isfinite(own):
+        return own, math.nan
+    return own, float((known.sum() - 2.0 * own) / (count - 2))
+
+
+def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, float]:
+    """The rank over the others' median, and how far a healthy rank's log ratio is from 0 after as many steps."""
+    ratios, spreads = [], []
+    for row in values:
+        own, theirs = row[rank], row[others]
+        theirs = theirs[np.isfinite(theirs) & (theirs > 0.0)]
+        if not len(theirs) or not (math.isfinite(own) and own > 0.0):
+            continue
+        ratios.append(float(own / np.median(theirs)))
+        if len(theirs) > 1:
+            spreads.append(float(np.log(theirs).std(ddof=1)))
+    noise = float(np.median(spreads)) / math.sqrt(len(ratios)) if spreads else 0.0
+    return _median(ratios), noise
+
+
+def _count(values: Array, rank: int, others: list[int]) -> tuple[float | None, float | None]:
+    known = values[np.isfinite(values).all(axis=1) & (values >= 0.0).all(axis=1) & (values.max(axis=1) > 0.0)]
+    if not len(known):
+        return None, None
+    return float(np.median(known[:, rank])), float(np.median(known[:, others]))
+
+
+def _median(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return float(np.median(finite)) if finite else None
