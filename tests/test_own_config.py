@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def check(path: Path, content: Any, *options: str) -> Any:
-    text = content if isinstance(content, str) else json.dumps(content)
-    path.write_bytes(content if isinstance(content, bytes) else text.encode("utf-8", "surrogatepass"))
+    text = json.dumps(content) if isinstance(content, dict) else content
+    path.write_bytes(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
     return CliRunner().invoke(app, ["check", str(path), *options])
 
 
@@ -177,6 +177,7 @@ def test_auto_is_for_the_trainer_and_said(tmp_path: Path) -> None:
 def test_what_people_write_around_it(text: str, tmp_path: Path) -> None:
     result = check(tmp_path / "c.json", text % json.dumps({**BLOCK, "train_batch_size": 8}))
     assert result.exit_code == 0, result.output
+    assert DeepSpeedConfig(str(tmp_path / "c.json")).train_batch_size == 8  # the same file, read by DeepSpeed
 
 
 @pytest.mark.parametrize("zero", [True, {"stage": "2"}, {"stage": 2.0}, {"stage": 1, "overlap_comm": "true"}])
@@ -245,7 +246,9 @@ def mutated(config: dict[str, Any], dice: random.Random) -> dict[str, Any]:
         for part in outer:
             inner = inner[part]
         act = dice.random()
-        if act < 0.75:
+        if act < 0.3 and isinstance(inner[key], (bool, int, float)):  # something that may well be right
+            inner[key] = not inner[key] if isinstance(inner[key], bool) else 2 * inner[key]
+        elif act < 0.75:
             inner[key] = copy.deepcopy(dice.choice(ODD))
         elif act < 0.85:
             del inner[key]

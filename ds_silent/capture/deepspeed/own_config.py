@@ -205,7 +205,7 @@ def _refuse_odd_values(own: Mapping[str, Any]) -> None:
             raise ConfigError(f"{_plain(path[0])} is nested deeper than {DEEPEST} objects; correct it")
         odd = isinstance(value, float) and not math.isfinite(value)
         if isinstance(value, str):  # what Hjson makes of it, the comma included
-            odd = re.fullmatch(r"[+-]?(nan|inf|infinity)\s*[,}\]]*", value.strip(), re.IGNORECASE) is not None
+            odd = re.fullmatch(r"-?(NaN|Infinity)[\s,}\]]*", value.strip()) is not None
         if odd:
             raise ConfigError(f"{name} must be a finite number, got {shown(value)}; write one or leave it out")
 
