@@ -113,7 +113,7 @@ def attach(engine: Any, config: SilentConsistencyConfig | Mapping[str, Any] | No
 
 
 def observer_of(engine: Any) -> Observer | None:
-    """The observer of an engine, or None when it has none (no block, disabled, or closed)."""
+    """The observer of an engine, or None when it has none (no block, disabled, no optimizer, or closed)."""
     observer: Observer | None = engine.__dict__.get(_ATTRIBUTE)
     return None if observer is None or observer.closed else observer
 

@@ -30,17 +30,32 @@ def check(
         list[str],
         typer.Argument(help="DeepSpeed configurations: JSON files, or their base64 form.", metavar="DS_CONFIG..."),
     ],
-    world_size: Annotated[int, typer.Option(min=1, help="Data-parallel ranks to reckon with.", metavar="N")] = 8,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=2**31 - 1,
+            help="Data-parallel ranks to reckon with; default: 8, or what the batch sizes say.",
+            metavar="N",
+        ),
+    ] = None,
     parameters: Annotated[
         int | None, typer.Option(min=1, help="Trainable parameters of the model, for the exact method.", metavar="N")
     ] = None,
 ) -> None:
     """Say what a configuration will measure, send and keep; nothing is started.
 
+    DeepSpeed's own part of it is checked too, by DeepSpeed's own classes.
+
     Exit status: 0 when every configuration can be honoured, else 2.
     """
     # Inside the command, because they import torch and DeepSpeed: `ds-silent --help` need not wait for that.
-    from ds_silent.capture.deepspeed import refuse_too_few_ranks, refuse_unsupported_config
+    from ds_silent.capture.deepspeed import (
+        left_to_fill_in,
+        refuse_broken,
+        refuse_too_few_ranks,
+        refuse_unsupported_config,
+    )
     from ds_silent.config import ConfigError, parse
     from ds_silent.ds_config import load_ds_config
     from ds_silent.forecast import plan_lines
@@ -54,7 +69,9 @@ def check(
             config = parse(loaded)
             if config is not None:
                 refuse_unsupported_config(loaded, config)
-                refuse_too_few_ranks(config, world_size)
+            ranks = refuse_broken(loaded, world_size)
+            if config is not None:
+                refuse_too_few_ranks(config, ranks)
         except ConfigError as error:
             typer.echo(f"ds-silent: {error}", err=True)
             refused = True
@@ -62,8 +79,10 @@ def check(
         if config is None:
             typer.echo('silent_consistency: off (no block, or "enabled": false); the training runs as without it')
             continue
-        for line in plan_lines(config, loaded, world_size, parameters):
+        for line in plan_lines(config, loaded, ranks, parameters):
             typer.echo(line)
+        for note in left_to_fill_in(loaded):
+            typer.echo(f"  {note}")
     if refused:
         raise typer.Exit(2)
 

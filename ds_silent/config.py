@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -24,6 +25,8 @@ BLOCK = "silent_consistency"
 _SHORT_NAMES = ("silent", "dssilent")
 _COMMENT_MARKS = ("_", "#", "/")  # how people take a key out of a JSON file without deleting it
 SKETCH_SIZES = (256, 1_048_576)
+LARGEST = 2**31 - 1
+"""Of any whole number: more would not fit into what is sent and written."""
 
 
 class ConfigError(ValueError):
@@ -37,7 +40,7 @@ def _is(must: str, default: Any, **bounds: Any) -> Any:
 
 def _whole(default: int, low: int, high: int | None = None) -> Any:
     upper = "" if high is None else f" and at most {high}"
-    bounds = {"ge": low} if high is None else {"ge": low, "le": high}
+    bounds = {"ge": low, "le": LARGEST if high is None else high}
     return _is(f"be a whole number, at least {low}{upper}", default, **bounds)
 
 
@@ -189,6 +192,7 @@ class SilentConsistencyConfig(_Block):
     def _names_a_directory(cls, value: str) -> str:
         if not value.strip() or "\0" in value:
             raise ValueError("blank")
+        os.fsencode(value)  # half of a surrogate pair names nothing
         return value
 
 
@@ -231,8 +235,12 @@ def _known(model: type[_Block], block: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _known(inner, value) if (inner := _block_type(model, key)) and isinstance(value, Mapping) else value
         for key, value in block.items()
-        if key in model.model_fields and value != "auto"
+        if key in model.model_fields and not _is_auto(value)
     }
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"  # an array would compare element by element
 
 
 def _spelling_errors(model: type[_Block], block: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
@@ -242,7 +250,7 @@ def _spelling_errors(model: type[_Block], block: Mapping[str, Any], path: tuple[
         inner = _block_type(model, key) if isinstance(key, str) else None
         if key not in model.model_fields:
             errors.append(_unknown_key(key, model, path))
-        elif value == "auto":
+        elif _is_auto(value):
             errors.append(
                 f'{".".join((*path, key))} must not be "auto", because nothing here is filled in later; '
                 f"{_remedy(model, key)}"
@@ -268,6 +276,8 @@ def _value_error(location: tuple[int | str, ...], value: object) -> str:
     if _block_type(model, key):
         return f'{name} must be an object in braces, got {shown(value)}; write "{key}": {{}} or leave it out'
     must = model.model_fields[key].json_schema_extra["must"]
+    if type(value) is int and value > LARGEST and "at most" not in must:
+        must += f" and at most {LARGEST}"
     return f"{name} must {must}, got {shown(value)}; {_remedy(model, key, value)}"
 
 

@@ -15,11 +15,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hjson
+from pydantic import TypeAdapter, ValidationError
 
 from ds_silent.config import ConfigError, shown
+
+_Value = TypeVar("_Value")
 
 
 def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -73,11 +76,60 @@ def _read_object(text: str, name: str) -> dict[str, Any]:
     except ConfigError:
         raise
     except hjson.HjsonDecodeError as error:
+        number = _first_no_number(text)
+        if number is not None:
+            line, found = number
+            raise ConfigError(
+                f"{name} is not JSON: {found} at line {line} is no number; write a finite one or leave it out"
+            ) from None
         raise ConfigError(
             f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; correct it there"
         ) from None
-    except (ValueError, OverflowError, RecursionError) as error:
+    except Exception as error:  # whatever a parser does with a number of 5,000 digits or a thousand open braces
         raise ConfigError(f"{name} cannot be read as JSON ({type(error).__name__}); correct it") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} must hold one object in braces, got {shown(value)}")
+        raise ConfigError(f"{name} must hold one object in braces, got {shown(value)}; put braces around it")
+    if not value and not re.sub(_IGNORED, "", text, flags=re.DOTALL):
+        raise ConfigError(f"{name} is empty; write an object in braces, as in {{}}")
     return value
+
+
+_IGNORED = r"\ufeff|\s|#[^\n]*|//[^\n]*|/\*.*?\*/"
+
+
+def _first_no_number(text: str) -> tuple[int, str] | None:
+    """(line, what stands there) of the first NaN or Infinity, which Hjson takes for the start of a bare string."""
+    for found in re.finditer(rf'"(?:[^"\\\n]|\\.)*"|{_IGNORED}|(-?(?:NaN|Infinity)\b)', text, re.DOTALL):
+        if found[1] is not None:
+            return text.count("\n", 0, found.start()) + 1, found[1]
+    return None
+
+
+def section(ds_config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under ``key``; an empty one where there is none, or DeepSpeed will refuse what is."""
+    found = ds_config.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def switched_on(section: Mapping[str, Any], key: str) -> bool:
+    """A switch as pydantic reads it for DeepSpeed: ``"yes"`` and 1 are true, ``"false"`` is not."""
+    return _read(_BOOL, section.get(key), False)
+
+
+def zero_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """``zero_optimization`` with its stage as a number, as DeepSpeed reads it: ``true`` is stage 1, ``"2"`` stage 2."""
+    zero = dict(section(ds_config, "zero_optimization"))
+    stage = 1 if ds_config.get("zero_optimization") is True else _read(_INT, zero.get("stage"), 0)
+    named = [key for key in ("overlap_comm", "round_robin_gradients") if key in zero]
+    switches: dict[str, Any] = {key: switched_on(zero, key) for key in named}
+    return {**zero, **switches, "stage": stage}
+
+
+_BOOL, _INT = TypeAdapter(bool), TypeAdapter(int)
+
+
+def _read(adapter: TypeAdapter[_Value], value: object, default: _Value) -> _Value:
+    try:
+        return adapter.validate_python(value)
+    except ValidationError:
+        return default

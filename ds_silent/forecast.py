@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
+from ds_silent.ds_config import section, switched_on, zero_section
 from ds_silent.exchange import GATHER_LIMIT, Layout, gathers_sketches
 from ds_silent.plan import place_size
 from ds_silent.sketch import make_plan
@@ -93,8 +94,8 @@ def _response_lines(
 ) -> Iterator[str]:
     """What is done about an error, and what that keeps and sends; see ``ds_silent.respond``."""
     respond, resync = config.respond, config.resync
-    width, dtype = (
-        (2, "bf16") if _enabled(ds_config, "bf16") else (2, "fp16") if _enabled(ds_config, "fp16") else (4, "fp32")
+    width, dtype = next(
+        ((2, name) for name in ("bf16", "fp16") if switched_on(section(ds_config, name), "enabled")), (4, "fp32")
     )
     size = f"{width} bytes per parameter" if parameters is None else f"{size_text(width * parameters)} in {dtype}"
     waits = "each step waits for its own check"
@@ -124,11 +125,6 @@ def _response_lines(
     elif resync.mode == "dynamic":
         yield f"  resync      at most every {resync.interval} updates, what differs is averaged beside the next step"
         yield f"              ({_state(resync.state)}); keeps an fp32 copy of what differs meanwhile"
-
-
-def _enabled(ds_config: Mapping[str, Any], section: str) -> bool:
-    found = ds_config.get(section)
-    return isinstance(found, Mapping) and found.get("enabled") is True
 
 
 def _state(state: str) -> str:
@@ -188,9 +184,8 @@ def _exact(
     config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int, parameters: int | None
 ) -> str:
     """The extra memory and traffic of the exact method; see ``ds_silent.exact``."""
-    zero = ds_config.get("zero_optimization")
-    zero = zero if isinstance(zero, Mapping) else {}
-    stage = zero.get("stage", 0)
+    zero = zero_section(ds_config)
+    stage = zero["stage"]
     copies = stage in (2, 3) or (stage == 1 and bool(zero.get("overlap_comm")))
     sent = f"all-to-all in pieces within {config.direction.exact_memory_mb} MiB"
     if parameters is not None:

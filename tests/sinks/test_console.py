@@ -44,6 +44,15 @@ def test_the_interval(every: int, steps: list[int], capsys: pytest.CaptureFixtur
     assert printed == steps
 
 
+def test_a_second_engine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(1, label="engine-2")
+    sink.write(full_record(3))
+    sink.write_event(event())
+    step, told = capsys.readouterr().out.splitlines()
+    assert step.startswith("[ds_silent engine-2] step 3  loss")
+    assert told.startswith("[ds_silent engine-2] step 12  ERROR  duplicate-data")
+
+
 def test_a_negative_interval() -> None:
     with pytest.raises(ValueError, match="every must be at least 0, got -1"):
         ConsoleSink(-1)

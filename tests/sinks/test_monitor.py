@@ -19,6 +19,14 @@ def test_same_tags_and_values_on_the_axis_of_samples() -> None:
     assert all(type(value) is float for _, value, _ in written[0])
 
 
+def test_the_engines_of_one_process_do_not_share_a_tag() -> None:
+    written: list[list[tuple[str, float, int]]] = []
+    for label in (None, "engine-2"):
+        MonitorSink(written.append, label).write(full_record(12))
+    first, second = ([tag for tag, _, _ in points] for points in written)
+    assert second == [f"engine-2/{tag}" for tag in first]
+
+
 def test_only_finite_numbers() -> None:
     written: list[list[tuple[str, float, int]]] = []
     sink = MonitorSink(written.append)

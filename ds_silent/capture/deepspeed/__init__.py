@@ -7,6 +7,7 @@ what it relies on; all were read in 0.16.9 and 0.19.8.
 from ds_silent.capture.deepspeed.applied import base_optimizers
 from ds_silent.capture.deepspeed.engine import DeepSpeedCapture
 from ds_silent.capture.deepspeed.groups import data_parallel_group, engine_facts
+from ds_silent.capture.deepspeed.own_config import left_to_fill_in, refuse_broken
 from ds_silent.capture.deepspeed.refusals import (
     has_optimizer,
     refuse_too_few_ranks,
@@ -20,6 +21,8 @@ __all__ = [
     "data_parallel_group",
     "engine_facts",
     "has_optimizer",
+    "left_to_fill_in",
+    "refuse_broken",
     "refuse_too_few_ranks",
     "refuse_unsupported_config",
     "refuse_unsupported_engine",

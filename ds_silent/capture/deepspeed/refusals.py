@@ -11,6 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, shown
+from ds_silent.ds_config import section, switched_on, zero_section
 
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
@@ -22,12 +23,12 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsis
         ds_config: all of it.
         config: its parsed block; with it, responses that make no sense under this ZeRO stage are refused too.
     """
-    zero = ds_config.get("zero_optimization") or {}
-    optimizer = str((ds_config.get("optimizer") or {}).get("type", ""))
+    zero = zero_section(ds_config)
+    optimizer = str(section(ds_config, "optimizer").get("type", ""))
     found = None
-    if (ds_config.get("compile") or {}).get("deepcompile"):
+    if switched_on(section(ds_config, "compile"), "deepcompile"):
         found = "compile.deepcompile true (it reduces gradients inside the compiled graph)"
-    elif isinstance(zero, Mapping) and zero.get("zenflow"):
+    elif zero.get("zenflow"):
         found = "zero_optimization.zenflow (it applies parts of the gradient at different steps)"
     elif re.sub(r"[^a-z0-9]", "", optimizer.lower()) in ONE_BIT_OPTIMIZERS:
         found = f"optimizer.type {optimizer} (it communicates compressed momentum, not gradients)"
@@ -38,9 +39,9 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsis
             f'silent_consistency cannot observe {found}; remove it, or set "silent_consistency": {{"enabled": false}}'
         )
     if config is not None:
-        _refuse_responses(zero if isinstance(zero, Mapping) else {}, config)
+        _refuse_responses(zero, config)
         if config.reduction == "ordered":
-            _refuse_ordered(ds_config, zero if isinstance(zero, Mapping) else {})
+            _refuse_ordered(ds_config, zero)
 
 
 def _refuse_responses(zero: Mapping[str, Any], config: SilentConsistencyConfig) -> None:
@@ -80,7 +81,7 @@ def _refuse_ordered(ds_config: Mapping[str, Any], zero: Mapping[str, Any]) -> No
     stage = zero.get("stage", 0)
     offload = zero.get("offload_optimizer")
     offloads = isinstance(offload, Mapping) and offload.get("device", "none") != "none"
-    accumulation = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
+    accumulation = section(ds_config, "data_types").get("grad_accum_dtype")
     steps = ds_config.get("gradient_accumulation_steps")
     if stage in (2, 3):
         _not_ordered(f"ZeRO stage {stage}", "it reduces and frees gradients during the backward", "use stage 0 or 1")
@@ -97,15 +98,15 @@ def _refuse_ordered(ds_config: Mapping[str, Any], zero: Mapping[str, Any]) -> No
         why = "DeepSpeed then accumulates in a room of its own"
         remedy = "leave it out: an ordered reduction adds up in fp32 anyway"
         _not_ordered(f"data_types.grad_accum_dtype {shown(accumulation)}", why, remedy)
-    if (ds_config.get("fp16") or {}).get("enabled"):
+    if switched_on(section(ds_config, "fp16"), "enabled"):
         _not_ordered("fp16.enabled true", "loss scales differ between the runs to be compared", "use bf16 or fp32")
-    if (ds_config.get("torch_autocast") or {}).get("enabled"):
+    if switched_on(section(ds_config, "torch_autocast"), "enabled"):
         why = "gradients of several dtypes have not been tried"
         _not_ordered("torch_autocast.enabled true", why, "use bf16.enabled or fp32")
     if ds_config.get("managed_gradient_accumulation") is False:
         why = "micro-batches are then added up before they can be taken apart"
         _not_ordered("managed_gradient_accumulation false", why, "leave it out")
-    if isinstance(steps, int):
+    if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
         _refuse_accumulation(steps)
 
 
