@@ -24,7 +24,7 @@ from ds_silent.detectors import broken, duplicates
 from ds_silent.detectors.drift import DriftTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.evidence import Coverage, Evidence, Finding
-from ds_silent.detectors.integrity import integrity, replicas
+from ds_silent.detectors.integrity import integrity, notes, replicas
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
@@ -72,15 +72,15 @@ class Judge:
         findings += same
         findings += self._repeats.step(record, extras)
         findings += self._order.step(record, extras, bool(same), self._repeats.attributed)
-        notes: list[Event] = []
+        told = notes(extras.integrity)
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
                 self._outlier = OutlierTest(record.world_size, self._log_steps)
             # ranks that hold the same rows are not exchangeable with the others
             findings += self._outlier.standing() if same else self._outlier.step(record, extras)
             if not impaired and not findings:  # never learn from a flagged step
-                notes = self._drift.step(record)
-        return self._episodes.update(record.step, findings) + notes
+                told += self._drift.step(record)
+        return self._episodes.update(record.step, findings) + told
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         found = duplicates.by_ids(record, extras, self._pairs_before)

@@ -28,6 +28,7 @@ from ds_silent.capture.deepspeed.gradients import (
     accumulated_gradients,
     aggregated_gradients,
     numel_of,
+    reduced_after_backward,
     share_of,
     whole_on_every_rank,
 )
@@ -93,6 +94,7 @@ class DeepSpeedCapture:
         )
         if ordered:
             self._ordered = OrderedReduction(engine, self._parameters, self._share, config, self.group)
+        self._early = reduced_after_backward(engine)
         self._places = applied_places(engine, self._parameters, self._share) if checks else None
         self.aggregate_replicated = checks and self._share is not None and whole_on_every_rank(engine)
         self.clip: float = float(engine.gradient_clipping())
@@ -110,6 +112,7 @@ class DeepSpeedCapture:
     def _start_step(self) -> None:
         self._measuring: bool | None = None  # decided at the step's first gradient, from rank-agreed state
         self._exact = False
+        self._reducing = self._stepped = False
         self._loss_scale: Tensor | None = None
         self._gram: Tensor | None = None
 
@@ -138,7 +141,10 @@ class DeepSpeedCapture:
         """Whether the loss scale made DeepSpeed skip the step just taken (``engine.was_step_applied()``, 0.12 to 0.19).
 
         ZeRO skips steps with an overflow in fp32 and bf16 too; there it is a fault, not a search for the loss scale.
+        In stage 0 autocast's scaler leaves the optimizer out without telling the engine.
         """
+        if getattr(self._engine, "torch_autocast_z0_gradscaler", None) is not None and self._measuring:
+            return not self._stepped
         return self._scales_loss and not self._engine.was_step_applied()
 
     @property
@@ -256,7 +262,7 @@ class DeepSpeedCapture:
             self._patches.add(parameter.register_hook(self._gradient_hook(index)))
         self._patches.add(engine.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self._patches.add(engine.register_forward_hook(self._after_forward))
-        if self._places is not None:
+        if self._places is not None or getattr(engine, "torch_autocast_z0_gradscaler", None) is not None:
             for optimizer in base_optimizers(engine):
                 self._patches.add(optimizer.register_step_pre_hook(self._before_optimizer))
         self._wrap("backward", self._backward)
@@ -289,7 +295,11 @@ class DeepSpeedCapture:
     # -- wrappers of engine methods -----------------------------------------------------------------------------
 
     def _backward(self, original: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper."""
+        """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper.
+
+        When the boundary's backward has ended, its result is still what the reduction made of it: from then on until
+        ``engine.step``, scripts clip and scale. Who calls neither this nor the reduction here is looked at in the step.
+        """
         self._sampler.loss(loss)
         if self._scales_loss and loss.requires_grad:
             steps = self._engine.gradient_accumulation_steps() if kwargs.get("scale_wrt_gas", True) else 1
@@ -298,7 +308,11 @@ class DeepSpeedCapture:
                 self._loss_scale = gradient.detach().float() * steps
 
             loss.register_hook(keep_scale)  # type: ignore[no-untyped-call]
-        return original(loss, *args, **kwargs)
+        result = original(loss, *args, **kwargs)
+        if self._reducing and self._early:
+            self._reducing = False
+            self._sampler.reduced(self._aggregated())
+        return result
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens."""
@@ -326,6 +340,7 @@ class DeepSpeedCapture:
         if not self._measures():
             return False
         if boundary:
+            self._reducing = True
             self._sampler.guarded(lambda: self._local.observe_silent(self._exact))
         self._sampler.guarded(self._local.end_micro_batch)
         return boundary and self._exact
@@ -365,7 +380,7 @@ class DeepSpeedCapture:
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """``torch.optim.Optimizer.register_step_pre_hook``: once per step, under ZeRO once per parameter group."""
-        places = self._places
+        self._stepped, places = True, self._places
         if places is not None and self._measuring:
             self._sampler.guarded(lambda: self._sampler.apply(applied_gradients(optimizer, places)))
 
