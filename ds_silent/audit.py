@@ -10,7 +10,7 @@ that it belongs to.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Applied:
     noisy: tuple[int, ...]  # ranks whose share alone has a larger error than rounding explains of the whole
     idle: tuple[int, ...]  # ranks whose optimizer did not step although others' did
     rescaled: float | None = None  # what the factor is with the loss scale of the step after, where that is another
+    changed: bool = False  # the script changed gradients before the step, unseen: other factors and noise may be meant
+    note: bool = False  # and this is the first step at which that shows
 
     @property
     def wrong_factor(self) -> tuple[int, ...]:
@@ -81,6 +83,7 @@ class Examined:
     cause: Cause | None  # where the check failed
     received: dict[int, Groups] | None  # layer -> ranks by equal bits of the aggregate, where they differ
     overflows: bool = False
+    changed: bool = False  # the script has changed it since: a repetition would lose that
 
     @property
     def wrong(self) -> bool:
@@ -126,6 +129,7 @@ class _Past:
     norm: float  # unscaled
     scale: float
     known: bool  # finite, and the same on all ranks
+    changed: bool  # before the step, unseen
 
 
 class Audit:
@@ -147,6 +151,7 @@ class Audit:
         self._past: _Past | None = None
         self._previous: Tensor | None = None
         self._applied_before = False
+        self._noted = False
         self._wanted = self._diagnosed = False
         self._micro_batches: tuple[int, Tensor] | None = None
         self._found: MicroBatches | None = None
@@ -195,7 +200,8 @@ class Audit:
     def examine(self, gathered: Gathered) -> Examined:
         """The reduction of one sample, without remembering anything of it."""
         overflows = self._arithmetic.communication == torch.float16
-        return Examined(*self._aggregation(gathered), self._received(gathered), overflows)
+        changed = bool((gathered.scalars["handed_seen"] != 0.0).any())
+        return Examined(*self._aggregation(gathered), self._received(gathered), overflows, changed)
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         scalars = gathered.scalars
@@ -290,7 +296,12 @@ class Audit:
         idle = tuple((~stepped).nonzero().flatten().tolist())
         tolerance = factor_tolerance(self._arithmetic)
         noisy = tuple((stepped & (errors > bound**2 * total)).nonzero().flatten().tolist())
-        return Applied(past.step, expected, tuple(factors), tolerance, error, bound, noisy, idle, rescaled)
+        applied = Applied(past.step, expected, tuple(factors), tolerance, error, bound, noisy, idle, rescaled)
+        if not past.changed:
+            return applied
+        note = not self._noted and bool(applied.wrong_factor or error > bound)
+        self._noted |= note
+        return replace(applied, changed=True, note=note)
 
     def _factor(self, past: _Past, scale: float) -> float:
         """Of a step that unscales by ``scale`` and then clips."""
@@ -303,5 +314,8 @@ class Audit:
         self._past = None
         if self._layout.size and on_all(gathered.scalars["aggregate_seen"]):
             scale = float(gathered.scalars["loss_scale"][0])
-            norm = math.sqrt(float(gathered.scalars["aggregate_squared"].sum())) / scale
-            self._past = _Past(gathered.step, gathered.aggregate, norm, scale, math.isfinite(norm) and alike)
+            handed = gathered.scalars["handed_seen"]
+            squares = torch.where(handed > 0, gathered.scalars["handed_squared"], gathered.scalars["aggregate_squared"])
+            norm = math.sqrt(float(squares.sum())) / scale
+            known, changed = math.isfinite(norm) and alike, bool((handed < 0).any())
+            self._past = _Past(gathered.step, gathered.aggregate, norm, scale, known, changed)

@@ -77,6 +77,8 @@ SCALARS = (
     "squared_norm",
     "sketch_squared",  # of the local sketch; only above the gather limit
     "aggregate_squared",  # of the part of the aggregate that this rank answers for
+    "handed_seen",  # 1 when that part was changed before the step and looked at again; -1 when it was changed unseen
+    "handed_squared",  # of that part as the step began, where it was looked at again
     "fired",  # trainable parameters that got a gradient
     "label_tokens",  # tokens that enter the loss, 0 when not known
     "cosine_with_rest",  # of the sample before this one; only above the gather limit

@@ -7,7 +7,8 @@ A reduction adds up the ranks' gradients with equal weights: 1/N for a mean, 1 f
 sketch(aggregate) - weight * (sum of the ranks' sketches) is the sketch of the aggregation's error, and as long as that
 error. An ideal reduction leaves rounding only. The weights come from the configuration, never from what applies them.
 
-**The rounding model.** Let x_1, ..., x_N be the terms, g_i times the weight, and P_j = x_1 + ... + x_j. A reduction rounds
+**The rounding model.** Let x_1, ..., x_N be the terms, g_i times the weight, and P_j = x_1 + ... + x_j. A reduction
+rounds
 
 * each term ``before`` times (cast to the communication dtype, division by N unless N is a power of two, padding):
   error at most u |x_i| per element and rounding, with u the communication dtype's unit roundoff;

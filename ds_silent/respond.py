@@ -141,6 +141,9 @@ class _Guard:
             notes.reduction(step, seen)
         if self._respond.on_aggregation_error == "stop":
             return 'respond.on_aggregation_error "stop"'
+        if self._anyone(None if seen is None else seen.changed):
+            # by the script, since the reduction: a repetition would apply what it has not changed
+            return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
         started, sent = time.perf_counter(), 0
         for attempt in range(1, self._respond.retries + 1):
             sent += self._capture.reduce_again()

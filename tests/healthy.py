@@ -70,6 +70,14 @@ class Checkpointed(Healthy):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def whole() -> nn.Module:
+    return Healthy(None)
+
+
+def checkpointed() -> nn.Module:
+    return Checkpointed(None)
+
+
 # -- what scripts do to gradients between backward and step ----------------------------------------------------------
 
 
@@ -165,7 +173,7 @@ class Setting:
     travels: str = "fp32"  # the coarsest dtype in which gradients are added up or kept
     between: Callable[[Any], None] | None = None
     client: str | None = None
-    model: Callable[[], nn.Module] = partial(Healthy, None)
+    model: Callable[[], nn.Module] = whole
     groups: bool = False
     curriculum: bool = False  # sequences grow from step to step
     short: bool = False  # the last batch has one row on some ranks
@@ -256,7 +264,7 @@ SETTINGS: tuple[Setting, ...] = (
     *_staged("short-batches", (0, 1, 2, 3), quick=(0,), short=True, accumulation=2),
     *_staged("low-rank", (0, 1, 2, 3), quick=(0,), model=LowRank),
     *_staged("low-rank-bf16", (0, 1, 2, 3), model=LowRank, dtype="bf16", travels="bf16"),
-    *_staged("checkpointed", (0, 1, 2, 3), model=partial(Checkpointed, None)),
+    *_staged("checkpointed", (0, 1, 2, 3), model=checkpointed),
     # the script's own hands
     *_staged("own-clipping", (0,), quick=(0,), between=clip),
     *_staged("own-clipping-accumulated", (0,), between=clip, accumulation=4),
@@ -311,7 +319,7 @@ def train(setting: Setting, folder: Path, block: dict[str, Any] | None, fault: F
         if fault is not None:
             fault(engine, patches)
         for tokens in _batches(setting):
-            engine.backward(engine(tokens) * (1e3 if setting.steep else 1.0))
+            engine.backward(engine(tokens) * (10.0 if setting.steep else 1.0))
             if setting.between is not None and engine.is_gradient_accumulation_boundary():
                 setting.between(engine)
             engine.step()
@@ -347,31 +355,95 @@ def _forget_autocast() -> None:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 FAULTY = 3  # the step
+Reduce = Callable[[Tensor, Callable[[], Any]], Any]
+
+
+def _reducing(engine: Any, patches: Patches, change: Reduce) -> None:
+    """From step ``FAULTY`` on, ``change(tensor, run)`` stands for every reduction that a backward makes."""
+    inside = False
+
+    def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        inside = engine.global_steps + 1 >= FAULTY
+        result = original(*args, **kwargs)
+        inside = False
+        return result
+
+    def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = partial(original, tensor, *args, **kwargs)
+        return change(tensor, run) if inside else run()
+
+    patches.wrap(engine, "backward", backward)
+    for name in ("all_reduce", "reduce"):
+        patches.wrap(deepspeed.comm, name, reduce)
 
 
 def contribution(factor: float, rank: int) -> Fault:
-    """From step ``FAULTY`` on, one rank's gradients enter every reduction ``factor`` times."""
+    """One rank's gradients enter every reduction ``factor`` times."""
+
+    def change(tensor: Tensor, run: Callable[[], Any]) -> Any:
+        if dist.get_rank() == rank:
+            tensor.mul_(factor)
+        return run()
+
+    return lambda engine, patches: _reducing(engine, patches, change)
+
+
+def division(factor: float) -> Fault:
+    """The reductions' results are ``factor`` times what they should be, on all ranks."""
+
+    def change(tensor: Tensor, run: Callable[[], Any]) -> Any:
+        result = run()
+        tensor.mul_(factor)
+        return result
+
+    return lambda engine, patches: _reducing(engine, patches, change)
+
+
+def unreduced(engine: Any, patches: Patches) -> None:
+    """No bucket is reduced."""
+    _reducing(engine, patches, lambda tensor, run: None)
+
+
+def missing_micro_batch(number: int, rank: int) -> Fault:
+    """One rank's micro-batch ``number`` does not enter where every micro-batch is reduced on its own."""
 
     def fault(engine: Any, patches: Patches) -> None:
-        def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if engine.global_steps + 1 >= FAULTY and tensor.is_floating_point() and tensor.numel() > 100:
-                if dist.get_rank() == rank:
-                    tensor.mul_(factor)
-            return original(tensor, *args, **kwargs)
+        def change(tensor: Tensor, run: Callable[[], Any]) -> Any:
+            if dist.get_rank() == rank and engine.micro_steps % engine.gradient_accumulation_steps() == number:
+                tensor.zero_()
+            return run()
 
-        for name in ("all_reduce", "reduce"):
-            patches.wrap(deepspeed.comm, name, reduce)
+        _reducing(engine, patches, change)
 
     return fault
 
 
-def skipped_bucket(engine: Any, patches: Patches) -> None:
-    """From step ``FAULTY`` on, no rank reduces."""
+def applied(factor: float, rank: int) -> Fault:
+    """One rank's optimizer gets ``factor`` times the gradient, behind everything that the script does."""
 
-    def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if engine.global_steps + 1 >= FAULTY and tensor.is_floating_point() and tensor.numel() > 100:
-            return None
-        return original(tensor, *args, **kwargs)
+    def fault(engine: Any, patches: Patches) -> None:
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if engine.global_steps + 1 >= FAULTY and dist.get_rank() == rank:
+                for parameter in engine.module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.data.mul_(factor)
+            return original(*args, **kwargs)
 
-    for name in ("all_reduce", "reduce"):
-        patches.wrap(deepspeed.comm, name, reduce)
+        patches.wrap(engine, "clip_fp32_gradients", step)
+
+    return fault
+
+
+def clipped_differently(rank: int) -> Fault:
+    """The script clips by another norm on one rank."""
+
+    def fault(engine: Any, patches: Patches) -> None:
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if engine.global_steps + 1 >= FAULTY and dist.get_rank() == rank:
+                torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.02)
+            return original(*args, **kwargs)
+
+        patches.wrap(engine, "step", step)
+
+    return fault

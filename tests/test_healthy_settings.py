@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,26 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed
-from tests.healthy import SETTINGS, STEPS, Setting, Trace, train
-from tests.training import DTYPES
+from tests.healthy import (
+    AUTOCAST,
+    FAULTY,
+    SETTINGS,
+    STEPS,
+    SUM,
+    Fault,
+    Setting,
+    Trace,
+    applied,
+    clip,
+    clipped_differently,
+    contribution,
+    division,
+    missing_micro_batch,
+    scale_data,
+    train,
+    unreduced,
+)
+from tests.training import DTYPES, Case
 
 RANKS = 3  # no power of two: the division rounds
 BLOCK: dict[str, Any] = {
@@ -68,3 +87,75 @@ def chunks(settings: tuple[Setting, ...], size: int) -> list[tuple[Setting, ...]
 @pytest.mark.parametrize("settings", chunks(SETTINGS, 12), ids=lambda settings: settings[0].name)
 def test_every_healthy_setting(settings: tuple[Setting, ...], tmp_path: Path) -> None:
     check(settings, run_distributed(run, 2, (settings, str(tmp_path)), timeout=1100))
+
+
+# -- and what is not healthy, under the same settings ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A fault under a setting, and what has to be told of it."""
+
+    setting: Setting
+    fault: Fault
+    says: tuple[str, ...]  # in the messages of the first step's events
+    ranks: tuple[int, ...]
+    kind: str = "aggregation-error"
+    step: int = FAULTY
+
+
+def _under(name: str, **of_case: Any) -> Setting:
+    between = of_case.pop("between", None)
+    return Setting(name, Case(**of_case), between=between)
+
+
+MISSING, TWICE = contribution(0.0, 1), contribution(2.0, 1)
+WRONG = (
+    Wrong(_under("sum-0", top=SUM), MISSING, ("is not the sum of", "rank 1 0.00 times"), (1,)),
+    Wrong(_under("sum-1", top=SUM, stage=1), TWICE, ("is not the sum of", "rank 1 2.00 times"), (1,)),
+    Wrong(_under("sum-2-bf16", top=SUM, stage=2, dtype="bf16"), MISSING, ("rank 1 0.00 times",), (1,)),
+    Wrong(_under("sum-divided", top=SUM, stage=1), division(1 / 3), ("It is 0.333 times the sum in all",), ()),
+    Wrong(_under("mean-undivided"), division(3.0), ("is not the mean of", "It is 3 times the mean in all"), ()),
+    Wrong(_under("sum-unreduced", top=SUM), unreduced, ("Every rank holds another one",), (), "unreduced-gradient"),
+    Wrong(_under("sum-unreduced-2", top=SUM, stage=2), unreduced, ("it is 1 times the gradient of rank",), (),
+          "unreduced-gradient"),
+    Wrong(_under("sum-micro-batch", top=SUM, stage=2, accumulation=2), missing_micro_batch(0, 2),
+          ("not the sum",), (2,)),
+    Wrong(_under("autocast-0", top=AUTOCAST), MISSING, ("rank 1 0.00 times",), (1,)),
+    Wrong(_under("autocast-1", top=AUTOCAST, stage=1), MISSING, ("rank 1 0.00 times",), (1,)),
+    Wrong(_under("autocast-2", top=AUTOCAST, stage=2), TWICE, ("rank 1 2.00 times",), (1,)),
+    Wrong(_under("autocast-sum", top={**AUTOCAST, **SUM}, stage=1), MISSING, ("the sum of", "rank 1 0.00 times"), (1,)),
+    Wrong(_under("clipping", between=clip), MISSING, ("rank 1 0.00 times",), (1,)),
+    Wrong(_under("clipping-bf16", between=clip, dtype="bf16"), TWICE, ("rank 1 2.00 times",), (1,)),
+    Wrong(_under("clipping-unreduced", between=clip), unreduced, ("Every rank holds another",), (),
+          "unreduced-gradient"),
+    Wrong(_under("clipping-a-sum", between=clip, top=SUM), MISSING, ("the sum of", "rank 1 0.00 times"), (1,)),
+    Wrong(_under("scaling", between=scale_data), TWICE, ("rank 1 2.00 times",), (1,)),
+    Wrong(_under("clipping-applied", between=clip, clipping=1.0), applied(4.0, 1),
+          ("applied 4 times the aggregated gradient", "on rank 1"), (1,)),
+    Wrong(_under("clipping-apart", between=clip), clipped_differently(1),
+          ("Rank 1 received something else",), (1,)),
+)  # fmt: skip
+
+
+def run_wrong(directory: str) -> list[Trace]:
+    return [train(wrong.setting, Path(directory) / str(n), BLOCK, wrong.fault) for n, wrong in enumerate(WRONG)]
+
+
+@pytest.fixture(scope="module")
+def wrongs(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
+    """What rank 0 wrote."""
+    results = run_distributed(run_wrong, RANKS, (str(tmp_path_factory.mktemp("wrong")),), timeout=280)
+    return list(results[0])
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=lambda number: WRONG[number].setting.name)
+def test_what_is_wrong_is_told_with_its_factor(number: int, wrongs: list[Trace]) -> None:
+    wrong, events = WRONG[number], wrongs[number].events
+    told = [event for event in events if event["severity"] == "error"]
+    first = min(event["step"] for event in told)
+    assert first == wrong.step, told
+    of_first = [event for event in told if event["step"] == first and event["kind"] == wrong.kind]
+    messages = " ".join(event["message"] for event in of_first)
+    assert all(said in messages for said in wrong.says), messages
+    assert wrong.ranks in [tuple(event["ranks"]) for event in of_first], of_first

@@ -2,7 +2,8 @@
 
     sampler = StepSampler(local, rows, sends, together)
     sampler.loss(loss)                                   # per micro-batch
-    sampler.sample(aggregated, scale, hashes)            # between the reduction and the optimizer
+    sampler.reduced(aggregated)                          # the reduction has ended; the script may change its result now
+    sampler.sample(aggregated, scale, hashes)            # the step begins
     sampler.apply(index, start, values)                  # from inside the optimizer's step: what it is about to use
     sampler.end_step(applied=True)                       # the comparison of the two travels with the next sample
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ds_silent.capture.handed import Remembered, differs, moved, remember
 from ds_silent.capture.local import LocalGradient
 from ds_silent.capture.rows import RowIds
 from ds_silent.exchange import LocalSample
@@ -26,6 +28,17 @@ from ds_silent.together import Together
 
 Part = tuple[int, int, Tensor]
 """(parameter, first element, values): a piece of a gradient."""
+
+
+_Taken = tuple[Tensor, Tensor]  # sketches and squared norms by layer
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """This rank's share of the aggregate as it came out of the reduction."""
+
+    taken: _Taken
+    remembered: Remembered
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,8 @@ class StepSampler:
         self._start()
 
     def _start(self) -> None:
+        self._local_taken: _Taken | None = None  # the local gradient's, where the reduction was seen to end
+        self._reduced: _Reduced | None = None
         self._losses: list[Tensor] = []
         self._forward_losses: list[Tensor] = []
         self._applied = False
@@ -63,6 +78,23 @@ class StepSampler:
         """A loss that a forward returned: it counts where nobody calls :meth:`loss`."""
         self._forward_losses.append(loss.detach())
 
+    def reduced(self, aggregated: Iterable[Part] | None) -> None:
+        """The reduction has ended: look at its result before the script can change it. The last such call counts."""
+        sketches, squares = self._local.accumulator.take()
+        if self._local_taken is not None:  # another backward at the same boundary
+            sketches, squares = sketches + self._local_taken[0], squares + self._local_taken[1]
+        self._local_taken = sketches, squares
+        if aggregated is not None:
+            parts = list(aggregated)
+            values = [part for _, _, part in parts]
+            self._reduced = _Reduced(self._read(parts), remember(values))
+
+    def _read(self, parts: Iterable[Part]) -> _Taken:
+        """Of pieces of the aggregate. The accumulator is empty before and after."""
+        for index, start, values in parts:
+            self._local.accumulator.add(index, values, start=start, sketching=self._local.sketching)
+        return self._local.accumulator.take()
+
     def sample(
         self, aggregated: Iterable[Part] | None, scale: float | Tensor, gram: Tensor | None, hashes: Tensor | None
     ) -> LocalSample:
@@ -75,12 +107,18 @@ class StepSampler:
             hashes: int64, see :mod:`ds_silent.replicas`; the first is the replica's where ``scalars`` say so.
         """
         self._before = self._together.alone(self._sample, scale, gram)
-        return self.sample_again(aggregated, hashes)
+        return self._completed(aggregated, hashes, self._reduced)
 
     def sample_again(self, aggregated: Iterable[Part] | None, hashes: Tensor | None) -> LocalSample:
-        """The step's observation with what has come out of the reduction: of the first one, or of a repetition."""
+        """The step's observation with what has come out of the reduction that was repeated."""
+        return self._completed(aggregated, hashes, None)
+
+    def _completed(
+        self, aggregated: Iterable[Part] | None, hashes: Tensor | None, reduced: _Reduced | None
+    ) -> LocalSample:
         before = self._before
-        sample = None if before is None else self._together.alone(self._with_aggregate, before, aggregated, hashes)
+        alone = self._together.alone
+        sample = None if before is None else alone(self._with_aggregate, before, aggregated, hashes, reduced)
         return LocalSample({"failed": 1.0}) if sample is None else sample
 
     def apply(self, parts: Iterable[Part]) -> None:
@@ -127,7 +165,7 @@ class StepSampler:
         ):
             if value is not None:
                 scalars[name] = value
-        sketches, squares = local.accumulator.take()
+        sketches, squares = self._local_taken or local.accumulator.take()
         scalars["squared_norm"] = squares.sum()
         return LocalSample(
             scalars=scalars,
@@ -139,24 +177,42 @@ class StepSampler:
         )
 
     def _with_aggregate(
-        self, before: LocalSample, aggregated: Iterable[Part] | None, hashes: Tensor | None
+        self,
+        before: LocalSample,
+        aggregated: Iterable[Part] | None,
+        hashes: Tensor | None,
+        reduced: _Reduced | None,
     ) -> LocalSample:
+        """With what the reduction brought, and whether the script has changed it since."""
         local, scalars = self._local, dict(before.scalars)
         aggregates: Tensor | None = None
+        aggregate: Tensor | None = None
         if aggregated is not None:
-            for index, start, values in aggregated:
-                local.accumulator.add(index, values, start=start, sketching=local.sketching)
-            aggregates, squares = local.accumulator.take()
+            parts = list(aggregated)
+            aggregates, squares = self._read(parts) if reduced is None else reduced.taken
             scalars["aggregate_squared"] = squares.sum()
-            self._aggregate = aggregates.sum(0) if local.sketching else None
+            aggregate = self._aggregate = aggregates.sum(0) if local.sketching else None
+            if reduced is not None:
+                scalars |= self._handed(reduced, parts)
         scalars["aggregate_seen"] = float(aggregated is not None)
         return replace(
             before,
             scalars=scalars,
-            aggregate=self._aggregate,
+            aggregate=aggregate,
             layer_aggregates=aggregates if self._sends.layer_aggregates and local.sketching else None,
             hashes=hashes,
         )
+
+    def _handed(self, reduced: _Reduced, parts: list[Part]) -> dict[str, float | Tensor]:
+        """What is applied is compared with what the step began with; a second look only where a script changed that."""
+        values = [part for _, _, part in parts]
+        if not moved(reduced.remembered, values):
+            changed = differs(reduced.remembered, values)
+            return {} if changed is None else {"handed_seen": -changed}
+        sketches, squares = self._read(parts)
+        if self._local.sketching:
+            self._aggregate = sketches.sum(0)
+        return {"handed_seen": 1.0, "handed_squared": squares.sum()}
 
     def _compare_applied(self) -> dict[str, float | Tensor]:
         """Applied = factor * aggregate + error, of this rank's share; all of it stays on the device."""

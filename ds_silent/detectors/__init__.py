@@ -5,8 +5,8 @@
 
 Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
 data (``order``), a rank that takes the same rows again (``repeats``) or another number of rows (``batch_size``), a
-rank that differs (``outlier``), a jump against the run's past (``drift``), a result that is wrong (``integrity``). They say what they see at this step; ``episodes``
-makes one event of it when it starts and one when it ends.
+rank that differs (``outlier``), a jump against the run's past (``drift``), a result that is wrong (``integrity``).
+They say what they see at this step; ``episodes`` makes one event of it when it starts and one when it ends.
 
 ``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier,
 drift and the rounding bounds of ``integrity``. The derivations are in ``sequential`` and ``ds_silent.integrity``. The
@@ -25,7 +25,7 @@ from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.drift import DriftTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.evidence import Coverage, Evidence, Finding
-from ds_silent.detectors.integrity import integrity, replicas
+from ds_silent.detectors.integrity import integrity, notes, replicas
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
@@ -79,15 +79,15 @@ class Judge:
         findings += same
         findings += self._repeats.step(record, extras)
         findings += self._order.step(record, extras, bool(same), self._repeats.attributed)
-        notes: list[Event] = []
+        told = notes(extras.integrity)
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
                 self._outlier = OutlierTest(record.world_size, self._log_steps)
             # ranks that hold the same rows are not exchangeable with the others
             findings += self._outlier.standing() if same else self._outlier.step(record, extras)
             if not impaired and not findings:  # never learn from a flagged step
-                notes = self._drift.step(record)
-        return self._episodes.update(record.step, findings) + notes
+                told += self._drift.step(record)
+        return self._episodes.update(record.step, findings) + told
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         found = duplicates.by_ids(record, extras, self._pairs_before)

@@ -15,7 +15,7 @@ from ds_silent.detectors.evidence import Finding, named
 from ds_silent.detectors.linked import APPLIED
 from ds_silent.integrity import AggregateCheck
 from ds_silent.micro_batches import MicroBatches
-from ds_silent.records import Severity, StepRecord
+from ds_silent.records import Event, Severity, StepRecord
 from ds_silent.replicas import Drift, Groups
 
 SHOWN_LAYERS = 3
@@ -47,6 +47,25 @@ def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
     return findings
 
 
+def notes(seen: Integrity | None) -> list[Event]:
+    """Once: the script changes gradients so that what is applied cannot be compared with what was reduced."""
+    applied = None if seen is None else seen.applied
+    if applied is None or not applied.note:
+        return []
+    factors = [factor / applied.expected for factor in applied.factors if factor is not None]
+    size = f"{min(factors):.3g} to {max(factors):.3g} times" if factors else "another gradient than"
+    message = (
+        f"The script changes gradients between the reduction and the step (step {applied.step}: {size} the aggregated "
+        "gradient is applied): the reduction is still checked, what the optimizer applies is not."
+    )
+    remedy = (
+        "Nothing to do if that is meant. What is written through tensor.data or safe_set_full_grad cannot be followed; "
+        "in-place operations on parameter.grad can."
+    )
+    step, kind, where = applied.step, "gradient-changed", "applied gradient"
+    return [Event(step, kind, "info", (), where, None, None, message, remedy)]
+
+
 def replicas(record: StepRecord, groups: Groups, drift: Drift | None) -> list[Finding]:
     """What a comparison of the replicas says; until the next one, it stands."""
     return [_drift(record, groups, drift)] if len(groups) > 1 else []
@@ -70,7 +89,8 @@ def _aggregation(record: StepRecord, seen: Integrity, check: AggregateCheck) -> 
     ranks: tuple[int, ...] = ()
     if cause is not None:
         where, ranks, what = _where(cause.wrong, layers), cause.blamed, cause.kind
-        message += "".join(f" {_told(part, layers, record.world_size, seen.result)}" for part in (cause, *cause.elsewhere[:2]))
+        parts = (cause, *cause.elsewhere[:2])
+        message += "".join(f" {_told(part, layers, record.world_size, seen.result)}" for part in parts)
         if cause.unexplained:
             message += f" No single rule explains {_where(cause.unexplained, layers)}."
         if cause.kind == "unreduced":
@@ -206,6 +226,8 @@ def _applied(record: StepRecord, seen: Applied) -> list[Finding]:
         text = f"The optimizer of {named(seen.idle, world_size)} did not step, {others}."
         remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
         add(f"integrity idle {seen.idle}", seen.idle, None, None, text, remedy)
+    if seen.changed:
+        return findings
     wrong = seen.wrong_factor
     if seen.unscaled_late:
         assert seen.rescaled is not None

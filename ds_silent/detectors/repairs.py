@@ -43,7 +43,7 @@ def _done(repair: Repair, times: str, where: str, world_size: int) -> str:
         told = f"The reduction of step {step} was repeated {times} and is right now, before the optimizer used it"
         if repair.error is None or repair.bound is None:
             return f"{told}."
-        return f"{told}: the error is {repair.error:.2g} of the mean, rounding explains {repair.bound:.2g}."
+        return f"{told}: the error is {repair.error:.2g} of what it should be, rounding explains {repair.bound:.2g}."
     if repair.method == "majority":
         whose = named(repair.ranks, world_size)
         return f"After step {step} {whose} got the bits of the other ranks in {where}; all replicas are equal again."

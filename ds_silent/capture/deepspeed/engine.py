@@ -29,6 +29,7 @@ from ds_silent.capture.deepspeed.gradients import (
     accumulated_gradients,
     aggregated_gradients,
     numel_of,
+    reduced_after_backward,
     share_of,
     whole_on_every_rank,
 )
@@ -97,6 +98,8 @@ class DeepSpeedCapture:
         )
         if ordered:
             self._ordered = OrderedReduction(engine, self._parameters, self._share, config, training_group)
+        self._early = reduced_after_backward(engine)
+        self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
         self._places = applied_places(engine, self._parameters, self._share) if checks else None
         self.aggregate_replicated = checks and self._share is not None and whole_on_every_rank(engine)
         self.clip: float = float(engine.gradient_clipping())
@@ -115,6 +118,7 @@ class DeepSpeedCapture:
     def _start_step(self) -> None:
         self._measuring: bool | None = None  # decided at the step's first gradient, from rank-agreed state
         self._exact = False
+        self._reducing = self._stepped = False
         self._loss_scale: Tensor | None = None
         self._gram: Tensor | None = None
 
@@ -143,7 +147,10 @@ class DeepSpeedCapture:
         """Whether the loss scale made DeepSpeed skip the step just taken (``engine.was_step_applied()``, 0.12 to 0.19).
 
         ZeRO skips steps with an overflow in fp32 and bf16 too; there it is a fault, not a search for the loss scale.
+        In stage 0 autocast's scaler leaves the optimizer out without telling the engine.
         """
+        if self._autocast_scales and self._measuring:
+            return not self._stepped
         return self._scales_loss and self.update_skipped
 
     @property
@@ -265,10 +272,10 @@ class DeepSpeedCapture:
             self._patches.add(parameter.register_hook(partial(alone, self._gradient, index)))
         self._patches.add(engine.register_forward_pre_hook(partial(alone, self._before_forward), with_kwargs=True))
         self._patches.add(engine.register_forward_hook(partial(alone, self._after_forward)))
-        if self._places is not None:
+        if self._places is not None or self._autocast_scales:
             for optimizer in base_optimizers(engine):
                 self._patches.add(optimizer.register_step_pre_hook(partial(alone, self._before_optimizer)))
-        self._around("backward", partial(alone, self._before_backward))
+        self._around("backward", partial(alone, self._before_backward), partial(alone, self._after_backward))
         if self._ordered is not None:
             self._ordered.connect()
             self._ordered.look = lambda boundary: bool(play(self._look, boundary))
@@ -307,6 +314,16 @@ class DeepSpeedCapture:
             keep: Any = partial(self.together.alone, self._keep_scale, steps)
             loss.register_hook(keep)  # type: ignore[no-untyped-call]
 
+    def _after_backward(self) -> None:
+        """Behind the boundary's backward the result is still what the reduction made of it.
+
+        From then on until ``engine.step``, scripts clip and scale. Who calls neither ``engine.backward`` nor the
+        reduction here is looked at in the step.
+        """
+        if self._reducing and self._early:
+            self._reducing = False
+            self._sampler.reduced(self._aggregated())
+
     def _keep_scale(self, steps: int, gradient: Tensor) -> None:
         self._loss_scale = gradient.detach().float() * steps
 
@@ -336,6 +353,7 @@ class DeepSpeedCapture:
         if not self._measures():
             return False
         if boundary:
+            self._reducing = True
             self.together.alone(self._local.observe_silent, self._exact)
         self.together.alone(self._local.end_micro_batch)
         return boundary and self._exact
@@ -365,6 +383,7 @@ class DeepSpeedCapture:
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """``torch.optim.Optimizer.register_step_pre_hook``: once per step, under ZeRO once per parameter group."""
+        self._stepped = True
         if self._places is not None and self._measuring:
             self._sampler.apply(applied_gradients(optimizer, self._places))
 

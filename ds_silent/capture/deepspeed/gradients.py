@@ -121,6 +121,16 @@ def whole_on_every_rank(engine: Any) -> bool:
     return not isinstance(engine.optimizer, ZeROOptimizer) or isinstance(engine.optimizer, BF16_Optimizer)
 
 
+def reduced_after_backward(engine: Any) -> bool:
+    """Whether the aggregated gradient is there when the boundary's ``engine.backward`` returns.
+
+    Every stage ends its reduction in ``allreduce_gradients`` and waits for it, with ``overlap_comm`` too
+    (``independent_gradient_partition_epilogue``, 0.16.9 to 0.19.8). Copies to the host are only waited for in the step.
+    """
+    optimizer = engine.optimizer
+    return not (getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+
+
 def aggregated_gradients(engine: Any, parameters: list[Any], share: list[Slice] | None) -> Iterator[Part] | None:
     """This rank's share of the aggregated gradient; valid between the boundary's backward and the optimizer step.
 

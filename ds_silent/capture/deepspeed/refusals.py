@@ -103,6 +103,9 @@ def _refuse_ordered(ds_config: Mapping[str, Any], zero: Mapping[str, Any]) -> No
     if switched_on(section(ds_config, "torch_autocast"), "enabled"):
         why = "gradients of several dtypes have not been tried"
         _not_ordered("torch_autocast.enabled true", why, "use bf16.enabled or fp32")
+    if str(ds_config.get("gradient_allreduce_op", "mean")).lower() == "sum":
+        remedy = "leave it out, and divide the loss by one rank's share instead"
+        _not_ordered('gradient_allreduce_op "sum"', "an ordered reduction is a mean", remedy)
     if ds_config.get("managed_gradient_accumulation") is False:
         why = "micro-batches are then added up before they can be taken apart"
         _not_ordered("managed_gradient_accumulation false", why, "leave it out")
