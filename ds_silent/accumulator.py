@@ -1,6 +1,6 @@
 """One pass over a gradient, wherever its pieces turn up: its sketch and its squared norm.
 
-    accumulator = Accumulator(plan, numels)
+    accumulator = Accumulator(plan, offsets, numels)
     accumulator.add(3, flat)                    # the whole gradient of tensor 3
     accumulator.add(5, shard, start=1024)       # a part of tensor 5, e.g. what this rank owns of it
     sketch, squared = accumulator.take()        # and start again

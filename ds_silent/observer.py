@@ -212,9 +212,9 @@ class Observer:
             return
         for gathered in under_way:
             failed = _failed(gathered)
-            if not failed:
+            if not failed and gathered.step > self._written:
                 self._write(gathered, None, wait=self._differ(gathered))
-            elif self._closed:  # nobody comes to that step any more
+            elif failed and self._closed:  # nobody comes to that step any more
                 self._switch_off(gathered.step, failed)
                 return
 
