@@ -1,13 +1,13 @@
 """One pass over a gradient, wherever its pieces turn up: its sketch and its squared norm.
 
-    accumulator = Accumulator(plan, numels)
+    accumulator = Accumulator(plan, offsets, numels)
     accumulator.add(3, flat)                    # the whole gradient of tensor 3
     accumulator.add(5, shard, start=1024)       # a part of tensor 5, e.g. what this rank owns of it
     sketch, squared = accumulator.take()        # and start again
 
 Each block of the gradient is read twice in a row, the second time from the cache. Nothing of the gradient's size is
 allocated: 16-bit gradients and sums of two tensors go through a scratch of one block. Nothing here waits for the
-device.
+device; a stream waits for another one that used the same tables before, see :mod:`ds_silent.streams`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_silent import sketch
 from ds_silent.sketch import Piece, SketchPlan
+from ds_silent.streams import StreamOrder
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Accumulator:
         numels: of the tensors.
         groups: the group (layer) of each tensor, 0..G-1; squares are kept per group.
         sketch_groups: keep sketches per group too, at 4 T bytes each.
+        order: of the streams on which it is used; None where there is one only.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Accumulator:
         numels: list[int],
         groups: list[int] | None = None,
         sketch_groups: bool = False,
+        order: StreamOrder | None = None,
     ):
-        self.plan = plan
+        self.plan, self._order = plan, order
         self._offsets = offsets
         self._groups = groups or [0] * len(numels)
         self._count = max(self._groups, default=0) + 1
@@ -85,6 +88,8 @@ class Accumulator:
             square: False leaves the squared norm out.
             sketching: False leaves the sketch out.
         """
+        if self._order is not None:
+            self._order.enter()
         flat = values.detach().reshape(-1)
         before = None if previous is None else previous.detach().reshape(-1)
         table = self._table[index]
@@ -105,20 +110,20 @@ class Accumulator:
 
         A piece counts its last addition in the squared norm: norms, unlike sketches, do not add up over additions.
         """
+        if self._order is not None:
+            self._order.enter()
         sketches = self.plan.fold(self._tables)
         squares = torch.zeros(self._count, device=self._tables.device)
         squares.index_add_(0, self._square_groups, self._squares)
-        self.clear()
+        self._tables.zero_()
+        self._squares.zero_()
         return sketches, squares
 
     def peek(self) -> Tensor:
         """(k,) sketch of everything since the last :meth:`take`."""
+        if self._order is not None:
+            self._order.enter()
         return self.plan.fold(self._tables.sum(0))
-
-    def clear(self) -> None:
-        """Forget what was added."""
-        self._tables.zero_()
-        self._squares.zero_()
 
     def _work_of(self, index: int, start: int, numel: int) -> list[_Work]:
         key = (index, start, numel)

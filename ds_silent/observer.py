@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -74,6 +76,8 @@ class Observer:
         self._step_ended: float | None = None
         self._observe_seconds = 0.0
         capture.connect(self)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_leave_to_the_parent, weakref.ref(self)))
 
     # -- the step, in order ------------------------------------------------------------------------------------
 
@@ -211,10 +215,11 @@ class Observer:
             return
         for gathered in under_way:
             failed = _failed(gathered)
-            if not failed:
+            if not failed and gathered.step > self._written:
                 self._write(gathered, None, wait=self._differ(gathered))
-            elif self._closed:  # nobody comes to that step any more
+            elif failed and self._closed:  # nobody comes to that step any more
                 self._switch_off(gathered.step, failed)
+                return
 
     def _differ(self, gathered: Gathered) -> bool:
         """Whether the replicas were compared and hold different bits."""
@@ -326,6 +331,10 @@ class Observer:
             self._writer.settle(None)  # nobody comes together any more to find the tensors
             self._writer.repairs(self._responder.take(self._capture.step).repairs)
 
+    def forked(self) -> None:
+        """This is a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""
+        self._observing, self._closed, self._writer = False, True, None
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def before_checkpoint(self) -> None:
@@ -397,6 +406,12 @@ class Observer:
     def _stop(self) -> None:
         self._observing = False
         self._capture.close()
+
+
+def _leave_to_the_parent(reference: weakref.ref[Observer]) -> None:
+    observer = reference()
+    if observer is not None:
+        observer.forked()
 
 
 def _failed(gathered: Gathered) -> tuple[int, ...]:

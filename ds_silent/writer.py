@@ -42,7 +42,7 @@ class Writer:
         self._layout, self._ranks, self._stop_on = layout, ranks, stop_on
         self._tracker = RowTracker()
         self._listeners: list[Callable[[Event], None]] = []
-        self._unjudged: tuple[StepRecord, Evidence] | None = None  # waits for the tensors that differ
+        self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
 
     def sample(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
         """Write one sample's record and judge it.
@@ -60,21 +60,20 @@ class Writer:
         evidence = dataclasses.replace(evidence, integrity=seen)
         self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
         self._sink.write(self.last_record)
-        self.settle(None)  # judged in order, where two were published early
-        if wait:
-            self._unjudged = self.last_record, evidence
+        if wait or self._unjudged:  # judged in order
+            self._unjudged.append((self.last_record, evidence))
         else:
             self._judged(self.last_record, evidence)
         self.repairs(told.repairs)
 
     def settle(self, drift: Drift | None, step: int | None = None) -> None:
-        """Judge the record that waited, if one did, and if it is that of ``step``; None: the tensors stay unknown."""
-        if self._unjudged is None or (step is not None and self._unjudged[0].step != step):
-            return
-        (record, evidence), self._unjudged = self._unjudged, None
-        assert evidence.integrity is not None
-        integrity = evidence.integrity if drift is None else dataclasses.replace(evidence.integrity, drift=drift)
-        self._judged(record, dataclasses.replace(evidence, integrity=integrity))
+        """Judge the records that waited, up to ``step``, to which ``drift`` belongs; None: the tensors stay unknown."""
+        while self._unjudged and (step is None or self._unjudged[0][0].step <= step):
+            record, evidence = self._unjudged.pop(0)
+            integrity = evidence.integrity
+            if drift is not None and integrity is not None and record.step == step:
+                integrity = dataclasses.replace(integrity, drift=drift)
+            self._judged(record, dataclasses.replace(evidence, integrity=integrity))
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
         for event in self._judge.step(record, evidence) if self._judge is not None else []:

@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent import exchange
+from ds_silent.capture.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
-from tests.training import Case, build, one_step
+from tests.repairs import corrupted, noise
+from tests.training import Case, Probe, build, one_step
 from tests.training import _hash_weights as hash_weights
 from tests.walk import CELLS, STEPS, Outcome, walk
 
@@ -101,3 +103,44 @@ def test_a_statement_that_breaks_on_one_rank_leaves_nobody_waiting(name: str, tm
 @pytest.mark.parametrize("name", CELLS)
 def test_every_statement_may_break(name: str, tmp_path: Path) -> None:
     verify(run_distributed(walk, 2, (CELLS[name], str(tmp_path), 1.0), timeout=3500))
+
+
+# -- what cannot be played again --------------------------------------------------------------------------------------
+
+
+def broken_for_good(directory: str, what: str) -> None:
+    """Rank 1 breaks in a response, or whenever it does its part; the others wait for it until its process ends."""
+    case, rank = Case(), dist.get_rank()
+    config = case.config(Path(directory, "on"), enabled=True)
+    config["silent_consistency"]["respond"] = {"on_aggregation_error": "retry"}
+    torch.manual_seed(1234)
+    model = Probe(None)
+    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    observer = ds_silent.observer_of(engine)
+    assert observer is not None
+
+    def breaks(*_: Any) -> Any:
+        raise RuntimeError("injected")
+
+    patches = Patches()
+    corrupted(noise, (0, 1, 2))(engine, patches)
+    if rank == 1:
+        setattr(*((observer._capture, "reduce_again") if what == "response" else (observer, "measures")), breaks)
+    generator = torch.Generator().manual_seed(rank)
+    try:
+        for _ in range(STEPS):
+            one_step(engine, generator)
+    except Exception as error:
+        Path(directory, f"error_{rank}").write_text(str(error))
+        raise
+    finally:
+        patches.undo()
+
+
+@pytest.mark.parametrize("what", ["response", "always"])
+def test_what_breaks_for_good_ends_all_ranks_with_a_sentence(what: str, tmp_path: Path) -> None:
+    run_distributed(broken_for_good, 3, (str(tmp_path), what), timeout=100, may_die=(0, 1, 2))
+    said = (tmp_path / "error_1").read_text()
+    subject = "the response at step 3 broke off" if what == "response" else "what all ranks do together broke off"
+    assert f"{subject} on rank 1 (injected)" in said
+    assert all((tmp_path / f"error_{rank}").exists() for rank in (0, 2))

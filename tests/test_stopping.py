@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from ds_silent import exchange
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.training import Case, Probe, build, one_step
@@ -74,8 +75,9 @@ def test_a_resume_verifies_the_weights(changed: bool, tmp_path: Path) -> None:
     assert groups == [None, None, [[0, 1]], [[0, 1]]]  # compared after the resume, and at step 4
 
 
-def flushed_on_one_rank(directory: str) -> list[int]:
+def flushed_on_one_rank(directory: str, limit: int) -> list[int]:
     """Rank 0 alone publishes early, after every step; rank 2's replica changes before step 3, compared at step 4."""
+    exchange.GATHER_LIMIT = limit
     engine = build(Case(), Path(directory) / "on")
     observer = ds_silent.observer_of(engine)
     assert observer is not None
@@ -92,8 +94,9 @@ def flushed_on_one_rank(directory: str) -> list[int]:
     return [int(engine.global_steps)]
 
 
-def test_a_rank_that_publishes_early_leaves_no_other_waiting(tmp_path: Path) -> None:
-    results = run_distributed(flushed_on_one_rank, 3, (str(tmp_path),), timeout=60)
+@pytest.mark.parametrize("limit", [64, 1], ids=["gathered", "constant size"])
+def test_a_rank_that_publishes_early_leaves_no_other_waiting(limit: int, tmp_path: Path) -> None:
+    results = run_distributed(flushed_on_one_rank, 3, (str(tmp_path), limit), timeout=60)
     assert results == [[7]] * 3
     [event] = [e for e in read_events(tmp_path / "on" / "events.jsonl") if e["kind"] == "replica-drift"]
     assert (event["step"], event["where"], event["ranks"]) == (4, "frozen.weight", [2])

@@ -25,6 +25,7 @@ from ds_silent import sketch
 from ds_silent.accumulator import Accumulator
 from ds_silent.config import DirectionConfig
 from ds_silent.exact import copy_overlap, exact_gram
+from ds_silent.streams import stream_order
 from ds_silent.together import Together
 
 Accumulated = Callable[[int], Tensor | None]
@@ -60,8 +61,9 @@ class LocalGradient:
     ):
         self.offsets, self.total = sketch.offsets_of(numels)
         plan = sketch.make_plan(self.total, config.sketch_size, device)
-        self.accumulator = Accumulator(plan, self.offsets, numels, groups, sketch_groups=by_layer)
-        self._new_accumulator = partial(Accumulator, plan, self.offsets, numels, groups, sketch_groups=by_layer)
+        self._order = stream_order(device)
+        self._new_accumulator = partial(Accumulator, plan, self.offsets, numels, groups, by_layer, self._order)
+        self.accumulator = self._new_accumulator()
         self._of_micro_batch: Accumulator | None = None  # while micro-batches are kept apart
         self._micro_batches: list[Tensor] = []
         self.sketching = config.method != "off"
@@ -114,6 +116,8 @@ class LocalGradient:
             boundary: whether this is the step's last micro-batch; ignored when ``additive``.
             exact: whether the exact method is due at this step.
         """
+        if self._order is not None:  # for the copy and the leftover; the accumulators enter by themselves
+            self._order.enter()
         if self._of_micro_batch is not None:
             self._of_micro_batch.add(index, gradient, square=False)
         first = self._fires[index] == 0
@@ -177,6 +181,8 @@ class LocalGradient:
 
         With zeros, or whatever was there, where something broke.
         """
+        if self._order is not None:
+            self._order.enter()
         parts = together.alone(self._parts) or []
 
         def fill(begin: int, end: int, out: Tensor) -> None:
