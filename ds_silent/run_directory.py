@@ -38,6 +38,8 @@ from ds_silent.sinks.waiting import WaitingSink
 from ds_silent.together import Once
 
 logger = logging.getLogger("ds_silent")
+LONGEST = 4096
+"""Bytes of a path, on Linux."""
 _live: weakref.WeakSet[RunDirectory] = weakref.WeakSet()  # of this process; two engines must not share a directory
 
 
@@ -56,7 +58,6 @@ class RunDirectory:
         self._base = Path(config.output_dir)
         self._engine = 1
         self._undecided = False
-        self._number: int | None = None  # of the run, once decided; on the writing rank
         self._files: WaitingSink | None = None
         self._claim: Claim | None = None
         self._preflight: str | None = None
@@ -82,12 +83,10 @@ class RunDirectory:
                 home._take(monitor_write)
             except SinkError as error:
                 refusal = error
-        answer = home._agree(int(refusal is not None), home._engine, int(home._undecided))
-        if answer[0]:
-            raise refusal or SinkError(f"rank 0 cannot write to silent_consistency.output_dir {config.output_dir}")
-        home._engine, home._undecided = answer[1], bool(answer[2])
-        home._base = home._engine_directory()
-        home.directory = str(home._base) if home._engine > 1 else config.output_dir
+        refused, home._engine, undecided = home._agree(int(refusal is not None), home._engine, int(home._undecided))
+        if refused:
+            raise refusal or SinkError(f"rank 0 cannot write to silent_consistency.output_dir {home.directory}")
+        home._undecided = bool(undecided)
         _live.add(home)
         return home
 
@@ -100,13 +99,12 @@ class RunDirectory:
     def _key(self) -> str:
         return os.path.realpath(self._config.output_dir)
 
-    def _engine_directory(self) -> Path:
-        base = Path(self._config.output_dir)
-        return base if self._engine == 1 else base / f"engine-{self._engine}"
-
     def _take(self, monitor_write: MonitorWrite | None) -> None:
         """On the writing rank: the directory if it is unused, and whatever can be refused now."""
-        self._base = self._engine_directory()
+        self._base = Path(self._config.output_dir)
+        if self._engine > 1:
+            self._base /= f"engine-{self._engine}"
+        self.directory = str(self._base)
         if self._config.tensorboard:
             from ds_silent.sinks.tensorboard import summary_writer_type  # slow: only who wants it pays
 
@@ -141,27 +139,17 @@ class RunDirectory:
         self._stepped = True
         if not once(lambda: self._undecided):
             return
-        if self._number is None:
-            self._number = self._decided(done, samples, records)
-        own = self._number
-        [number] = once(lambda: self._agree(own))
-        if number > 1:
-            self.directory = str(run_directory(self._base, number))
+        if self._files is not None and self._claim is None:
+            try:
+                self._decide(done, samples, records)
+            except Exception as error:  # the others wait for the answer
+                self._files.open(FanOut([]))
+                logger.warning("ds_silent: this run's records are not written, the training goes on: %s", error)
+        once(self._agree)
         self._undecided = False
 
-    def _decided(self, done: int, samples: int, records: str | None) -> int:
-        """The number of the run on the writing rank, 0 elsewhere and where nothing can be written."""
-        if self._files is None:
-            return 0
-        try:
-            return self._decide(done, samples, records)
-        except Exception as error:  # the others wait for the number
-            self._files.open(FanOut([]))
-            logger.warning("ds_silent: this run's records are not written, the training goes on: %s", error)
-            return 0
-
-    def _decide(self, done: int, samples: int, records: str | None) -> int:
-        """On the writing rank: the number of the run."""
+    def _decide(self, done: int, samples: int, records: str | None) -> None:
+        """On the writing rank: the directory of the run that goes on, or a new one."""
         used = runs_of(self._base)
         found = next((n for n in reversed(used) if self._goes_on(n, done, samples, records)), None)
         claim = None if found is None else claim_used(self._base, found)
@@ -179,7 +167,6 @@ class RunDirectory:
                 why = f"{self._base} holds the records of another run"
             logger.warning("ds_silent: %s, so the records of this one are in %s", why, claim.directory)
         self._write_into(claim, done)
-        return claim.number
 
     def _goes_on(self, number: int, done: int, samples: int, records: str | None) -> bool:
         """Whether the training that starts is the one recorded there."""
@@ -229,10 +216,16 @@ class RunDirectory:
         self._claim.release()
 
     def _agree(self, *numbers: int) -> list[int]:
-        own = numbers if dist.get_rank() == 0 else (0,) * len(numbers)
-        answer = torch.tensor(own, dtype=torch.int32, device=self._device)
+        """Rank 0's numbers, and its directory, whatever this rank's own configuration says. A collective."""
+        answer = torch.zeros(LONGEST + len(numbers), dtype=torch.int32)
+        if dist.get_rank() == 0:
+            name = os.fsencode(self.directory)[:LONGEST]
+            answer[: len(name)] = torch.tensor(list(name), dtype=torch.int32)
+            answer[LONGEST:] = torch.tensor(numbers, dtype=torch.int32)
+        answer = answer.to(self._device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._group)
-        return [int(number) for number in answer.tolist()]
+        self.directory = os.fsdecode(bytes(answer[:LONGEST].tolist()).rstrip(b"\0"))
+        return [int(number) for number in answer[LONGEST:].tolist()]
 
 
 def _free_number(key: str) -> int:

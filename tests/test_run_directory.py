@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -131,13 +132,42 @@ def test_a_used_directory_goes_on_only_as_a_resume_of_its_own_run(tmp_path: Path
         assert {path.name for path in (root / "out" / "run-2").iterdir()} == {*fresh, "preflight-1.json"}
 
 
+def killed(directory: str) -> None:
+    """A checkpoint after step 2; rank 0 is killed in step 5, rank 1 with it."""
+    root = Path(directory)
+    engine = build(Case(stage=1), root / "out")
+    trained(engine, 2)
+    saved(engine, root / "checkpoints", "two", with_state=True)
+    trained(engine, 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restarted(directory: str) -> list[str]:
+    root, case = Path(directory), Case(stage=1)
+    where = [resumed(case, root / "out", root / "checkpoints", "two", 3)]
+    where.append(run_anew(case, root / "out", root / "checkpoints", {}, 1, with_state=False))
+    return [str(Path(one).relative_to(root)) for one in where]
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_and_a_new_one_does_not(tmp_path: Path) -> None:
+    run_distributed(killed, 2, (str(tmp_path),), may_die=(0, 1), timeout=200)
+    with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "tor')
+    assert run_distributed(restarted, 2, (str(tmp_path),), timeout=300) == [["out", "out/run-2"]] * 2
+    records = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
+    assert [r["samples"] for r in records] == [6, 12, 18, 24, 30]
+    assert steps_in(tmp_path / "out" / "run-2") == [1]
+
+
 # -- several engines at the same time ----------------------------------------------------------------
 
 
 def several_engines(directory: str) -> list[Any]:
     root, case = Path(directory), Case(stage=1)
     with told() as said:
-        actor, critic, idle = (build(case, root) for _ in range(3))
+        actor = build(case, root if dist.get_rank() == 0 else root / "unheard-of")  # rank 0's is what counts
+        critic, idle = (build(case, root) for _ in range(2))
         model = Probe(None)
         config = case.config(root, enabled=True)
         del config["optimizer"]

@@ -109,7 +109,7 @@ def _claim(base: Path, number: int, *, unused: bool) -> Claim | None:
         raise refused(path, error) from None
     locked = _try_lock(lock)
     free = locked is not False and (not unused or created or (locked is True and not is_used(directory)))
-    if not free:
+    if not free or not os.fstat(lock).st_nlink:  # an engine that never stepped has just taken its empty files away
         os.close(lock)
         return None
     if not _claims:

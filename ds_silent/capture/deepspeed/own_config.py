@@ -18,10 +18,9 @@ from typing import Annotated, Any
 
 import deepspeed
 import torch
-from annotated_types import Ge, Gt, Le
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.utils import logger as deepspeed_logger
-from pydantic import AllowInfNan, Strict, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ds_silent.capture.deepspeed.refusals import ONE_BIT_OPTIMIZERS
 from ds_silent.config import BLOCK, LARGEST, ConfigError, shown
@@ -30,11 +29,12 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 DEEPEST = 64
 """Objects within objects; the deepest that DeepSpeed knows has six."""
 
-_WHOLE = (TypeAdapter(Annotated[int, Strict(), Ge(1), Le(LARGEST)]), f"a whole number from 1 to {LARGEST}")
-_NOT_NEGATIVE = (TypeAdapter(Annotated[float, Strict(), Ge(0), AllowInfNan(False)]), "a finite number, at least 0")
-_POSITIVE = (TypeAdapter(Annotated[float, Strict(), Gt(0), AllowInfNan(False)]), "a finite number greater than 0")
-_SWITCH = (TypeAdapter(Annotated[bool, Strict()]), "true or false")
-_NAME = (TypeAdapter(Annotated[str, Strict()]), "a name in quotes")
+_WHOLE = (TypeAdapter(Annotated[int, Field(strict=True, ge=1, le=LARGEST)]), f"a whole number from 1 to {LARGEST}")
+_FINITE = Field(strict=True, allow_inf_nan=False)
+_NOT_NEGATIVE = (TypeAdapter(Annotated[float, _FINITE, Field(ge=0)]), "a finite number, at least 0")
+_POSITIVE = (TypeAdapter(Annotated[float, _FINITE, Field(gt=0)]), "a finite number greater than 0")
+_SWITCH = (TypeAdapter(Annotated[bool, Field(strict=True)]), "true or false")
+_NAME = (TypeAdapter(Annotated[str, Field(strict=True)]), "a name in quotes")
 _OBJECT = (TypeAdapter(Mapping[Any, Any]), "an object in braces")
 _ZERO = (TypeAdapter(bool | Mapping[Any, Any]), 'an object in braces, such as {"stage": 1}')
 _TYPES: Mapping[tuple[str, ...], tuple[TypeAdapter[Any], str]] = {
@@ -64,7 +64,7 @@ _TYPES: Mapping[tuple[str, ...], tuple[TypeAdapter[Any], str]] = {
     ("data_types",): _OBJECT,
     ("data_types", "grad_accum_dtype"): _NAME,
     ("zero_optimization",): _ZERO,
-    ("zero_optimization", "stage"): (TypeAdapter(Annotated[int, Ge(0), Le(3)]), "0, 1, 2 or 3"),
+    ("zero_optimization", "stage"): (TypeAdapter(Annotated[int, Field(ge=0, le=3)]), "0, 1, 2 or 3"),
 }
 
 
