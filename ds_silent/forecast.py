@@ -50,7 +50,7 @@ def plan_lines(
             yield "  per layer   one more sketch of each layer is sent; its size grows with the number of layers"
     if config.reduction == "ordered":
         yield from _ordered_lines(config, ds_config, parameters)
-    yield from _integrity_lines(config, world_size)
+    yield from _integrity_lines(config, ds_config, world_size)
     yield from _response_lines(config, ds_config, parameters)
     if config.coverage:
         yield "  coverage    duplicates in a step, share of the epoch seen; row ids travel too, 12 B each"
@@ -72,13 +72,14 @@ def plan_lines(
         yield f"  changes     nothing: the weights are bit for bit those of a training without it{until}"
 
 
-def _integrity_lines(config: SilentConsistencyConfig, world_size: int) -> Iterator[str]:
+def _integrity_lines(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> Iterator[str]:
     """What the checks of the reduction and of the replicas do, keep and send."""
     size = config.direction.sketch_size
     if config.integrity.aggregation and config.direction.method == "off":
         yield "  reduction   not checked: that needs the sketches, which direction.method off does not make"
     elif config.integrity.aggregation:
-        what = "aggregated gradient against the mean of the ranks', applied against aggregated gradient"
+        result = "sum" if str(ds_config.get("gradient_allreduce_op", "mean")).lower() == "sum" else "mean"
+        what = f"aggregated gradient against the {result} of the ranks', applied against aggregated gradient"
         yield f"  reduction   {what}"
         if gathers_sketches(world_size):
             table = size_text(4 * make_plan(numel=1, size=size).width)

@@ -224,7 +224,7 @@ SETTINGS: tuple[Setting, ...] = (
     *_staged("immediate-update", (1,), top={**FP32_ACCUMULATION, "bf16": {"enabled": True,
              "immediate_grad_update": True}}, dtype="bf16", accumulation=2, travels="bf16"),
     *_staged("autocast", (0,), quick=(0,), top=AUTOCAST),
-    *_staged("autocast", (1, 2, 3), quick=(1, 2, 3), top=AUTOCAST, travels="bf16"),
+    *_staged("autocast", (1, 2, 3), quick=(1, 2), top=AUTOCAST, travels="bf16"),
     *_staged("autocast-accumulated", (0,), top=AUTOCAST, accumulation=4),
     *_staged("autocast-accumulated", (1, 2, 3), top=AUTOCAST, accumulation=4, travels="bf16"),
     *_staged("autocast-modules", (1, 2, 3), quick=(1,), top=ALL_LINEAR, travels="bf16"),
@@ -278,7 +278,7 @@ SETTINGS: tuple[Setting, ...] = (
     *_staged("own-frozen-rows", (0,), quick=(0,), between=freeze_rows),
     *_staged("own-gradients", (0,), between=replace),
     *_staged("own-layer-rates", (0,), between=halve_one_layer),
-    *_staged("own-layer-rates-partitioned", (1, 2, 3), quick=(1, 3), between=halve_one_layer, noted=True),
+    *_staged("own-layer-rates-partitioned", (1, 2, 3), quick=(1,), between=halve_one_layer, noted=True),
 )  # fmt: skip
 
 

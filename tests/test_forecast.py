@@ -20,6 +20,14 @@ def told(block: dict[str, Any], parameters: int | None = None) -> str:
     return "\n".join(plan_lines(config, {"silent_consistency": block}, 8, parameters))
 
 
+def test_a_sum_is_checked_as_a_sum() -> None:
+    config = parse({"silent_consistency": {}})
+    assert config is not None
+    summed = "\n".join(plan_lines(config, {"gradient_allreduce_op": "sum"}, 8, None))
+    assert "aggregated gradient against the sum of the ranks'" in summed
+    assert "aggregated gradient against the mean of the ranks'" in told({})
+
+
 def test_retry_says_how_much_it_keeps() -> None:
     text = told({"respond": {"on_aggregation_error": "retry", "retries": 5}}, 1 << 28)
     assert "keeps a copy of the local gradient (1 GiB in fp32)" in text

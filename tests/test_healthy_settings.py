@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed.comm
 import pytest
 import torch
+from torch import Tensor
 
+from ds_silent import exchange
+from ds_silent.capture.patches import Patches
 from tests.distributed import run_distributed
 from tests.healthy import (
     AUTOCAST,
@@ -159,3 +164,99 @@ def test_what_is_wrong_is_told_with_its_factor(number: int, wrongs: list[Trace])
     messages = " ".join(event["message"] for event in of_first)
     assert all(said in messages for said in wrong.says), messages
     assert wrong.ranks in [tuple(event["ranks"]) for event in of_first], of_first
+
+
+def test_micro_batches_that_enter_a_sum_are_told_apart(wrongs: list[Trace]) -> None:
+    number = next(n for n, wrong in enumerate(WRONG) if wrong.setting.name == "sum-micro-batch")
+    told = [event for event in wrongs[number].events if "Of the 2 micro-batches" in event["message"]]
+    assert [event["ranks"] for event in told] == [[2]]
+    assert "1 of rank 2 did not enter." in told[0]["message"]
+
+
+# -- above the gather limit, under responses, and the numbers of the record -------------------------------------------
+
+RETRY = {**BLOCK, "respond": {"on_aggregation_error": "retry"}}
+
+
+def once(fault_step: int) -> Fault:
+    """Noise on one rank's result of one step's reductions, and not when they are repeated."""
+
+    def fault(engine: Any, patches: Patches) -> None:
+        def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            result = original(tensor, *args, **kwargs)
+            if engine.global_steps + 1 == fault_step and tensor.numel() > 1000 and left:
+                left -= 1
+                tensor.mul_(1.5)
+            return result
+
+        left = 1
+        patches.wrap(deepspeed.comm, "all_reduce", reduce)
+
+    return fault
+
+
+def run_others(directory: str) -> dict[str, Trace]:
+    folder = Path(directory)
+    summed = Setting("sum", Case(top=SUM, clipping=1.0))
+    partitioned = Setting("sum", Case(top=SUM, stage=1, accumulation=2))
+    clipped = Setting("clipped", Case(), between=clip)
+    traces = {}
+    for name, setting in (("sum", summed), ("sum-1", partitioned), ("clipped", clipped)):
+        traces[name] = train(setting, folder / name, None)
+        traces[f"{name}-guarded"] = train(setting, folder / f"{name}-guarded", RETRY)
+        traces[f"{name}-hit"] = train(setting, folder / f"{name}-hit", RETRY, once(FAULTY))
+    traces["clipped-unguarded"] = train(clipped, folder / "unguarded", None, once(FAULTY))
+    traces["mean"] = train(Setting("mean", Case()), folder / "mean", BLOCK)
+    traces["total"] = train(Setting("total", Case(top=SUM)), folder / "total", BLOCK)
+    exchange.GATHER_LIMIT = 1
+    traces["far"] = train(summed, folder / "far", BLOCK)
+    traces["far-missing"] = train(summed, folder / "far-missing", BLOCK, MISSING)
+    return traces
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Trace]]:
+    return run_distributed(run_others, RANKS, (str(tmp_path_factory.mktemp("others")),), timeout=280)
+
+
+def errors(trace: Trace) -> list[dict[str, Any]]:
+    return [event for event in trace.events if event["severity"] == "error"]
+
+
+@pytest.mark.parametrize("name", ["sum", "sum-1"])
+def test_a_sum_that_arrived_wrong_is_repeated(name: str, others: list[dict[str, Trace]]) -> None:
+    for traces in others:
+        assert traces[name].state == traces[f"{name}-guarded"].state == traces[f"{name}-hit"].state
+    assert errors(others[0][f"{name}-guarded"]) == []
+    told = others[0][f"{name}-hit"].events
+    assert [event["step"] for event in told if event["kind"] == "repaired"] == [FAULTY]
+
+
+def test_what_a_script_has_clipped_is_not_reduced_again(others: list[dict[str, Trace]]) -> None:
+    """The repetition would bring gradients that nobody has clipped: the error is told, the step is the script's."""
+    for traces in others:
+        assert traces["clipped"].state == traces["clipped-guarded"].state
+        assert traces["clipped-hit"].state == traces["clipped-unguarded"].state
+    assert errors(others[0]["clipped-guarded"]) == []
+    told = others[0]["clipped-hit"].events
+    assert [event["step"] for event in errors(others[0]["clipped-hit"])] == [FAULTY]
+    assert not any(event["kind"] == "repaired" for event in told)
+
+
+def test_above_the_gather_limit_a_sum_is_a_sum(others: list[dict[str, Trace]]) -> None:
+    assert errors(others[0]["far"]) == []
+    found = [record["integrity"] for record in others[0]["far"].records]
+    assert all(0.0 < f["relative_error"] < f["rounding_bound"] < 1e-5 for f in found)
+    first = errors(others[0]["far-missing"])[0]
+    assert first["step"] == FAULTY
+    assert "is not the sum of" in first["message"]
+
+
+def test_the_other_numbers_of_a_sum_are_those_of_its_mean(others: list[dict[str, Trace]]) -> None:
+    """At step 1 both have the same weights: only the aggregate is three times longer."""
+    mean, total = others[0]["mean"].records[0], others[0]["total"].records[0]
+    assert total["grad_norm"]["per_rank"] == mean["grad_norm"]["per_rank"]
+    assert total["direction"] == mean["direction"]
+    assert total["noise_scale"] == mean["noise_scale"]
+    assert total["grad_norm"]["aggregated"] == pytest.approx(RANKS * mean["grad_norm"]["aggregated"], rel=1e-6)

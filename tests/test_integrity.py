@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,6 +120,25 @@ def test_the_bound_without_the_ranks_sketches_is_near_the_one_with_them() -> Non
         with_all = rounding_tolerance(terms_of(local), arithmetic(torch.bfloat16, 8), LOG_RATE)
         sums = terms_of_sums(local.mean(0), float(local.square().sum()) / 8, 8)
         assert rounding_tolerance(sums, arithmetic(torch.bfloat16, 8), LOG_RATE) == pytest.approx(with_all, rel=0.3)
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_a_sum_is_expected_with_weights_of_one(ranks: int) -> None:
+    """With all sketches and without them, and with the bound of N times the mean, but for the division."""
+    values = gradients(ranks, torch.bfloat16, 2)
+    local, total = sketches_of(values), rank_order(values, random.Random(1))
+    plain = Arithmetic(torch.bfloat16, before=0, elements=NUMEL, width=PLAN.width, total=float(ranks))
+    sums = terms_of_sums(local.mean(0), float(local.square().sum()) / ranks, ranks, plain.total)
+    for terms in (terms_of(local, plain.total), sums):
+        right = check_aggregate(terms, sketch_of(PLAN, total).double(), plain, LOG_RATE)
+        divided = check_aggregate(terms, sketch_of(PLAN, total / ranks).double(), plain, LOG_RATE)
+        assert not right.wrong
+        assert divided.relative_error == pytest.approx(1 - 1 / ranks, rel=1e-2)
+        assert divided.wrong
+    ratio = rounding_tolerance(terms_of(local, plain.total), plain, LOG_RATE)
+    mean = replace(plain, total=1.0)
+    assert ratio == pytest.approx(ranks * rounding_tolerance(terms_of(local), mean, LOG_RATE), rel=1e-6)
+    assert (plain.result(ranks), mean.result(ranks)) == ("sum", "mean")
 
 
 def test_a_gradient_that_is_not_finite_is_not_called_wrong() -> None:

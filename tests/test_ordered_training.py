@@ -352,6 +352,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(tmp_path: Path) -> None:
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled true"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation false"),
         ({"gradient_accumulation_steps": 6}, "gradient_accumulation_steps 6"),
+        ({"gradient_allreduce_op": "Sum"}, 'gradient_allreduce_op "sum"'),
     ],
 )
 def test_refusals_name_what_and_the_remedy(change: dict[str, Any], named: str) -> None:

@@ -74,8 +74,8 @@ def _travelling(engine: Any) -> torch.dtype:
     if of_parameter is not None and not whole_on_every_rank(engine):
         dtypes = {of_parameter(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
         return max(dtypes, key=UNIT_ROUNDOFF.__getitem__, default=torch.float32)
-    of_all: torch.dtype = getattr(optimizer, "communication_data_type", None) or engine.communication_data_type
-    return of_all
+    whole: torch.dtype = getattr(optimizer, "communication_data_type", None) or engine.communication_data_type
+    return whole
 
 
 def _kept_dtype(engine: Any, own: torch.dtype) -> torch.dtype:
