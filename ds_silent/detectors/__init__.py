@@ -5,8 +5,8 @@
 
 Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
 data (``order``), a rank that takes the same rows again (``repeats``) or another number of rows (``batch_size``), a
-rank that differs (``outlier``), a jump against the run's past (``drift``), a result that is wrong (``integrity``). They say what they see at this step; ``episodes``
-makes one event of it when it starts and one when it ends.
+rank that differs (``outlier``), a jump against the run's past (``drift``), a result that is wrong (``integrity``).
+They say what they see at this step; ``episodes`` makes one event of it when it starts and one when it ends.
 
 ``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier,
 drift and the rounding bounds of ``integrity``. The derivations are in ``sequential`` and ``ds_silent.integrity``. The
