@@ -22,8 +22,10 @@ steps' largest gaps, all say what b is. b is the largest of
 * a share of the largest gap remembered: what has happened before may happen again, a little larger;
 * FLOOR, so that a run that begins with equal ranks (random weights, log V on all of them) may spread.
 
-The finite SHAPE is the price of a few gaps' ignorance of b and of tails heavier than a power law. What is light-tailed,
-as norms of large batches are, is far within this.
+The finite SHAPE is the price of not knowing b exactly and of tails heavier than a power law; it is smaller, and tails
+are heavier, while few gaps are known: PER_GAP for each gap between other ranks at this very step, half as much for each
+one remembered. So four ranks suffice for a statement at the very first step, of three or two some steps must be known.
+What is light-tailed, as norms of large batches are, is far within this.
 
 What is compared is the excess over the *run's own* largest value too: a hard row late in a training is not larger than
 everything was at its beginning. And what other numbers of label tokens can do is taken off: a mean over t tokens is at
@@ -52,7 +54,7 @@ from ds_silent.detectors.sequential import Array, Flags
 Ranks = npt.NDArray[np.intp]
 
 QUANTITIES = ("loss", "gradient norm")
-SHAPE = 32.0
+SHAPE, PER_GAP = 32.0, 10.0
 FLOOR = 0.15
 MEMORY = 256  # steps
 LARGEST_SHARE = 0.25  # of the largest gap remembered, as a scale
@@ -123,7 +125,8 @@ class AtOnce:
         scales = [FLOOR, float(gaps.mean()) if len(gaps) else 0.0]
         if known:
             scales += [sum(known) / len(known), LARGEST_SHARE * max(known)]
-        return SHAPE * math.log1p(excess / (SHAPE * max(scales)))
+        shape = min(SHAPE, PER_GAP * (len(gaps) + len(known) / 2))
+        return shape * math.log1p(excess / (shape * max(scales))) if shape > 0.0 else 0.0
 
     def _tokens_off(self, order: Ranks, label_tokens: Array) -> float:
         """What its number of label tokens may add to the log of a rank's value."""
