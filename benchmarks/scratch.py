@@ -106,7 +106,9 @@ class SmallGPT(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * LAYERS) if "out." in name or "down." in name else 1))
+                nn.init.normal_(
+                    parameter, std=0.02 / (math.sqrt(2 * LAYERS) if "out." in name or "down." in name else 1)
+                )
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(input_ids) + self.places.weight[: input_ids.shape[1]]

@@ -67,7 +67,7 @@ def test_false_notes_stay_below_the_stated_rate(law: str, alone: bool, monkeypat
         found += len(test.step(drift_record(step, noise, std, cv)))
     expected = steps / mean_steps
     assert found <= expected + 3 * math.sqrt(expected)
-    assert found > (0.2 * expected if alone else 0)
+    assert found > (0.15 * expected if alone else 0)  # evidence begins anew with each segment, which costs some
 
 
 def drift_record(step: int, noise: float, std: float, cv: float):  # type: ignore[no-untyped-def]
@@ -114,13 +114,12 @@ def test_a_jump_after_a_cold_start_is_told() -> None:
     assert 700 < event.step <= 720
 
 
-@pytest.mark.parametrize("steps", [24, 40, 64])
-def test_a_ramp_is_no_jump(steps: int) -> None:
-    for seed in range(4):
-        random = np.random.default_rng(seed)
-        values = random.standard_normal(700)
-        values += 4.0 * np.clip((np.arange(700) - 400 - 7 * seed) / steps, 0.0, 1.0)
-        assert feed(DriftTest(math.log(4e6)), values) == []
+@pytest.mark.parametrize("deviations", [1.0, 4.0, 30.0])
+def test_a_trend_of_any_size_is_no_jump(deviations: float) -> None:
+    """In standard deviations of the noise per segment; bent, as the way to a plateau is."""
+    random = np.random.default_rng(7)
+    for bend in (np.arange(900) / SEGMENT, 5.0 * (1.0 - np.exp(-np.arange(900) / 300))):
+        assert feed(DriftTest(math.log(4e6)), random.standard_normal(900) + deviations * bend) == []
 
 
 def test_a_level_that_always_moves_does_not_jump_when_it_moves_again() -> None:

@@ -16,18 +16,15 @@ most (Doob). Equal values are ordered by an equidistributed sequence.
 
 **A healthy training is not exchangeable from the start.** From random weights the noise scale grows by a factor of a
 hundred within fifty steps, and waves of it come later, as warm-up ends and as the model learns something. A value that
-changes all the time does not jump. So a note needs more than evidence, and whatever else it needs only lowers the rate:
+changes all the time does not jump. So a note needs more than evidence; whatever it needs besides only lowers the rate:
 
 * *A past without a trend.* The first ``REFERENCE`` values of a segment only tell what is usual. If their ranks are
   correlated with time by more than ``TREND`` (a change by a standard deviation of the noise gives 0.28; chance goes
   beyond it in 5 % of the segments), nothing is bet in the rest.
-* *A step, not a ramp.* A change that takes 16 steps or more must not explain the segment better than one that takes at
-  most 4, by least squares on normal scores, with a likelihood ratio above e^(``DOUBT`` / 2).
 * *More than the level moves anyway.* The medians of successive blocks of ``BLOCK`` values, in units of the spread within
   them, moved by w (root mean square over the last ``BLOCKS`` pairs). The jump in those units must be above
-  sqrt(log A) w; without noise a level that walks as it did exceeds this with probability A^(-1/2), which is no rate of
-  its own, but it takes away what makes the evidence wrong. Until ``FEWEST`` pairs are known no note is made: the first
-  ``(FEWEST + 1) * BLOCK`` steps of a run say nothing.
+  sqrt(2 log A) w: a level that walks on as it did, by normal moves, goes that far once in A steps at most. Until
+  ``FEWEST`` pairs are known nothing is bet: the first ``(FEWEST + 1) * BLOCK`` steps of a run say nothing.
 
 A segment's last values have no time left to be noticed and its first ones are its reference. So each number is followed
 four times, in segments that are a quarter of a segment apart, each of which bets in half of the steps. Every one of
@@ -54,9 +51,7 @@ SEGMENT = 128  # values
 REFERENCE = 64  # of them, on which nothing is bet
 TREND = 0.25  # rank correlation with time, in the reference
 BLOCK, BLOCKS, FEWEST = 32, 8, 4
-DOUBT = 3.0  # twice a log likelihood ratio
 NEWEST = 8  # values that say where it jumped to
-_JUMPS, _RAMPS = (1, 4), (16, 32, 64, 128)  # steps that a change takes
 _TILTS = np.array([2.0, -2.0])
 _NAMES = ("noise scale", "loss dispersion", "gradient-norm dispersion")
 _STARTS = tuple(range(0, SEGMENT, SEGMENT // 4))
@@ -105,7 +100,7 @@ class _Series:
             return False
         before, spread = _middle(self.segment[:REFERENCE])
         size = abs(median(self.segment[-NEWEST:]) - before)
-        return size > deviations * self.usual * spread and _is_step(self.positions)
+        return size > deviations * self.usual * spread
 
 
 @dataclass
@@ -219,24 +214,6 @@ def _trend(positions: list[int]) -> float:
     ranks, time = _order(positions), np.arange(len(positions), dtype=np.float64)
     ranks, time = ranks - ranks.mean(), time - time.mean()
     return abs(float(ranks @ time) / float(time @ time)) if len(time) > 1 else 0.0
-
-
-def _is_step(positions: list[int]) -> bool:
-    """Whether a change within a few steps explains the values as well as any slow one does."""
-    ranks = _order(positions)
-    count = len(ranks)
-    scores = _normal_scores(count)[ranks.astype(np.int64)]
-    jump, ramp = (max(_explained(scores, steps) for steps in choice) for choice in (_JUMPS, _RAMPS))
-    left = float(scores @ scores) - max(jump, ramp)
-    return (ramp - jump) * (count - 3) <= DOUBT * left
-
-
-def _explained(scores: Array, steps: int) -> float:
-    """Sum of squares that the best change from one level to another within ``steps`` explains, wherever it begins."""
-    time = np.arange(len(scores))
-    change = np.clip((time[None, :] - time[1:, None] + 1) / steps, 0.0, 1.0)
-    change -= change.mean(axis=1, keepdims=True)
-    return float(np.max((change @ scores) ** 2 / (change * change).sum(axis=1)))
 
 
 def _middle(values: list[float]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ds_silent.detectors.evidence import Finding
+from ds_silent.detectors.evidence import Finding, with_odds
 from ds_silent.records import Event
 
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
@@ -30,9 +30,14 @@ class _Episode:
 
 
 class Episodes:
-    """Which faults are going on."""
+    """Which faults are going on.
 
-    def __init__(self) -> None:
+    Args:
+        rate: stated false alarms per million steps, for the odds of events that chance may raise.
+    """
+
+    def __init__(self, rate: float = 1.0) -> None:
+        self._rate = rate
         self._active: dict[str, _Episode] = {}
         self._returns: dict[str, int] = {}
 
@@ -44,13 +49,13 @@ class Episodes:
             episode = self._active.get(key)
             if episode is None:
                 self._active[key] = _Episode(finding.kind, finding.ranks, finding.where, finding.since, step)
-                events.append(_event(step, finding, ""))
+                events.append(self._event(step, finding, ""))
                 continue
             episode.last_seen, episode.absent = step, 0
             episode.age += 1
             if episode.age >= episode.next_reminder:
                 episode.next_reminder *= 2
-                events.append(_event(step, finding, f"Still, since step {episode.since}: "))
+                events.append(self._event(step, finding, f"Still, since step {episode.since}: "))
         for key, episode in list(self._active.items()):
             if key in present:
                 continue
@@ -67,6 +72,21 @@ class Episodes:
                 )
         return events
 
+    def _event(self, step: int, finding: Finding, prefix: str) -> Event:
+        f = finding
+        told = Event(
+            step if f.step is None else f.step,
+            f.kind,
+            f.severity,
+            f.ranks,
+            f.where,
+            f.score,
+            f.threshold,
+            prefix + f.message,
+            f.remedy,
+        )
+        return told if f.log_excess is None else with_odds(told, self._rate, f.log_excess)
+
     def active(self, kind: str) -> bool:
         """Whether a fault of this kind is going on."""
         return any(episode.kind == kind for episode in self._active.values())
@@ -81,18 +101,3 @@ class Episodes:
             key: _Episode(**{**episode, "ranks": tuple(episode["ranks"])}) for key, episode in state["active"].items()
         }
         self._returns = dict(state["returns"])
-
-
-def _event(step: int, finding: Finding, prefix: str) -> Event:
-    f = finding
-    return Event(
-        step if f.step is None else f.step,
-        f.kind,
-        f.severity,
-        f.ranks,
-        f.where,
-        f.score,
-        f.threshold,
-        prefix + f.message,
-        f.remedy,
-    )

@@ -91,7 +91,8 @@ def _aggregation(
     # what no single rule explains is another guess at each step, and yet the same fault
     guessed = cause is None or bool(cause.unexplained) or what in ("partial", "noise")
     key = "integrity unexplained" if guessed else f"integrity {what} {where}"
-    return Finding(key, kind, "error", ranks, where, error, bound, message, _REDUCTION, record.step)
+    excess = check.log_excess
+    return Finding(key, kind, "error", ranks, where, error, bound, message, _REDUCTION, record.step, log_excess=excess)
 
 
 def _told(cause: Cause, layers: tuple[str, ...], world_size: int) -> str:

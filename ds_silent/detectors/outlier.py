@@ -143,6 +143,7 @@ class OutlierTest:
             message,
             _REMEDY,
             since,
+            log_excess=flag["score"] - self._threshold,
         )
 
     def state_dict(self) -> dict[str, Any]:
