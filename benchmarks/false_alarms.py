@@ -4,7 +4,7 @@
     python benchmarks/false_alarms.py --steps 50
     python benchmarks/false_alarms.py --scratch --steps 600     # a small GPT from random weights (``scratch.py``)
 
-``--scratch``: warm-up, plateaus and decay in every training, 2 to 3 minutes for each on 2 cores. ``--keep FOLDER`` keeps
+``--scratch``: warm-up, plateaus and decay in every training, 2 to 3 minutes each on 2 cores. ``--keep FOLDER`` keeps
 the records; ``--cell`` chooses.
 
 Sharded sampler, one seed for all ranks (S1-1), ZeRO stage 0, 1 and 2 in fp32 and bf16, with gradient accumulation 1

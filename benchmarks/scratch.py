@@ -6,7 +6,7 @@
 120,000 parameters on the bytes of the embedded instruction set, packed: every row has ``LENGTH`` tokens, all with a
 label. AdamW, a tenth of the steps of linear warm-up, cosine decay to a tenth of the peak, clipping at 1. Within 600
 steps the loss falls from log 256 through the plateau of letter frequencies to words that are read from the context:
-everything that a training of a large model does in its first thousands of steps, an hour of which nobody could run here.
+what a large model does in its first thousands of steps.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Event:
     message: str
     remedy: str
     false_alarms_per_million_steps: float | None = field(default=None, metadata={"absent": True})
-    """Where chance is judged: the stated rate at which this event would just still be told. None, and no key: a fact."""
+    """Where chance is judged: the stated rate at which this would just still be told. None, and no key: a fact."""
 
 
 @dataclass(frozen=True)

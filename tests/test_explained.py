@@ -1,4 +1,4 @@
-"""What covariates explain is taken out, and nothing else: a column without spread explains nothing, however it rounds."""
+"""What covariates explain is taken out, and nothing else: a column without spread explains nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Far smaller rates than one false alarm per million steps: thresholds, caps and bounds hold, and events tell their odds."""
+"""Far smaller rates than one false alarm per million steps hold too, and events tell their odds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_thousand_times_fewer_false_alarms_cost_some_steps() -> None:
 
 @pytest.mark.parametrize("rate", [1.0, 1e-3, 1e-6])
 def test_what_the_evidence_at_its_cap_says_is_an_alarm(rate: float) -> None:
-    """Where only one repeat rate is left, the cap less the logarithm of their number may round to below the threshold."""
+    """Where one repeat rate is left, the cap less the logarithm of their number may round to below the threshold."""
     for extra in np.linspace(0.0, 1.0, 25):
         threshold = math.log(4e6 / rate) + extra
         order = OrderTest(threshold)

@@ -21,15 +21,15 @@ changes all the time does not jump. So a note needs more than evidence; whatever
 * *A past without a trend.* The first ``REFERENCE`` values of a segment only tell what is usual. If their ranks are
   correlated with time by more than ``TREND`` (a change by a standard deviation of the noise gives 0.28; chance goes
   beyond it in 5 % of the segments), nothing is bet in the rest.
-* *More than the level moves anyway.* The medians of successive blocks of ``BLOCK`` values, in units of the spread within
-  them, moved by w (root mean square over the last ``BLOCKS`` pairs). The jump in those units must be above
+* *More than the level moves anyway.* The medians of successive blocks of ``BLOCK`` values, in units of the spread
+  within them, moved by w (root mean square over the last ``BLOCKS`` pairs). The jump in those units must be above
   sqrt(2 log A) w: a level that walks on as it did, by normal moves, goes that far once in A steps at most. Until
   ``FEWEST`` pairs are known nothing is bet: the first ``(FEWEST + 1) * BLOCK`` steps of a run say nothing.
 
 A segment's last values have no time left to be noticed and its first ones are its reference. So each number is followed
 four times, in segments that are a quarter of a segment apart, each of which bets in half of the steps. Every one of
-these tests has its own threshold, 3 * 4 / 2 * A: then their rates add up to the stated one, although they depend on each
-other. What one says within a segment of a note on the same number is not said again.
+these tests has its own threshold, 3 * 4 / 2 * A: then their rates add up to the stated one, although they depend on
+each other. What one says within a segment of a note on the same number is not said again.
 
 t = 2 (and -2) is at its best for a jump by 2 to 3 standard deviations of the steps' noise.
 """
