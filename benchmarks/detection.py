@@ -2,6 +2,7 @@
 
     python benchmarks/detection.py --seed 0                  # both parts; the gradients are computed once and cached
     python benchmarks/detection.py --part power --ranks 4    # one part, one world size
+    python benchmarks/detection.py --part power --rate 1 --rate 1e-3     # a table for each stated rate
     python benchmarks/detection.py --part power --fault "gradients x 1.03" --limit 20000
 
 A step is a bootstrap: every simulated worker draws one micro-batch of the pool (``gradient_pool.py``: real gradients
@@ -174,10 +175,11 @@ def report_false_alarms(pool: Pool, worlds: list[int], rates: list[float], steps
     CONSOLE.print(table)
 
 
-def report_power(pool: Pool, worlds: list[int], faults: list[Fault], trials: int, limit: int, seed: int) -> None:
-    table = Table(
-        title=f"Steps until the event, median (10 %-90 %) of {trials} runs; 1 false alarm per million (seed {seed})"
-    )
+def report_power(
+    pool: Pool, worlds: list[int], faults: list[Fault], rate: float, trials: int, limit: int, seed: int
+) -> None:
+    said = f"{rate:g} false alarms per million steps"
+    table = Table(title=f"Steps until the event, median (10 %-90 %) of {trials} runs; {said} (seed {seed})")
     table.add_column("fault on one worker")
     for ranks in worlds:
         table.add_column(f"N = {ranks}", justify="right")
@@ -186,15 +188,18 @@ def report_power(pool: Pool, worlds: list[int], faults: list[Fault], trials: int
     for ranks in worlds:
         warm = []
         for trial in range(trials):
-            workers, judge = Workers(pool, ranks, seed + 1000 * trial + ranks), Judge(DetectorsConfig())
+            workers = Workers(pool, ranks, seed + 1000 * trial + ranks)
+            judge = Judge(DetectorsConfig(false_alarms_per_million_steps=rate))
             for step in range(1, WARM_UP + 1):
                 judge.step(*workers.step(step, HEALTHY))
             warm.append((workers, judge))
         for fault in faults:
             results = [delay(pool, pair, fault, limit) for pair in warm]
             rows[fault.name].append(summary(results, ranks, limit))
-            least = fewest_steps(pool, ranks, 1e6, fault.scale, fault.rotation, fault.kind)
-            CONSOLE.print(f"N = {ranks}, {fault.name}: {rows[fault.name][-1]}, any test at least {least:,.0f}")
+            least = fewest_steps(pool, ranks, 1e6 / rate, fault.scale, fault.rotation, fault.kind)
+            CONSOLE.print(
+                f"{rate:g} per million, N = {ranks}, {fault.name}: {rows[fault.name][-1]}, any test at least {least:,.0f}"
+            )
             rows[fault.name].append(f"{least:,.0f}")
     for row in rows.values():
         table.add_row(*row)
@@ -221,7 +226,9 @@ def main(
     part: Annotated[str, typer.Option(help="false-alarms, power or all")] = "all",
     ranks: Annotated[list[int] | None, typer.Option(help="workers; may be given several times")] = None,
     steps: Annotated[int, typer.Option(help="healthy steps per row of the first table")] = 20_000,
-    rate: Annotated[list[float] | None, typer.Option(help="stated false alarms per million steps")] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(help="stated false alarms per million steps; several make several tables")
+    ] = None,
     trials: Annotated[int, typer.Option(help="runs per cell of the second table")] = 10,
     fault: Annotated[
         list[str] | None, typer.Option(help="one row of the second table; may be given several times")
@@ -242,6 +249,7 @@ def main(
         raise typer.BadParameter(f"must be among {names}; got {min(unknown)!r}", param_hint="--fault")
     torch.set_num_threads(1)
     started = time.perf_counter()
+    cache.parent.mkdir(parents=True, exist_ok=True)
     pool = load_or_collect(cache, batches, noisy, seed)
     healthy = pool.of_kind(0)
     CONSOLE.print(
@@ -253,7 +261,8 @@ def main(
     if part in ("false-alarms", "all"):
         report_false_alarms(pool, worlds, rate or [1.0, 1000.0], steps, seed)
     if part in ("power", "all"):
-        report_power(pool, worlds, [f for f in FAULTS if not fault or f.name in fault], trials, limit, seed)
+        for one in rate or [1.0]:
+            report_power(pool, worlds, [f for f in FAULTS if not fault or f.name in fault], one, trials, limit, seed)
     CONSOLE.print(f"{time.perf_counter() - started:.0f} s")
 
 

@@ -4,8 +4,8 @@
     python benchmarks/false_alarms.py --steps 50
     python benchmarks/false_alarms.py --scratch --steps 600     # a small GPT from random weights (``scratch.py``)
 
-``--scratch``: warm-up, plateaus and decay in every training, about 2 minutes for each on 2 idle cores. ``--keep FOLDER``
-keeps the records; ``--cell`` chooses.
+``--scratch``: warm-up, plateaus and decay in every training, 2 to 3 minutes each on 2 cores. ``--keep FOLDER`` keeps
+the records; ``--cell`` chooses.
 
 Sharded sampler, one seed for all ranks (S1-1), ZeRO stage 0, 1 and 2 in fp32 and bf16, with gradient accumulation 1
 and 2 in turn; each training has a seed of its own. Everything that judges is on. Warnings and errors are false
@@ -68,9 +68,9 @@ def ds_config(cell: Cell, folder: Path) -> Path:
 
 def work(order: dict[str, Any]) -> None:
     """All trainings, on one rank."""
+    import scratch
     import torch.distributed as dist
 
-    import scratch
     from finetune.ranks import join
     from finetune.settings import Settings, checked
     from finetune.trainer import train

@@ -6,7 +6,7 @@
 120,000 parameters on the bytes of the embedded instruction set, packed: every row has ``LENGTH`` tokens, all with a
 label. AdamW, a tenth of the steps of linear warm-up, cosine decay to a tenth of the peak, clipping at 1. Within 600
 steps the loss falls from log 256 through the plateau of letter frequencies to words that are read from the context:
-everything that a training of a large model does in its first thousands of steps, an hour of which nobody could run here.
+what a large model does in its first thousands of steps.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class SmallGPT(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * LAYERS) if "out." in name or "down." in name else 1))
+                nn.init.normal_(
+                    parameter, std=0.02 / (math.sqrt(2 * LAYERS) if "out." in name or "down." in name else 1)
+                )
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(input_ids) + self.places.weight[: input_ids.shape[1]]

@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+LARGEST_EXCESS = 700.0  # nats: rarer than a float64 can say
 SMALLEST_STEP = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}  # between subnormals
 
 
@@ -80,6 +81,7 @@ class AggregateCheck:
     error: float  # |aggregate - expected|
     expected: float  # |what the locals add up to with the configured weights|
     tolerance: float  # largest error that rounding explains, at the stated rate
+    log_excess: float | None = None  # where it is larger: nats by which the rate could be smaller and it still be so
 
     @property
     def relative_error(self) -> float | None:
@@ -146,7 +148,18 @@ def check_aggregate(
         spread: see :func:`rounding_tolerance`.
     """
     error = float((aggregate - terms.expected).norm())
-    return AggregateCheck(error, float(terms.expected.norm()), rounding_tolerance(terms, arithmetic, log_rate, spread))
+    tolerance = rounding_tolerance(terms, arithmetic, log_rate, spread)
+    excess = None
+    if math.isfinite(error) and error > tolerance:
+        low, high = 0.0, LARGEST_EXCESS  # the tolerance grows with the rate's logarithm
+        if error > rounding_tolerance(terms, arithmetic, log_rate + high, spread):
+            low = high
+        while high - low > 0.01:
+            middle = (low + high) / 2.0
+            explained = error <= rounding_tolerance(terms, arithmetic, log_rate + middle, spread)
+            low, high = (low, middle) if explained else (middle, high)
+        excess = low
+    return AggregateCheck(error, float(terms.expected.norm()), tolerance, excess)
 
 
 def rounding_tolerance(terms: Terms, arithmetic: Arithmetic, log_rate: float, spread: float = 1.0) -> float:

@@ -133,6 +133,8 @@ class Event:
     threshold: float | None
     message: str
     remedy: str
+    false_alarms_per_million_steps: float | None = field(default=None, metadata={"absent": True})
+    """Where chance is judged: the stated rate at which this would just still be told. None, and no key: a fact."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,9 @@ def to_json(value: Any) -> Any:
         dicts, lists, str, int, finite float, bool and None only, so that ``json.dumps(..., allow_nan=False)`` passes.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        written = (f for f in dataclasses.fields(value) if f.metadata.get("json", True))
-        return {f.name: to_json(getattr(value, f.name)) for f in written}
+        written = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.metadata.get("json", True)}
+        absent = {f.name for f in dataclasses.fields(value) if f.metadata.get("absent") and written[f.name] is None}
+        return {name: to_json(known) for name, known in written.items() if name not in absent}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

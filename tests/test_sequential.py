@@ -74,7 +74,10 @@ def test_every_number_of_ranks_has_a_history_and_resumes_with_it(ranks: int) -> 
         values = random.standard_normal((1, ranks))
         values[0, 7 % ranks] += 50.0 * (step == 2)
         test.step(step, values, np.ones(ranks, dtype=bool))
-    within, remembering = test.gain[0, : 2 * len(WITHIN), 7 % ranks].max(), test.gain[0, 2 * len(WITHIN) :, 7 % ranks].max()
+    within, remembering = (
+        test.gain[0, : 2 * len(WITHIN), 7 % ranks].max(),
+        test.gain[0, 2 * len(WITHIN) :, 7 % ranks].max(),
+    )
     assert remembering > within + 0.1  # the step before is looked at too
     again = SequentialTest(1, ranks, cap=40.0)
     again.load_state_dict(test.state_dict())

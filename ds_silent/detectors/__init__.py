@@ -11,7 +11,7 @@ They say what they see at this step; ``episodes`` makes one event of it when it 
 ``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier,
 drift and the rounding bounds of ``integrity``. The derivations are in ``sequential`` and ``ds_silent.integrity``. The
 others state facts. Scores and thresholds of the first three are natural logarithms of evidence: a threshold of 16 says
-that chance reaches it once in e^16 steps.
+that chance reaches it once in e^16 steps. Their events carry the rate at which they would just still be told.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_silent.detectors import broken, duplicates
 from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.drift import DriftTest
 from ds_silent.detectors.episodes import Episodes
-from ds_silent.detectors.evidence import Coverage, Evidence, Finding
+from ds_silent.detectors.evidence import Coverage, Evidence, Finding, with_odds
 from ds_silent.detectors.integrity import integrity, notes, replicas
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
@@ -39,8 +39,8 @@ _VERSION = 2  # of the state
 
 def log_steps(config: DetectorsConfig, interval: int) -> float:
     """Natural logarithm of the mean number of measured steps between two false alarms of one detector."""
-    per_test = config.false_alarms_per_million_steps * interval / _BY_CHANCE
-    return max(0.0, math.log(1e6 / per_test))
+    rate = math.log(config.false_alarms_per_million_steps) + math.log(interval)  # a product may leave the floats
+    return max(0.0, math.log(1e6 * _BY_CHANCE) - rate)
 
 
 class Judge:
@@ -53,8 +53,9 @@ class Judge:
 
     def __init__(self, config: DetectorsConfig, interval: int = 1):
         self._log_steps = log_steps(config, interval)
-        self._episodes = Episodes()
-        self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one third of the rate
+        self._rate = config.false_alarms_per_million_steps
+        self._episodes = Episodes(self._rate)
+        self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one quarter of the rate
         self._repeats = RepeatTest(self._log_steps + math.log(2.0))
         self._drift = DriftTest(self._log_steps)
         self._batch_size = BatchSizeTest()
@@ -86,7 +87,10 @@ class Judge:
             # ranks that hold the same rows are not exchangeable with the others
             findings += self._outlier.standing() if same else self._outlier.step(record, extras)
             if not impaired and not findings:  # never learn from a flagged step
-                told += self._drift.step(record)
+                for note in self._drift.step(record):
+                    assert note.score is not None
+                    assert note.threshold is not None
+                    told.append(with_odds(note, self._rate, note.score - note.threshold))
         return self._episodes.update(record.step, findings) + told
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:

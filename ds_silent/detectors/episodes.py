@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_silent.detectors.evidence import Finding
+from ds_silent.detectors.evidence import Finding, with_odds
 from ds_silent.detectors.linked import Fault, cause_of, told_before
 from ds_silent.records import Event, Severity
 
@@ -37,9 +37,14 @@ class _Episode:
 
 
 class Episodes:
-    """Which faults are going on."""
+    """Which faults are going on.
 
-    def __init__(self) -> None:
+    Args:
+        rate: stated false alarms per million steps, for the odds of events that chance may raise.
+    """
+
+    def __init__(self, rate: float = 1.0) -> None:
+        self._rate = rate
         self._active: dict[str, _Episode] = {}
         self._returns: dict[str, int] = {}
         self._told: list[Fault] = []
@@ -66,13 +71,13 @@ class Episodes:
                     effects=finding.effects,
                     cause=None if cause is None else cause.key,
                 )
-                events.append(_event(step, finding, "") if cause is None else _follows(step, finding, cause))
+                events.append(self._event(step, finding, "") if cause is None else self._follows(step, finding, cause))
                 continue
             episode.last_seen, episode.absent = step, 0
             episode.age += 1
             if episode.age >= episode.next_reminder:
                 episode.next_reminder *= 2
-                reminder = _event(step, finding, f"Still, since step {episode.since}: ")
+                reminder = self._event(step, finding, f"Still, since step {episode.since}: ")
                 is_open = episode.cause is not None and episode.cause in {fault.key for fault in self._open()}
                 events.append(replace(reminder, severity="info") if is_open else reminder)
         for key, episode in list(self._active.items()):
@@ -103,6 +108,28 @@ class Episodes:
         )
         return [*self._told, *own]
 
+    def _follows(self, step: int, finding: Finding, cause: Fault) -> Event:
+        """Written in full, and no second alarm."""
+        when = "the preflight" if cause.since == 0 else f"step {cause.since}"
+        place = f" ({cause.where})" if cause.where else ""
+        event = self._event(step, finding, f"Follows from the {cause.kind} of {when}{place}: ")
+        return replace(event, severity="info")
+
+    def _event(self, step: int, finding: Finding, prefix: str) -> Event:
+        f = finding
+        told = Event(
+            step if f.step is None else f.step,
+            f.kind,
+            f.severity,
+            f.ranks,
+            f.where,
+            f.score,
+            f.threshold,
+            prefix + f.message,
+            f.remedy,
+        )
+        return told if f.log_excess is None else with_odds(told, self._rate, f.log_excess)
+
     def active(self, kind: str) -> bool:
         """Whether a fault of this kind is going on."""
         return any(episode.kind == kind for episode in self._active.values())
@@ -118,26 +145,3 @@ class Episodes:
             for key, episode in state["active"].items()
         }
         self._returns = dict(state["returns"])
-
-
-def _follows(step: int, finding: Finding, cause: Fault) -> Event:
-    """Written in full, and no second alarm."""
-    when = "the preflight" if cause.since == 0 else f"step {cause.since}"
-    place = f" ({cause.where})" if cause.where else ""
-    event = _event(step, finding, f"Follows from the {cause.kind} of {when}{place}: ")
-    return replace(event, severity="info")
-
-
-def _event(step: int, finding: Finding, prefix: str) -> Event:
-    f = finding
-    return Event(
-        step if f.step is None else f.step,
-        f.kind,
-        f.severity,
-        f.ranks,
-        f.where,
-        f.score,
-        f.threshold,
-        prefix + f.message,
-        f.remedy,
-    )

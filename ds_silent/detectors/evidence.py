@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds_silent.audit import Integrity
-from ds_silent.records import Severity
+from ds_silent.records import Event, Severity
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,35 @@ class Finding:
     since: int
     step: int | None = None  # of the event, where the finding is about an earlier step than the newest
     effects: tuple[str, ...] = ()  # what it brings about by itself on the same ranks, see ``linked``
+    log_excess: float | None = None  # where chance is judged: nats by which the evidence exceeds what is asked for
+
+
+def with_odds(event: Event, rate: float, log_excess: float) -> Event:
+    """The event with its odds, as a number and in words.
+
+    A threshold is log(1 / rate) and what does not depend on the rate; so evidence that exceeds it by x would just still
+    be told at a rate e^x times smaller.
+
+    Args:
+        rate: stated false alarms per million steps.
+        log_excess: nats by which the evidence exceeds what this rate asks for.
+    """
+    odds = math.exp(max(math.log(rate) - max(0.0, log_excess), math.log(_SMALLEST)))
+    message = f"{event.message} By chance alone: at most once in {_many(1e6 / odds)} steps."
+    return replace(event, message=message, false_alarms_per_million_steps=odds)
+
+
+_SMALLEST = 1e-290  # false alarms per million steps
+_POWERS = ("", "thousand", "million", "billion", "trillion")
+
+
+def _many(steps: float) -> str:
+    """Rounded down to a power of ten, in words: no reader compares its digits."""
+    exponent = math.floor(math.log10(max(1.0, steps)) + 1e-9)
+    if exponent >= 3 * len(_POWERS):
+        return "more than a thousand trillion"
+    count, power = ("one", "ten", "a hundred")[exponent % 3], _POWERS[exponent // 3]
+    return f"{'a' if count == 'one' and power else count} {power}".strip()
 
 
 def named(ranks: tuple[int, ...], world_size: int | None = None) -> str:

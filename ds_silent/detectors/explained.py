@@ -22,7 +22,7 @@ class Explained:
 
     Deviations are from the peers' mean at every use: a coefficient times a level common to all ranks (a billion tokens)
     would leave only the rounding of that product. A column whose spread is below ``RESOLUTION`` of its values has none:
-    equal numbers minus their mean leave 1e-14 of rounding, which a coefficient of 1e11 would blow up to explain any y.
+    equal numbers minus their mean leave 1e-14 of rounding, which a coefficient of 1e11 blows up to "explain" any y.
     """
 
     def __init__(self, covariates: int):

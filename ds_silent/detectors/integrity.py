@@ -108,7 +108,21 @@ def _aggregation(record: StepRecord, seen: Integrity, check: AggregateCheck) -> 
     guessed = cause is None or bool(cause.unexplained) or what in ("partial", "noise")
     key = "integrity unexplained" if guessed else f"integrity {what} {where}"
     effects = ("replica-drift",) if received else ()  # the ranks go on from different gradients
-    return Finding(key, kind, "error", ranks, where, error, bound, message, _REDUCTION, record.step, effects=effects)
+    excess = check.log_excess
+    return Finding(
+        key,
+        kind,
+        "error",
+        ranks,
+        where,
+        error,
+        bound,
+        message,
+        _REDUCTION,
+        record.step,
+        effects=effects,
+        log_excess=excess,
+    )
 
 
 def _told(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.evidence import Coverage, Evidence, Finding
+from ds_silent.detectors.sequential import Array
 from ds_silent.records import StepRecord
 
 TOLERATED = 0.01
@@ -35,6 +36,7 @@ class OrderTest:
     def __init__(self, log_threshold: float):
         self._threshold = log_threshold
         self._evidence = np.full(len(_RATES), -np.inf)
+        self._score = -math.inf
         self._last: Coverage | None = None
         self._mismatch_since: int | None = None
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
@@ -65,16 +67,17 @@ class OrderTest:
     def _weigh(self, step: int, consumed: float, repeated: float) -> None:
         gain = repeated * _HIT + max(consumed - repeated, 0.0) * _MISS
         cap = self._threshold + math.log(len(_RATES))
-        self._evidence = np.minimum(np.logaddexp(0.0, self._evidence) + gain, cap)
-        score = self.score()
-        if score >= self._threshold:
+        grown = np.logaddexp(0.0, self._evidence) + gain
+        self._evidence, self._score = np.minimum(grown, cap), _mean(grown)
+        score = _mean(self._evidence)
+        if score >= self._threshold - 1e-9:  # the cap of a single rate, with its rounding, is an alarm
             self._mismatch_since = self._mismatch_since or step
         elif score < self._threshold / 2:
             self._mismatch_since = None
 
     def score(self) -> float:
-        """log of the mean evidence."""
-        return float(np.logaddexp.reduce(self._evidence) - math.log(len(_RATES)))
+        """log of the mean evidence, before the newest step's was cut at what is needed."""
+        return self._score
 
     def _close_epoch(self, step: int, now: Coverage, share_of_step: float) -> None:
         if now.epoch + share_of_step <= 1.0 + 1e-9:  # another step fits into the epoch
@@ -109,6 +112,7 @@ class OrderTest:
                     message,
                     remedy,
                     self._mismatch_since,
+                    log_excess=self.score() - self._threshold,
                 )
             )
         if self._low is not None:
@@ -146,6 +150,12 @@ class OrderTest:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self._evidence = np.array([-np.inf if v is None else v for v in state["evidence"]], dtype=np.float64)
+        self._score = _mean(self._evidence)
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]
         self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
+
+
+def _mean(evidence: Array) -> float:
+    """log of the mean over the rates."""
+    return float(np.logaddexp.reduce(evidence) - math.log(len(_RATES)))

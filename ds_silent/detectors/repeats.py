@@ -60,8 +60,9 @@ class RepeatTest:
         p = np.minimum(expected[:, None], _RATES)  # a rate that is expected is no evidence: q = p makes it 0
         gain = repeats[:, None] * np.log(_RATES / p)
         gain += (rows - repeats)[:, None] * np.log((1.0 - _RATES) / (1.0 - p))
-        self._evidence = np.minimum(np.logaddexp(0.0, self._evidence) + gain, threshold + math.log(len(_RATES)))
-        scores = np.logaddexp.reduce(self._evidence, axis=1) - math.log(len(_RATES))
+        grown = np.logaddexp(0.0, self._evidence) + gain
+        self._evidence = np.minimum(grown, threshold + math.log(len(_RATES)))
+        scores, uncut = (np.logaddexp.reduce(log, axis=1) - math.log(len(_RATES)) for log in (self._evidence, grown))
         for rank, score in enumerate(scores.tolist()):
             if score >= threshold - 1e-9:  # the cap itself is an alarm
                 self._since.setdefault(rank, record.step)
@@ -69,7 +70,7 @@ class RepeatTest:
                 self._since.pop(rank, None)
         guilty = tuple(sorted(self._since))
         self.attributed = float(repeats[(gain > 0.0).any(axis=1)].sum())
-        return [self._finding(guilty, repeats, rows, scores, threshold)] if guilty else []
+        return [self._finding(guilty, repeats, rows, uncut, threshold)] if guilty else []
 
     def _finding(self, ranks: tuple[int, ...], repeats: Array, rows: Array, scores: Array, threshold: float) -> Finding:
         chosen = list(ranks)
@@ -84,7 +85,8 @@ class RepeatTest:
         )
         key = f"repeated-rows:{','.join(map(str, ranks))}"
         score, since = float(scores[chosen].max()), min(self._since.values())
-        return Finding(key, "data-order-mismatch", "error", ranks, "loader", score, threshold, message, remedy, since)
+        kind, excess = "data-order-mismatch", score - threshold
+        return Finding(key, kind, "error", ranks, "loader", score, threshold, message, remedy, since, log_excess=excess)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
