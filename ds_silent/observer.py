@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from ds_silent.audit import Audit
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.data_facts import DataFacts
 from ds_silent.detectors import Judge, log_steps
 from ds_silent.exchange import Gathered, LocalSample, gather_on_host, make_exchange
 from ds_silent.measure import Context
@@ -42,12 +44,15 @@ class Observer:
     """Watches one training. Made by :func:`ds_silent.initialize` or :func:`ds_silent.attach`, on every rank.
 
     Attributes:
-        samples_per_epoch: rows of one epoch over all ranks, for ``epoch`` in the records; None when not known.
+        samples_per_epoch: rows of one epoch over all ranks, for ``epoch`` in the records; None where the loader that
+            feeds the training is to say.
+        shuffles: whether each epoch has an order of its own; None likewise.
         output_dir: where that rank writes.
     """
 
     def __init__(self, capture: Capture, config: SilentConsistencyConfig, sink: Sink | None):
         self.samples_per_epoch: int | None = None
+        self.shuffles: bool | None = None
         self.output_dir = config.output_dir
         self._capture, self._config = capture, config
         ranks = dist.get_world_size(capture.group)
@@ -231,16 +236,19 @@ class Observer:
             self._writer.report(event)
 
     def _context(self, seconds: Seconds) -> Context:
-        samples = self._capture.samples
-        epoch = samples / self.samples_per_epoch if self.samples_per_epoch else None
+        samples, walk = self._capture.samples, self._capture.walk
+        shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
+        facts = DataFacts(self.samples_per_epoch or walk.facts.rows, shuffles)
+        epoch = samples / facts.rows if facts.rows else None
         return Context(
             samples,
             self._capture.batch,
             epoch,
             seconds,
             self._capture.layer_names,
-            self.samples_per_epoch,
+            facts.rows,
             self._capture.skipped,
+            replace(walk, facts=facts),
         )
 
     # -- for the training script -----------------------------------------------------------------------------------
@@ -276,7 +284,7 @@ class Observer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
-        self.samples_per_epoch = state.get("samples_per_epoch") or None
+        self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._weights_due, self._replica_due = state.get("weights"), True
         if self._writer is not None:
             self._writer.load_state_dict(state)

@@ -4,9 +4,9 @@
     events = judge.step(record, Evidence(...))                     # once per measured step, in order
 
 Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
-data (``order``), a rank that takes the same rows again (``repeats``), a rank that differs (``outlier``), a jump against
-the run's past (``drift``), a result that is wrong (``integrity``). They say what they see at this step; ``episodes``
-makes one event of it when it starts and one when it ends.
+data (``order``), the same order in every epoch (``same_order``), a rank that takes the same rows again (``repeats``),
+a rank that differs (``outlier``), a jump against the run's past (``drift``), a result that is wrong (``integrity``).
+They say what they see at this step; ``episodes`` makes one event of it when it starts and one when it ends.
 
 ``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier,
 drift and the rounding bounds of ``integrity``. The derivations are in ``sequential`` and ``ds_silent.integrity``. The
@@ -28,6 +28,7 @@ from ds_silent.detectors.integrity import integrity, replicas
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
+from ds_silent.detectors.same_order import SameOrderTest
 from ds_silent.records import Event, StepRecord
 
 __all__ = ["Coverage", "Evidence", "Finding", "Judge"]
@@ -55,6 +56,7 @@ class Judge:
         self._episodes = Episodes()
         self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one third of the rate
         self._repeats = RepeatTest(self._log_steps + math.log(2.0))
+        self._same_order = SameOrderTest(self._log_steps)
         self._drift = DriftTest(self._log_steps)
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._pairs_before: set[tuple[int, int]] = set()
@@ -70,8 +72,10 @@ class Judge:
         findings += self._stale(record, extras)
         same = self._duplicates(record, extras)
         findings += same
-        findings += self._repeats.step(record, extras)
-        findings += self._order.step(record, extras, bool(same), self._repeats.attributed)
+        again = self._repeats.step(record, extras)
+        again += self._order.step(record, extras, bool(same), self._repeats.attributed)
+        findings += again
+        findings += self._same_order.step(record, extras, bool(again) or self._repeats.attributed > 0)
         notes: list[Event] = []
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
@@ -112,6 +116,7 @@ class Judge:
             "episodes": self._episodes.state_dict(),
             "order": self._order.state_dict(),
             "repeats": self._repeats.state_dict(),
+            "same_order": self._same_order.state_dict(),
             "drift": self._drift.state_dict(),
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
             "pairs_before": [list(pair) for pair in sorted(self._pairs_before)],
@@ -134,6 +139,8 @@ class Judge:
         self._order.load_state_dict(state["order"])
         self._repeats.load_state_dict(state["repeats"])
         self._drift.load_state_dict(state["drift"])
+        if "same_order" in state:
+            self._same_order.load_state_dict(state["same_order"])
         self._outlier = None
         if state["outlier"] is not None:
             self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps)

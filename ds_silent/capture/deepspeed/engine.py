@@ -34,11 +34,13 @@ from ds_silent.capture.deepspeed.gradients import (
 from ds_silent.capture.deepspeed.ordered import OrderedReduction
 from ds_silent.capture.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
 from ds_silent.capture.deepspeed.retry import KeptGradients
+from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local import LocalGradient, layers_of, loss_in
 from ds_silent.capture.patches import Patches
 from ds_silent.capture.rows import RowIds, id_capacity
 from ds_silent.capture.sampler import Part, Sends, StepSampler
 from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.data_facts import Walk
 from ds_silent.exchange import LocalSample
 from ds_silent.replicas import Items, LayerChecksums, Replica
 from ds_silent.sample_ids import packed_size
@@ -101,6 +103,7 @@ class DeepSpeedCapture:
         self.id_size = packed_size(capacity) if config.coverage else 0
         micro_batch = int(engine.train_micro_batch_size_per_gpu())
         self._rows = RowIds(enabled=config.coverage, capacity=capacity, micro_batch=micro_batch)
+        self._loaders = LoaderWatch(ranks)
         sends = Sends(config.direction.per_layer or checks, checks, applied=self._places is not None)
         self._sampler = StepSampler(self._local, self._rows, sends)
         self._scales_loss = scales_loss(engine)
@@ -145,6 +148,10 @@ class DeepSpeedCapture:
     @property
     def rows_waiting(self) -> bool:
         return self._rows.waiting
+
+    @property
+    def walk(self) -> Walk:
+        return Walk(self._loaders.facts, self._rows.starts, self._loaders.seen, self._rows.told)
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Parameters that every rank holds whole, and a function that names all else that is replicated."""
@@ -253,6 +260,8 @@ class DeepSpeedCapture:
     def connect(self, listener: Listener) -> None:
         self._listener = listener
         engine = self._engine
+        if self._rows.enabled:
+            self._patches.add(self._loaders.connect())
         for index, parameter in enumerate(self._parameters):
             self._patches.add(parameter.register_hook(self._gradient_hook(index)))
         self._patches.add(engine.register_forward_pre_hook(self._before_forward, with_kwargs=True))
@@ -304,7 +313,7 @@ class DeepSpeedCapture:
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens."""
         if module.training and torch.is_grad_enabled():
-            self._sampler.guarded(lambda: self._rows.forward(args, kwargs))
+            self._sampler.guarded(lambda: self._rows.forward(args, kwargs, self._loaders.forward()))
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
         """Torch-style ``loss.backward()`` never calls ``engine.backward``: then the forward's loss is the loss."""
