@@ -406,3 +406,33 @@ def test_a_training_that_forgets_set_epoch(
     if told:
         assert 7 < events[0]["step"] <= 14  # 25 rows per rank, 4 a step: seven steps an epoch
         assert "set_epoch" in events[0]["remedy"]
+
+
+class Numbered(Pairs):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"id": index, **super().__getitem__(index)}
+
+
+def readme_example(directory: str, code: str) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "silent_consistency": {"output_dir": directory, "tensorboard": False},
+    }
+    path = Path(directory, f"ds_config_{dist.get_rank()}.json")
+    path.write_text(json.dumps(config))
+    names = {"dataset": Numbered(50), "model": Net(), "ds_silent": ds_silent, "DataLoader": DataLoader}
+    names["DistributedSampler"] = DistributedSampler
+    exec(code.replace("ds_config.json", str(path)), names)
+    ds_silent.observer_of(names["engine"]).close()  # type: ignore[union-attr]
+
+
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    text = Path(__file__).parent.parent.joinpath("README.md").read_text()
+    [code] = [part.split("```")[0] for part in text.split("```python\n")[1:] if "observe_batch" in part.split("```")[0]]
+    assert len(code.splitlines()) <= 12
+    run_distributed(readme_example, 2, (str(tmp_path), code))
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert len(records) == 3 * 7
+    assert [round(records[7 * epoch + 6]["coverage"]["seen"], 9) for epoch in range(3)] == [1.0] * 3
+    assert [event for event in read_events(tmp_path / "events.jsonl") if event["step"] > 0] == []
