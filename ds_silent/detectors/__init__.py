@@ -56,7 +56,8 @@ class Judge:
         self._episodes = Episodes()
         self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one third of the rate
         self._repeats = RepeatTest(self._log_steps + math.log(2.0))
-        self._same_order = SameOrderTest(self._log_steps)
+        # judged once an epoch: for a thousandth of the rate a pass needs one or two rows more
+        self._same_order = SameOrderTest(self._log_steps + math.log(1000.0))
         self._drift = DriftTest(self._log_steps)
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._pairs_before: set[tuple[int, int]] = set()
