@@ -178,9 +178,11 @@ class Deal:
         self.events += self.judge.step(record, evidence)
 
 
-CUTS = [(rows, ranks, batch, accumulation) for rows, ranks, batch, accumulation in (
-    (103, 4, 2, 1), (103, 4, 8, 4), (26, 4, 2, 4), (1000, 2, 8, 4), (1001, 3, 4, 4), (57, 2, 3, 1), (640, 4, 5, 3), (26, 4, 2, 1)
-)]  # fmt: skip
+CUTS = [
+    *((103, 4, 2, 1), (103, 4, 8, 4), (26, 4, 2, 4), (26, 4, 2, 1)),
+    *((1000, 2, 8, 4), (1001, 3, 4, 4), (57, 2, 3, 1), (640, 4, 5, 3)),
+]
+"""Rows, ranks, rows of a micro-batch, micro-batches of a step."""
 
 
 @pytest.mark.parametrize("watched", [True, False])
