@@ -32,6 +32,7 @@ from ds_silent.capture.deepspeed import (
     refuse_unsupported_engine,
 )
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, parse
+from ds_silent.data_facts import data_facts
 from ds_silent.ds_config import load_ds_config
 from ds_silent.fingerprint import Hash
 from ds_silent.inventory import local_items, sampler_facts, weights_hash
@@ -51,7 +52,8 @@ def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any
     Args:
         sampler: optional, and the only argument that DeepSpeed does not know: this rank's sampler (or its DataLoader)
             where the script makes one itself, so that the preflight can compare how the ranks share the data. Read
-            are ``num_replicas``, ``rank``, ``seed``, ``epoch`` and ``len(dataset)``, as a DistributedSampler has them.
+            are ``num_replicas``, ``rank``, ``seed``, ``epoch``, ``shuffle`` and ``len(dataset)``, as a
+            DistributedSampler has them. The rows are followed without it too, once a DataLoader feeds the training.
 
     Returns:
         (engine, optimizer, training dataloader, learning-rate scheduler).
@@ -78,10 +80,7 @@ def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any
             if refusal is not None:
                 raise refusal from None
             raise
-        observer = _observe(result[0], config, sampler if sampler is not None else result[2], before, refusal)
-        data = arguments.get("training_data")
-        if observer is not None and data is not None and hasattr(data, "__len__"):
-            observer.samples_per_epoch = len(data)
+        _observe(result[0], config, sampler if sampler is not None else result[2], before, refusal)
     except (ConfigError, SinkError):
         _print_without_traceback()
         raise
@@ -160,8 +159,11 @@ def _observe(
         ranks = dist.get_world_size(capture.group)
         # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
         logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, home.says())
+    loader = loader if loader is not None else getattr(engine, "training_dataloader", None)
+    known = data_facts(loader, dist.get_world_size(capture.group))
+    observer.samples_per_epoch, observer.shuffles = known.rows, known.shuffles
     if config.preflight:
-        facts = sampler_facts(loader if loader is not None else getattr(engine, "training_dataloader", None))
+        facts = sampler_facts(loader)
         items = local_items(engine, ds_config, facts, before, dist.get_world_size(capture.group))
         outcome = preflight.compare(items, capture.group, capture.device)
         if home.sinks is not None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_silent.sample_ids import Ids, mix64
 
@@ -149,6 +150,16 @@ class EpochCoverage:
         """Whether every row is kept."""
         return self._level == 0
 
+    @property
+    def rate(self) -> float:
+        """Share of the rows that are kept."""
+        return float(2.0**-self._level)
+
+    def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of these rows the epoch has seen; beyond the capacity only rows that are kept are known."""
+        hashes = mix64(np.ascontiguousarray(ids).view(np.uint64))
+        return np.array([one in self._seen for one in hashes.tolist()], dtype=bool)
+
     def update(self, ids: Ids) -> None:
         """Count the visits of one step, of all ranks: int64 (rows,), in any order."""
         self._visits += len(ids)
@@ -233,6 +244,27 @@ def epoch_is_over(visits: int, step_rows: int, rows_in_epoch: int, ranks: int) -
     row per rank. A sampler that fills up to a whole global batch must say where its epochs begin.
     """
     return visits + step_rows > rows_in_epoch + ranks - 1
+
+
+def last_of_epoch(per_rank: Sequence[Ids], epoch: EpochCoverage, rows_in_epoch: int, droppable: int) -> int:
+    """How many rows of each rank belong to the old epoch, in a step that an epoch ends in and the next begins.
+
+    A sharded epoch has ceil(n / N) rows per rank, or up to ``droppable`` fewer (``drop_last``): among those the first
+    row that the epoch has seen already is the next one's.
+
+    Args:
+        per_rank: each rank's rows of the step, in the order in which it took them.
+        epoch: of the rows before them.
+        droppable: rows of a rank that an epoch may leave out at its end.
+    """
+    ranks = len(per_rank)
+    most = -(-max(0, rows_in_epoch - epoch.visits) // ranks)
+    least = max(0, most - droppable)
+    held = np.zeros(most - least, dtype=bool)
+    for ids in per_rank:
+        again = epoch.holds(ids[least:most])
+        held[: len(again)] |= again
+    return least + (int(np.argmax(held)) if held.any() else most - least)
 
 
 def expected_coverage(ranks: int) -> float:

@@ -217,12 +217,11 @@ def sampler_facts(loader: Any) -> SamplerFacts | None:
     ``num_processes`` and ``process_index`` of accelerate's shards, and ``data_sampler`` of DeepSpeed's loader. A
     sampler of one's own is read by the names of torch's.
     """
-    for sampler in _samplers_in(loader):
+    for sampler in samplers_in(loader):
         for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
             world_size, rank = getattr(sampler, size, None), getattr(sampler, place, None)
             if isinstance(world_size, int) and isinstance(rank, int):
-                data = getattr(sampler, "dataset", None)
-                rows = len(data) if data is not None and hasattr(data, "__len__") else None
+                rows = length_of(getattr(sampler, "dataset", None))
                 seed = getattr(sampler, "seed", None)
                 follows = [getattr(sampler, name, None) for name in ("seed", "epoch", "shuffle", "drop_last")]
                 permutation = hash_text(repr((type(sampler).__name__, rows, follows)))
@@ -230,16 +229,25 @@ def sampler_facts(loader: Any) -> SamplerFacts | None:
     return None
 
 
-def _samplers_in(loader: Any) -> list[Any]:
+def samplers_in(loader: Any) -> list[Any]:
+    """The loader, and all loaders and samplers in it, from the outside to the inside."""
     found: list[Any] = []
     waiting = [loader]
     while waiting and len(found) < 8:
         one = waiting.pop(0)
         if one is not None and not any(one is other for other in found):
             found.append(one)
-            names = ("data_sampler", "sampler", "batch_sampler", "dataloader")
+            names = ("data_sampler", "sampler", "batch_sampler", "dataloader", "_index_sampler")
             waiting += [getattr(one, name, None) for name in names]
     return found
+
+
+def length_of(data: Any) -> int | None:
+    """Rows of a data set; None where it does not know."""
+    try:
+        return len(data)
+    except Exception:  # whatever somebody else's data set raises
+        return None
 
 
 # -- hyper-parameters and configuration ------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ A gradient that was not captured whole on every rank gives null, never a number 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ds_silent import statistics
+from ds_silent.data_facts import Walk
 from ds_silent.exchange import Gathered, Layout
 from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, Seconds, StepRecord
 
@@ -29,6 +30,7 @@ class Context:
     rows_in_epoch: int | None = None
     skipped: bool = False  # the optimizer did not apply this step (fp16 overflow)
     update_skipped: bool = False  # the same, whatever the reason
+    walk: Walk = field(default_factory=Walk)  # how its rows came
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor
 from ds_silent.audit import Audit
 from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.data_facts import DataFacts
 from ds_silent.detectors import Judge, log_steps
 from ds_silent.exchange import Gathered, LocalSample, gather_on_host, make_exchange
 from ds_silent.measure import Context
@@ -46,7 +48,9 @@ class Observer:
     """Watches one training. Made by :func:`ds_silent.initialize` or :func:`ds_silent.attach`, on every rank.
 
     Attributes:
-        samples_per_epoch: rows of one epoch over all ranks, for ``epoch`` in the records; None when not known.
+        samples_per_epoch: rows of one epoch over all ranks, for ``epoch`` in the records; None where the loader that
+            feeds the training is to say.
+        shuffles: whether each epoch has an order of its own; None likewise.
         output_dir: where the writing rank writes, on every rank; in a directory that was in use, from step 1 on.
     """
 
@@ -54,6 +58,7 @@ class Observer:
         self.samples_per_epoch: int | None = None
         self._home = home
         self._records_loaded: str | None = None  # whose records the checkpoint's are, once one was loaded
+        self.shuffles: bool | None = None
         self._capture, self._config = capture, config
         self._together = capture.together
         self._alone, self._once = self._together.alone, self._together.once
@@ -239,17 +244,20 @@ class Observer:
             self._contexts[step] = self._context(Seconds(duration, self._observe_seconds))
 
     def _context(self, seconds: Seconds) -> Context:
-        samples = self._capture.samples
-        epoch = samples / self.samples_per_epoch if self.samples_per_epoch else None
+        samples, walk = self._capture.samples, self._capture.walk
+        shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
+        facts = DataFacts(self.samples_per_epoch or walk.facts.rows, shuffles)
+        epoch = samples / facts.rows if facts.rows else None
         return Context(
             samples,
             self._capture.batch,
             epoch,
             seconds,
             self._capture.layer_names,
-            self.samples_per_epoch,
+            facts.rows,
             self._capture.skipped,
             self._capture.update_skipped,
+            replace(walk, facts=facts),
         )
 
     # -- for the training script -----------------------------------------------------------------------------------
@@ -290,7 +298,7 @@ class Observer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
         self._records_loaded = state.get("records")
-        self.samples_per_epoch = state.get("samples_per_epoch") or None
+        self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._weights_due, self._replica_due = state.get("weights"), True
         if self._writer is not None:
             self._writer.load_state_dict(state)

@@ -61,7 +61,11 @@ class DirectionStats:
 
 @dataclass(frozen=True)
 class CoverageStats:
-    """Rows that two or more ranks hold in this step; shares of the epoch seen once and seen again."""
+    """Rows that two or more ranks hold in this step; shares of the epoch seen once and seen again.
+
+    Where nobody knows how many rows an epoch has, ``seen`` is None and ``repeated`` a share of the rows taken since the
+    loader began.
+    """
 
     duplicates: int | None = None
     seen: float | None = None

@@ -276,7 +276,7 @@ def test_a_mistake_ends_the_launcher(project: Path) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("name", ["nowhere", "nowhere.train", "email", "code.missing", "__main__"])
+@pytest.mark.parametrize("name", ["nowhere", "nowhere.train", "email", "code.missing"])
 def test_a_module_that_cannot_be_run_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ds_silent", "-m", name])
     monkeypatch.setattr("deepspeed.initialize", None)  # put back afterwards

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.data_facts import Walk
 from ds_silent.exchange import LocalSample
 from ds_silent.integrity import Arithmetic
 from ds_silent.replicas import Items, Replica
@@ -82,6 +83,10 @@ class Capture(Protocol):
     @property
     def rows_waiting(self) -> bool:
         """Whether ids of earlier steps wait for the next sample."""
+
+    @property
+    def walk(self) -> Walk:
+        """How the rows of the newest sample came to this rank."""
 
     def observe_batch(self, sample_ids: Tensor) -> None:
         """Ids of the rows of this rank's next micro-batch."""

@@ -33,25 +33,35 @@ class RowIds:
 
     Args:
         micro_batch: rows per rank and micro-batch, as configured.
+
+    Attributes:
+        starts: places in what was taken last at which a loader had begun anew.
+        told: whether all of it were ids that the script has told.
     """
 
     def __init__(self, enabled: bool, capacity: int, micro_batch: int):
-        self._enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
+        self.enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
         self._ids: list[Tensor] = []  # of micro-batches that have been forwarded
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
         self._hashed: list[int] = []  # places in _ids of this step's micro-batches that nobody told of
+        self._begins: list[int] = []  # places in _ids of the first micro-batches of passes over the data
+        self.starts: tuple[int, ...] = ()
+        self.told = False
+        self._told = True  # of what waits, as far as earlier steps go
         self._warned = False
         self._label_tokens: Tensor | None = None
 
     def given(self, sample_ids: Tensor) -> None:
         """Ids of the next micro-batch, int64 (rows,), on any device."""
-        if self._enabled:
+        if self.enabled:
             self._given.append(sample_ids)
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The inputs of one training forward."""
-        if not self._enabled:
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: bool = False) -> None:
+        """The inputs of one training forward; ``begins``: the first of a pass over the data."""
+        if not self.enabled:
             return
+        if begins:
+            self._begins.append(len(self._ids))
         labels = kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.dtype.is_floating_point:
             tokens = (labels[:, 1:] != IGNORED_LABEL).sum()
@@ -99,10 +109,16 @@ class RowIds:
 
     def take(self, device: torch.device) -> Tensor | None:
         """Packed ids of every row since the last call, fp32 (3 capacity + 1,) on ``device``; None when off."""
-        if not self._enabled:
+        if not self.enabled:
             return None
         self._told_late()
-        ids, self._ids, self._hashed = self._ids, [], []
+        places = [0]
+        for one in self._ids:
+            places.append(places[-1] + len(one))
+        lost = max(0, places[-1] - self._capacity)
+        self.starts = tuple(places[index] - lost for index in self._begins if places[index] >= lost)
+        self.told = self._told and not self._hashed
+        ids, self._ids, self._hashed, self._begins, self._told = self._ids, [], [], [], True
         if not ids:
             return None
         together = torch.cat([one.to(ids[-1].device) for one in ids])
@@ -121,7 +137,9 @@ class RowIds:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next sample."""
         self._label_tokens = None
         self._told_late()
+        self._told &= not self._hashed
         self._hashed = []
         kept = sum(len(one) for one in self._ids)
         while len(self._ids) > 1 and kept - len(self._ids[0]) > self._capacity:
             kept -= len(self._ids.pop(0))
+            self._begins = [index - 1 for index in self._begins if index > 0]

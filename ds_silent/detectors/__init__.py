@@ -4,8 +4,9 @@
     events = judge.step(record, Evidence(...))                     # once per measured step, in order
 
 Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
-data (``order``), a rank that takes the same rows again (``repeats``) or another number of rows (``batch_size``), a
-rank that differs (``outlier``), a jump against the run's past (``drift``), a result that is wrong (``integrity``).
+data (``order``), the same order in every epoch (``same_order``), a rank that takes the same rows again (``repeats``)
+or another number of rows (``batch_size``), a rank that differs (``outlier``), a jump against the run's past
+(``drift``), a result that is wrong (``integrity``).
 They say what they see at this step; ``episodes`` makes one event of it when it starts and one when it ends.
 
 ``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier,
@@ -29,6 +30,7 @@ from ds_silent.detectors.integrity import integrity, notes, replicas
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
+from ds_silent.detectors.same_order import SameOrderTest
 from ds_silent.records import Event, StepRecord
 
 __all__ = ["Coverage", "Evidence", "Finding", "Judge"]
@@ -57,6 +59,8 @@ class Judge:
         self._episodes = Episodes(self._rate)
         self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one quarter of the rate
         self._repeats = RepeatTest(self._log_steps + math.log(2.0))
+        # judged once an epoch: for a thousandth of the rate a pass needs one or two rows more
+        self._same_order = SameOrderTest(self._log_steps + math.log(1000.0))
         self._drift = DriftTest(self._log_steps)
         self._batch_size = BatchSizeTest()
         self._outlier: OutlierTest | None = None  # made when the world size is known
@@ -78,9 +82,11 @@ class Judge:
         findings += self._batch_size.step(record, extras)
         same = self._duplicates(record, extras)
         findings += same
-        findings += self._repeats.step(record, extras)
-        findings += self._order.step(record, extras, bool(same), self._repeats.attributed)
         told = notes(extras.integrity)
+        again = self._repeats.step(record, extras)
+        again += self._order.step(record, extras, bool(same), self._repeats.attributed)
+        findings += again
+        findings += self._same_order.step(record, extras, bool(again) or self._repeats.attributed > 0)
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
                 self._outlier = OutlierTest(record.world_size, self._log_steps)
@@ -123,6 +129,7 @@ class Judge:
             "episodes": self._episodes.state_dict(),
             "order": self._order.state_dict(),
             "repeats": self._repeats.state_dict(),
+            "same_order": self._same_order.state_dict(),
             "drift": self._drift.state_dict(),
             "batch_size": self._batch_size.state_dict(),
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
@@ -148,6 +155,8 @@ class Judge:
         self._drift.load_state_dict(state["drift"])
         if "batch_size" in state:  # older states lack it
             self._batch_size.load_state_dict(state["batch_size"])
+        if "same_order" in state:
+            self._same_order.load_state_dict(state["same_order"])
         self._outlier = None
         if state["outlier"] is not None:
             self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps)

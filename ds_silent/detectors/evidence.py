@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ds_silent.audit import Integrity
 from ds_silent.records import Event, Severity
+from ds_silent.same_order import OrderAgain
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Coverage:
     """The current epoch so far, over all ranks; shares of the epoch's rows.
 
     ``epoch`` is what was consumed (1.0 = as many rows as the epoch has), ``seen`` what was visited at least once,
-    ``repeated`` what was consumed although it had been seen in this epoch: epoch = seen + repeated.
+    ``repeated`` what was consumed although it had been seen in this epoch: epoch = seen + repeated, but for the rows
+    that a sampler fills the epoch up with.
     """
 
     epoch: float
@@ -23,6 +25,7 @@ class Coverage:
     repeated: float
     rows: int  # of one epoch
     error: float = 0.0  # standard error of the shares, where they come from a sketch
+    told: bool = True  # by ids; else rows are known by their content, and those that the data hold twice are one
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Evidence:
     rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that there was no room to send
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
     coverage: Coverage | None = None
+    same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
     zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank

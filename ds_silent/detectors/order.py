@@ -6,7 +6,9 @@ with 4 ranks. Loss, norm and cosine look the same in both cases.
 
 Null hypothesis: a consumed row repeats an earlier one with probability at most ``TOLERATED`` (rows that the data hold
 twice, ids that are hashes). Evidence for a repeat rate q > TOLERATED, from m consumed rows with x repeats:
-(q/p)^x ((1-q)/(1-p))^(m-x), expectation at most 1; accumulated as in ``sequential.py`` over a grid of q.
+(q/p)^x ((1-q)/(1-p))^(m-x), expectation at most 1; accumulated as in ``sequential.py`` over a grid of q > p. Where rows
+are known by their content only, those that the data hold several times repeat in health: p is ``TOLERATED_BY_CONTENT``,
+and what is found is a warning.
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ from ds_silent.detectors.evidence import Coverage, Evidence, Finding
 from ds_silent.detectors.sequential import Array
 from ds_silent.records import StepRecord
 
-TOLERATED = 0.01
+TOLERATED, TOLERATED_BY_CONTENT = 0.01, 0.1
 _RATES = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.99])
-_HIT, _MISS = np.log(_RATES / TOLERATED), np.log((1 - _RATES) / (1 - TOLERATED))
 
 
 class OrderTest:
@@ -38,6 +39,7 @@ class OrderTest:
         self._evidence = np.full(len(_RATES), -np.inf)
         self._score = -math.inf
         self._last: Coverage | None = None
+        self._tolerated = TOLERATED
         self._mismatch_since: int | None = None
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
@@ -56,6 +58,7 @@ class OrderTest:
         consumed = (now.epoch - (0.0 if started or last is None else last.epoch)) * now.rows
         repeated = (now.repeated - (0.0 if started or last is None else last.repeated)) * now.rows
         self._last = now
+        self._tolerated = TOLERATED if now.told else TOLERATED_BY_CONTENT
         if consumed > 0:
             doubtful = 3.0 * now.error * now.rows  # rows that may be a sketch's error
             if not duplicated:
@@ -65,7 +68,9 @@ class OrderTest:
         return self._findings(record)
 
     def _weigh(self, step: int, consumed: float, repeated: float) -> None:
-        gain = repeated * _HIT + max(consumed - repeated, 0.0) * _MISS
+        p = self._tolerated
+        gain = repeated * np.log(_RATES / p) + max(consumed - repeated, 0.0) * np.log((1 - _RATES) / (1 - p))
+        gain[p >= _RATES] = -np.inf  # no alternative
         cap = self._threshold + math.log(len(_RATES))
         grown = np.logaddexp(0.0, self._evidence) + gain
         self._evidence, self._score = np.minimum(grown, cap), _mean(grown)
@@ -83,7 +88,7 @@ class OrderTest:
         if now.epoch + share_of_step <= 1.0 + 1e-9:  # another step fits into the epoch
             return
         missing = min(now.epoch, 1.0) - now.seen - 3.0 * now.error
-        low = missing > TOLERATED
+        low = missing > self._tolerated
         self._low = (self._low[0] if self._low else step, now.seen) if low else None
 
     def _findings(self, record: StepRecord) -> list[Finding]:
@@ -100,11 +105,13 @@ class OrderTest:
                 "Give every rank's sampler the same seed and call set_epoch with the same epoch everywhere; rank-"
                 "dependent seeds belong to dropout and augmentation, not to the order of the data."
             )
+            if not now.told:
+                message += " Rows are known by their content here: those that the data hold several times count too."
             findings.append(
                 Finding(
                     "data-order-mismatch",
                     "data-order-mismatch",
-                    "error",
+                    "error" if now.told else "warning",
                     everyone,
                     "sampler",
                     self.score(),
@@ -130,7 +137,7 @@ class OrderTest:
                     everyone,
                     "epoch",
                     seen,
-                    1.0 - TOLERATED,
+                    1.0 - self._tolerated,
                     message,
                     remedy,
                     since,

@@ -37,11 +37,13 @@ from ds_silent.capture.deepspeed.groups import data_parallel_group, own_group
 from ds_silent.capture.deepspeed.ordered import OrderedReduction
 from ds_silent.capture.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
 from ds_silent.capture.deepspeed.retry import KeptGradients
+from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local import LocalGradient, layers_of, loss_in
 from ds_silent.capture.patches import Patches
 from ds_silent.capture.rows import RowIds, id_capacity
 from ds_silent.capture.sampler import Part, Sends, StepSampler
 from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.data_facts import Walk
 from ds_silent.exchange import LocalSample
 from ds_silent.replicas import Items, LayerChecksums, Replica
 from ds_silent.sample_ids import packed_size
@@ -108,6 +110,7 @@ class DeepSpeedCapture:
         self.id_size = packed_size(capacity) if config.coverage else 0
         micro_batch = int(engine.train_micro_batch_size_per_gpu())
         self._rows = RowIds(enabled=config.coverage, capacity=capacity, micro_batch=micro_batch)
+        self._loaders = LoaderWatch(ranks)
         sends = Sends(config.direction.per_layer or checks, checks, applied=self._places is not None)
         self._sampler = StepSampler(self._local, self._rows, sends, self.together)
         self._scales_loss = scales_loss(engine)
@@ -161,6 +164,10 @@ class DeepSpeedCapture:
     @property
     def rows_waiting(self) -> bool:
         return self._rows.waiting
+
+    @property
+    def walk(self) -> Walk:
+        return Walk(self._loaders.facts, self._rows.starts, self._loaders.seen, self._rows.told)
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Parameters that every rank holds whole, and a function that names all else that is replicated."""
@@ -268,6 +275,8 @@ class DeepSpeedCapture:
         """Every entry is one of three, see :mod:`ds_silent.together`: alone, tried, or played."""
         self._listener = listener
         engine, alone, tried, play = self._engine, self.together.alone, self.together.tried, self.together.play
+        if self._rows.enabled:
+            self._patches.add(self._loaders.connect())
         for index, parameter in enumerate(self._parameters):
             self._patches.add(parameter.register_hook(partial(alone, self._gradient, index)))
         self._patches.add(engine.register_forward_pre_hook(partial(alone, self._before_forward), with_kwargs=True))
@@ -330,7 +339,7 @@ class DeepSpeedCapture:
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens."""
         if module.training and torch.is_grad_enabled():
-            self._rows.forward(args, kwargs)
+            self._rows.forward(args, kwargs, self._loaders.forward())
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
         """Torch-style ``loss.backward()`` never calls ``engine.backward``: then the forward's loss is the loss."""

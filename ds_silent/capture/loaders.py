@@ -1,0 +1,85 @@
+"""Which ``torch.utils.data.DataLoader`` feeds the training, and where it begins anew, without anybody saying so.
+
+    watch = LoaderWatch(ranks=4)
+    handle = watch.connect()             # to be removed
+    watch.forward()                      # at each training forward: whether its batch is the first of a pass
+    watch.facts, watch.seen
+
+One method of a class of torch's is wrapped while anybody watches: ``_BaseDataLoaderIter.__next__``
+(``torch/utils/data/dataloader.py``, 1.2 to 2.13), which every loader of torch's, accelerate's and DeepSpeed's goes
+through. Of the iterator are read ``_num_yielded``, ``_index_sampler`` and ``_dataset``; where they are gone nothing is
+known, and nothing breaks. The newest iterator that was advanced is the one whose batch is trained on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import dataloader
+
+from ds_silent.data_facts import DataFacts, data_facts
+
+_watches: weakref.WeakSet[LoaderWatch] = weakref.WeakSet()
+_originals: list[Callable[[Any], Any]] = []  # the one, while it is wrapped
+
+
+class LoaderWatch:
+    """Follows the loader that feeds one engine, on this rank.
+
+    Attributes:
+        facts: of the loader's data.
+        seen: whether there is such a loader; not where several take turns.
+    """
+
+    def __init__(self, ranks: int):
+        self.facts, self.seen = DataFacts(), False
+        self._ranks = ranks
+        self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators that are alive
+        self._begun = 0  # passes so far, evaluation's too
+        self._newest, self._newest_facts = 0, DataFacts()  # the pass that gave the newest batch; of the newest pass
+        self._training = 0  # the pass that the newest training forward was of
+        self._mixed = False
+
+    def connect(self) -> LoaderWatch:
+        """Begin; ``remove()`` ends it."""
+        _watches.add(self)
+        iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
+        if not _originals and iterator is not None:
+            original = iterator.__next__
+            _originals.append(original)
+
+            def advance(self: Any) -> Any:
+                batch = original(self)
+                for watch in tuple(_watches):
+                    watch.advanced(self)
+                return batch
+
+            setattr(iterator, "__next__", advance)  # noqa: B010 - a class of torch's
+        return self
+
+    def remove(self) -> None:
+        """The last to go leaves torch's class as it was."""
+        _watches.discard(self)
+        if not _watches and _originals:
+            setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010
+
+    def advanced(self, iterator: Any) -> None:
+        """An iterator has given a batch; of evaluation, too."""
+        number = self._passes.get(iterator, 0)
+        if not number or getattr(iterator, "_num_yielded", 0) == 1:
+            self._begun += 1
+            self._passes[iterator] = number = self._begun
+            self._newest_facts = data_facts(iterator, self._ranks)
+        self._newest = number
+
+    def forward(self) -> bool:
+        """A training forward. True: its batch is the first of a pass over the data."""
+        if not self._newest or self._mixed or self._newest == self._training:
+            return False
+        if self._newest < self._training:  # back to one that had begun before: they take turns
+            self.facts, self.seen, self._mixed = DataFacts(), False, True
+            return False
+        self.facts, self.seen, self._training = self._newest_facts, True, self._newest
+        return True

@@ -1,0 +1,71 @@
+"""The same order in every epoch although the data are shuffled: nobody calls ``sampler.set_epoch``.
+
+Told where the sampler says that it shuffles, or else where the ids that the script tells are not in their own order;
+data that are walked in a fixed order by design are healthy. Null hypothesis: each epoch has a shuffle of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_silent.detectors.evidence import Evidence, Finding
+from ds_silent.records import StepRecord
+
+
+class SameOrderTest:
+    """Follows what :mod:`ds_silent.same_order` sees.
+
+    Args:
+        log_threshold: log of the mean number of measured steps between false alarms.
+    """
+
+    def __init__(self, log_threshold: float):
+        self._threshold = log_threshold
+        self._since: int | None = None
+        self._score, self._rows = 0.0, 0
+
+    def step(self, record: StepRecord, extras: Evidence, explained: bool) -> list[Finding]:
+        """The finding of one step, if any.
+
+        Args:
+            explained: rows come again for another reason.
+        """
+        seen = extras.same_order
+        if seen is not None and not seen.again:
+            self._since = None
+        elif seen is not None and seen.log_odds >= self._threshold and not explained:
+            self._since = self._since or record.step
+            self._score, self._rows = seen.log_odds, seen.rows
+        if self._since is None:
+            return []
+        message = (
+            f"The rows come in the same order in every epoch, as they came {self._rows} rows before, although the "
+            "sampler shuffles: each epoch shows the model the same batches again."
+        )
+        remedy = (
+            "Call sampler.set_epoch(epoch) on every rank at the start of each epoch (engine.training_dataloader."
+            "data_sampler of a loader that DeepSpeed has made), and do not seed the loader's generator anew."
+        )
+        everyone = tuple(range(record.world_size))
+        return [
+            Finding(
+                "same-order",
+                "same-order",
+                "warning",
+                everyone,
+                "sampler",
+                self._score,
+                self._threshold,
+                message,
+                remedy,
+                self._since,
+            )
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"since": self._since, "score": self._score, "rows": self._rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._since, self._score, self._rows = state["since"], float(state["score"]), int(state["rows"])
