@@ -119,6 +119,7 @@ def _observe(engine: Any, config: SilentConsistencyConfig, loader: Any = None, b
         facts = sampler_facts(loader if loader is not None else getattr(engine, "training_dataloader", None))
         items = local_items(engine, ds_config, facts, before, dist.get_world_size(capture.group))
         outcome = preflight.compare(items, capture.group, capture.device)
+        capture.conduct.told_before(outcome)
         if sinks is not None:
             _publish_preflight(outcome, observer)
     return observer

@@ -63,6 +63,7 @@ class Observer:
         self._replica_due = False
         self._weights_due: str | None = None  # checksum in the checkpoint that was loaded
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
+        self._conduct = capture.conduct
         self._owed: list[Gathered] = []  # published early: what they ask of all ranks is due at the next step
         self._observing, self._closed = True, False
         self._step_ended: float | None = None
@@ -211,6 +212,12 @@ class Observer:
         """Once per sample, by all ranks at the same step, because all have read the same words."""
         if bool((gathered.scalars["diagnose"] > 0).any()):
             self._capture.keep_micro_batches()
+        unlike = self._conduct.agree(gathered, self._capture.group, self._capture.device)
+        if self._writer is not None:
+            self._writer.unlike = unlike
+            note = self._conduct.note(gathered)
+            if note is not None:
+                self.report(note)
         return self._replicas.localise(self._capture.group) if self._differ(gathered) and self._replicas else None
 
     def _differ(self, gathered: Gathered) -> bool:
@@ -303,6 +310,8 @@ class Observer:
             self._drain()
             if self._writer is not None:
                 self._writer.settle(None)  # nobody comes together any more to find the tensors
+                for gathered in self._owed:
+                    self._writer.end_unlike(self._conduct.unasked(gathered), gathered.step)
                 self._writer.repairs(self._responder.take(self._capture.step).repairs)
             self._stop()
             if self._writer is not None:

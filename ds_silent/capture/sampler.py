@@ -68,6 +68,11 @@ class StepSampler:
         """A loss that a forward returned: it counts where nobody calls :meth:`loss`."""
         self._forward_losses.append(loss.detach())
 
+    def late_forward_loss(self, loss: Tensor) -> None:
+        """The same, known only when the backward is under way; :meth:`loss` may have counted it."""
+        if not self._losses:
+            self._forward_losses.append(loss.detach())
+
     def sample(
         self, aggregated: Iterable[Part] | None, scale: float | Tensor, gram: Tensor | None, hashes: Tensor | None
     ) -> LocalSample:

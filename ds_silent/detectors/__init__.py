@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ds_silent.conduct import Unlike
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import broken, duplicates
+from ds_silent.detectors import broken, conduct, duplicates
 from ds_silent.detectors.drift import DriftTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.evidence import Coverage, Evidence, Finding
@@ -67,6 +68,8 @@ class Judge:
         findings = broken.non_finite(record, extras) + broken.zero_gradient(record, extras)
         impaired = bool(findings)
         findings += integrity(record, extras.integrity) + self._replicas(record, extras)
+        unlike = conduct.unlike(extras.unlike)
+        findings += unlike
         findings += self._stale(record, extras)
         same = self._duplicates(record, extras)
         findings += same
@@ -77,10 +80,15 @@ class Judge:
             if self._outlier is None or self._outlier.ranks != record.world_size:
                 self._outlier = OutlierTest(record.world_size, self._log_steps)
             # ranks that hold the same rows are not exchangeable with the others
-            findings += self._outlier.standing() if same else self._outlier.step(record, extras)
+            outliers = self._outlier.standing() if same else self._outlier.step(record, extras)
+            findings = _without_consequences(findings, unlike) + _without_consequences(outliers, unlike)
             if not impaired and not findings:  # never learn from a flagged step
                 notes = self._drift.step(record)
         return self._episodes.update(record.step, findings) + notes
+
+    def unlike(self, step: int, found: tuple[Unlike, ...]) -> list[Event]:
+        """What the last sample of all says of the ranks' code; nothing is judged after it."""
+        return [event for finding in conduct.unlike(found) for event in self._episodes.start(step, finding)]
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         found = duplicates.by_ids(record, extras, self._pairs_before)
@@ -140,3 +148,14 @@ class Judge:
             self._outlier.load_state_dict(state["outlier"])
         self._pairs_before = {(int(i), int(j)) for i, j in state["pairs_before"]}
         self._stale_key, self._conditional = state["stale_key"], state["conditional"]
+
+
+def _without_consequences(findings: list[Finding], causes: list[Finding]) -> list[Finding]:
+    """One fault, one event: a rank whose code does something else has other gradients, or none for some parameters."""
+    named = {rank for cause in causes for rank in cause.ranks}
+
+    def follows(finding: Finding) -> bool:
+        untrained = finding.kind == "zero-gradient" and finding.where == "parameters"
+        return (untrained or finding.kind == "outlier-rank") and named.issuperset(finding.ranks)
+
+    return [finding for finding in findings if not (named and follows(finding))]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_silent.audit import Integrity
+from ds_silent.conduct import Unlike
 from ds_silent.records import Severity
 
 
@@ -38,6 +39,7 @@ class Evidence:
     zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
     integrity: Integrity | None = None  # of the reduction, the optimizer's input and the replicas
+    unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
 
 

@@ -38,6 +38,7 @@ from ds_silent.capture.local import LocalGradient, layers_of, loss_in
 from ds_silent.capture.patches import Patches
 from ds_silent.capture.rows import RowIds, id_capacity
 from ds_silent.capture.sampler import Part, Sends, StepSampler
+from ds_silent.conduct import Conduct
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange import LocalSample
 from ds_silent.replicas import Items, LayerChecksums, Replica
@@ -102,6 +103,9 @@ class DeepSpeedCapture:
         self._rows = RowIds(enabled=config.coverage, capacity=capacity)
         sends = Sends(config.direction.per_layer or checks, checks, applied=self._places is not None)
         self._sampler = StepSampler(self._local, self._rows, sends)
+        self.conduct = Conduct(engine.module, lambda: base_optimizers(engine))
+        self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
+        self._evaluated_loss: Tensor | None = None
         self._scales_loss = scales_loss(engine)
         self._listener: Listener | None = None
         self._patches = Patches()
@@ -173,6 +177,7 @@ class DeepSpeedCapture:
         sample = self._sampler.sample(self._aggregated(), 1.0 if scale is None else scale, self._gram, hashes)
         if replica is not None:
             sample.scalars["replica_seen"] = 1.0
+        sample.scalars.update(self._sampler.guarded(lambda: self.conduct.scalars(self.step)) or {})
         return sample
 
     def _aggregated(self) -> Iterator[Part] | None:
@@ -242,6 +247,7 @@ class DeepSpeedCapture:
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
         self._sampler.end_step(observed=bool(self._measuring) and not self.skipped)
+        self._evaluated = self._evaluated_loss = None
         self._start_step()
         if self._keeping is False:
             self._keeping = True
@@ -301,16 +307,38 @@ class DeepSpeedCapture:
         return original(loss, *args, **kwargs)
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens."""
-        if module.training and torch.is_grad_enabled():
+        """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens.
+
+        In evaluation mode nobody knows yet: an evaluation, or a training that forgot to call ``train()``. The newest
+        forward is kept until a gradient comes.
+        """
+        if not torch.is_grad_enabled():
+            return
+        if module.training:
+            self._evaluated = self._evaluated_loss = None
+            self._sampler.guarded(self.conduct.before_forward)
             self._sampler.guarded(lambda: self._rows.forward(args, kwargs))
+        else:
+            self._evaluated = lambda: self._rows.forward(args, kwargs)
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
         """Torch-style ``loss.backward()`` never calls ``engine.backward``: then the forward's loss is the loss."""
-        if module.training and torch.is_grad_enabled():
-            loss = loss_in(output)
+        if not torch.is_grad_enabled():
+            return
+        loss = loss_in(output)
+        if module.training:
+            self._sampler.guarded(self.conduct.after_forward)
             if loss is not None:
                 self._sampler.forward_loss(loss)
+        else:
+            self._evaluated_loss = None if loss is None else loss.detach()
+
+    def _train_in_evaluation_mode(self, forward: Callable[[], None]) -> None:
+        """The forward that was kept was a training's after all."""
+        self._sampler.guarded(forward)
+        if self._evaluated_loss is not None:
+            self._sampler.late_forward_loss(self._evaluated_loss)
+        self._evaluated = self._evaluated_loss = None
 
     def _allreduce_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called at the end of every backward; at the boundary, before stages 0 and 1 reduce (overlap: while)."""
@@ -353,6 +381,8 @@ class DeepSpeedCapture:
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
+            if self._evaluated is not None:
+                self._train_in_evaluation_mode(self._evaluated)
             if self._measures():
                 # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
                 boundary = self._is_boundary() and self._ordered is None
@@ -374,6 +404,8 @@ class DeepSpeedCapture:
             assert self._listener is not None
             self._measuring = self._listener.measures(self.step)
             self._exact = self._measuring and self._listener.measures_exactly(self.step)
+            if self._measuring:
+                self._sampler.guarded(self.conduct.look_at_modes)
         return self._measuring
 
     def _is_boundary(self) -> bool:
