@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from ds_silent.audit import Integrity
 from ds_silent.conduct import Unlike
 from ds_silent.records import Severity
@@ -26,6 +29,15 @@ class Coverage:
 
 
 @dataclass(frozen=True)
+class LayerValues:
+    """What the ranks' gradients are layer by layer; NaN where it is not known."""
+
+    names: tuple[str, ...]
+    log_norms: npt.NDArray[np.float64]  # (N, L), minus infinity for a layer without gradient
+    cosines: npt.NDArray[np.float64] | None  # (N, L) with the mean of the other ranks' layer; None where no sketches were sent
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What a :class:`~ds_silent.records.StepRecord` lacks; None (or an empty mapping) is "not known" or "none"."""
 
@@ -40,6 +52,7 @@ class Evidence:
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
     integrity: Integrity | None = None  # of the reduction, the optimizer's input and the replicas
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
+    layers: LayerValues | None = None  # of the ranks' own gradients
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
 
 
