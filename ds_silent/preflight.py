@@ -32,8 +32,9 @@ from ds_silent.exchange import gather_on_host
 from ds_silent.fingerprint import Hash, hash_text
 from ds_silent.records import Event, Severity
 
-Expectation = Literal["equal", "alike", "different", "passed", "free"]
+Expectation = Literal["equal", "alike", "different", "passed", "free", "better different"]
 """``alike``: the same on all ranks, or another on every rank (generators: both are policies, a mixture is none).
+``better different``: the same on all ranks is said, and no fault.
 ``passed``: each rank's own check, see :func:`check_item`."""
 Group = Literal["weights", "parameters", "generators", "sampler", "optimizer", "config", "code", "environment"]
 Hashes = npt.NDArray[np.int32]
@@ -162,7 +163,7 @@ def _parts(values: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _as_expected(expectation: Expectation, parts: Sequence[Sequence[int]], ranks: int) -> bool:
-    if expectation == "free":
+    if expectation in ("free", "better different"):
         return True
     if expectation == "different":
         return len(parts) == ranks
@@ -329,9 +330,13 @@ def verdict(finding: Finding) -> str:
     """In a few words: equal, each its own, free, or what is wrong."""
     if finding.item.expectation == "passed":
         return "passed" if finding.ok else f"not so on {_ranks(finding.odd)}"
+    if finding.agrees and finding.item.expectation == "better different":
+        return "equal, better different"
     if finding.agrees:
         return "equal" if finding.ok else "equal, must differ"
     if finding.ok:
+        if finding.item.expectation == "better different":
+            return "different"
         return "free" if finding.item.expectation == "free" else "each rank its own"
     return f"{_ranks(finding.odd)} differ{'s' if len(finding.odd) == 1 else ''}" if finding.odd else "no agreement"
 

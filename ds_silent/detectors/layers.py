@@ -53,11 +53,13 @@ WITHIN, HISTORY = (0.25, 1.0, 4.0), (1.0, 4.0)
 CLIP = 4.0  # deviations beyond which all are equally extreme
 POOL, SCALES = 1024, 64  # residuals remembered, over all ranks; steps whose spread makes the scale
 FEW = 16  # ranks up to which each is compared with exactly the others
+NEWEST = 8  # steps that say which layer it is, and by how much
 ZERO = 20.0  # log of the ratio at which a layer without gradient is held
 RESOLUTION = 1e-6  # relative differences that are rounding, not spread
 MOST = 1e100  # evidence that need not grow
 _SIGNS = np.array([*(1,) * 3, *(-1,) * 3, *(1,) * 2, *(-1,) * 2])
 _REMEMBERS = np.array([False] * 6 + [True] * 4)
+_MIDDLE = [1, 4]
 _WEIGHTS = np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN))
 _REMEDY = (
     "Look for code that treats this layer differently on this rank (a factor, a frozen or detached part, another dtype "
@@ -87,6 +89,7 @@ class LayerTest:
         values = self._values(seen, label_tokens)
         if len(values) != self._series:
             self._start(len(values))
+        self._remember(seen)
         healthy = np.array([rank not in self._flagged for rank in range(self.ranks)])
         known = np.isfinite(values)
         known &= ((known & healthy).sum(axis=1) >= 1)[:, None] & (known.sum(axis=1) >= 2)[:, None]
@@ -96,7 +99,7 @@ class LayerTest:
         if len(np.unique(values[-1][known[-1] & healthy])) == 1:
             self._of_tokens = np.sqrt(self._of_tokens)
         self._end()
-        self._flag(seen, values, healthy)
+        self._flag(seen.names, healthy)
         return self.standing()
 
     def standing(self) -> list[Finding]:
@@ -126,7 +129,9 @@ class LayerTest:
         self._gain = np.ones(shape)  # L of the newest step
         self._of_series = np.zeros(shape[1:])  # weighted mean of M over the tilts
         self._of_tokens = np.ones((self.ranks, len(_WEIGHTS)))  # CUSUM, at least 1
-        self._since = np.zeros(shape[1:], dtype=np.int64)
+        self._cusum = np.ones((2, *shape[1:]))  # of the middle tilt, up and down: for the onset
+        self._since = np.zeros((2, *shape[1:]), dtype=np.int64)
+        self._recent: dict[bool, Array] = {}  # sizes and directions: (N, L) means over the newest steps
         if self._spreads is None or self._spreads.shape[1] != series:
             self._spreads = np.full((SCALES, series), np.nan)
         length = max(1, POOL // self.ranks)
@@ -170,7 +175,8 @@ class LayerTest:
             gain *= (count / np.maximum(total, 1e-300))[:, :, None]
         if not known.all():
             gain[:, ~known] = np.nan
-        self._since = np.where(self._of_series < 2.0, step, self._since)
+        self._since = np.where(self._cusum <= 1.0, step, self._since)
+        self._cusum = np.clip(self._cusum * np.where(known, gain[_MIDDLE], 1.0), 1.0, MOST)
         grown = self._evidence + 1.0
         grown *= gain
         np.minimum(grown, MOST, out=grown)
@@ -205,36 +211,49 @@ class LayerTest:
                 del self._flagged[rank]
                 self._forget(np.arange(self.ranks) == rank)
 
-    def _flag(self, seen: LayerValues, values: Array, healthy: Flags) -> None:
+    def _remember(self, seen: LayerValues) -> None:
+        for direction, values in ((False, seen.log_norms), (True, seen.cosines)):
+            if values is None:
+                continue
+            with np.errstate(all="ignore"):
+                held = values if direction else np.maximum(values, np.nanmax(values, axis=1, keepdims=True) - ZERO)
+            known = self._recent.get(direction, held)
+            self._recent[direction] = np.where(np.isfinite(held), known + (held - known) / NEWEST, known)
+
+    def _flag(self, names: tuple[str, ...], healthy: Flags) -> None:
         score = np.where(healthy, self.score(), -np.inf)
         rank = int(np.argmax(score))
         if not score[rank] >= self._threshold:
             return
-        own = self._of_series[:-1, rank]
-        layers = len(seen.names)
-        series = int(np.argmax(own))
+        series = int(np.argmax(self._of_series[:-1, rank]))
         component = int(np.argmax(self._evidence[:, series, rank] * _WEIGHTS))
-        raw = seen.log_norms if series < layers or seen.cosines is None else seen.cosines
-        others = raw[healthy & (np.arange(self.ranks) != rank), series % layers]
-        off = {place % layers for place in np.flatnonzero(np.log(np.maximum(own, 1e-300)) >= self._threshold / 2)}
+        direction = series >= len(names)
+        # The others' medians hold the layer that is off, so the calmest layer may have the most evidence. What was
+        # measured says which it is.
+        recent = np.nan_to_num(self._recent[direction])
+        others = np.median(recent[healthy & (np.arange(self.ranks) != rank)], axis=0)
+        shift = recent[rank] - others
+        shift -= np.median(shift)
+        layer = int(np.argmax(np.abs(shift)))
+        where = layer + len(names) * direction
+        best = int(np.argmax(self._evidence[:, where, rank] * _WEIGHTS))
+        if self._evidence[best, where, rank] > 1.0:
+            series, component = where, best
         peers = [int(other) for other in np.flatnonzero(healthy)]
-        with np.errstate(all="ignore"):
-            ratio = math.exp(float(np.clip(values[series, rank] - np.nanmedian(np.delete(values[series], rank)), -9, 9)))
-            self._flagged[rank] = {
-                "ranks": peers if len(peers) == 2 else [rank],
-                "where": seen.names[series % layers],
-                "direction": series >= layers,
-                "sign": int(_SIGNS[component]),
-                "component": component,
-                "series": series,
-                "more": len(off - {series % layers}),
-                "ratio": ratio,
-                "own": float(raw[rank, series % layers]),
-                "others": float(np.nanmedian(others)) if len(others) else math.nan,
-                "since": int(self._since[series, rank]),
-                "score": float(score[rank]),
-                "left": self._threshold,
-            }
+        self._flagged[rank] = {
+            "ranks": peers if len(peers) == 2 else [rank],
+            "where": names[layer],
+            "direction": direction,
+            "component": component,
+            "series": series,
+            "more": int((np.abs(shift) >= np.abs(shift[layer]) / 2.0).sum()) - 1,
+            "shift": float(shift[layer]),
+            "own": float(recent[rank, layer]),
+            "others": float(others[layer]),
+            "since": int(self._since[int(_SIGNS[component] < 0), series, rank]),
+            "score": float(score[rank]),
+            "left": self._threshold,
+        }
         self._forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
         spoiled = self._past_steps >= self._flagged[rank]["since"]
         self._past[spoiled], self._past_counts[spoiled] = 0.0, 0.0
@@ -242,6 +261,7 @@ class LayerTest:
     def _forget(self, ranks: Flags) -> None:
         self._evidence[:, :, ranks] = 0.0
         self._of_series[:, ranks] = 0.0
+        self._cusum[:, :, ranks] = 1.0
         self._of_tokens[ranks] = 1.0
 
     def _finding(self, rank: int) -> Finding:
@@ -249,14 +269,17 @@ class LayerTest:
         ranks, where = tuple(flag["ranks"]), flag["where"]
         more = f" and {flag['more']} more layer{'s' * (flag['more'] > 1)}" if flag["more"] else ""
         if flag["direction"]:
-            what = "agrees less" if flag["sign"] < 0 else "agrees more"
+            what = "agrees less" if flag["shift"] < 0 else "agrees more"
             how = (
                 f"{what} with the other ranks' mean than theirs do (cosine {flag['own']:.2f}, median of the others "
                 f"{flag['others']:.2f})"
             )
+        elif flag["shift"] < -ZERO / 4:
+            how = "is nearly or exactly zero, and not on the other ranks"
         else:
-            what = "larger" if flag["sign"] > 0 else "smaller"
-            how = f"is {what}, measured by its other layers, than on the other ranks (about {flag['ratio']:.2g} times)"
+            what = "larger" if flag["shift"] > 0 else "smaller"
+            about = f"about {math.exp(min(flag['shift'], ZERO)):.2g} times"
+            how = f"is {what}, measured by its other layers, than on the other ranks ({about} in the newest steps)"
         whose = f"{named(ranks).capitalize()} disagree: the" if len(ranks) == 2 else f"Rank {rank}'s"
         nobody = "; with two ranks to compare nobody can say which of them is wrong" if len(ranks) == 2 else ""
         of = f" of rank {rank}" if len(ranks) == 2 else ""
