@@ -33,6 +33,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_silent import preflight
+from ds_silent.capture.local import layers_of
 from ds_silent.exchange import Gathered
 from ds_silent.preflight import Item, read_item
 from ds_silent.records import Event
@@ -47,10 +48,10 @@ HYPER_PARAMETERS = {
 """What param_groups may hold and every rank must share. Other entries may be an optimizer's own state, of its shard."""
 KINDS = ("hyper_parameters", "device_hyper_parameters", "training_modes", "trainable")
 """Names of :data:`ds_silent.exchange.SCALARS`: 0 is not known."""
-_REMEDIES = {
-    "optimizer": "Change hyper-parameters on every rank alike: look for a scheduler or a callback that runs on some ranks.",
-    "parameters": "Call train(), eval() and requires_grad_() on every rank alike: look for an evaluation, or a freezing, "
-    "that runs on some ranks and is not undone there.",
+_REMEDIES = {  # by group of the preflight
+    "optimizer": "Change hyper-parameters on every rank alike: look for a scheduler or callback that skips ranks.",
+    "parameters": "Call train(), eval() and requires_grad_() on every rank alike: look for an evaluation or a freezing "
+    "that some ranks run and do not undo.",
 }
 _GROUPS = {
     "hyper_parameters": "optimizer",
@@ -224,8 +225,8 @@ class Conduct:
         if not bool((draws == draws[0]).all()):
             return None
         message = (
-            f"The first forward drew the same random numbers on all {len(draws)} ranks: dropout and other noise use the "
-            "same masks on different rows, so that they average less than they could."
+            f"The first forward drew the same random numbers on all {len(draws)} ranks: dropout and other noise use "
+            "the same masks on different rows, so that they average less than they could."
         )
         remedy = (
             "Nothing is wrong. If masks are to differ, seed each rank's generators with seed + rank once the model is "
@@ -314,17 +315,15 @@ def _listed(values: Sequence[Tensor]) -> str:
 
 
 def _by_layer(what: str, names: Sequence[str], flags: bytes, words: tuple[str, str]) -> list[Item]:
-    """One item per layer, named by it: how many of its modules or parameters are not as usual, and the first of them."""
-    from ds_silent.capture.local import layers_of
-
+    """One item per layer, named by it: how many of its modules or parameters are off, and the first of them."""
     layers, numbers = layers_of([f"{name}." for name in names])
     members: list[list[int]] = [[] for _ in layers]
     for place, layer in enumerate(numbers):
         members[layer].append(place)
     items = []
-    for layer, places in zip(layers, members, strict=True):
+    for name, places in zip(layers, members, strict=True):
         off = [names[place] for place in places if place < len(flags) and not flags[place]]
         rest = f" ({len(off)} of {len(places)})" if len(places) > 1 else ""
         shown = f"{off[0]} {words[1]}{rest}" if off else words[0]
-        items.append(preflight.item_of(f"{what} of {layer}", "parameters", repr(off), shown))
+        items.append(preflight.item_of(f"{what} of {name}", "parameters", repr(off), shown))
     return items

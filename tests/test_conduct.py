@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.conduct import MOST_QUESTIONS, differing
+from ds_silent.inventory import dropout_modules, generator_items
+from ds_silent.preflight import judge
+from ds_silent.preflight import verdict as verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 
@@ -31,7 +35,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(dropout)) for _ in range(2)
         )
-        self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).requires_grad_(False)
+        self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)).requires_grad_(False)
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -159,6 +163,7 @@ ACTS: dict[str, Act] = {
     "evaluations between": _evaluations_between,
     "all evaluate": _all_evaluate,
     "healthy": _nothing,
+    "functional": _nothing,
 }
 
 
@@ -166,7 +171,7 @@ def _train(case: Case, directory: str) -> tuple[list[dict[str, Any]], list[dict[
     """Events and records, on rank 0."""
     rank, folder = dist.get_rank(), Path(directory, _folder(case))
     torch.manual_seed(5)
-    model = Net(case.dropout)
+    model = (Functional if case.name == "functional" else Net)(case.dropout)
     engine, *_ = ds_silent.initialize(
         model=model,
         model_parameters=[p for p in model.parameters() if p.requires_grad],
@@ -325,6 +330,52 @@ def test_what_is_seen_in_the_last_sample_is_told_at_the_end() -> None:
     (_, events, _), (_, early, _) = train((Case("lr", steps=STRIKE), Case("evaluation", steps=STRIKE)), 3)
     for found in (alarms(events), alarms(early)):
         assert [(e["kind"], e["ranks"], e["step"]) for e in found] == [("config-mismatch", [1], STRIKE)]
+
+
+def notes(events: list[dict[str, Any]]) -> list[tuple[int, str, str, list[int]]]:
+    return [(e["step"], e["kind"], e["severity"], e["ranks"]) for e in events if e["kind"] == "seed-mismatch"]
+
+
+class Functional(Net):
+    """Dropout that no module shows."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(rows, 0.1, self.training))
+
+
+def test_equal_masks_are_a_note_where_there_are_masks() -> None:
+    told = [(1, "seed-mismatch", "info", [])]
+    expected = (
+        (Case("healthy", steps=2, preflight=True), told),
+        (Case("healthy", steps=4, interval=2, accumulation=2, stage=2), [(2, *told[0][1:])]),
+        (Case("healthy", steps=2, preflight=True, own_seeds=True), []),
+        (Case("healthy", steps=2, preflight=True, dropout=0.0), []),
+        (Case("functional", steps=2, dropout=0.0), told),
+    )
+    for (case, events, _), (_, note) in zip(train(tuple(case for case, _ in expected), 3), expected, strict=True):
+        assert notes(events) == note, case
+        assert alarms(events) == [], case
+
+
+def test_the_preflight_shows_dropout_whose_masks_are_equal() -> None:
+    for dropout, verdict in ((0.1, "equal, better different"), (0.0, None)):
+        items = generator_items(Net(dropout))
+        shown = [item for item in items if item.name == "dropout's masks"]
+        assert [item.severity for item in shown] == ["info"] * (verdict is not None)
+        hashes = np.array([[item.hash for item in items]] * 3, dtype=np.int32)
+        outcome = judge(items, hashes)
+        assert [verdict_of(f) for f in outcome.findings if f.item in shown] == ([verdict] if verdict else [])
+        assert outcome.wrong == ()
+        if verdict:
+            hashes[:, -1, 0] += np.arange(3, dtype=np.int32)
+            assert verdict_of(judge(items, hashes).findings[-1]) == "different"
+
+
+def test_what_drops() -> None:
+    attention, without = nn.MultiheadAttention(4, 2, dropout=0.1), nn.MultiheadAttention(4, 2)
+    assert dropout_modules(nn.Sequential(attention, without)) == ["0"]
+    assert dropout_modules(nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2), nn.Dropout2d(0.2))) == ["2"]
+    assert dropout_modules(nn.Sequential(nn.GELU())) == []
 
 
 def test_unknown_hashes_differ_from_nothing() -> None:

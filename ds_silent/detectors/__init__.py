@@ -10,9 +10,9 @@ result that is wrong (``integrity``). They say what they see at this step; ``epi
 makes one event of it when it starts and one when it ends.
 
 ``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier
-with layers, drift and the rounding bounds of ``integrity``. The derivations are in ``sequential`` and ``ds_silent.integrity``. The
-others state facts. Scores and thresholds of the first three are natural logarithms of evidence: a threshold of 16 says
-that chance reaches it once in e^16 steps.
+with layers, drift and the rounding bounds of ``integrity``. The derivations are in ``sequential``, ``layers`` and
+``ds_silent.integrity``. The others state facts. Scores and thresholds of the first three are natural logarithms of
+evidence: a threshold of 16 says that chance reaches it once in e^16 steps.
 """
 
 from __future__ import annotations

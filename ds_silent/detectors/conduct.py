@@ -1,4 +1,4 @@
-"""Ranks whose code does not do the same: a fact, told with the ranks and the values that :mod:`ds_silent.conduct` found."""
+"""Ranks whose code does not do the same: a fact, told with what :mod:`ds_silent.conduct` found."""
 
 from __future__ import annotations
 

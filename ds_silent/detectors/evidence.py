@@ -34,7 +34,7 @@ class LayerValues:
 
     names: tuple[str, ...]
     log_norms: npt.NDArray[np.float64]  # (N, L), minus infinity for a layer without gradient
-    cosines: npt.NDArray[np.float64] | None  # (N, L) with the mean of the other ranks' layer; None where no sketches were sent
+    cosines: npt.NDArray[np.float64] | None  # (N, L) with the other ranks' mean; None where no sketches were sent
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ class LayerTest:
         self._threshold = log_threshold + math.log(ranks)
         self._series = 0  # known with the first values
         self._flagged: dict[int, dict[str, Any]] = {}
+        self._of_tokens: Array = np.ones((ranks, len(_WEIGHTS)))  # CUSUM, at least 1
         self._spreads: Array | None = None
 
     def step(self, step: int, seen: LayerValues | None, label_tokens: Sequence[float] | None) -> list[Finding]:
@@ -128,7 +129,7 @@ class LayerTest:
         self._evidence = np.zeros(shape)  # M
         self._gain = np.ones(shape)  # L of the newest step
         self._of_series = np.zeros(shape[1:])  # weighted mean of M over the tilts
-        self._of_tokens = np.ones((self.ranks, len(_WEIGHTS)))  # CUSUM, at least 1
+        self._of_tokens = np.ones((self.ranks, len(_WEIGHTS)))
         self._cusum = np.ones((2, *shape[1:]))  # of the middle tilt, up and down: for the onset
         self._since = np.zeros((2, *shape[1:]), dtype=np.int64)
         self._recent: dict[bool, Array] = {}  # sizes and directions: (N, L) means over the newest steps
@@ -215,8 +216,8 @@ class LayerTest:
         for direction, values in ((False, seen.log_norms), (True, seen.cosines)):
             if values is None:
                 continue
-            with np.errstate(all="ignore"):
-                held = values if direction else np.maximum(values, np.nanmax(values, axis=1, keepdims=True) - ZERO)
+            largest = np.where(np.isnan(values), -np.inf, values).max(axis=1, keepdims=True)
+            held = values if direction else np.maximum(values, largest - ZERO)
             known = self._recent.get(direction, held)
             self._recent[direction] = np.where(np.isfinite(held), known + (held - known) / NEWEST, known)
 
