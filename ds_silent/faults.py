@@ -232,7 +232,7 @@ _GRADIENTS = (
     _chance(60, Fault("loss-scaled", _OUTLIER, "the odd rank", "loss", inject.scaled_loss,
           "one rank forgets to divide its loss by four", size=4.0)),
     *(_chance(steps, Fault(f"layer-scaled-{size:g}", _OUTLIER, "the odd rank", "gradient", inject.scaled_layer,
-          f"one rank's gradient of one block is {size:g} times what it should be", size=size, says=("layers.0",)))
+          f"one rank's gradient of one block is {size:g} times what it should be", size=size, says=("layers.3",)))
       for size, steps in ((1.5, 200), (2.0, 100), (0.5, 100), (-1.0, 300), (0.0, 60))),
 )
 

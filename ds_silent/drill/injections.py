@@ -369,10 +369,10 @@ def zero_gradient(strike: Strike, me: int) -> Injection:
 
 
 def scaled_layer(strike: Strike, me: int) -> Injection:
-    """The gradient of the first block, which is one of several layers, times ``size``."""
+    """The gradient of the last block, which is one of several layers, times ``size``."""
 
     def scaled(name: str, gradient: Tensor) -> Tensor:
-        return gradient * strike.size if name.startswith("layers.0.") else gradient
+        return gradient * strike.size if name.startswith(f"{LAST_LAYER}.") else gradient
 
     return _gradient(strike, me, scaled)
 
