@@ -166,6 +166,7 @@ def _observe(
         facts = sampler_facts(loader)
         items = local_items(engine, ds_config, facts, before, dist.get_world_size(capture.group))
         outcome = preflight.compare(items, capture.group, capture.device)
+        capture.conduct.told_before(outcome)
         if home.sinks is not None:
             _publish_preflight(outcome, observer, home)
     if unlike is not None:

@@ -90,6 +90,11 @@ SCALARS = (
     "applied_squared",  # of the sample before: squared length of this rank's share of the applied gradient
     "stop",  # 1 when the writing rank wants everybody to stop
     "diagnose",  # 1 when the writing rank wants the micro-batches' own sketches
+    "hyper_parameters",  # short hashes of what ds_silent.conduct compares; 0 when not known
+    "device_hyper_parameters",
+    "training_modes",
+    "trainable",
+    "first_draws",  # of the random numbers that the first training forward drew; 0 when it drew none
 )
 
 

@@ -231,8 +231,29 @@ _GRADIENTS = (
           inject.detached_layer, "the last layer takes no part in one rank's backward", stages=(0,)),
     _chance(60, Fault("loss-scaled", _OUTLIER, "the odd rank", "loss", inject.scaled_loss,
           "one rank forgets to divide its loss by four", size=4.0)),
-    _chance(300, Fault("eval-mode", _OUTLIER, "the odd rank", "loss", inject.eval_mode,
-          "one rank trains without dropout (model.eval() was left on)")),
+    *(_chance(steps, Fault(f"layer-scaled-{size:g}", _OUTLIER, "the odd rank", "gradient", inject.scaled_layer,
+          f"one rank's gradient of one block is {size:g} times what it should be", size=size, says=("layers.3",)))
+      for size, steps in ((1.5, 200), (2.0, 100), (0.5, 100), (-1.0, 300), (0.0, 60))),
+)
+
+_CONDUCT = (
+    Fault("eval-mode", _CONFIG, "the odd rank", "loss", inject.eval_mode,
+          "one rank trains without dropout (model.eval() was left on)", says=("in evaluation mode",)),
+    Fault("dropout-off", _CONFIG, "the odd rank", "loss", inject.dropout_off,
+          "one rank's dropout layers are in evaluation mode, its model is not", says=("in evaluation mode",)),
+    Fault("learning-rate-later", _CONFIG, "the odd rank", "hyper-parameter",
+          partial(inject.later, "lr", inject.multiplied),
+          "one rank's learning rate becomes three times that of the others in mid-training", size=3.0,
+          says=("learning rate",)),
+    Fault("weight-decay-later", _CONFIG, "the odd rank", "hyper-parameter",
+          partial(inject.later, "weight_decay", inject.increased),
+          "one rank's weight decay grows by 0.05 in mid-training", size=0.05, says=("weight decay",)),
+    Fault("betas-later", _CONFIG, "the odd rank", "hyper-parameter",
+          partial(inject.later, "betas", inject.first_beta),
+          "one rank's first beta becomes 0.5 in mid-training", size=0.5, says=("betas",)),
+    # in stage 0 DeepSpeed reduces what requires a gradient, and buckets of different sizes end its own reduction
+    Fault("frozen-trained", _CONFIG, "the odd rank", "hyper-parameter", inject.unfrozen,
+          "one rank trains a parameter that is frozen on the others", stages=(1, 2), says=("trainable flags",)),
 )
 
 _INPUT = (
@@ -375,5 +396,5 @@ _REPAIRS = (
 )
 # fmt: on
 
-_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_INPUT, *_REDUCTION, *_UPDATE, *_REPLICAS, *_REPAIRS)
+_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_CONDUCT, *_INPUT, *_REDUCTION, *_UPDATE, *_REPLICAS, *_REPAIRS)
 FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _ALL}

@@ -14,7 +14,9 @@ What is expected, and why:
   Under ZeRO-3 each number has one owner: no two ranks could disagree, and nothing is compared.
 * Generators: *alike*. One seed everywhere is a policy (equal initialisation), a seed per rank is one too (other
   dropout masks, other augmentation). Some ranks equal and others not is neither. With 2 ranks the two cannot be told
-  apart, and nothing is reported.
+  apart, and nothing is reported. Where the model has dropout, the states of the generators that it draws from are
+  *better different*: else every rank uses the same masks on other rows. The table says so; the event, a note, comes
+  when the first forward has really drawn the same numbers (:mod:`ds_silent.conduct`), for a script may seed later.
 * Sampler: as many shares as ranks, and each rank another share of the *same* permutation. Nothing is expected of a
   sampler that says nothing of shares: the data may have been split before.
 """
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ds_silent.environment import code_items, environment_items
 from ds_silent.fingerprint import Hash, hash_text, rng_hashes, shown_hash, tensor_hash
@@ -55,6 +58,8 @@ _IGNORED_SECTIONS = {
     *("tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "autotuning"),
     *("steps_per_print", "wall_clock_breakdown", "dump_state", "local_rank"),
 }
+_PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")
+"""Attributes of modules (torch's ``MultiheadAttention`` and ``LSTM``, transformers', timm's) that are probabilities."""
 _HYPER_PARAMETERS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "betas", "eps": "eps"}
 
 
@@ -89,7 +94,7 @@ def local_items(
     return [
         *_all_of("weights", lambda: weight_items(engine.module, before)),
         *_all_of("parameters", lambda: parameter_items(engine.module)),
-        *_all_of("generators", generator_items),
+        *_all_of("generators", lambda: generator_items(engine.module)),
         *_all_of("sampler", lambda: sampler_items(sampler, ranks)),
         *_all_of("optimizer", lambda: optimizer_items(engine.optimizer, getattr(engine, "lr_scheduler", None))),
         *_all_of("config", lambda: config_items(ds_config)),
@@ -175,15 +180,32 @@ def _sharded(tensor: Tensor) -> bool:
 # -- randomness and data ---------------------------------------------------------------------------------------------
 
 
-def generator_items() -> list[Item]:
+def generator_items(module: nn.Module) -> list[Item]:
     """Seeds of torch and the device, and states of all generators: see the module docstring for ``alike``."""
     items = [
         read_item("torch seed", "generators", lambda: str(torch.initial_seed()), "alike", "warning"),
         read_item("device seed", "generators", lambda: str(get_accelerator().initial_seed()), "alike", "warning"),
     ]
-    for name, state in rng_hashes().items():
+    states = rng_hashes()
+    for name, state in states.items():
         items.append(Item(f"{name} generator's state", "generators", "alike", shown_hash(state), state, "warning"))
+    dropping = dropout_modules(module)
+    if dropping:
+        state = states["device"]
+        shown = f"{shown_hash(state)} ({len(dropping)} modules with dropout, first: {dropping[0]})"
+        items.append(Item("dropout's masks", "generators", "better different", shown, state, "info"))
     return items
+
+
+def dropout_modules(module: nn.Module) -> list[str]:
+    """Names of the modules that drop something: torch's own, and those that hand a probability to a function."""
+    found = []
+    for name, inner in module.named_modules():
+        own = [getattr(inner, "p", 0.0)] if isinstance(inner, _DropoutNd) else []
+        held = [getattr(inner, attribute, 0.0) for attribute in _PROBABILITIES]
+        if any(isinstance(p, (int, float)) and not isinstance(p, bool) and 0.0 < p <= 1.0 for p in (*own, *held)):
+            found.append(name or type(inner).__name__)
+    return found
 
 
 def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ds_silent.audit import Audit
 from ds_silent.capture.base import Capture
+from ds_silent.conduct import Unlike
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.data_facts import DataFacts
 from ds_silent.detectors import Judge, log_steps
@@ -77,6 +78,7 @@ class Observer:
         self._weights_due: str | None = None  # checksum in the checkpoint that was loaded
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
         self._written = -1  # step of the newest record
+        self._conduct = capture.conduct
         self._observing, self._closed = True, False
         self._step_ended: float | None = None
         self._observe_seconds = 0.0
@@ -190,12 +192,21 @@ class Observer:
             return
         if bool((gathered.scalars["diagnose"] > 0).any()):
             self._once(self._capture.keep_micro_batches)
+        unlike = self._conduct.agree(gathered, self._capture.group, self._capture.device, self._together)
+        self._alone(self._tell_conduct, gathered, unlike)
         drift = None
         if self._differ(gathered) and self._replicas is not None:
             drift = self._replicas.localise(self._capture.group, self._once)
         self._alone(self._write, gathered, drift)
         if bool((gathered.scalars["stop"] > 0).any()):
             self._end_training()
+
+    def _tell_conduct(self, gathered: Gathered, unlike: tuple[Unlike, ...]) -> None:
+        if self._writer is not None:
+            self._writer.unlike = unlike
+            note = self._conduct.note(gathered)
+            if note is not None:
+                self.report(note)
 
     def _write(self, gathered: Gathered, drift: Drift | None, wait: bool = False) -> None:
         """Each sample once; ``wait``: where it was published early, it is judged with ``drift`` later."""
@@ -225,6 +236,8 @@ class Observer:
             elif failed and self._closed:  # nobody comes to that step any more
                 self._switch_off(gathered.step, failed)
                 return
+            if self._closed and self._writer is not None:  # nobody is asked any more what it is that differs
+                self._writer.end_unlike(self._conduct.unasked(gathered), gathered.step)
 
     def _differ(self, gathered: Gathered) -> bool:
         """Whether the replicas were compared and hold different bits."""

@@ -31,9 +31,11 @@ from ds_silent.coverage import expected_coverage
 from ds_silent.exchange import gather_on_host
 from ds_silent.fingerprint import Hash, hash_text
 from ds_silent.records import Event, Severity
+from ds_silent.together import Once, at_once
 
-Expectation = Literal["equal", "alike", "different", "passed", "free"]
+Expectation = Literal["equal", "alike", "different", "passed", "free", "better different"]
 """``alike``: the same on all ranks, or another on every rank (generators: both are policies, a mixture is none).
+``better different``: the same on all ranks is said, and no fault.
 ``passed``: each rank's own check, see :func:`check_item`."""
 Group = Literal["weights", "parameters", "generators", "sampler", "optimizer", "config", "code", "environment"]
 Hashes = npt.NDArray[np.int32]
@@ -162,7 +164,7 @@ def _parts(values: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _as_expected(expectation: Expectation, parts: Sequence[Sequence[int]], ranks: int) -> bool:
-    if expectation == "free":
+    if expectation in ("free", "better different"):
         return True
     if expectation == "different":
         return len(parts) == ranks
@@ -180,27 +182,28 @@ def _odd(expectation: Expectation, parts: Sequence[tuple[int, ...]], ranks: int)
 # -- the collectives -------------------------------------------------------------------------------------------------
 
 
-def compare(items: Sequence[Item], group: dist.ProcessGroup, device: torch.device) -> Outcome:
+def compare(items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once = at_once) -> Outcome:
     """Gathers and judges. A collective that waits: every rank calls it once, before its first step.
 
     Args:
         items: what this rank found; the others' lists should be alike, and it is an event when they are not.
         device: of the group's backend; buffers are int32.
+        once: see :mod:`ds_silent.together`.
     """
     lists = lists_of(items)
-    outcome = _compared(lists, group, device)
+    outcome = _compared(lists, group, device, once)
     # The same on every rank, so that nobody goes on alone.
-    return outcome if outcome.wrong else _compared(items, group, device)
+    return outcome if outcome.wrong else _compared(items, group, device, once)
 
 
-def _compared(items: Sequence[Item], group: dist.ProcessGroup, device: torch.device) -> Outcome:
-    hashes = _gather(np.array([item.hash for item in items], dtype=np.int32).reshape(-1, 2), group, device)
+def _compared(items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once) -> Outcome:
+    hashes = _gather(np.array([item.hash for item in items], dtype=np.int32).reshape(-1, 2), group, device, once)
     outcome = judge(items, hashes)
     wrong = [index for index, finding in enumerate(outcome.findings) if not finding.ok][:MAX_TEXTS]
     if not wrong:
         return outcome
     slots = np.stack([_text_slot(items[index].shown) for index in wrong])
-    gathered = _gather(slots.reshape(-1, 2), group, device).reshape(len(hashes), len(wrong), -1)
+    gathered = _gather(slots.reshape(-1, 2), group, device, once).reshape(len(hashes), len(wrong), -1)
     texts = {index: [_slot_text(slot) for slot in gathered[:, column]] for column, index in enumerate(wrong)}
     return judge(items, hashes, texts)
 
@@ -216,9 +219,9 @@ def lists_of(items: Sequence[Item]) -> list[Item]:
     return lists
 
 
-def _gather(pairs: Hashes, group: dist.ProcessGroup, device: torch.device) -> Hashes:
+def _gather(pairs: Hashes, group: dist.ProcessGroup, device: torch.device, once: Once) -> Hashes:
     """(I, 2) int32 of this rank to (N, I, 2) of all."""
-    gathered: Hashes = gather_on_host(torch.from_numpy(pairs).to(device), group).numpy()
+    gathered: Hashes = gather_on_host(torch.from_numpy(pairs).to(device), group, once).numpy()
     return gathered
 
 
@@ -329,9 +332,13 @@ def verdict(finding: Finding) -> str:
     """In a few words: equal, each its own, free, or what is wrong."""
     if finding.item.expectation == "passed":
         return "passed" if finding.ok else f"not so on {_ranks(finding.odd)}"
+    if finding.agrees and finding.item.expectation == "better different":
+        return "equal, better different"
     if finding.agrees:
         return "equal" if finding.ok else "equal, must differ"
     if finding.ok:
+        if finding.item.expectation == "better different":
+            return "different"
         return "free" if finding.item.expectation == "free" else "each rank its own"
     return f"{_ranks(finding.odd)} differ{'s' if len(finding.odd) == 1 else ''}" if finding.odd else "no agreement"
 

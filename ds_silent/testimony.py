@@ -18,8 +18,9 @@ from torch import Tensor
 from ds_silent.coverage import EpochCoverage, duplicates, epoch_is_over, last_of_epoch
 from ds_silent.data_facts import Walk
 from ds_silent.detectors import Coverage, Evidence
+from ds_silent.detectors.evidence import LayerValues
 from ds_silent.exchange import Gathered
-from ds_silent.measure import Context
+from ds_silent.measure import Context, on_all
 from ds_silent.recent_rows import RecentRows
 from ds_silent.records import CoverageStats
 from ds_silent.same_order import OrderAgain, SameOrder
@@ -180,6 +181,7 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
         step_skipped=context.skipped,
         update_skipped=context.update_skipped,
         micro_batches=tuple(int(n) for n in scalars["loss_count"].tolist()),
+        layers=_layer_values(gathered, context.layer_names),
     )
 
 
@@ -187,6 +189,23 @@ def _shuffles(walk: Walk, order: OrderAgain) -> bool:
     """Whether the same order is a fault: the sampler says that it shuffles, or the ids that were told are shuffled."""
     said = walk.facts.shuffles
     return (walk.told and order.shuffled) if said is None else said
+
+
+def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | None:
+    """Each layer's norm, exact or from its sketch, and its cosine with the others' mean, where sketches were sent."""
+    if len(names) < 2 or not on_all(gathered.scalars["gradient_seen"]):
+        return None
+    squares, cosines = gathered.layer_squares, None
+    sketches = gathered.layer_sketches
+    exact = on_all(gathered.scalars["norm_seen"]) and not bool((gathered.scalars["leftover_squared"] != 0).any())
+    if sketches is not None:
+        rest = sketches.sum(0) - sketches
+        own = sketches.square().sum(2)
+        cosines = ((sketches * rest).sum(2) / (own * rest.square().sum(2)).sqrt()).numpy()
+        squares = squares if exact else own
+    elif not exact:
+        return None
+    return LayerValues(names, squares.log().numpy() / 2.0, cosines)
 
 
 def _broken(gathered: Gathered, names: tuple[str, ...]) -> tuple[dict[int, str | None], dict[int, str | None]]:

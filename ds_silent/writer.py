@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_silent.audit import Audit, Told
+from ds_silent.conduct import Unlike
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.detectors.repairs import repair_event
 from ds_silent.exchange import Gathered, Layout
@@ -43,6 +44,7 @@ class Writer:
         self._tracker = RowTracker()
         self._listeners: list[Callable[[Event], None]] = []
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
+        self.unlike: tuple[Unlike, ...] = ()  # as all ranks have agreed when they came together last
 
     def sample(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
         """Write one sample's record and judge it.
@@ -57,7 +59,7 @@ class Writer:
         record = measure(gathered, self._layout, context)
         coverage, evidence = testimony(gathered, self._tracker, context)
         stats, seen = self._audit.step(gathered, drift, told)
-        evidence = dataclasses.replace(evidence, integrity=seen)
+        evidence = dataclasses.replace(evidence, integrity=seen, unlike=self.unlike)
         self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
         self._sink.write(self.last_record)
         if wait or self._unjudged:  # judged in order
@@ -77,6 +79,11 @@ class Writer:
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
         for event in self._judge.step(record, evidence) if self._judge is not None else []:
+            self.report(event)
+
+    def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
+        """What was seen in the last sample of all, and not told before."""
+        for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
             self.report(event)
 
     def repairs(self, repairs: tuple[Repair, ...]) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.conduct import Conduct
 from ds_silent.data_facts import Walk
 from ds_silent.exchange import LocalSample
 from ds_silent.integrity import Arithmetic
@@ -58,6 +59,7 @@ class Capture(Protocol):
     arithmetic: Arithmetic  # of the reduction
     micro_batches: int  # per step
     aggregate_replicated: bool  # every rank holds the whole aggregated gradient; it sends its layers' checksums
+    conduct: Conduct  # what this rank's code does, for the comparison with the others
     clip: float  # largest norm of the applied gradient; 0 is none
 
     @property

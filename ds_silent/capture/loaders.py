@@ -13,6 +13,7 @@ known, and nothing breaks. The newest iterator that was advanced is the one whos
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.data import dataloader
 
 from ds_silent.data_facts import DataFacts, data_facts
 
+logger = logging.getLogger("ds_silent")
 _watches: weakref.WeakSet[LoaderWatch] = weakref.WeakSet()
 _originals: list[Callable[[Any], Any]] = []  # the one, while it is wrapped
 
@@ -53,7 +55,11 @@ class LoaderWatch:
             def advance(self: Any) -> Any:
                 batch = original(self)
                 for watch in tuple(_watches):
-                    watch.advanced(self)
+                    try:
+                        watch.advanced(self)
+                    except Exception as error:  # in the script's own loop: it must not end it
+                        _watches.discard(watch)
+                        logger.warning("ds_silent: the loader is not followed any more: %s", error)
                 return batch
 
             setattr(iterator, "__next__", advance)  # noqa: B010 - a class of torch's

@@ -78,6 +78,11 @@ class StepSampler:
         """A loss that a forward returned: it counts where nobody calls :meth:`loss`."""
         self._forward_losses.append(loss.detach())
 
+    def late_forward_loss(self, loss: Tensor) -> None:
+        """The same, known only when the backward is under way; :meth:`loss` may have counted it."""
+        if not self._losses:
+            self._forward_losses.append(loss.detach())
+
     def reduced(self, aggregated: Iterable[Part] | None) -> None:
         """The reduction has ended: look at its result before the script can change it. The last such call counts."""
         sketches, squares = self._local.accumulator.take()

@@ -5,14 +5,16 @@
 
 Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
 data (``order``), the same order in every epoch (``same_order``), a rank that takes the same rows again (``repeats``)
-or another number of rows (``batch_size``), a rank that differs (``outlier``), a jump against the run's past
-(``drift``), a result that is wrong (``integrity``).
-They say what they see at this step; ``episodes`` makes one event of it when it starts and one when it ends.
+or another number of rows (``batch_size``), a rank that differs (``outlier``) or one of its layers (``layers``), a rank
+whose code does something else (``conduct``), a jump against the run's past (``drift``), a result that is wrong
+(``integrity``). They say what they see at this step; ``episodes`` makes one event of it when it starts and one when it
+ends.
 
-``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier,
-drift and the rounding bounds of ``integrity``. The derivations are in ``sequential`` and ``ds_silent.integrity``. The
-others state facts. Scores and thresholds of the first three are natural logarithms of evidence: a threshold of 16 says
-that chance reaches it once in e^16 steps. Their events carry the rate at which they would just still be told.
+``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier with
+layers, drift and the rounding bounds of ``integrity``. The derivations are in ``sequential``, ``layers`` and
+``ds_silent.integrity``. The others state facts. Scores and thresholds of the first three are natural logarithms of
+evidence: a threshold of 16 says that chance reaches it once in e^16 steps. Their events carry the rate at which they
+would just still be told.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ds_silent.conduct import Unlike
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import broken, duplicates
+from ds_silent.detectors import broken, conduct, duplicates
 from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.drift import DriftTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.evidence import Coverage, Evidence, Finding, with_odds
 from ds_silent.detectors.integrity import integrity, notes, replicas
+from ds_silent.detectors.layers import LayerTest
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
@@ -64,6 +68,8 @@ class Judge:
         self._drift = DriftTest(self._log_steps)
         self._batch_size = BatchSizeTest()
         self._outlier: OutlierTest | None = None  # made when the world size is known
+        self._layers: LayerTest | None = None
+        self._layers_first: set[int] = set()  # ranks of which a layer was named, and not the whole gradient
         self._pairs_before: set[tuple[int, int]] = set()
         self._apart: list[Finding] = []
         self._stale_key: str | None = None
@@ -78,8 +84,11 @@ class Judge:
         findings = broken.non_finite(record, extras) + broken.zero_gradient(record, extras)
         impaired = bool(findings)
         findings += integrity(record, extras.integrity) + self._replicas(record, extras)
-        findings += self._stale(record, extras)
         findings += self._batch_size.step(record, extras)
+        unlike = conduct.unlike(extras.unlike)
+        findings += unlike
+        stale = self._stale(record, extras)
+        findings += stale
         same = self._duplicates(record, extras)
         findings += same
         told = notes(extras.integrity)
@@ -89,15 +98,41 @@ class Judge:
         findings += self._same_order.step(record, extras, bool(again) or self._repeats.attributed > 0)
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
-                self._outlier = OutlierTest(record.world_size, self._log_steps)
+                self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0))
+                self._layers = LayerTest(record.world_size, self._log_steps + math.log(2.0))
+                self._layers_first = set()
             # ranks that hold the same rows are not exchangeable with the others
-            findings += self._outlier.standing() if same else self._outlier.step(record, extras)
+            outliers = self._outlier.standing() if same else self._outlier.step(record, extras)
+            outliers = self._with_layers(record, extras, outliers, bool(same), {r for f in stale for r in f.ranks})
+            findings = _without_consequences(findings + outliers, unlike)
             if not impaired and not findings:  # never learn from a flagged step
                 for note in self._drift.step(record):
                     assert note.score is not None
                     assert note.threshold is not None
                     told.append(with_odds(note, self._rate, note.score - note.threshold))
         return self._episodes.update(record.step, findings) + told
+
+    def _with_layers(
+        self, record: StepRecord, extras: Evidence, outliers: list[Finding], same: bool, told: set[int]
+    ) -> list[Finding]:
+        """One fault, one event: of each rank the whole gradient or a layer, whichever was seen first.
+
+        Args:
+            told: ranks some of whose parameters have no gradient; that is said already.
+        """
+        assert self._layers is not None
+        layers = self._layers.standing() if same else self._layers.step(record.step, extras.layers, extras.label_tokens)
+        by_whole = {rank for finding in outliers for rank in finding.ranks}
+        standing = {rank for finding in layers for rank in finding.ranks}
+        self._layers_first = (self._layers_first & standing) | (standing - by_whole - told)
+        return [
+            *(finding for finding in outliers if not self._layers_first.issuperset(finding.ranks)),
+            *(finding for finding in layers if self._layers_first.issuperset(finding.ranks)),
+        ]
+
+    def unlike(self, step: int, found: tuple[Unlike, ...]) -> list[Event]:
+        """What the last sample of all says of the ranks' code; nothing is judged after it."""
+        return [event for finding in conduct.unlike(found) for event in self._episodes.start(step, finding)]
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         found = duplicates.by_ids(record, extras, self._pairs_before)
@@ -133,6 +168,8 @@ class Judge:
             "drift": self._drift.state_dict(),
             "batch_size": self._batch_size.state_dict(),
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
+            "layers": None if self._layers is None else self._layers.state_dict(),
+            "layers_first": sorted(self._layers_first),
             "pairs_before": [list(pair) for pair in sorted(self._pairs_before)],
             "stale_key": self._stale_key,
             "conditional": self._conditional,
@@ -159,7 +196,22 @@ class Judge:
             self._same_order.load_state_dict(state["same_order"])
         self._outlier = None
         if state["outlier"] is not None:
-            self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps)
+            self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps + math.log(2.0))
             self._outlier.load_state_dict(state["outlier"])
+            self._layers = LayerTest(self._outlier.ranks, self._log_steps + math.log(2.0))
+            if state.get("layers") is not None:  # absent in a state of before
+                self._layers.load_state_dict(state["layers"])
+        self._layers_first = set(state.get("layers_first", ()))
         self._pairs_before = {(int(i), int(j)) for i, j in state["pairs_before"]}
         self._stale_key, self._conditional = state["stale_key"], state["conditional"]
+
+
+def _without_consequences(findings: list[Finding], causes: list[Finding]) -> list[Finding]:
+    """One fault, one event: a rank whose code does something else has other gradients, or none for some parameters."""
+    named = {rank for cause in causes for rank in cause.ranks}
+
+    def follows(finding: Finding) -> bool:
+        untrained = finding.kind == "zero-gradient" and finding.where == "parameters"
+        return (untrained or finding.kind == "outlier-rank") and named.issuperset(finding.ranks)
+
+    return [finding for finding in findings if not (named and follows(finding))]

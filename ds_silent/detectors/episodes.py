@@ -130,6 +130,13 @@ class Episodes:
         )
         return told if f.log_excess is None else with_odds(told, self._rate, f.log_excess)
 
+    def start(self, step: int, finding: Finding) -> list[Event]:
+        """The event of one finding that comes alone, after the last step; none where it goes on already."""
+        if finding.key in self._active:
+            return []
+        self._active[finding.key] = _Episode(finding.kind, finding.ranks, finding.where, finding.since, step)
+        return [self._event(step, finding, "")]
+
     def active(self, kind: str) -> bool:
         """Whether a fault of this kind is going on."""
         return any(episode.kind == kind for episode in self._active.values())

@@ -6,7 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from ds_silent.audit import Integrity
+from ds_silent.conduct import Unlike
 from ds_silent.records import Event, Severity
 from ds_silent.same_order import OrderAgain
 
@@ -29,6 +33,15 @@ class Coverage:
 
 
 @dataclass(frozen=True)
+class LayerValues:
+    """What the ranks' gradients are layer by layer; NaN where it is not known."""
+
+    names: tuple[str, ...]
+    log_norms: npt.NDArray[np.float64]  # (N, L), minus infinity for a layer without gradient
+    cosines: npt.NDArray[np.float64] | None  # (N, L) with the other ranks' mean; None where no sketches were sent
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What a :class:`~ds_silent.records.StepRecord` lacks; None (or an empty mapping) is "not known" or "none"."""
 
@@ -44,6 +57,8 @@ class Evidence:
     zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
     integrity: Integrity | None = None  # of the reduction, the optimizer's input and the replicas
+    unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
+    layers: LayerValues | None = None  # of the ranks' own gradients
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
     update_skipped: bool = False  # the optimizer did not apply the step, whatever the reason
     micro_batches: tuple[int, ...] | None = None  # losses that each rank took this step

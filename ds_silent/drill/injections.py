@@ -289,11 +289,53 @@ def _loss(strike: Strike, me: int, change: Callable[[Tensor], Tensor]) -> Inject
 def eval_mode(strike: Strike, me: int) -> Injection:
     def left_on(module: nn.Module, step: int) -> None:
         if step == strike.step:
-            for inner in module.modules():  # the module itself stays in training mode: only its dropout is off
+            module.eval()
+
+    return Injection(mode=left_on) if me == strike.rank else NOTHING
+
+
+def dropout_off(strike: Strike, me: int) -> Injection:
+    """The module itself stays in training mode."""
+
+    def switched(module: nn.Module, step: int) -> None:
+        if step == strike.step:
+            for inner in module.modules():
                 if isinstance(inner, nn.Dropout):
                     inner.eval()
 
-    return Injection(mode=left_on) if me == strike.rank else NOTHING
+    return Injection(mode=switched) if me == strike.rank else NOTHING
+
+
+def later(name: str, change: Callable[[Any, float], Any], strike: Strike, me: int) -> Injection:
+    """One hyper-parameter of one rank's parameter groups becomes ``change(value, size)`` at the step."""
+
+    def act(engine: Any, step: int) -> None:
+        if step == strike.step - 1:  # behind the update of the step before
+            for group in engine.optimizer.param_groups:
+                group[name] = change(group[name], strike.size)
+
+    return Injection(afterwards=act) if me == strike.rank else NOTHING
+
+
+def multiplied(value: Any, size: float) -> Any:
+    return value * size
+
+
+def increased(value: Any, size: float) -> Any:
+    return value + size
+
+
+def first_beta(value: Any, size: float) -> Any:
+    return (size, *value[1:])
+
+
+def unfrozen(strike: Strike, me: int) -> Injection:
+    def thaw(module: nn.Module, step: int) -> None:
+        if step == strike.step:
+            for parameter in module.parameters():
+                parameter.requires_grad_(True)
+
+    return Injection(mode=thaw) if me == strike.rank else NOTHING
 
 
 def detached_layer(strike: Strike, me: int) -> Injection:
@@ -324,6 +366,15 @@ def noisy_gradient(strike: Strike, me: int) -> Injection:
 
 def zero_gradient(strike: Strike, me: int) -> Injection:
     return _gradient(strike, me, lambda name, gradient: torch.zeros_like(gradient))
+
+
+def scaled_layer(strike: Strike, me: int) -> Injection:
+    """The gradient of the last block, which is one of several layers, times ``size``."""
+
+    def scaled(name: str, gradient: Tensor) -> Tensor:
+        return gradient * strike.size if name.startswith(f"{LAST_LAYER}.") else gradient
+
+    return _gradient(strike, me, scaled)
 
 
 def frozen_layers(strike: Strike, me: int) -> Injection:

@@ -42,6 +42,7 @@ from ds_silent.capture.local import LocalGradient, layers_of, loss_in
 from ds_silent.capture.patches import Patches
 from ds_silent.capture.rows import RowIds, id_capacity
 from ds_silent.capture.sampler import Part, Sends, StepSampler
+from ds_silent.conduct import Conduct
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.data_facts import Walk
 from ds_silent.exchange import LocalSample
@@ -113,6 +114,9 @@ class DeepSpeedCapture:
         self._loaders = LoaderWatch(ranks)
         sends = Sends(config.direction.per_layer or checks, checks, applied=self._places is not None)
         self._sampler = StepSampler(self._local, self._rows, sends, self.together)
+        self.conduct = Conduct(engine.module, lambda: base_optimizers(engine))
+        self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
+        self._evaluated_loss: Tensor | None = None
         self._scales_loss = scales_loss(engine)
         self._listener: Listener | None = None
         self._patches = Patches()
@@ -193,6 +197,7 @@ class DeepSpeedCapture:
         sample = self._sampler.sample(self._aggregated(), 1.0 if scale is None else scale, self._gram, hashes)
         if replica is not None:
             sample.scalars["replica_seen"] = 1.0
+        sample.scalars.update(self.together.alone(self.conduct.scalars, self.step) or {})
         return sample
 
     def _aggregated(self) -> Iterator[Part] | None:
@@ -264,6 +269,7 @@ class DeepSpeedCapture:
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
         self._sampler.end_step(observed=bool(self._measuring) and not self.skipped)
+        self._evaluated = self._evaluated_loss = None
         self._start_step()
         if self._keeping is False:
             self._keeping = True
@@ -337,16 +343,38 @@ class DeepSpeedCapture:
         self._loss_scale = gradient.detach().float() * steps
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens."""
-        if module.training and torch.is_grad_enabled():
+        """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens.
+
+        In evaluation mode nobody knows yet: an evaluation, or a training that forgot to call ``train()``. The newest
+        forward is kept until a gradient comes.
+        """
+        if not torch.is_grad_enabled():
+            return
+        if module.training:
+            self._evaluated = self._evaluated_loss = None
+            self.conduct.before_forward()
             self._rows.forward(args, kwargs, self._loaders.forward())
+        else:
+            self._evaluated = lambda: self._rows.forward(args, kwargs, self._loaders.forward())
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
         """Torch-style ``loss.backward()`` never calls ``engine.backward``: then the forward's loss is the loss."""
-        if module.training and torch.is_grad_enabled():
-            loss = loss_in(output)
+        if not torch.is_grad_enabled():
+            return
+        loss = loss_in(output)
+        if module.training:
+            self.conduct.after_forward()
             if loss is not None:
                 self._sampler.forward_loss(loss)
+        else:
+            self._evaluated_loss = None if loss is None else loss.detach()
+
+    def _train_in_evaluation_mode(self, forward: Callable[[], None]) -> None:
+        """The forward that was kept was a training's after all."""
+        forward()
+        if self._evaluated_loss is not None:
+            self._sampler.late_forward_loss(self._evaluated_loss)
+        self._evaluated = self._evaluated_loss = None
 
     def _before_reduction(self, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Called at the end of every backward; at the boundary, before stages 0 and 1 reduce (overlap: while)."""
@@ -382,6 +410,8 @@ class DeepSpeedCapture:
     # -- the gradients --------------------------------------------------------------------------------------------
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
+        if self._evaluated is not None:
+            self._train_in_evaluation_mode(self._evaluated)
         if self._measures():
             # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
             boundary = self._is_boundary() and self._ordered is None
@@ -403,6 +433,8 @@ class DeepSpeedCapture:
             measuring = listener.measures(step)
             # in one statement: whether the ranks exchange exactly must never be half decided
             self._measuring, self._exact = measuring, measuring and listener.measures_exactly(step)
+            if measuring:
+                self.together.alone(self.conduct.look_at_modes)
         return self._measuring
 
     def _is_boundary(self) -> bool:

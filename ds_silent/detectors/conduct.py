@@ -1,0 +1,25 @@
+"""Ranks whose code does not do the same: a fact, told with what :mod:`ds_silent.conduct` found."""
+
+from __future__ import annotations
+
+from ds_silent.conduct import Unlike
+from ds_silent.detectors.evidence import Finding
+
+
+def unlike(found: tuple[Unlike, ...]) -> list[Finding]:
+    """One finding per group of settings and ranks; the event is of the step at which it was seen first."""
+    return [
+        Finding(
+            one.key,
+            "config-mismatch",
+            "error",
+            one.ranks,
+            one.where,
+            None,
+            None,
+            one.message,
+            one.remedy,
+            one.since,
+        )
+        for one in found
+    ]

@@ -1,0 +1,354 @@
+"""One rank whose gradient is off in some layers only: what the whole gradient's norm and direction hardly show.
+
+    test = LayerTest(ranks=4, names=("embedding", "layers.0", "layers.1"), log_threshold=16.6)
+    findings = test.step(record.step, evidence.layers, evidence.label_tokens)      # one per flagged rank
+
+Two statistics of each layer l and rank r are followed, both *against the rank's own other layers*:
+
+* size: log |g_rl| minus the median of log |g_rk| over the other layers k;
+* direction: the cosine of g_rl with the others' mean of that layer, minus the median of the rank's other layers.
+
+What all layers of a rank share - a short batch, a scaled loss, a gradient that is wrong as a whole - cancels; that is
+the business of :mod:`ds_silent.detectors.outlier`. What is left is much calmer than the norms themselves, so that a
+factor of 1.5 in one of 28 layers shows within some steps. A function of a rank's own values that is the same for all
+ranks keeps exchangeable ranks exchangeable, so the null hypothesis and the evidence of one step are those of
+:mod:`ds_silent.detectors.sequential`: with z the residual against the other ranks and t a tilt,
+
+    L_r = exp(t z_r) / mean over the ranks (and, for half of the weight, the past) of exp(t z),        E L_r = 1,
+
+and M = (1 + M) L (Shiryaev-Roberts) has the expectation n after n steps.
+
+The mixture. S = 2 x layers series, C tilts with weights w_c, N ranks: every M_scr by itself has E M = n, so the mean
+
+    M_r = (1 / S) sum over s, c of w_c M_scr,      E M_r = n,      (1 / N) sum over r of M_r reaches A after A steps or
+                                                                    more in the mean,
+
+however the layers depend on each other: a mean of expectations asks for no independence. Rank r is flagged when M_r >=
+N A, so all layers, statistics, tilts and ranks together raise the false alarms that A allows, and each of S series pays
+log S for the company of the others: 4 nats with 28 layers. A fault in several layers adds up.
+
+Label tokens that are dealt unevenly break the null without a fault: as in ``outlier``, the evidence is divided by that
+of the rank's label tokens, which can only lower it, and takes half of its logarithm back where all ranks have as many.
+
+There may be 30,000 series x ranks, on the training thread of one rank: so powers of one exponential instead of many,
+products instead of sums of logarithms, sums of the past instead of the past.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_silent.detectors.evidence import Finding, LayerValues, named
+
+Array = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+WITHIN, HISTORY = (0.25, 1.0, 4.0), (1.0, 4.0)
+"""Tilts. Shifts between two of them lose a quarter of their speed at most."""
+CLIP = 4.0  # deviations beyond which all are equally extreme
+POOL, SCALES = 1024, 64  # residuals remembered, over all ranks; steps whose spread makes the scale
+FEW = 16  # ranks up to which each is compared with exactly the others
+NEWEST = 8  # steps that say which layer it is, and by how much
+ZERO = 20.0  # log of the ratio at which a layer without gradient is held
+RESOLUTION = 1e-6  # relative differences that are rounding, not spread
+MOST = 1e100  # evidence that need not grow
+_SIGNS = np.array([*(1,) * 3, *(-1,) * 3, *(1,) * 2, *(-1,) * 2])
+_REMEMBERS = np.array([False] * 6 + [True] * 4)
+_MIDDLE = [1, 4]
+_WEIGHTS = np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN))
+_REMEDY = (
+    "Look for code that treats this layer differently on this rank (a factor, a frozen or detached part, another dtype "
+    "or kernel); if there is none, run this host's hardware diagnostics: silent data corruption looks like this."
+)
+
+
+class LayerTest:
+    """Follows the layers of one run's ranks.
+
+    Args:
+        ranks: N, at least 2.
+        log_threshold: log A of the mean number of measured steps between false alarms of this detector.
+    """
+
+    def __init__(self, ranks: int, log_threshold: float):
+        self.ranks = ranks
+        self._threshold = log_threshold + math.log(ranks)
+        self._series = 0  # known with the first values
+        self._flagged: dict[int, dict[str, Any]] = {}
+        self._of_tokens: Array = np.ones((ranks, len(_WEIGHTS)))  # CUSUM, at least 1
+        self._spreads: Array | None = None
+
+    def step(self, step: int, seen: LayerValues | None, label_tokens: Sequence[float] | None) -> list[Finding]:
+        """Findings of one step: one per flagged rank."""
+        if seen is None or len(seen.names) < 2:
+            return self.standing()
+        values = self._values(seen, label_tokens)
+        if len(values) != self._series:
+            self._start(len(values))
+        self._remember(seen)
+        healthy = np.array([rank not in self._flagged for rank in range(self.ranks)])
+        known = np.isfinite(values)
+        known &= ((known & healthy).sum(axis=1) >= 1)[:, None] & (known.sum(axis=1) >= 2)[:, None]
+        residuals, spreads = self._residuals(np.where(known, values, 0.0), known & healthy)
+        self._grow(step, residuals, known, known & healthy)
+        self._learn(step, residuals, spreads, known & healthy)
+        if len(np.unique(values[-1][known[-1] & healthy])) == 1:
+            self._of_tokens = np.sqrt(self._of_tokens)
+        self._end()
+        self._flag(seen.names, healthy)
+        return self.standing()
+
+    def standing(self) -> list[Finding]:
+        """What is flagged; also the answer at a step at which ranks cannot be compared."""
+        return [self._finding(rank) for rank in self._flagged]
+
+    def score(self) -> Array:
+        """(N,) log evidence against each rank, to be compared with the threshold."""
+        together = np.log(np.maximum(self._of_series[:-1].mean(axis=0), 1e-300))
+        return np.asarray(together - np.log(self._of_tokens @ _WEIGHTS))
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def _values(self, seen: LayerValues, label_tokens: Sequence[float] | None) -> Array:
+        """(S + 1, N): sizes, directions, and last the label tokens."""
+        with np.errstate(all="ignore"):
+            rows = [np.clip(_against_others(seen.log_norms), -ZERO, ZERO).T]
+            if seen.cosines is not None:
+                rows.append(_against_others(seen.cosines).T)
+            tokens = np.full(self.ranks, np.nan) if label_tokens is None else np.log(np.asarray(label_tokens, float))
+        return np.vstack([*rows, tokens[None]])
+
+    def _start(self, series: int) -> None:
+        shape = (len(_WEIGHTS), series, self.ranks)
+        self._series = series
+        self._evidence = np.zeros(shape)  # M
+        self._gain = np.ones(shape)  # L of the newest step
+        self._of_series = np.zeros(shape[1:])  # weighted mean of M over the tilts
+        self._of_tokens = np.ones((self.ranks, len(_WEIGHTS)))
+        self._cusum = np.ones((2, *shape[1:]))  # of the middle tilt, up and down: for the onset
+        self._since = np.zeros((2, *shape[1:]), dtype=np.int64)
+        self._recent: dict[bool, Array] = {}  # sizes and directions: (N, L) means over the newest steps
+        if self._spreads is None or self._spreads.shape[1] != series:
+            self._spreads = np.full((SCALES, series), np.nan)
+        length = max(1, POOL // self.ranks)
+        self._past = np.zeros((length, int(_REMEMBERS.sum()), series))  # sums over the ranks of exp(t z)
+        self._past_counts = np.zeros((length, series))
+        self._past_steps = np.full(length, -1, dtype=np.int64)
+        self._taken = 0
+
+    def _residuals(self, values: Array, peers: Flags) -> tuple[Array, Array]:
+        """(S, N) deviations from the peers' middle in units of their spread, clipped; (S,) that spread."""
+        assert self._spreads is not None
+        with np.errstate(all="ignore"):
+            past = np.nan_to_num(_median(self._spreads.T))[:, None]
+            own = np.where(peers, values, np.nan)
+            if self.ranks <= FEW:
+                middle, spread = _others(own)
+                whole = _spread(own)
+            else:
+                middle = _median(own)[:, None]
+                whole = _median(np.abs(own - middle)) * 1.4826  # of normal values, their standard deviation
+                spread = whole[:, None]
+        floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
+        scale = np.maximum(np.maximum(np.nan_to_num(spread), past), floor)
+        return np.clip((values - np.nan_to_num(middle)) / scale, -CLIP, CLIP), whole
+
+    def _grow(self, step: int, residuals: Array, known: Flags, peers: Flags) -> None:
+        quarter = np.exp(residuals / 4.0)
+        whole = np.square(np.square(quarter))
+        four = np.square(np.square(whole))
+        up = np.stack([quarter, whole, four])
+        down = 1.0 / up
+        gain = self._gain
+        gain[:3], gain[3:6], gain[6:8], gain[8:] = up, down, up[1:], down[1:]
+        total, count = self._sums(gain, peers), np.repeat(peers.sum(axis=1)[None].astype(float), len(gain), axis=0)
+        total[_REMEMBERS] += self._past.sum(axis=0)
+        count[_REMEMBERS] += self._past_counts.sum(axis=0)
+        outsiders = known & ~peers
+        if outsiders.any():  # flagged ranks: compared with the peers and themselves
+            gain *= (count[:, :, None] + outsiders) / np.maximum(total[:, :, None] + outsiders * gain, 1e-300)
+        else:
+            gain *= (count / np.maximum(total, 1e-300))[:, :, None]
+        if not known.all():
+            gain[:, ~known] = np.nan
+        self._since = np.where(self._cusum <= 1.0, step, self._since)
+        self._cusum = np.clip(self._cusum * np.where(known, gain[_MIDDLE], 1.0), 1.0, MOST)
+        grown = self._evidence + 1.0
+        grown *= gain
+        np.minimum(grown, MOST, out=grown)
+        self._evidence = grown if known.all() else np.where(known, grown, self._evidence)
+        self._of_series = np.einsum("c,csr->sr", _WEIGHTS, self._evidence)
+        of_tokens = np.clip(self._of_tokens * self._gain[:, -1].T, 1.0, MOST)
+        self._of_tokens = np.where(known[-1][:, None], of_tokens, self._of_tokens)
+
+    @staticmethod
+    def _sums(tilted: Array, peers: Flags) -> Array:
+        return np.asarray(tilted.sum(axis=2) if peers.all() else np.einsum("csr,sr->cs", tilted, peers.astype(float)))
+
+    def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
+        assert self._spreads is not None
+        self._spreads[self._taken % SCALES] = spreads
+        at = self._taken % len(self._past)
+        large = np.where(peers, np.exp(residuals), 0.0)
+        small = np.where(peers, np.exp(-residuals), 0.0)
+        for place, tilted in enumerate((large, large**4, small, small**4)):
+            self._past[at, place] = tilted.sum(axis=1)
+        self._past_counts[at], self._past_steps[at] = peers.sum(axis=1), step
+        self._taken += 1
+
+    # -- who is flagged ------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        for rank, flag in list(self._flagged.items()):
+            gain = float(self._gain[flag["component"], flag["series"], rank]) if flag["series"] < self._series else 1.0
+            if math.isfinite(gain):
+                flag["left"] = min(flag["left"] + math.log(max(gain, 1e-300)), self._threshold)
+            if flag["left"] < self._threshold / 2:
+                del self._flagged[rank]
+                self._forget(np.arange(self.ranks) == rank)
+
+    def _remember(self, seen: LayerValues) -> None:
+        for direction, values in ((False, seen.log_norms), (True, seen.cosines)):
+            if values is None:
+                continue
+            largest = np.where(np.isnan(values), -np.inf, values).max(axis=1, keepdims=True)
+            held = values if direction else np.maximum(values, largest - ZERO)
+            known = self._recent.get(direction, held)
+            self._recent[direction] = np.where(np.isfinite(held), known + (held - known) / NEWEST, known)
+
+    def _flag(self, names: tuple[str, ...], healthy: Flags) -> None:
+        score = np.where(healthy, self.score(), -np.inf)
+        rank = int(np.argmax(score))
+        if not score[rank] >= self._threshold:
+            return
+        series = int(np.argmax(self._of_series[:-1, rank]))
+        component = int(np.argmax(self._evidence[:, series, rank] * _WEIGHTS))
+        direction = series >= len(names)
+        # The others' medians hold the layer that is off, so the calmest layer may have the most evidence. What was
+        # measured says which it is.
+        recent = np.nan_to_num(self._recent[direction])
+        others = np.median(recent[healthy & (np.arange(self.ranks) != rank)], axis=0)
+        shift = recent[rank] - others
+        shift -= np.median(shift)
+        layer = int(np.argmax(np.abs(shift)))
+        where = layer + len(names) * direction
+        best = int(np.argmax(self._evidence[:, where, rank] * _WEIGHTS))
+        if self._evidence[best, where, rank] > 1.0:
+            series, component = where, best
+        peers = [int(other) for other in np.flatnonzero(healthy)]
+        self._flagged[rank] = {
+            "ranks": peers if len(peers) == 2 else [rank],
+            "where": names[layer],
+            "direction": direction,
+            "component": component,
+            "series": series,
+            "more": int((np.abs(shift) >= np.abs(shift[layer]) / 2.0).sum()) - 1,
+            "shift": float(shift[layer]),
+            "own": float(recent[rank, layer]),
+            "others": float(others[layer]),
+            "since": int(self._since[int(_SIGNS[component] < 0), series, rank]),
+            "score": float(score[rank]),
+            "left": self._threshold,
+        }
+        self._forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+        spoiled = self._past_steps >= self._flagged[rank]["since"]
+        self._past[spoiled], self._past_counts[spoiled] = 0.0, 0.0
+
+    def _forget(self, ranks: Flags) -> None:
+        self._evidence[:, :, ranks] = 0.0
+        self._of_series[:, ranks] = 0.0
+        self._cusum[:, :, ranks] = 1.0
+        self._of_tokens[ranks] = 1.0
+
+    def _finding(self, rank: int) -> Finding:
+        flag = self._flagged[rank]
+        ranks, where = tuple(flag["ranks"]), flag["where"]
+        more = f" and {flag['more']} more layer{'s' * (flag['more'] > 1)}" if flag["more"] else ""
+        if flag["direction"]:
+            what = "agrees less" if flag["shift"] < 0 else "agrees more"
+            how = (
+                f"{what} with the other ranks' mean than theirs do (cosine {flag['own']:.2f}, median of the others "
+                f"{flag['others']:.2f})"
+            )
+        elif flag["shift"] < -ZERO / 4:
+            how = "is nearly or exactly zero, and not on the other ranks"
+        else:
+            what = "larger" if flag["shift"] > 0 else "smaller"
+            about = f"about {math.exp(min(flag['shift'], ZERO)):.2g} times"
+            how = f"is {what}, measured by its other layers, than on the other ranks ({about} in the newest steps)"
+        whose = f"{named(ranks).capitalize()} disagree: the" if len(ranks) == 2 else f"Rank {rank}'s"
+        nobody = "; with two ranks to compare nobody can say which of them is wrong" if len(ranks) == 2 else ""
+        of = f" of rank {rank}" if len(ranks) == 2 else ""
+        message = f"{whose} gradient of {where}{more}{of} {how}, since about step {flag['since']}{nobody}."
+        return Finding(
+            f"outlier-layer:{rank}",
+            "outlier-rank",
+            "warning",
+            ranks,
+            where,
+            flag["score"],
+            self._threshold,
+            message,
+            _REMEDY,
+            flag["since"],
+            log_excess=flag["score"] - self._threshold,
+        )
+
+    # -- a resume ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: who is flagged and the scales. Evidence that is not enough yet starts anew: it would be as many
+        numbers as there are layers, ranks and tilts."""
+        return {
+            "ranks": self.ranks,
+            "flagged": {str(rank): flag for rank, flag in self._flagged.items()},
+            "spreads": None if self._spreads is None else np.nan_to_num(_median(self._spreads.T)).tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; of another number of ranks nothing can be taken over."""
+        if state["ranks"] != self.ranks:
+            return
+        self._flagged = {int(rank): dict(flag) for rank, flag in state["flagged"].items()}
+        if state["spreads"] is not None:
+            self._spreads = np.full((SCALES, len(state["spreads"])), np.nan)
+            self._spreads[-1] = state["spreads"]
+
+
+def _against_others(values: Array) -> Array:
+    """(N, L) minus each rank's median of its other layers; of all its layers where there are many."""
+    count = values.shape[1]
+    if count > 8:
+        return np.asarray(values - np.median(values, axis=1, keepdims=True))
+    others = np.stack([np.delete(values, layer, axis=1) for layer in range(count)], axis=1)
+    return np.asarray(values - np.median(others, axis=2))
+
+
+def _others(own: Array) -> tuple[Array, Array]:
+    """(S, N) with NaN to the median and the spread of the *other* known values of each row."""
+    without = np.repeat(own[:, None, :], own.shape[1], axis=1)
+    without[:, np.arange(own.shape[1]), np.arange(own.shape[1])] = np.nan
+    return _median(without), _spread(without)
+
+
+def _median(values: Array) -> Array:
+    """Over the last axis, of what is known; NaN where nothing is."""
+    ordered = np.sort(values, axis=-1)  # NaN comes last
+    count = np.isfinite(values).sum(axis=-1)
+    low = np.take_along_axis(ordered, np.maximum(count - 1, 0)[..., None] // 2, axis=-1)[..., 0]
+    high = np.take_along_axis(ordered, np.minimum(count // 2, values.shape[-1] - 1)[..., None], axis=-1)[..., 0]
+    return np.asarray((low + high) / 2.0)
+
+
+def _spread(values: Array) -> Array:
+    """Standard deviation over the last axis, of what is known; 0 of a single value."""
+    known = np.isfinite(values)
+    count = known.sum(axis=-1)
+    mean = np.where(known, values, 0.0).sum(axis=-1) / np.maximum(count, 1)
+    squares = np.where(known, np.square(values - mean[..., None]), 0.0).sum(axis=-1)
+    return np.asarray(np.sqrt(squares / np.maximum(count - 1, 1)))
