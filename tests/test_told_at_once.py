@@ -122,9 +122,8 @@ def alarms(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 SUMMED = {
     "zero 0": Script("loss summed"),
     "zero 1, bf16": Script("loss summed", Case(stage=1, dtype="bf16")),
-    "zero 2, accumulation 4": Script("loss summed", Case(stage=2, accumulation=4)),
+    "zero 2, accumulation 4": Script("loss summed", Case(stage=2, accumulation=4), strike=1),
     "zero 3": Script("loss summed", Case(stage=3)),
-    "uneven tokens": Script("loss summed", uneven=True),
     "at the first step": Script("loss summed", strike=1),
 }
 OTHERS = {
@@ -159,6 +158,7 @@ def test_what_no_noise_explains_is_told_at_its_first_step_as_what_it_is(ranks: i
 LATER = {
     "loss 1.5": (Script("loss 1.5", steps=90, strike=30), ("multiplied",)),
     "labels shuffled": (Script("labels shuffled", steps=70, strike=30), ("rows or labels are of another kind",)),
+    "summed, uneven tokens": (Script("loss summed", steps=70, strike=30, uneven=True), ("sum",)),
     "sign": (Script("sign", steps=70, strike=30), ("points the other way",)),
 }
 
