@@ -231,6 +231,9 @@ _GRADIENTS = (
           inject.detached_layer, "the last layer takes no part in one rank's backward", stages=(0,)),
     _chance(60, Fault("loss-scaled", _OUTLIER, "the odd rank", "loss", inject.scaled_loss,
           "one rank forgets to divide its loss by four", size=4.0)),
+    Fault("loss-summed", _OUTLIER, "the odd rank", "loss", inject.scaled_loss,
+          "one rank sums its loss over 193 label tokens instead of averaging it", size=193.0,
+          says=("no noise explains it", "its loss is multiplied by what the others' is not")),
     *(_chance(steps, Fault(f"layer-scaled-{size:g}", _OUTLIER, "the odd rank", "gradient", inject.scaled_layer,
           f"one rank's gradient of one block is {size:g} times what it should be", size=size, says=("layers.3",)))
       for size, steps in ((1.5, 200), (2.0, 100), (0.5, 100), (-1.0, 300), (0.0, 60))),
@@ -369,7 +372,7 @@ _REPAIRS = (
           "one bit of one rank's buffer changes", says=("buffer rescale.gain",)),
     _majority("majority-optimizer-changed", _DRIFT, "the odd rank", "replica", passing.changed_optimizer_state,
           "one bit of one rank's running mean changes", says=("optimizer exp_avg",)),
-    _majority("majority-signs-received", _DRIFT, "the odd rank", "replica", passing.wrong_signs,
+    _majority("majority-signs-received", (*_DRIFT, *_AGGREGATION), "the odd rank", "replica", passing.wrong_signs,
           "one rank receives every aggregate with some wrong signs: it drifts and is repaired at every step",
           again=True, repair_says=("all replicas are equal again",)),
     _majority("majority-two-ranks", _DRIFT, "the pair or nobody", "replica", passing.changed_on_two_ranks,

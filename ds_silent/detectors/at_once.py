@@ -55,7 +55,7 @@ Ranks = npt.NDArray[np.intp]
 
 QUANTITIES = ("loss", "gradient norm")
 SHAPE, PER_GAP = 32.0, 10.0
-FLOOR = 0.15
+FLOOR = 0.12
 MEMORY = 256  # steps
 LARGEST_SHARE = 0.25  # of the largest gap remembered, as a scale
 FORGETS = (0.0, 0.01)  # of the log of the largest value so far, per step: norms sink with the learning rate's warm-up

@@ -27,7 +27,7 @@ SAME_FACTOR = 1.35  # loss and norm, each against other rows' loss and norm, agr
 NEAR = 1.25  # a factor this near to a count is that count
 PLAIN = 1.15  # a ratio this near to 1 says nothing, where the noise is not known
 LARGE = 3.0  # a factor that other rows or other labels do not make
-TOWARDS, AWAY = 0.5, -0.5  # of the others' own cosine: pointing where they do, pointing back
+TOWARDS, AWAY = 2 / 3, -0.5  # of the others' own cosine: pointing where they do, pointing back
 FAINT = 0.02  # below it, the others' own cosine is too near to 0 for anybody to point elsewhere
 SHOWN = 3
 
@@ -83,10 +83,11 @@ def likely_causes(seen: Symptoms) -> tuple[LikelyCause, ...]:
     """The likelier first; at least one."""
     loss, norm = _off(seen.loss, seen.loss_noise), _off(seen.norm, seen.norm_noise)
     one_factor = bool(loss and norm) and abs(loss - norm) <= math.log(SAME_FACTOR) + seen.loss_noise + seen.norm_noise
+    multiplied = one_factor and abs(loss) >= math.log(LARGE)  # however noisy the direction of a few steps is
     causes = _of_counts(seen, loss, norm)
     if seen.direction == "opposite":
         causes = [_negated(bool(loss)), *causes, _CORRUPTED]
-    elif seen.direction == "off":
+    elif seen.direction == "off" and not multiplied:
         causes += [_OTHER_DATA, _CORRUPTED] if loss > 0 else [_CORRUPTED, _OTHER_DATA]
     elif one_factor:
         causes = [*_of_one_factor(seen, (loss + norm) / 2), *causes]

@@ -1,0 +1,134 @@
+"""One step is enough where no noise explains a rank, and is not where anything does."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import numpy as np
+import pytest
+
+from ds_silent.config import DetectorsConfig
+from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors.at_once import AtOnce
+from tests.made_records import NOTHING, Run, make
+
+LOG_A = math.log(4e6 * 16)  # 1 false alarm per million steps
+UNKNOWN = np.full(4, np.nan)
+ALL = np.ones(4, dtype=bool)
+
+
+def one_step(losses, norms, tokens=UNKNOWN):  # type: ignore[no-untyped-def]
+    count = len(losses)
+    test = AtOnce(count, LOG_A)
+    return test.step(
+        np.array(losses, float), np.array(norms, float), np.array(tokens, float)[:count], np.ones(count, bool)
+    )
+
+
+def test_a_summed_loss_is_told_at_the_very_first_step() -> None:
+    judge = Judge(DetectorsConfig())
+    tokens = (189, 180, 193, 175)
+    record = make(1, [5.7, 5.6, 1098.0, 5.8], [1.0, 1.1, 190.0, 0.95], [0.1, 0.1, 0.1, 0.1])
+    [event] = judge.step(record, Evidence(label_tokens=tokens))
+    assert (event.kind, event.severity, event.step, event.ranks) == ("outlier-rank", "error", 1, (2,))
+    assert "at this step: no noise explains it" in event.message
+    assert "is about its number of label tokens (193): the loss is summed over them" in event.message
+    assert "swap" not in event.message + event.remedy
+    assert "hardware" not in event.message + event.remedy
+
+
+def test_the_first_step_of_two_or_three_ranks_is_not_enough_and_a_few_more_are() -> None:
+    assert one_step([5.7, 1098.0], [1.0, 190.0]) is None
+    assert one_step([5.7, 5.6, 1098.0], [1.0, 1.1, 190.0]) is None
+    for ranks in (2, 3):
+        run = Run(ranks=ranks)
+        assert run.steps(8) == []
+        [event] = run.steps(1, loss=1100.0, scale=190.0, bad=1)
+        assert (event.severity, event.ranks) == ("error", (0, 1) if ranks == 2 else (1,))
+        assert ("nobody can say" in event.message) == (ranks == 2)
+        assert "loss is multiplied" in event.message
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "tokens"),
+    [
+        ([5.7, 5.6, 20.0, 5.8], [1.0, 1.1, 3.0, 0.9], UNKNOWN),  # a hard batch
+        ([5.7, 5.6, 5.9, 5.8], [1.0, 1.1, 40.0, 0.9], [180, 190, 2, 185]),  # two label tokens
+        ([0.3, -0.2, 900.0, 0.1], [1.0, 1.1, 1.2, 0.9], UNKNOWN),  # a loss that may be negative has no ratio
+        ([5.7, math.nan, math.inf, 0.0], [1.0, math.nan, 0.0, 0.9], UNKNOWN),
+        ([0.01, 3.0, 0.4, 40.0], [0.05, 2.0, 0.6, 30.0], UNKNOWN),  # ranks that differ much from each other
+    ],
+)
+def test_what_noise_or_tokens_explain_is_not_told(losses, norms, tokens) -> None:  # type: ignore[no-untyped-def]
+    assert one_step(losses, norms, tokens) is None
+
+
+def test_what_was_as_large_before_is_no_surprise() -> None:
+    """A hard row late in a training is not larger than everything was in its beginning."""
+    test, rng = AtOnce(4, LOG_A), np.random.default_rng(0)
+    for level in (11.0, 5.0, 1.0, 0.1, 0.02):
+        for _ in range(20):
+            healthy = level * np.exp(0.05 * rng.standard_normal(4))
+            assert test.step(healthy, np.ones(4), UNKNOWN, ALL) is None
+    other = copy.deepcopy(test)
+    assert test.step(np.array([0.02, 0.02, 9.0, 0.02]), np.ones(4), UNKNOWN, ALL) is None
+    assert other.step(np.array([0.02, 0.02, 9000.0, 0.02]), np.ones(4), UNKNOWN, ALL) is not None
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("kind", ["cauchy", "log-normal", "hard rows", "cold start"])
+def test_no_false_alarm_on_heavy_tails_at_the_stated_rate(kind: str, ranks: int) -> None:
+    found = 0
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        test, unknown, everyone = AtOnce(ranks, LOG_A), np.full(ranks, np.nan), np.ones(ranks, bool)
+        for step in range(200):
+            noise = rng.standard_normal((2, ranks))
+            hard = np.where(rng.random(ranks) < 2e-3, 20.0, 1.0)
+            losses, norms = {
+                "cauchy": np.abs(rng.standard_cauchy((2, ranks))),
+                "log-normal": np.exp(noise),
+                "hard rows": np.exp(0.2 * noise) * hard,
+                "cold start": 10.8 * math.exp(-step / 60) * np.exp((0.002 + min(step, 100) / 200) * noise),
+            }[kind]
+            found += test.step(losses, norms, unknown, everyone) is not None
+    assert found == 0
+
+
+def test_the_state_goes_on() -> None:
+    rng, first = np.random.default_rng(1), AtOnce(4, LOG_A)
+    for _ in range(30):
+        first.step(np.exp(0.2 * rng.standard_normal(4)), np.exp(0.4 * rng.standard_normal(4)), UNKNOWN, ALL)
+    second = AtOnce(4, LOG_A)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    off = np.array([1.0, 1.0, 400.0, 1.0])
+    assert first.step(off, off, UNKNOWN, ALL) == second.step(off, off, UNKNOWN, ALL) is not None
+
+
+def test_a_fault_that_lasts_is_one_event_and_ends() -> None:
+    run = Run()
+    run.steps(20)
+    assert [e.severity for e in run.steps(60, loss=400.0, scale=200.0)] == ["error"]
+    assert [(e.severity, e.kind) for e in run.steps(30)] == [("info", "outlier-rank")]
+
+
+def test_other_batch_sizes_are_told_with_the_fact_and_explain_the_outlier() -> None:
+    run, found = Run(), []
+    rows = Evidence(rows_taken=(4, 4, 8, 4))
+    for _ in range(60):
+        found += run.judge.step(run.record(scale=0.5), rows)
+    assert [(e.kind, e.severity, e.ranks, e.step) for e in found] == [
+        ("batch-size-mismatch", "warning", (2,), 4),
+        ("outlier-rank", "info", (2,), found[-1].step),
+    ]
+    assert "takes 8 rows per measured step, the others 4" in found[0].message
+    assert "Follows from the batch-size-mismatch of step 1" in found[1].message
+    assert "Most likely: it takes 8 rows per step, the others 4" in found[1].message
+    short = Run()
+    for step in range(40):  # the last batch of an epoch, and batches filled by tokens
+        taken = (4, 4, 2, 4) if step % 5 < 3 else (4, 3, 5, 6)
+        assert short.judge.step(short.record(), Evidence(rows_taken=taken)) == []
+    assert run.judge.state_dict()["batch_size"]["rows"] == [4, 4, 8, 4]
+    assert NOTHING.rows_taken is None

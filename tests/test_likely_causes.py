@@ -1,0 +1,68 @@
+"""From one rank's numbers to the likelier cause: a table of what faults do to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, in_words, likely_causes
+
+AGREE = {"cosine": 0.11, "peers_cosine": 0.10}
+APART = {"cosine": 0.01, "peers_cosine": 0.10}
+TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
+
+
+@pytest.mark.parametrize(
+    ("seen", "first"),
+    [
+        ({"loss": 193.0, "norm": 170.0, **AGREE, **TOKENS}, "loss-summed"),
+        ({"loss": 193.0, "norm": 200.0, **AGREE}, "loss-multiplied"),
+        ({"loss": 193.0, "norm": 200.0}, "loss-multiplied"),  # the direction is not known
+        ({"loss": 48.0, "norm": 47.0, **AGREE, **TOKENS, "micro_batches": 4, "peers_micro_batches": 4}, "loss-summed"),
+        ({"loss": 8.2, "norm": 7.7, **AGREE, "rows": 8, "peers_rows": 8}, "loss-summed-over-rows"),
+        ({"loss": 4.0, "norm": 4.2, **AGREE, "micro_batches": 4, "peers_micro_batches": 4}, "loss-not-divided"),
+        ({"loss": 1 / 4, "norm": 1 / 4.2, **AGREE, "micro_batches": 4, "peers_micro_batches": 4}, "loss-not-divided"),
+        ({"loss": 8.0, "norm": 8.0, **AGREE, "ranks": 8}, "loss-times-ranks"),
+        ({"loss": 1.5, "norm": 1.5, **AGREE}, "loss-multiplied"),
+        ({"loss": 1.0, "norm": 2.0, **AGREE}, "gradient-counted"),
+        ({"loss": 1.0, "norm": 1.5, **AGREE}, "gradient-scaled"),
+        ({"loss": 1.0, "norm": 0.3, **AGREE}, "clipped-before-reduction"),
+        ({"loss": 1.0, "norm": 1000.0, **AGREE}, "gradient-scaled"),
+        ({"loss": 1.0, "norm": 1.0, **APART}, "corrupted-gradient"),
+        ({"loss": 1.0, "norm": 1.4, **APART}, "corrupted-gradient"),
+        ({"loss": 1.0, "norm": 1.0, "cosine": -0.1, "peers_cosine": 0.1}, "sign"),
+        ({"loss": 1.6, "norm": 1.7, **APART}, "other-data"),
+        ({"loss": 1.6, "norm": 1.0, **AGREE}, "other-data"),
+        ({"loss": 0.5, "norm": 0.8, **AGREE}, "easier-data"),
+        ({"loss": 1.0, "norm": 0.7, **AGREE, "rows": 8, "peers_rows": 4}, "batch-size-differs"),
+        ({"loss": 1.0, "norm": 1.9, **AGREE, "label_tokens": 45, "peers_label_tokens": 180}, "label-tokens-differ"),
+        ({"loss": 4.0, "norm": 4.1, **AGREE, "label_tokens": 720, "peers_label_tokens": 180}, "token-weighting"),
+        ({}, "other-data"),
+    ],
+)
+def test_the_likelier_cause_comes_first(seen: dict[str, float], first: str) -> None:
+    causes = likely_causes(Symptoms(**seen))  # type: ignore[arg-type]
+    assert causes[0].name == first, [cause.name for cause in causes]
+    assert len({cause.name for cause in causes}) == len(causes) <= 3
+
+
+def test_hardware_is_never_the_cause_of_one_factor_with_the_direction_right() -> None:
+    for factor in (1 / 8, 1 / 3, 1.5, 3.0, 193.0, 1e4):
+        causes = likely_causes(Symptoms(loss=factor, norm=factor, **AGREE))  # type: ignore[arg-type]
+        assert "corrupted-gradient" not in {cause.name for cause in causes}
+
+
+def test_the_words() -> None:
+    seen = Symptoms(loss=193.0, norm=190.0, **AGREE, **TOKENS)
+    assert in_words(seen) == (
+        "loss 193 times theirs, gradient norm 190 times theirs, cosine with them 0.11 (theirs with each other 0.1), "
+        "189 label tokens (theirs 180)"
+    )
+    words = causes_in_words(likely_causes(seen))
+    assert words.startswith(
+        "Most likely: 191 is about its number of label tokens (189): the loss is summed over them, not averaged. Else: "
+    )
+
+
+def test_numbers_that_are_none_are_no_symptoms() -> None:
+    for bad in (float("nan"), float("inf"), 0.0, -1.0):
+        assert likely_causes(Symptoms(loss=bad, norm=2.0, **AGREE))[0].name == "gradient-counted"
