@@ -197,9 +197,8 @@ def report_power(
             results = [delay(pool, pair, fault, limit) for pair in warm]
             rows[fault.name].append(summary(results, ranks, limit))
             least = fewest_steps(pool, ranks, 1e6 / rate, fault.scale, fault.rotation, fault.kind)
-            CONSOLE.print(
-                f"{rate:g} per million, N = {ranks}, {fault.name}: {rows[fault.name][-1]}, any test at least {least:,.0f}"
-            )
+            found = f"{rows[fault.name][-1]}, any test at least {least:,.0f}"
+            CONSOLE.print(f"{rate:g} per million, N = {ranks}, {fault.name}: {found}")
             rows[fault.name].append(f"{least:,.0f}")
     for row in rows.values():
         table.add_row(*row)
