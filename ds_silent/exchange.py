@@ -63,7 +63,7 @@ class Layout:
 
 
 SCALARS = (
-    "failed",  # 1 when this rank's observer broke: everybody switches off
+    "failed",  # not 0 when this rank's observer broke or ended: everybody switches off, see ds_silent.lockstep
     "gradient_seen",  # 1 when the local accumulated gradient was captured whole
     "norm_seen",  # 1 when squared_norm is the exact one; else norms come from the sketch, on all ranks
     "aggregate_seen",
@@ -86,6 +86,10 @@ SCALARS = (
     "applied_squared",  # of the sample before: squared length of this rank's share of the applied gradient
     "stop",  # 1 when the writing rank wants everybody to stop
     "diagnose",  # 1 when the writing rank wants the micro-batches' own sketches
+    "step",  # by this rank's framework, see ds_silent.lockstep
+    "boundary",  # reductions that this rank has passed
+    "nothing",  # 1 in a sample that only says where this rank is
+    "compare",  # 1 when this rank wants the replicas compared after the next step
 )
 
 
@@ -258,6 +262,9 @@ class ConstantSizeExchange:
         if self._step is None:
             return None
         newest, self._step = self.peek(), None
+        if bool((newest.scalars["failed"] > 0).any()):  # at once: some rank may not be there for another
+            self._incomplete = None
+            return newest
         complete, late = self._incomplete, newest.scalars.pop("cosine_with_rest")
         self._incomplete = newest
         if complete is not None:

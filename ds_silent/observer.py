@@ -24,6 +24,7 @@ from ds_silent.capture.base import Capture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Judge, log_steps
 from ds_silent.exchange import Gathered, LocalSample, gather_on_host, make_exchange
+from ds_silent.lockstep import LEFT, Lockstep
 from ds_silent.measure import Context
 from ds_silent.plan import REMEMBERED, layout_of, replicas_of
 from ds_silent.records import Event, Seconds, StepRecord
@@ -60,7 +61,11 @@ class Observer:
         if sink is not None:
             judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
             self._writer = Writer(sink, judge, self._audit, self._layout, ranks, config.detectors.stop_on)
-        self._replica_due = False
+        self._lockstep = Lockstep(capture.step)
+        self._greeted = False  # a first sample tells all ranks' steps, whatever the interval
+        self._idle = False  # a step without a backward before it: there is nothing that it could pair with
+        self._posted: int | None = None  # step of the sample that was sent last
+        self._replica_due = self._wants_comparison = False
         self._weights_due: str | None = None  # checksum in the checkpoint that was loaded
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
         self._owed: list[Gathered] = []  # published early: what they ask of all ranks is due at the next step
@@ -70,6 +75,11 @@ class Observer:
         capture.connect(self)
 
     # -- the step, in order ------------------------------------------------------------------------------------
+
+    @property
+    def scheduled(self) -> int:
+        """The step under way as all ranks count it: what communicates is timed by it."""
+        return self._lockstep.scheduled
 
     def measures(self, step: int) -> bool:
         return self._observing and step % self._config.interval == 0
@@ -82,33 +92,68 @@ class Observer:
 
     def before_step(self) -> None:
         """The gradients are aggregated, the optimizer has not run: publish the last sample, send this one."""
-        started, step = time.perf_counter(), self._capture.step
+        started, self._idle = time.perf_counter(), not self._capture.came
+        if not self._idle:
+            self._send(self._capture.step)
+            self._observe_seconds = time.perf_counter() - started
+
+    def before_reduction(self) -> None:
+        """The gradients of a boundary are there, and stages 0 and 1 reduce them next.
+
+        Where a step was left out after the last reduction, the others' samples of it wait for this rank's, and they
+        for the reduction: so it is sent now, and says so.
+        """
+        if self._lockstep.reduction():
+            step = self._capture.step
+            self._send(step)
+            self._end_step(step)
+
+    def _send(self, step: int) -> None:
+        due = self.scheduled
         try:
             self._catch_up()
             self._publish(self._exchange.collect(), together=True)
             if self._weights_due is not None:
                 self._verify_weights(step)
-            if self.measures(step):
-                sample = self._sample(step)
+            if self.measures(due) or (self._observing and not self._greeted):
+                sample = self._sample(step, due)
+                sample.scalars.update({**self._lockstep.words(step), **sample.scalars})
                 self._gather_micro_batches(step)
                 self._exchange.post(step, sample)
+                self._greeted, self._posted = True, step
         except Exception as error:  # only a broken process group gets here; the training meets it by itself
             logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", error)
             self._stop()
-        self._respond(step, self._responder.before_update)
-        self._observe_seconds = time.perf_counter() - started
+        if not (self._responder.communicates(due, self._replica_due) and self._someone_failed(step)):
+            self._respond(step, lambda _: self._responder.before_update(due))
 
     def after_step(self) -> None:
         """The optimizer has run and the engine's counters have advanced."""
-        now, step = time.perf_counter(), self._capture.step - 1
-        if self._writer is not None and self.measures(step):
+        step = self._capture.step - 1
+        if self._idle:
+            self._capture.end_step()
+            return
+        self._end_step(step)
+        self._lockstep.stepped()
+
+    def _end_step(self, step: int) -> None:
+        now, due = time.perf_counter(), self.scheduled
+        if self._writer is not None and self.measures(due):
             duration = None if self._step_ended is None else now - self._step_ended
             self._contexts[step] = self._context(Seconds(duration, self._observe_seconds))
         self._capture.end_step()
         self._step_ended = now
+        self._lockstep.passed()
         if self._responder.compares_replicas:
-            due, self._replica_due = self._replica_due, False
-            self._respond(step, lambda step: self._responder.after_update(step, due))
+            asked, self._replica_due = self._replica_due, False
+            if not (self._responder.communicates(due, asked) and self._someone_failed(step)):
+                self._respond(step, lambda _: self._responder.after_update(due, asked))
+
+    def _someone_failed(self, step: int) -> bool:
+        """Whether a rank has said with this step's sample that it will not be there; waits for the sample."""
+        if self._posted != step or not self._observing:
+            return False
+        return bool((self._exchange.peek().scalars["failed"] > 0).any())
 
     def _respond(self, step: int, act: Callable[[int], None]) -> None:
         """Nobody may go on after a response that broke off: the others would wait for this rank, or differ from it."""
@@ -124,13 +169,20 @@ class Observer:
         if self._responder.stop is not None:
             self._end_suspect(step, self._responder.stop)
 
-    def _sample(self, step: int) -> LocalSample:
+    def _sample(self, step: int, due: int) -> LocalSample:
+        if not self.measures(due):
+            return LocalSample({"nothing": 1.0})
         replica = None
         if self._replicas is not None and not self._responder.compares_replicas:
             replica = self._capture_replica(step)
-        sample = self._capture.sample(exact=self.measures_exactly(step), replica=replica)
+        sample = self._capture.sample(exact=self.measures_exactly(due), replica=replica)
+        if not self._lockstep.whole:
+            sample = LocalSample({"nothing": 1.0, **{k: v for k, v in sample.scalars.items() if k == "failed"}})
         if self._writer is not None and self._writer.ends is not None:
             sample.scalars["stop"] = 1.0
+        if self._wants_comparison:
+            sample.scalars["compare"] = 1.0
+            self._wants_comparison = False
         if self._audit.wants_micro_batches:  # on the writing rank
             sample.scalars["diagnose"] = 1.0
         return sample
@@ -190,9 +242,14 @@ class Observer:
         """
         if gathered is None:
             return
-        failed = tuple(gathered.scalars["failed"].nonzero().flatten().tolist())
-        if failed:
-            self._switch_off(gathered.step, failed)
+        apart = self._lockstep.read(gathered)
+        if apart is not None:
+            self._switch_off(apart)
+            return
+        if bool((gathered.scalars["compare"] > 0).any()):
+            self._replica_due = True
+        if bool((gathered.scalars["nothing"] > 0).any()):
+            self._contexts.pop(gathered.step, None)
             return
         drift = self._agree(gathered) if together else None
         if not together:
@@ -276,7 +333,11 @@ class Observer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
         self.samples_per_epoch = state.get("samples_per_epoch") or None
-        self._weights_due, self._replica_due = state.get("weights"), True
+        self._weights_due = state.get("weights")
+        if self._responder.compares_replicas:
+            self._wants_comparison = True  # this rank alone may have been asked: all hear of it first
+        else:
+            self._replica_due = True
         if self._writer is not None:
             self._writer.load_state_dict(state)
 
@@ -304,9 +365,18 @@ class Observer:
             if self._writer is not None:
                 self._writer.settle(None)  # nobody comes together any more to find the tensors
                 self._writer.repairs(self._responder.take(self._capture.step).repairs)
+            self._say_goodbye()
             self._stop()
             if self._writer is not None:
                 self._writer.close()
+
+    def _say_goodbye(self) -> None:
+        """If the other ranks go on, their next sample must not wait for this one. Nobody waits for it here either."""
+        if self._observing and dist.is_initialized():
+            try:
+                self._exchange.post(self._capture.step, LocalSample({"failed": LEFT}))
+            except Exception as error:  # a peer is gone, and so is the training
+                logger.debug("ds_silent: the end could not be told to the other ranks: %s", error)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -369,13 +439,11 @@ class Observer:
         except Exception as error:  # a peer is gone: what it did not send cannot be published
             logger.warning("ds_silent: the last measured step could not be collected: %s", error)
 
-    def _switch_off(self, step: int, ranks: tuple[int, ...]) -> None:
-        """Every rank gets here at the same step, because every rank read the same status words."""
+    def _switch_off(self, event: Event) -> None:
+        """Every rank gets here at the same step, because every rank read the same words."""
         self._stop()
         if self._writer is not None:
-            message = f"ds_silent broke on rank {', '.join(map(str, ranks))} at step {step} and stopped observing."
-            remedy = "The training is not affected; please report the warning that the rank printed."
-            self.report(Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy))
+            self.report(event)
 
     def stand_down(self, event: Event) -> None:
         """Observe nothing and say why; the same call on every rank, before the first step."""

@@ -1,4 +1,4 @@
-"""All ranks agree before they observe: who has what is one sentence on every rank, and nobody hangs or waits for ever."""
+"""All ranks agree before they observe: who has what is one sentence on every rank, and nobody hangs."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from ds_silent.capture.local import LocalGradient
 from ds_silent.capture.rows import RowIds
 from ds_silent.exchange import LocalSample
 from ds_silent.integrity import multiple_of
+from ds_silent.lockstep import BROKE, UNSEEN, SparseGradientError
 
 logger = logging.getLogger("ds_silent")
 _Result = TypeVar("_Result")
@@ -89,7 +90,8 @@ class StepSampler:
         if sample is None:
             self._local.accumulator.clear()
             self._aggregate = None
-            return LocalSample({"failed": 1.0}, gram=None if before is None else before.gram)
+            failed = UNSEEN if isinstance(self._failure, SparseGradientError) else BROKE
+            return LocalSample({"failed": failed}, gram=None if before is None else before.gram)
         return sample
 
     def apply(self, parts: Iterable[Part]) -> None:
@@ -119,6 +121,9 @@ class StepSampler:
         """Remember the first internal error and say it once; the next sample tells all ranks."""
         if self._failure is None:
             self._failure = error
+            if isinstance(error, SparseGradientError):
+                logger.warning("ds_silent: %s", error)
+                return
             logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
 
     def guarded(self, function: Callable[[], _Result]) -> _Result | None:

@@ -122,6 +122,10 @@ class DeepSpeedCapture:
         return int(self._engine.global_steps) + 1
 
     @property
+    def came(self) -> bool:
+        return self._measuring is not None
+
+    @property
     def samples(self) -> int:
         return int(self._engine.global_samples)
 
@@ -324,6 +328,8 @@ class DeepSpeedCapture:
 
     def _look(self, boundary: bool) -> bool:
         """A micro-batch's gradients are all there; whether the inner products are due before the reduction."""
+        if boundary and self._listener is not None:
+            self._listener.before_reduction()
         if not self._measures():
             return False
         if boundary:
@@ -373,8 +379,9 @@ class DeepSpeedCapture:
     def _measures(self) -> bool:
         if self._measuring is None:
             assert self._listener is not None
-            self._measuring = self._listener.measures(self.step)
-            self._exact = self._measuring and self._listener.measures_exactly(self.step)
+            step = self._listener.scheduled
+            self._measuring = self._listener.measures(step)
+            self._exact = self._measuring and self._listener.measures_exactly(step)
         return self._measuring
 
     def _is_boundary(self) -> bool:
