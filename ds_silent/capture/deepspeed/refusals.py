@@ -145,7 +145,7 @@ def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
 
 
 def _refuse_sparse(engine: Any) -> None:
-    """Modules made with ``sparse=True`` (``torch.nn.Embedding``, ``EmbeddingBag``): their gradient has only some rows."""
+    """Modules made with ``sparse=True`` (``torch.nn.Embedding``, ``EmbeddingBag``): some rows only have a gradient."""
     for name, module in engine.module.named_modules():
         own = module.parameters(recurse=False)
         if getattr(module, "sparse", False) is True and any(parameter.requires_grad for parameter in own):
