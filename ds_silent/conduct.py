@@ -67,6 +67,7 @@ _ON_DEVICE = "on the device"
 _TRAINING, _TRAINABLE = attrgetter("training"), attrgetter("requires_grad")
 
 Parts = tuple[tuple[int, ...], ...]
+_News = tuple[dict[str, set[Parts]], dict[str, Parts], int]
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,9 @@ class Conduct:
     ) -> tuple[Unlike, ...]:
         """What the ranks do not do alike. Every rank calls it with the same samples, at the same step: where the ranks
         that differ are others than before, it is a collective that waits."""
-        if together.once(lambda: self._is_news(gathered)):
+        news = together.decided(lambda: self._news(gathered))
+        if news is not None:
+            self._known, self._asked, self._questions = news
             self._answer = unlike(self._asked, gathered.step)
             if self._asked and self._questions <= MOST_QUESTIONS:
                 items = together.alone(self.items, gathered.step) or []
@@ -208,17 +211,15 @@ class Conduct:
                 self._answer = _told(preflight.events_of(outcome, gathered.step)) or self._answer
         return self._answer
 
-    def _is_news(self, gathered: Gathered) -> bool:
-        """Whether other ranks differ than before; the same on every rank."""
+    def _news(self, gathered: Gathered) -> _News | None:
+        """What is known, asked, and how often, where other ranks differ than before; the same on every rank."""
         parts = {kind: found for kind in KINDS if (found := differing(gathered.scalars, kind))}
-        for kind in KINDS:
-            self._known[kind] = {told for told in self._known.get(kind, ()) if told == parts.get(kind)}
-        new = {kind: found for kind, found in parts.items() if found not in self._known[kind]}
+        known = {kind: self._known.get(kind, set()) & {parts.get(kind, ())} for kind in KINDS}
+        new = {kind: found for kind, found in parts.items() if found not in known[kind]}
         if new == self._asked:
-            return False
-        self._asked = new
-        self._questions += bool(new)
-        return True
+            self._known = known
+            return None
+        return known, new, self._questions + bool(new)
 
     def unasked(self, gathered: Gathered) -> tuple[Unlike, ...]:
         """The same without asking, where the ranks do not come together any more; nothing where it is told already."""

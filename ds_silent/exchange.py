@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_silent.sketch import fold
-from ds_silent.together import Once, Together, at_once
+from ds_silent.together import Once, SparseGradientError, Together, at_once
 
 GATHER_LIMIT = 64
 WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries exactly
@@ -65,7 +65,7 @@ class Layout:
 
 
 SCALARS = (
-    "failed",  # 1 when this rank's observer broke: everybody switches off
+    "failed",  # not 0 when this rank's observer broke or ended: everybody switches off, see ds_silent.lockstep
     "gradient_seen",  # 1 when the local accumulated gradient was captured whole
     "norm_seen",  # 1 when squared_norm is the exact one; else norms come from the sketch, on all ranks
     "aggregate_seen",
@@ -95,10 +95,19 @@ SCALARS = (
     "training_modes",
     "trainable",
     "first_draws",  # of the random numbers that the first training forward drew; 0 when it drew none
+    "step",  # by this rank's framework, see ds_silent.lockstep
+    "boundary",  # reductions that this rank has passed
+    "nothing",  # 1 in a sample that only says where this rank is
+    "compare",  # 1 when this rank wants the replicas compared after the next step
 )
 
 
 _LATE = "cosine_with_rest"
+
+
+BROKE, LEFT, ASTRAY, UNSEEN = 1.0, 2.0, 3.0, 4.0
+"""Values of ``failed``: an internal error; the observer was closed there; gradients were reduced and no step taken; a
+gradient that cannot be observed. See :mod:`ds_silent.lockstep`."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ class GatherExchange:
         self._ranks = dist.get_world_size(group)
         width = layout.scalars + layout.vectors
         self._mine = torch.zeros(width, device=device)
-        self._failed = failed_row(width, device)
+        self._failed, self._unseen = failed_rows(width, device)
         self._all = torch.zeros(self._ranks * width, device=device)
         self._landing = _Landing(self._all)
         self._step: int | None = None
@@ -191,10 +200,14 @@ class GatherExchange:
     def post(self, step: int, sample: LocalSample, together: Together) -> None:
         """Start the collective of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
         packed = together.alone(_pack, self._layout, sample, self._mine)
-        mine = self._failed if packed is None else packed
+        mine = self._without(together) if packed is None else packed
         self._step = step
         work = together.once(lambda: _all_gather(self._all, mine, group=self._group, async_op=True))
         self._landing.start(work)
+
+    def _without(self, together: Together) -> Tensor:
+        """The row of a rank that has no sample to send."""
+        return self._unseen if isinstance(together.failure, SparseGradientError) else self._failed
 
     def collect(self, once: Once) -> Gathered | None:
         """What was posted last and not yet collected, or None."""
@@ -245,7 +258,7 @@ class ConstantSizeExchange:
         self._sums = torch.zeros(3 * size + layout.gram, device=device)  # unit sketches, sketches, aggregate, Gram
         self._own = torch.zeros(size, device=device)
         self._mine = torch.zeros(layout.scalars, device=device)
-        self._failed = failed_row(layout.scalars, device)
+        self._failed, self._unseen = failed_rows(layout.scalars, device)
         self._all = torch.zeros(self._ranks * layout.scalars, device=device)
         self._sums_landing, self._scalars_landing = _Landing(self._sums), _Landing(self._all)
         self._step: int | None = None
@@ -255,7 +268,7 @@ class ConstantSizeExchange:
     def post(self, step: int, sample: LocalSample, together: Together) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
         packed = together.alone(self._pack, sample)  # where it broke, nobody reads the sums
-        mine = self._failed if packed is None else packed
+        mine = self._without(together) if packed is None else packed
         self._step = step
         reduced = together.once(
             lambda: dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
@@ -263,6 +276,10 @@ class ConstantSizeExchange:
         self._sums_landing.start(reduced)
         gathered = together.once(lambda: _all_gather(self._all, mine, group=self._group, async_op=True))
         self._scalars_landing.start(gathered)
+
+    def _without(self, together: Together) -> Tensor:
+        """The row of a rank that has no sample to send."""
+        return self._unseen if isinstance(together.failure, SparseGradientError) else self._failed
 
     def _pack(self, sample: LocalSample) -> Tensor:
         """Fill the buffers; this rank's scalars."""
@@ -293,6 +310,9 @@ class ConstantSizeExchange:
             return None
         newest = once(self.peek)
         complete = once(lambda: self._incomplete)
+        if bool((newest.scalars["failed"] > 0).any()):  # at once: some rank may not be there for another
+            self._incomplete = self._step = None
+            return _incomplete(newest)
         self._incomplete, self._step = _incomplete(newest), None
         return None if complete is None else _completed(complete, newest)
 
@@ -362,11 +382,11 @@ def gathers_sketches(ranks: int) -> bool:
     return ranks <= GATHER_LIMIT
 
 
-def failed_row(width: int, device: torch.device) -> Tensor:
-    """What a rank sends that has no sample to send."""
-    row = torch.zeros(width, device=device)
-    row[SCALARS.index("failed")].fill_(1.0)
-    return row
+def failed_rows(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a rank sends that has no sample to send: it broke, or its gradient cannot be observed."""
+    rows = torch.zeros(2, width, device=device)
+    rows[:, SCALARS.index("failed")] = torch.tensor([BROKE, UNSEEN], device=device)
+    return rows[0], rows[1]
 
 
 def _pack(layout: Layout, sample: LocalSample, out: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ from ds_silent.conduct import Unlike
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.data_facts import DataFacts
 from ds_silent.detectors import Judge, log_steps
-from ds_silent.exchange import Gathered, LocalSample, gather_on_host, make_exchange
+from ds_silent.exchange import LEFT, Gathered, LocalSample, gather_on_host, make_exchange
+from ds_silent.lockstep import Lockstep
 from ds_silent.measure import Context
 from ds_silent.plan import REMEMBERED, layout_of, replicas_of
 from ds_silent.records import Event, Seconds, StepRecord
@@ -62,7 +63,7 @@ class Observer:
         self.shuffles: bool | None = None
         self._capture, self._config = capture, config
         self._together = capture.together
-        self._alone, self._once = self._together.alone, self._together.once
+        self._alone, self._once, self._decided = self._together.alone, self._together.once, self._together.decided
         ranks = dist.get_world_size(capture.group)
         self._layout = layout_of(config, ranks, capture)
         self._exchange = make_exchange(self._layout, capture.group, capture.device)
@@ -74,7 +75,11 @@ class Observer:
         if home.sinks is not None:
             judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
             self._writer = Writer(home.sinks, judge, self._audit, self._layout, ranks, config.detectors.stop_on)
-        self._replica_due = False
+        self._lockstep = Lockstep(capture.step)
+        self._greeted = False  # a first sample tells all ranks' steps, whatever the interval
+        self._idle = False  # a step without a backward before it: there is nothing that it could pair with
+        self._posted: int | None = None  # step of the sample that was sent last
+        self._replica_due = self._wants_comparison = False
         self._weights_due: str | None = None  # checksum in the checkpoint that was loaded
         self._contexts: dict[int, Context] = {}  # of the steps whose collective is under way
         self._written = -1  # step of the newest record
@@ -87,6 +92,11 @@ class Observer:
             os.register_at_fork(after_in_child=partial(_leave_to_the_parent, weakref.ref(self)))
 
     # -- the step, in order ------------------------------------------------------------------------------------
+
+    @property
+    def scheduled(self) -> int:
+        """The step under way as all ranks count it: what communicates is timed by it."""
+        return self._lockstep.scheduled
 
     def measures(self, step: int) -> bool:
         return self._observing and step % self._config.interval == 0
@@ -101,29 +111,66 @@ class Observer:
         """The gradients are aggregated, the optimizer has not run: publish the last sample, send this one. Played."""
         if not self._once(lambda: self._observing):
             return
-        started, step = time.perf_counter(), self._capture.step
+        started, self._idle = time.perf_counter(), self._decided(lambda: not self._capture.came)
+        if not self._idle:
+            self._send(self._capture.step)
+            self._observe_seconds = time.perf_counter() - started
+
+    def before_reduction(self) -> None:
+        """The gradients of a boundary are there, and stages 0 and 1 reduce them next. In an act that is played.
+
+        Where a step was left out after the last reduction, the others' samples of it wait for this rank's, and they
+        for the reduction: so it is sent now, and says so.
+        """
+        if not self._once(lambda: self._observing):
+            return
+        self._lockstep = self._decided(lambda: self._lockstep.reduction())
+        if not self._lockstep.whole:
+            step = self._capture.step
+            self._send(step)
+            self._end_step(step)
+
+    def _send(self, step: int) -> None:
+        """``step`` is the framework's own; what communicates is timed by the one that all ranks count."""
+        due = self._decided(lambda: self.scheduled)
         self._home.settle(step - 1, self._capture.samples, self._records_loaded, self._once)
         self._publish(self._exchange.collect(self._once))
         self._alone(self._verify_weights, step)
-        if self.measures(step):
-            sample = self._sample(step)
+        if self._decided(lambda: self._observing and (self.measures(due) or not self._greeted)):
+            sample = self._sample(step, due)
             self._gather_micro_batches(step)
             self._exchange.post(step, sample, self._together)
-        self._respond(step, partial(self._responder.before_update, step))
-        self._observe_seconds = time.perf_counter() - started
+            self._greeted, self._posted = True, step
+        if not (self._responder.communicates(due, self._replica_due) and self._someone_failed(step)):
+            self._respond(step, partial(self._responder.before_update, step, due))
 
     def after_step(self) -> None:
         """The optimizer has run and the engine's counters have advanced. Played."""
         if not self._once(lambda: self._observing):
             return
-        now, step = time.perf_counter(), self._capture.step - 1
-        self._alone(self._note_context, step, now)
+        if self._idle:
+            self._capture.end_step()
+            return
+        self._end_step(self._capture.step - 1)
+        self._lockstep = self._decided(lambda: self._lockstep.stepped())
+
+    def _end_step(self, step: int) -> None:
+        now, due = time.perf_counter(), self._decided(lambda: self.scheduled)
+        self._alone(self._note_context, step, due, now)
         self._capture.end_step()
         self._step_ended = now
+        self._lockstep = self._decided(lambda: self._lockstep.passed())
         if self._responder.compares_replicas:
-            due = self._once(lambda: self._replica_due)
+            asked = self._decided(lambda: self._replica_due)
             self._replica_due = False
-            self._respond(step, partial(self._responder.after_update, step, due))
+            if not (self._responder.communicates(due, asked) and self._someone_failed(step)):
+                self._respond(step, partial(self._responder.after_update, due, asked))
+
+    def _someone_failed(self, step: int) -> bool:
+        """Whether a rank has said with this step's sample that it will not be there; waits for the sample."""
+        if self._posted != step or not self._observing:
+            return False
+        return bool((self._once(self._exchange.peek).scalars["failed"] > 0).any())
 
     def _respond(self, step: int, act: Callable[[], None]) -> None:
         """Nobody goes on after a response that broke off, see :class:`ds_silent.together.BrokeOff`."""
@@ -134,16 +181,25 @@ class Observer:
         if why is not None:
             self._end_suspect(step, why)
 
-    def _sample(self, step: int) -> LocalSample:
-        replica = None
-        if self._replicas is not None and not self._responder.compares_replicas:
-            replica = self._alone(self._capture_replica, step)
-        sample = self._capture.sample(exact=self.measures_exactly(step), replica=replica)
-        self._alone(self._ask, sample)
+    def _sample(self, step: int, due: int) -> LocalSample:
+        sample = LocalSample({"nothing": 1.0})
+        if self.measures(due):
+            replica = None
+            if self._replicas is not None and not self._responder.compares_replicas:
+                replica = self._alone(self._capture_replica, step)
+            whole = self._capture.sample(exact=self.measures_exactly(due), replica=replica)
+            sample = whole if self._lockstep.whole else _only_words(whole)
+            self._alone(self._ask, sample)
+        words = self._decided(lambda: self._lockstep.words(step))
+        self._lockstep = self._decided(lambda: self._lockstep.told())
+        sample.scalars.update({**words, **sample.scalars})
         return sample
 
     def _ask(self, sample: LocalSample) -> None:
-        """What the writing rank wants of all ranks."""
+        """What this rank wants of all ranks."""
+        if self._wants_comparison:
+            sample.scalars["compare"] = 1.0
+            self._wants_comparison = False
         if self._writer is not None and self._writer.ends is not None:
             sample.scalars["stop"] = 1.0
         if self._audit.wants_micro_batches:  # on the writing rank
@@ -186,9 +242,14 @@ class Observer:
         """Judge and write one sample, and do what it asks of all ranks, which read it at the same step."""
         if gathered is None:
             return
-        failed = _failed(gathered)
-        if failed:
-            self._switch_off(gathered.step, failed)
+        self._lockstep, apart = self._decided(lambda: self._lockstep.read(gathered))
+        if apart is not None:
+            self._switch_off(apart)
+            return
+        if bool((gathered.scalars["compare"] > 0).any()):
+            self._replica_due = True
+        if bool((gathered.scalars["nothing"] > 0).any()):
+            self._contexts.pop(gathered.step, None)
             return
         if bool((gathered.scalars["diagnose"] > 0).any()):
             self._once(self._capture.keep_micro_batches)
@@ -230,12 +291,15 @@ class Observer:
             logger.warning("ds_silent: the last measured step could not be collected: %s", error)
             return
         for gathered in under_way:
-            failed = _failed(gathered)
-            if not failed and gathered.step > self._written:
-                self._write(gathered, None, wait=self._differ(gathered))
-            elif failed and self._closed:  # nobody comes to that step any more
-                self._switch_off(gathered.step, failed)
+            _, apart = self._lockstep.read(gathered)
+            if apart is not None:
+                if self._closed:  # nobody comes to that step any more
+                    self._switch_off(apart)
                 return
+            if bool((gathered.scalars["nothing"] > 0).any()):
+                continue
+            if gathered.step > self._written:
+                self._write(gathered, None, wait=self._differ(gathered))
             if self._closed and self._writer is not None:  # nobody is asked any more what it is that differs
                 self._writer.end_unlike(self._conduct.unasked(gathered), gathered.step)
 
@@ -251,8 +315,8 @@ class Observer:
         if self._writer is not None:
             self._writer.report(event)
 
-    def _note_context(self, step: int, now: float) -> None:
-        if self._writer is not None and self.measures(step):
+    def _note_context(self, step: int, due: int, now: float) -> None:
+        if self._writer is not None and self.measures(due):
             duration = None if self._step_ended is None else now - self._step_ended
             self._contexts[step] = self._context(Seconds(duration, self._observe_seconds))
 
@@ -312,7 +376,11 @@ class Observer:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
         self._records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
-        self._weights_due, self._replica_due = state.get("weights"), True
+        self._weights_due = state.get("weights")
+        if self._responder.compares_replicas:
+            self._wants_comparison = True  # this rank alone may have been asked: all hear of it first
+        else:
+            self._replica_due = True
         if self._writer is not None:
             self._writer.load_state_dict(state)
 
@@ -341,7 +409,7 @@ class Observer:
         """Publish what is under way, close the sinks and leave the engine as it was. No collective."""
         if not self._closed:
             self._closed = True
-            for act in (self._publish_early, self._last_words, self._stop):
+            for act in (self._publish_early, self._last_words, self._say_goodbye, self._stop):
                 self._together.tried(act)
             if self._writer is not None:
                 self._together.tried(self._writer.close)
@@ -355,6 +423,12 @@ class Observer:
     def forked(self) -> None:
         """This is a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""
         self._observing, self._closed, self._writer = False, True, None
+
+    def _say_goodbye(self) -> None:
+        """If the other ranks go on, their next sample must not wait for this one. Nobody waits for it here either."""
+        if self._observing and not self._together.over and dist.is_initialized():
+            step, goodbye = self._capture.step, LocalSample({"failed": LEFT})
+            self._together.play(lambda: self._exchange.post(step, goodbye, self._together))
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -409,13 +483,11 @@ class Observer:
             logger.warning("ds_silent: the suspect checkpoint could not be written: %s", error)
             return False
 
-    def _switch_off(self, step: int, ranks: tuple[int, ...]) -> None:
-        """Every rank gets here at the same step, because every rank read the same status words."""
+    def _switch_off(self, event: Event) -> None:
+        """Every rank gets here at the same step, because every rank read the same words."""
         self._stop()
         if self._writer is not None:
-            message = f"ds_silent broke on rank {', '.join(map(str, ranks))} at step {step} and stopped observing."
-            remedy = "The training is not affected; please report the warning that the rank printed."
-            self.report(Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy))
+            self._together.tried(self.report, event)
 
     def stand_down(self, event: Event) -> None:
         """Observe nothing and say why; the same call on every rank, before the first step."""
@@ -435,6 +507,6 @@ def _leave_to_the_parent(reference: weakref.ref[Observer]) -> None:
         observer.forked()
 
 
-def _failed(gathered: Gathered) -> tuple[int, ...]:
-    """Ranks that had an internal error when they sent this."""
-    return tuple(gathered.scalars["failed"].nonzero().flatten().tolist())
+def _only_words(sample: LocalSample) -> LocalSample:
+    """Where a part of the step was not seen: only whether this rank broke."""
+    return LocalSample({"nothing": 1.0, **{name: word for name, word in sample.scalars.items() if name == "failed"}})

@@ -101,12 +101,21 @@ class Responder:
         """Whether replicas are compared here, after an update, and need not be compared with the samples."""
         return bool(self._keepers)
 
-    def before_update(self, step: int) -> None:
-        """Before the optimizer runs, after the step's sample was posted."""
+    def communicates(self, step: int, due: bool) -> bool:
+        """Whether ranks talk to each other about ``step``, by what all of them know."""
+        return self._guard is not None or any(keeper.communicates(step, due) for keeper in self._keepers)
+
+    def before_update(self, step: int, due: int) -> None:
+        """Before the optimizer runs, after the step's sample was posted.
+
+        Args:
+            step: the framework's own.
+            due: the same as all ranks count it, see :mod:`ds_silent.lockstep`.
+        """
         if self._guard is not None:
             self.stop = self._guard.protect(step, self._notes)
         for keeper in self._keepers:
-            self._to_the_end(step, partial(keeper.before_update, step, self._notes))
+            self._to_the_end(step, partial(keeper.before_update, due, self._notes))
 
     def after_update(self, step: int, due: bool) -> None:
         """The optimizer has run. ``due``: compare now, whatever the interval says."""
@@ -178,6 +187,9 @@ class _Guard:
 class _Keeper(Protocol):
     """Keeps replicas equal."""
 
+    def communicates(self, step: int, due: bool) -> bool:
+        """Whether one of the others does something at this step."""
+
     def before_update(self, step: int, notes: _Notes) -> None:
         """Before the optimizer runs."""
 
@@ -200,6 +212,9 @@ class _Compare:
         self._response, self._attempts = response, attempts
         self._bits = Bits()
         self._last = 0  # step of the last comparison
+
+    def communicates(self, step: int, due: bool) -> bool:
+        return due or step % self._interval == 0
 
     def before_update(self, step: int, notes: _Notes) -> None:
         """Nothing to do."""
@@ -248,6 +263,9 @@ class _Dynamic:
         self._capture, self._replica, self._interval = capture, replica, interval
         self._bits, self._next, self._last = Bits(), 1, 0  # the first update tells when the next is to be compared
         self._under_way: tuple[int, float, Replica, Comparison, Averaging] | None = None
+
+    def communicates(self, step: int, due: bool) -> bool:
+        return due or step >= self._next or self._under_way is not None
 
     def after_update(self, step: int, due: bool, notes: _Notes) -> str | None:
         if not due and step < self._next:

@@ -8,6 +8,7 @@
 * **alone**: may break. The first error is kept and said once; this rank's next sample says "failed" (a row that is
   ready from the beginning), every rank reads that word one measured step later, and all switch off there together.
 * **once**: every rank makes the same calls in the same order. One call is one statement: it is made, or it is not.
+  **decided** is the same for a value that has to be the same when the act is played again, without a call.
 * **play**: the lines between the two can break as well: out of memory, a bug. Then the act is played again from its
   beginning. What came once is remembered, not made again; what is alone is left out. So this rank reaches the
   collectives that its peers wait in, with what it has, and the act ends as on the other ranks.
@@ -39,6 +40,10 @@ class Once(Protocol):
 def at_once(function: Callable[[], _Result], /) -> _Result:
     """In the place of :meth:`Together.once` or :meth:`Together.alone`, where an error may reach the caller."""
     return function()
+
+
+class SparseGradientError(Exception):
+    """A gradient that cannot be observed: not an error of ours."""
 
 
 class BrokeOff(RuntimeError):
@@ -74,6 +79,9 @@ class Together:
         if self.failure is None:
             error = error.error if isinstance(error, _GroupBroke) else error
             self.failure = error
+            if isinstance(error, SparseGradientError):
+                logger.warning("ds_silent: %s", error)
+                return
             logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
 
     def alone(self, function: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
@@ -140,6 +148,16 @@ class Together:
                 raise
             except Exception as error:
                 raise _GroupBroke(error) from error
+        self._place += 1
+        result: _Result = self._made[self._place - 1]
+        return result
+
+    def decided(self, function: Callable[[], _Result]) -> _Result:
+        """The same for what communicates nothing and changes nothing: where it breaks, it is tried again."""
+        if self._irrevocable:
+            return function()
+        if self._place == len(self._made):
+            self._made.append(function())
         self._place += 1
         result: _Result = self._made[self._place - 1]
         return result

@@ -34,6 +34,13 @@ class Listener(Protocol):
     def measures_exactly(self, step: int) -> bool:
         """Whether a measured step is also measured exactly; the same answer on every rank."""
 
+    @property
+    def scheduled(self) -> int:
+        """The step under way as all ranks count it, by which ``measures`` is asked."""
+
+    def before_reduction(self) -> None:
+        """A boundary's gradients are there; stages 0 and 1 reduce them next. Once per reduction."""
+
     def before_step(self) -> None:
         """The gradients are aggregated, the optimizer has not run."""
 
@@ -65,6 +72,10 @@ class Capture(Protocol):
     @property
     def step(self) -> int:
         """The optimizer step that is being taken, counted from 1."""
+
+    @property
+    def came(self) -> bool:
+        """Whether a gradient has come, or a reduction has begun, since the last step."""
 
     @property
     def samples(self) -> int:

@@ -26,7 +26,7 @@ from ds_silent.accumulator import Accumulator
 from ds_silent.config import DirectionConfig
 from ds_silent.exact import copy_overlap, exact_gram
 from ds_silent.streams import stream_order
-from ds_silent.together import Together
+from ds_silent.together import SparseGradientError, Together
 
 Accumulated = Callable[[int], Tensor | None]
 """``accumulated(index)``: what the framework has accumulated of a parameter's gradient in this step, if anything."""
@@ -115,7 +115,15 @@ class LocalGradient:
             gradient: of the parameter's shape; only read, and no reference is kept.
             boundary: whether this is the step's last micro-batch; ignored when ``additive``.
             exact: whether the exact method is due at this step.
+
+        Raises:
+            SparseGradientError: only some rows of it are there.
         """
+        if gradient.layout is not torch.strided:
+            raise SparseGradientError(
+                f"the gradient of trainable parameter {index} is sparse on rank {dist.get_rank()}, which cannot be "
+                "observed: make its module with sparse=False, if it is to be"
+            )
         if self._order is not None:  # for the copy and the leftover; the accumulators enter by themselves
             self._order.enter()
         if self._of_micro_batch is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_silent.capture.handed import Remembered, differs, moved, remember
 from ds_silent.capture.local import LocalGradient
 from ds_silent.capture.rows import RowIds
-from ds_silent.exchange import LocalSample
+from ds_silent.exchange import BROKE, LocalSample
 from ds_silent.integrity import multiple_of
 from ds_silent.together import Together
 
@@ -124,7 +124,7 @@ class StepSampler:
         before = self._before
         alone = self._together.alone
         sample = None if before is None else alone(self._with_aggregate, before, aggregated, hashes, reduced)
-        return LocalSample({"failed": 1.0}) if sample is None else sample
+        return LocalSample({"failed": BROKE}) if sample is None else sample
 
     def apply(self, parts: Iterable[Part]) -> None:
         """What the optimizer is about to apply, of this rank's share of the parameters."""

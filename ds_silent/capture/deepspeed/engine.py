@@ -137,6 +137,10 @@ class DeepSpeedCapture:
         return int(self._engine.global_steps) + 1
 
     @property
+    def came(self) -> bool:
+        return self._measuring is not None
+
+    @property
     def samples(self) -> int:
         return int(self._engine.global_samples)
 
@@ -387,6 +391,8 @@ class DeepSpeedCapture:
 
     def _look(self, boundary: bool) -> bool:
         """A micro-batch's gradients are all there; whether the inner products are due before the reduction."""
+        if boundary and self._listener is not None:
+            self._listener.before_reduction()
         if not self._measures():
             return False
         if boundary:
@@ -429,7 +435,7 @@ class DeepSpeedCapture:
     def _measures(self) -> bool:
         if self._measuring is None:
             assert self._listener is not None
-            step, listener = self.step, self._listener
+            step, listener = self._listener.scheduled, self._listener
             measuring = listener.measures(step)
             # in one statement: whether the ranks exchange exactly must never be half decided
             self._measuring, self._exact = measuring, measuring and listener.measures_exactly(step)

@@ -55,14 +55,16 @@ def share_of(
     * ``BF16_Optimizer`` does too, but its optimizer is partitioned: the partition, by ``parameter._hp_mapping``.
     * Stages 1 and 2: what this rank owns, by ``parameter._hp_mapping`` (``deepspeed/utils/tensor_fragment.py``);
       with ``round_robin_gradients`` that speaks of the order before (0.16.9 to 0.19.8), see :func:`_dealt`.
-    * Stage 3: this rank's shard.
+    * Stage 3: this rank's shard, of what the optimizer has got.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         if ranks != getattr(optimizer, "partition_count", None) or not hasattr(optimizer, _SHARDS):
             return None
-        shards = []
+        shards, kept = [], getattr(optimizer, _SHARDS)
         for index, parameter in enumerate(parameters):
+            if kept and parameter.ds_id not in kept:  # type: ignore[attr-defined]
+                return None  # trainable, and in no parameter group: nobody reduces its gradient
             size: int = parameter.partition_numel()  # type: ignore[attr-defined]  # set by DeepSpeed
             shards.append(Slice(index, rank * size, min(size, numel_of(parameter) - rank * size)))
         return [shard for shard in shards if shard.numel > 0]
@@ -152,10 +154,12 @@ def _reader(engine: Any, parameters: list[Any]) -> Callable[[Slice], Tensor | No
         return lambda piece: _cut(held(piece.index), piece)
     if engine.zero_optimization_stage() == 3:
         shards = getattr(optimizer, _SHARDS)
-        return lambda piece: shards[parameters[piece.index].ds_id].reshape(-1)[: piece.numel]
+        return lambda piece: _begin(shards.get(parameters[piece.index].ds_id), piece.numel)
     if getattr(optimizer, "round_robin_gradients", False):
-        averaged = {id(d.parameter): optimizer.averaged_gradients[d.group][d.number] for d in pieces_dealt(optimizer)}
-        return lambda piece: averaged[id(parameters[piece.index])].reshape(-1)[: piece.numel]
+        groups = optimizer.averaged_gradients
+        dealt = [d for d in pieces_dealt(optimizer) if groups.get(d.group) is not None]
+        averaged = {id(d.parameter): groups[d.group][d.number] for d in dealt}
+        return lambda piece: _begin(averaged.get(id(parameters[piece.index])), piece.numel)
     return lambda piece: _fragment(parameters[piece.index], piece.numel)
 
 
@@ -163,9 +167,17 @@ def _cut(values: Tensor | None, piece: Slice) -> Tensor | None:
     return None if values is None else values.detach().reshape(-1)[piece.start : piece.start + piece.numel]
 
 
+def _begin(values: Tensor | None, numel: int) -> Tensor | None:
+    return None if values is None else values.reshape(-1)[:numel]
+
+
 def _fragment(parameter: Any, numel: int) -> Tensor | None:
-    fragment: Tensor | None = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
-    return None if fragment is None else fragment.reshape(-1)[:numel]
+    """None where the script has cleared the gradients: a part of the aggregate is missing then, and is told so."""
+    mapping = parameter._hp_mapping
+    held = mapping.offload_gradient_dict if mapping.use_offload else mapping.gradient_dict  # 0.16.9 to 0.19.8
+    if held.get(mapping.param_group_index) is None:  # get_lp_grad_fragment raises then
+        return None
+    return _begin(mapping.get_lp_grad_fragment(parameter._index_in_param_group), numel)
 
 
 def numel_of(parameter: Any) -> int:

@@ -153,6 +153,18 @@ def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
         )
 
 
+def _refuse_sparse(engine: Any) -> None:
+    """Modules made with ``sparse=True`` (``torch.nn.Embedding``, ``EmbeddingBag``): some rows only have a gradient."""
+    for name, module in engine.module.named_modules():
+        own = module.parameters(recurse=False)
+        if getattr(module, "sparse", False) is True and any(parameter.requires_grad for parameter in own):
+            raise ConfigError(
+                f"silent_consistency cannot observe {name or 'the model'} ({type(module).__name__} with sparse=True), "
+                "because its gradient holds only some rows; make it with sparse=False, freeze it, or set "
+                '"silent_consistency": {"enabled": false}'
+            )
+
+
 def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> None:
     """Raise :class:`ConfigError` for parallelism whose ranks do not hold the same parameters; equal on all ranks."""
     refuse_too_few_ranks(config, int(engine.seq_dp_world_size))
@@ -165,6 +177,7 @@ def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> N
         found = "sequence parallelism"
     elif engine.has_moe_layers:
         found = "mixture-of-experts layers"
+    _refuse_sparse(engine)
     if found:
         raise ConfigError(
             f"silent_consistency does not support {found} in this version, because it compares ranks that hold the "

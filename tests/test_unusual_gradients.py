@@ -1,0 +1,99 @@
+"""Gradients that are not what a script usually has: sparse, or cleared between the backward and the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_silent
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.distributed import run_distributed
+from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 8, sparse=True)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.table(tokens)).square().mean()
+
+
+def refused(directory: str) -> list[str | None]:
+    said: list[str | None] = []
+    for trainable in (True, False):
+        model = Sparse()
+        model.table.requires_grad_(trainable)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        try:
+            config = Case().config(Path(directory), enabled=True)
+            ds_silent.initialize(model=model, model_parameters=parameters, config=config)
+            said.append(None)
+        except ds_silent.ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_sparse_embedding_is_refused_by_its_name_unless_it_is_frozen(tmp_path: Path) -> None:
+    for trainable, frozen in run_distributed(refused, 2, (str(tmp_path),)):
+        assert trainable is not None
+        assert trainable.startswith("silent_consistency cannot observe table (Embedding with sparse=True)")
+        assert "\n" not in trainable
+        assert frozen is None
+
+
+def train(directory: Path, stage: int, what: str, enabled: bool) -> str:
+    """Three steps; at the second, ``what`` has become of gradients between the backward and the step."""
+    torch.manual_seed(1234)
+    model = Probe(None)
+    model.norm.bias.requires_grad_(what != "left out")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    model.norm.bias.requires_grad_()
+    config = Case(stage=stage).config(directory, enabled)
+    engine = ds_silent.initialize(model=model, model_parameters=parameters, config=config)[0]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(1, 4):
+        loss = engine(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False)
+        engine.backward(loss)
+        if step == 2 and what == "one rank" and dist.get_rank() == 1:
+            model.norm.weight.grad = None
+        if step == 2 and what == "everything":
+            engine.optimizer.zero_grad()
+        engine.step()
+    weights = _hash_weights(engine)
+    observer = ds_silent.observer_of(engine)
+    if observer is not None:
+        observer.close()
+    dist.barrier()
+    engine.destroy()
+    return weights
+
+
+def whats(stage: int) -> tuple[str, ...]:
+    """``left out``: a trainable parameter that no optimizer has got."""
+    return ("one rank", "everything", "left out") if stage else ("one rank", "everything")
+
+
+def both(directory: str, stage: int) -> list[Any]:
+    return [[train(Path(directory) / what, stage, what, enabled) for enabled in (False, True)] for what in whats(stage)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_cleared_gradients_are_observed_as_what_they_are(stage: int, tmp_path: Path) -> None:
+    for result in run_distributed(both, 2, (str(tmp_path), stage), timeout=300):
+        for what, (plain, observed) in zip(whats(stage), result, strict=True):
+            assert plain == observed, what
+    for what in whats(stage):
+        events = list(read_events(tmp_path / what / "events.jsonl"))
+        assert "observer-off" not in {event["kind"] for event in events}, (what, events)
+        assert [record["step"] for record in read_metrics(tmp_path / what / "metrics.jsonl")] == [1, 2, 3]
+        told = [event for event in events if event["kind"] == "aggregation-error" and event["severity"] != "info"]
+        # only stage 0 holds the aggregate in parameter.grad: elsewhere the optimizer never looks there
+        assert [event["step"] for event in told] == ([] if stage else [2]), (what, events)
