@@ -75,7 +75,6 @@ class Different:
     block: dict[str, Any] = field(default_factory=dict)
     odd: tuple[int, ...] | None = None  # ranks of the event observer-off; None: observed to the end
     steps: tuple[int, ...] | None = None  # records; None: not looked at
-    same: bool = True  # the weights are those of the training without an observer
 
 
 def train(different: Different, stage: int, directory: Path, enabled: bool) -> dict[str, Any]:
@@ -148,7 +147,6 @@ STAGE_0 = (
     Different("two-backwards", backwards=2, steps=ALL[1:]),
     Different("majority", loads_state, steps=ALL, block=MAJORITY),
     Different("majority-closes", closes, odd=(1,), block=MAJORITY),
-    Different("majority-skips", skips=(4, 5), odd=(1,), block=MAJORITY),
 )
 
 
