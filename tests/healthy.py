@@ -234,7 +234,6 @@ SETTINGS: tuple[Setting, ...] = (
     *_staged("autocast-fp16", (0,), quick=(0,), top=AUTOCAST_FP16),
     *_staged("autocast-fp16", (1, 2, 3), quick=(1,), top=AUTOCAST_FP16, travels="fp16"),
     *_staged("autocast-fp16-overflowing", (0,), top=AUTOCAST_FP16, steep=True),
-    *_staged("autocast-fp16-overflowing", (1, 2, 3), top=AUTOCAST_FP16, travels="fp16", steep=True),
     *_staged("fp16-static", (1, 2, 3), top={"fp16": {"enabled": True, "loss_scale": 128.0}}, dtype="fp16",
              travels="fp16"),
     *_staged("fp16-dynamic", (1, 2, 3), top={"fp16": {"enabled": True, "initial_scale_power": 17,
