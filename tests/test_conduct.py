@@ -59,7 +59,7 @@ class Case:
     preflight: bool = False
     steps: int = STEPS
     ids: bool = False
-    close_at: int = 0
+    flush: bool = False  # after every step, as a script does that writes checkpoints
 
 
 def _config(case: Case, directory: Path) -> dict[str, Any]:
@@ -196,6 +196,8 @@ def _train(case: Case, directory: str) -> tuple[list[dict[str, Any]], list[dict[
             else:
                 loss.backward()
             engine.step()
+        if case.flush:
+            observer.flush()
     observer.close()
     engine.destroy()
     if rank:
@@ -376,6 +378,14 @@ def test_what_drops() -> None:
     assert dropout_modules(nn.Sequential(attention, without)) == ["0"]
     assert dropout_modules(nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2), nn.Dropout2d(0.2))) == ["2"]
     assert dropout_modules(nn.Sequential(nn.GELU())) == []
+
+
+def test_samples_that_were_published_early_are_asked_about_at_the_next_step() -> None:
+    cases = (Case("lr", flush=True), Case("evaluation", stage=1, flush=True), Case("healthy", flush=True))
+    for case, events, _ in train(cases, 3):
+        found = [(e["kind"], e["ranks"], e["step"], e["where"]) for e in alarms(events)]
+        expected = [("config-mismatch", [1], STRIKE + 1, TOLD[case.name][0])] if case.name in TOLD else []
+        assert found == expected, case
 
 
 def test_unknown_hashes_differ_from_nothing() -> None:

@@ -208,6 +208,15 @@ def test_a_scaled_gradient_is_told_of_the_whole() -> None:
     assert [(e.kind, e.ranks, e.where) for e in events] == [("outlier-rank", (7,), "gradient norm")]
 
 
+def test_a_layer_that_is_seen_later_adds_no_event() -> None:
+    run, layers, judge = Run(ranks=8), Layers(8, 7), Judge(DetectorsConfig())
+    events = [event for _ in range(60) for event in judged(judge, run, layers)]
+    events += [event for _ in range(80) for event in judged(judge, run, layers, factor=1.3, layer=3, scale=1000.0)]
+    assert judge._layers is not None
+    assert [finding.ranks for finding in judge._layers.standing()] == [(7,)]
+    assert [(e.kind, e.ranks, e.where) for e in events] == [("outlier-rank", (7,), "gradient norm")]
+
+
 def test_both_share_one_detectors_rate() -> None:
     judge = Judge(DetectorsConfig(false_alarms_per_million_steps=1.0))
     judge.step(make(1, [1.0] * 4, [1.0] * 4, [0.1] * 4), Evidence())
