@@ -55,7 +55,7 @@ def test_the_first_step_of_two_or_three_ranks_is_not_enough_and_a_few_more_are()
     ("losses", "norms", "tokens"),
     [
         ([5.7, 5.6, 20.0, 5.8], [1.0, 1.1, 3.0, 0.9], UNKNOWN),  # a hard batch
-        ([5.7, 5.6, 5.9, 5.8], [1.0, 1.1, 40.0, 0.9], [180, 190, 2, 185]),  # two label tokens
+        ([5.7, 5.6, 5.9, 5.8], [1.0, 1.1, 300.0, 0.9], [180, 190, 2, 185]),  # two label tokens
         ([0.3, -0.2, 900.0, 0.1], [1.0, 1.1, 1.2, 0.9], UNKNOWN),  # a loss that may be negative has no ratio
         ([5.7, math.nan, math.inf, 0.0], [1.0, math.nan, 0.0, 0.9], UNKNOWN),
         ([0.01, 3.0, 0.4, 40.0], [0.05, 2.0, 0.6, 30.0], UNKNOWN),  # ranks that differ much from each other

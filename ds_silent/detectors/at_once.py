@@ -36,7 +36,9 @@ positive on, it is not judged here. Below the others nothing is judged either: r
 loss and a gradient near 0.
 
 **The odds.** A rank is named when log P is below -log_threshold: the rate that is stated per step, over two numbers.
-Under the model this is a bound; it was tried on real gradients, and on Cauchy and log-normal ranks (tests).
+Under the model this is a bound, and FLOOR is a belief: tails so heavy that no loss has them can break it at the very
+first step, before the run has shown its own scale. Simulated alarms per million first steps of 4 ranks: log-normal with
+sigma 0.5: 0, sigma 1: 30, sigma 2: 640; Cauchy: 500. After it the run's own gaps speak.
 """
 
 from __future__ import annotations
