@@ -116,7 +116,13 @@ def test_with_an_interval_the_faults_strike_later_and_trainings_are_longer() -> 
 def test_faults_that_mean_nothing_under_a_stage_are_left_out_and_named() -> None:
     behind = {name for name, fault in FAULTS.items() if fault.strikes in ("reduction", "update", "replica")}
     trials, skipped = trials_of(DrillOptions(), make_setting(BLOCK, 4, stage=3))
-    assert set(skipped) == {"layer-without-gradient", "initial-weights-tensor", "initial-weights-bit", *behind}
+    assert set(skipped) == {
+        "layer-without-gradient",
+        "frozen-trained",
+        "initial-weights-tensor",
+        "initial-weights-bit",
+        *behind,
+    }
     assert not set(skipped) & {trial.name for trial in trials}
     assert len(trials) == len(HEALTHY) + len(FAULTS) - len(skipped)
     _, skipped = trials_of(DrillOptions(), make_setting(BLOCK, 4, stage=1, dtype="bf16"))

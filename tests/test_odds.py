@@ -39,7 +39,7 @@ def test_a_rank_that_is_off_is_named_at_every_rate(ranks: int, rate: float) -> N
     steps, event = run.until_event(120, scale=1.5)
     assert (event.kind, event.ranks) == ("outlier-rank", (2,))
     assert event.score is not None
-    assert event.threshold == pytest.approx(math.log(4e6 / rate) + math.log(ranks), rel=1e-12)
+    assert event.threshold == pytest.approx(math.log(4e6 * 2 * 16 / 15 / rate) + math.log(ranks), rel=1e-12)
     expected = rate * math.exp(event.threshold - event.score)
     assert event.false_alarms_per_million_steps == pytest.approx(expected, rel=1e-9)
     assert rate / 100 < event.false_alarms_per_million_steps <= rate  # told as soon as the evidence sufficed
@@ -91,12 +91,12 @@ def test_the_odds_of_an_error_are_those_at_which_rounding_just_explains_it() -> 
     direction = torch.randn(4096, generator=generator, dtype=torch.float64)
     for excess in (0.5, 7.0, 60.0):
         error = rounding_tolerance(terms, arithmetic, log_rate + excess) * direction / direction.norm()
-        check = check_aggregate(terms, terms.mean + error, arithmetic, log_rate)
+        check = check_aggregate(terms, terms.expected + error, arithmetic, log_rate)
         assert check.wrong
         assert check.log_excess == pytest.approx(excess, abs=0.02)
-    assert check_aggregate(terms, terms.mean, arithmetic, log_rate).log_excess is None
-    assert check_aggregate(terms, terms.mean * math.nan, arithmetic, log_rate).log_excess is None
-    huge = check_aggregate(terms, 3.0 * terms.mean, arithmetic, log_rate)
+    assert check_aggregate(terms, terms.expected, arithmetic, log_rate).log_excess is None
+    assert check_aggregate(terms, terms.expected * math.nan, arithmetic, log_rate).log_excess is None
+    huge = check_aggregate(terms, 3.0 * terms.expected, arithmetic, log_rate)
     assert huge.log_excess == 700.0
     record = make(5, [2.0] * 4, [1.0] * 4, [0.1] * 4)
     (event,) = Judge(DetectorsConfig()).step(record, Evidence(integrity=Integrity(check=huge, layers=("a",))))

@@ -26,7 +26,9 @@ RUN_BY: dict[str, str] = {
     "make test-matrix": "tests/test_oracle.py",
     "make readme": "tests/test_readme.py",
     "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile
-    "deepspeed --module ds_silent train.py ...": "tests/test_module.py",
+    "deepspeed --num_gpus 8 --module ds_silent train.py ...": "tests/test_ways_in.py",
+    "torchrun --nproc_per_node 8 -m ds_silent train.py ...": "tests/test_ways_in.py",
+    "python -m ds_silent -m package.module ...": "tests/test_ways_in.py",
     "launch/train.py": "tests/launch/test_train.py",
     "launch/gpu.sh --dry-run": "tests/launch/test_scripts.py",
     "ds-silent check ds_config.json": "tests/test_cli.py",
@@ -45,6 +47,7 @@ SLOW: dict[str, float] = {
     "python benchmarks/acts.py": 15,
     "python benchmarks/detection.py --part power": 120,
     "python benchmarks/false_alarms.py --steps 100": 60,
+    "python benchmarks/false_alarms.py --scratch --steps 600": 120,
     "python benchmarks/integrity.py": 60,
     "python benchmarks/integrity.py --part cost --ranks 2": 10,
     "python benchmarks/ordered.py --part time --rounds 5": 30,

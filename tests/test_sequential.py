@@ -56,8 +56,8 @@ def test_a_stated_rate_makes_the_threshold() -> None:
         next(event.threshold for event in run.steps(400, scale=1.5) if event.kind == "outlier-rank")
         for run in (Run(rate=1.0), Run(rate=1e4), Run(interval=10))
     )
-    # 15/16 of a quarter of the rate, the rest is that of the test at once; four ranks
-    assert few == pytest.approx(math.log(4e6 * 16 / 15) + math.log(4), rel=1e-9)
+    # a quarter of the rate, half of it the layers', a sixteenth of the rest that of the test at once; four ranks
+    assert few == pytest.approx(math.log(4e6 * 2 * 16 / 15) + math.log(4), rel=1e-9)
     assert few - many == pytest.approx(math.log(1e4), rel=1e-9)
     assert rare == pytest.approx(few - math.log(10))
 

@@ -95,5 +95,6 @@ def test_cleared_gradients_are_observed_as_what_they_are(stage: int, tmp_path: P
         assert "observer-off" not in {event["kind"] for event in events}, (what, events)
         assert [record["step"] for record in read_metrics(tmp_path / what / "metrics.jsonl")] == [1, 2, 3]
         told = [event for event in events if event["kind"] == "aggregation-error" and event["severity"] != "info"]
-        # only stage 0 holds the aggregate in parameter.grad: elsewhere the optimizer never looks there
-        assert [event["step"] for event in told] == ([] if stage else [2]), (what, events)
+        # only stage 0 holds the aggregate in parameter.grad: elsewhere the optimizer never looks there. What all ranks
+        # do to their gradients is the script's own business; what one of them does takes the replicas apart.
+        assert [event["step"] for event in told] == ([2] if stage == 0 and what == "one rank" else []), (what, events)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_silent.detectors.evidence import Finding, with_odds
-from ds_silent.detectors.linked import Fault, cause_of, told_before
+from ds_silent.detectors.linked import FOLLOWS, Fault, cause_of, told_before
 from ds_silent.records import Event, Severity
 
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
@@ -112,7 +112,7 @@ class Episodes:
         """Written in full, and no second alarm."""
         when = "the preflight" if cause.since == 0 else f"step {cause.since}"
         place = f" ({cause.where})" if cause.where else ""
-        event = self._event(step, finding, f"Follows from the {cause.kind} of {when}{place}: ")
+        event = self._event(step, finding, f"{FOLLOWS}{cause.kind} of {when}{place}: ")
         return replace(event, severity="info")
 
     def _event(self, step: int, finding: Finding, prefix: str) -> Event:

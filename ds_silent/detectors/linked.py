@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ds_silent.detectors.evidence import Finding
 from ds_silent.records import Event, Severity
 
+FOLLOWS = "Follows from the "  # how the message of such an effect begins
 APPLIED = "applied gradient"  # the place of a finding about the optimizer's input
 _GRAVITY = ("info", "warning", "error")
 _EFFECTS: dict[str, tuple[str, ...]] = {

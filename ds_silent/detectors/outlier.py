@@ -181,7 +181,7 @@ class OutlierTest:
             message,
             f"Look at {flag['look_at']}.",
             since,
-            log_excess=flag["score"] - self._threshold,
+            log_excess=flag["score"] - flag["threshold"],
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ds_silent.drill.injections import Strike
 from ds_silent.drill.responses import Response
-from ds_silent.drill.verdict import says
+from ds_silent.drill.verdict import says, tells
 from ds_silent.faults import Fault
 
 States = Sequence[tuple[str, ...]]
@@ -81,7 +81,7 @@ def judge_repair(
     if not fault.repaired:
         if claims:
             return RepairVerdict("claimed", first)
-        told = [e for e in events if e["severity"] == "error" and e["step"] == settled and says(e, words)]
+        told = [e for e in events if tells(e) and e["step"] == settled and says(e, words)]
         if not told:
             return RepairVerdict("not said")
         if tuple(told[0]["ranks"]) != fault.mended_ranks(strike):

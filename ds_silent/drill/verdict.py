@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ds_silent.detectors.linked import FOLLOWS
 from ds_silent.drill.injections import Strike
 from ds_silent.faults import Fault
 
@@ -48,6 +49,11 @@ def alarms(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [event for event in events if event["severity"] != "info"]
 
 
+def tells(event: Mapping[str, Any]) -> bool:
+    """Whether it is about something that is wrong: an alarm, or an effect of a fault that another event tells."""
+    return event["severity"] != "info" or str(event.get("message", "")).startswith(FOLLOWS)
+
+
 def judge_healthy(events: Sequence[Mapping[str, Any]]) -> Verdict:
     """A run without a fault must end without an alarm."""
     raised = alarms(events)
@@ -80,7 +86,7 @@ def judge(
     for event in raised:
         if event["step"] < start:
             return _verdict("false alarm", event, raised)
-    kinds = [event for event in raised if event["kind"] in fault.kinds]
+    kinds = [event for event in events if event["kind"] in fault.kinds and tells(event)]
     expected = fault.expected_ranks(strike)
     right = [event for event in kinds if tuple(event["ranks"]) in expected]
     # a "step before" that was not measured is not known

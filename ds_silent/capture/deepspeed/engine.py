@@ -354,7 +354,7 @@ class DeepSpeedCapture:
         """
         if not torch.is_grad_enabled():
             return
-        if module.training:
+        if self._engine.module.training:  # `engine.module.eval()` leaves the engine's own flag
             self._evaluated = self._evaluated_loss = None
             self.conduct.before_forward()
             self._rows.forward(args, kwargs, self._loaders.forward())
@@ -366,7 +366,7 @@ class DeepSpeedCapture:
         if not torch.is_grad_enabled():
             return
         loss = loss_in(output)
-        if module.training:
+        if self._engine.module.training:
             self.conduct.after_forward()
             if loss is not None:
                 self._sampler.forward_loss(loss)
