@@ -52,5 +52,12 @@ def _places(values: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def _few(values: Sequence[Tensor]) -> Tensor | None:
-    flat = [value.detach().reshape(-1) for value in values]
-    return torch.cat([value[:: max(1, value.numel() // FEW)][:FEW] for value in flat]) if flat else None
+    return torch.cat([_some(value) for value in values]) if values else None
+
+
+def _some(value: Tensor) -> Tensor:
+    """Elements that are spread evenly: one view of a contiguous tensor, because this is done for each at every step."""
+    step, count = max(1, value.numel() // FEW), min(FEW, value.numel())
+    if value.is_contiguous() and not value.requires_grad:
+        return value.as_strided((count,), (step,))
+    return value.detach().reshape(-1)[::step][:FEW]
