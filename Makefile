@@ -23,7 +23,7 @@ demo: $(READY) ## fine-tune the embedded model in each scenario on 4 CPU ranks a
 test: lint ## lint, then the tests in real processes
 	@sh .ci/setup.sh unlock
 	@echo "test: pytest ..."
-	@$(PYTHON_IN_VENV) -m pytest -n 2
+	@$(PYTHON_IN_VENV) -m pytest -n 2 --dist worksteal
 
 test-matrix: $(READY) ## the full configuration matrices (tens of minutes)
 	@sh .ci/setup.sh unlock
