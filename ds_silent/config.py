@@ -344,13 +344,13 @@ def find_block(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return block
 
 
-def shown(value: object) -> str:
+def shown(value: object, longest: int = 80) -> str:
     """``value`` as JSON writes it, on one line and short enough for a sentence, whatever it holds."""
     try:
         text = json.dumps(value)  # ASCII only, so control characters of a hostile text stay escaped
     except (TypeError, ValueError, RecursionError):
         text = ascii(f"a {type(value).__name__}")
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def _nearest(key: str, known: Iterable[str]) -> str | None:

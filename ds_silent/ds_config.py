@@ -24,6 +24,9 @@ from ds_silent.config import ConfigError, shown
 
 _Value = TypeVar("_Value")
 
+LONGEST_PATH = 1000
+"""Characters: a path that is cut short cannot be looked for; a base64 form that is none is long."""
+
 
 def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """A ``ds_config`` as a dict.
@@ -41,9 +44,9 @@ def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if not os.path.exists(config):
         text = _from_base64(os.fspath(config))
         if text is None:
-            raise ConfigError(f"there is no ds_config file {shown(os.fspath(config))}; check the path")
+            raise ConfigError(f"there is no ds_config file {shown(os.fspath(config), LONGEST_PATH)}; check the path")
         return _read_object(text, "the base64 ds_config")
-    name = f"the ds_config file {shown(os.fspath(config))}"
+    name = f"the ds_config file {shown(os.fspath(config), LONGEST_PATH)}"
     try:
         text = Path(config).read_text(encoding="utf-8")
     except OSError as error:
