@@ -24,7 +24,7 @@ from ds_silent.config import ConfigError, shown
 
 _Value = TypeVar("_Value")
 
-LONGEST_PATH = 1000
+LONGEST_PATH = 400
 """Characters: a path that is cut short cannot be looked for; a base64 form that is none is long."""
 
 
