@@ -171,3 +171,16 @@ def test_a_world_without_ranks(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "--world-size" in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_lossy_gradients_are_observed_without_the_check_of_the_sum(tmp_path: Path) -> None:
+    zero = {"stage": 3, "zero_quantized_gradients": True}
+    said = check(tmp_path, {"zero_optimization": zero, "silent_consistency": {}})
+    assert said.exit_code == 2
+    assert said.stderr.count("\n") == 1
+    assert "zero_optimization.zero_quantized_gradients true" in said.stderr
+    assert '"aggregation": false' in said.stderr
+    block = {"integrity": {"aggregation": False}}
+    assert check(tmp_path, {"zero_optimization": zero, "silent_consistency": block}).exit_code == 0
+    zero["zero_quantized_gradients"] = False
+    assert check(tmp_path, {"zero_optimization": zero, "silent_consistency": {}}).exit_code == 0

@@ -39,6 +39,11 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsis
             f'silent_consistency cannot observe {found}; remove it, or set "silent_consistency": {{"enabled": false}}'
         )
     if config is not None:
+        if zero.get("zero_quantized_gradients") and config.integrity.aggregation:
+            raise ConfigError(
+                "zero_optimization.zero_quantized_gradients true rounds gradients to a few bits on their way, which no "
+                f'bound on rounding covers; set "{BLOCK}": {{"integrity": {{"aggregation": false}}}} or remove it'
+            )
         _refuse_responses(zero, config)
         if config.reduction == "ordered":
             _refuse_ordered(ds_config, zero)
