@@ -161,6 +161,11 @@ CLIENTS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
 }
 
 
+def in_bf16() -> nn.Module:
+    """As a checkpoint of that dtype is loaded; DeepSpeed is told nothing of it and keeps no fp32 masters."""
+    return whole().bfloat16()
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +243,7 @@ SETTINGS: tuple[Setting, ...] = (
              travels="fp16"),
     *_staged("fp16-dynamic", (1, 2, 3), top={"fp16": {"enabled": True, "initial_scale_power": 17,
              "hysteresis": 1}}, dtype="fp16", travels="fp16"),
+    *_staged("bf16-model-without-block", (0,), quick=(0,), model=in_bf16, clipping=0.1, travels="bf16"),
     # buckets
     *_staged("small-buckets", (1, 2, 3), quick=(2,), zero={"reduce_bucket_size": 2000}),
     *_staged("not-contiguous", (1, 2, 3), zero={"contiguous_gradients": False}),

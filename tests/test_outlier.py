@@ -199,3 +199,14 @@ def test_odd_tokens_before_a_fault_do_not_hide_it_for_good() -> None:
         found += [event for event in events if event.kind == "outlier-rank"]
     assert [event.ranks for event in found] == [(1,)]
     assert 100 < found[0].step < 130
+
+
+@pytest.mark.parametrize("healthy_steps", [0, 12])
+def test_of_two_ranks_the_second_is_not_told_when_the_first_has_been(healthy_steps: int) -> None:
+    """Alone, a rank has nobody to be compared with: its own past says nothing of who is right."""
+    for seed in range(6):
+        run = Run(ranks=2, seed=seed)
+        run.steps(healthy_steps)
+        told = [e for e in run.steps(300, scale=47.0, loss=90.0, bad=seed) if not e.message.startswith("Still")]
+        assert [(e.kind, e.ranks) for e in told] == [("outlier-rank", (0, 1))], told
+        assert "Against the others: ." not in told[0].message

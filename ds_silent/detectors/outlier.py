@@ -102,7 +102,10 @@ class OutlierTest:
         if len(compared) > 1 and np.ptp(compared) == 0.0:
             self._test.halve_cusum(-1)
         self._end()
-        self._flag(self.score(), healthy)
+        if healthy.sum() > 1:
+            self._flag(self.score(), healthy)
+        else:  # nobody is left to compare the last one with
+            self._test.forget_evidence(healthy)
         return self.standing()
 
     def standing(self) -> list[Finding]:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_silent.capture.deepspeed.gradients import whole_on_every_rank
@@ -38,7 +39,11 @@ def arithmetic_of(
     if ordered:
         communication, before = torch.float32, 0
         after = [] if math.log2(ranks).is_integer() else [communication]
-    applied = kept if isinstance(optimizer, BF16_Optimizer) else torch.float32
+    # without fp32 masters, as for a bf16 model without a "bf16" block, clipping rounds to the parameters' own dtype
+    masters = isinstance(optimizer, ZeROOptimizer) or any(
+        hasattr(optimizer, n) for n in ("fp32_groups", "fp32_groups_flat")
+    )
+    applied = kept if isinstance(optimizer, BF16_Optimizer) or not masters else torch.float32
     return Arithmetic(
         communication,
         before=before,
