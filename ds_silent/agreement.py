@@ -22,10 +22,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_silent.parts import outvoted, parts_of, ranks_of
+
 logger = logging.getLogger("ds_silent")
 TIMEOUT_VARIABLE = "DS_SILENT_TIMEOUT"
 TIMEOUT_SECONDS = 300.0
-SHOWN_RANKS = 8  # in a sentence
 SHOWN_VALUES = 3
 _meetings: dict[str, int] = {}  # how often this process has met the others of a group, by topic
 
@@ -145,7 +146,7 @@ class _Meeting:
         if not any(statement.present or statement.refusal for statement in said):
             return Verdict()
         refused = any(statement.refusal is not None for statement in said)
-        return Verdict(self._compose(said), 0, odd_ones([statement.key for statement in said]), refused=refused)
+        return Verdict(self._compose(said), 0, outvoted(parts_of(statement.key for statement in said)), refused=refused)
 
     def _late(self, came: Sequence[int], seconds: float) -> Verdict:
         said = [self._read(rank) for rank in came]
@@ -222,20 +223,6 @@ def differences(said: Sequence[Statement]) -> str:
         if len({json.dumps(value, sort_keys=True, default=str) for value in values.values()}) > 1:
             parts.append(f"{name} is {_who_has_what(values)}")
     return "; ".join(parts)
-
-
-def odd_ones(keys: Sequence[str]) -> tuple[int, ...]:
-    """Ranks that differ from what more than half of all have; empty where there is no such majority."""
-    counts = {key: keys.count(key) for key in set(keys)}
-    largest = max(counts, key=lambda key: counts[key])
-    return tuple(r for r, key in enumerate(keys) if key != largest) if 2 * counts[largest] > len(keys) else ()
-
-
-def ranks_of(ranks: Sequence[int]) -> str:
-    """``ranks 0, 2 and 3 more``."""
-    listed = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
 
 
 def _who_has_what(values: Mapping[int, Any]) -> str:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from ds_silent import preflight
 from ds_silent.capture.local import layers_of
 from ds_silent.exchange import Gathered
+from ds_silent.parts import Parts, outvoted, parts_of
 from ds_silent.preflight import Item, read_item
 from ds_silent.records import Event
 from ds_silent.together import Together
@@ -66,7 +67,6 @@ _REMEMBERED = 4  # measured steps: a sample is read one or two steps later
 _ON_DEVICE = "on the device"
 _TRAINING, _TRAINABLE = attrgetter("training"), attrgetter("requires_grad")
 
-Parts = tuple[tuple[int, ...], ...]
 _News = tuple[dict[str, set[Parts]], dict[str, Parts], int]
 
 
@@ -251,23 +251,14 @@ def differing(scalars: Mapping[str, Tensor], kind: str) -> Parts | None:
     values = scalars[kind]
     if not bool((values != 0).all()) or bool((values == values[0]).all()):
         return None
-    members: dict[float, list[int]] = {}
-    for rank, value in enumerate(values.tolist()):
-        members.setdefault(value, []).append(rank)
-    return tuple(sorted((tuple(part) for part in members.values()), key=lambda part: (-len(part), part)))
-
-
-def odd_ranks(parts: Parts) -> tuple[int, ...]:
-    """Those that differ from more than half of all ranks; nobody without a majority."""
-    ranks = sum(len(part) for part in parts)
-    return () if 2 * len(parts[0]) <= ranks else tuple(sorted(rank for part in parts[1:] for rank in part))
+    return parts_of(values.tolist())
 
 
 def unlike(parts: Mapping[str, Parts], step: int) -> tuple[Unlike, ...]:
     """What the hashes alone say."""
     found: dict[tuple[str, Parts], Unlike] = {}
     for kind, ranks in parts.items():
-        group, odd = _GROUPS[kind], odd_ranks(ranks)
+        group, odd = _GROUPS[kind], outvoted(ranks)
         shown = "; ".join(f"ranks {', '.join(map(str, part))}" for part in ranks[:3])
         message = f"The {_WORDS[group]} differ between ranks: {shown}{'; …' if len(ranks) > 3 else ''}."
         found[group, ranks] = Unlike(f"unlike:{group}:{odd}", odd, _WORDS[group], message, _REMEDIES[group], step)

@@ -30,6 +30,7 @@ from rich.text import Text
 from ds_silent.coverage import expected_coverage
 from ds_silent.exchange import gather_on_host
 from ds_silent.fingerprint import Hash, hash_text
+from ds_silent.parts import Parts, outvoted, parts_of, ranks_of
 from ds_silent.records import Event, Severity
 from ds_silent.together import Once, at_once
 
@@ -52,7 +53,6 @@ GROUPS: tuple[Group, ...] = (
 )
 MAX_TEXTS = 32  # differing items whose values travel as text
 TEXT_BYTES = 160  # of each value
-SHOWN_RANKS = 8  # in a sentence
 PASSED = hash_text("passed")
 
 
@@ -142,7 +142,7 @@ def judge(items: Sequence[Item], hashes: Hashes, texts: Mapping[int, Sequence[st
     findings = []
     for index, item in enumerate(items):
         values = [tuple(pair) for pair in hashes[:, index].tolist()]
-        parts = _parts(values)
+        parts = parts_of(values)
         shown: tuple[str, ...] = (item.shown,)
         if texts is not None and index in texts:
             shown = tuple(texts[index][part[0]] for part in parts)
@@ -151,16 +151,9 @@ def judge(items: Sequence[Item], hashes: Hashes, texts: Mapping[int, Sequence[st
             ok = not odd
         else:
             ok = _as_expected(item.expectation, parts, len(hashes))
-            odd = () if ok else _odd(item.expectation, parts, len(hashes))
+            odd = () if ok else _odd(item.expectation, parts)
         findings.append(Finding(item, parts, shown, ok, odd))
     return Outcome(len(hashes), tuple(findings))
-
-
-def _parts(values: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    members: dict[tuple[int, ...], list[int]] = {}
-    for rank, value in enumerate(values):
-        members.setdefault(value, []).append(rank)
-    return tuple(sorted((tuple(part) for part in members.values()), key=lambda part: (-len(part), part)))
 
 
 def _as_expected(expectation: Expectation, parts: Sequence[Sequence[int]], ranks: int) -> bool:
@@ -171,12 +164,10 @@ def _as_expected(expectation: Expectation, parts: Sequence[Sequence[int]], ranks
     return len(parts) == 1 or (expectation == "alike" and len(parts) == ranks)
 
 
-def _odd(expectation: Expectation, parts: Sequence[tuple[int, ...]], ranks: int) -> tuple[int, ...]:
+def _odd(expectation: Expectation, parts: Parts) -> tuple[int, ...]:
     if expectation == "different":  # those that collide: all of them are told, none is the right one
         return tuple(sorted(rank for part in parts if len(part) > 1 for rank in part))
-    if 2 * len(parts[0]) <= ranks:
-        return ()
-    return tuple(sorted(rank for part in parts[1:] for rank in part))
+    return outvoted(parts)
 
 
 # -- the collectives -------------------------------------------------------------------------------------------------
@@ -286,12 +277,12 @@ def events_of(outcome: Outcome, step: int = 0) -> list[Event]:
 def _sentence(findings: Sequence[Finding]) -> str:
     first = findings[0]
     if first.item.expectation == "passed":
-        return f"{_failures(first)} ({_ranks(first.odd)})."
+        return f"{_failures(first)} ({ranks_of(first.odd)})."
     more = f" (and {len(findings) - 1} more differ in the same way)" if len(findings) > 1 else ""
     if first.item.expectation == "different":
-        collide = "; ".join(f"{_ranks(part)} all have {_shown(first, i)}" for i, part in _colliding(first))
+        collide = "; ".join(f"{ranks_of(part)} all have {_shown(first, i)}" for i, part in _colliding(first))
         return f"{first.item.name} must differ between ranks, but {collide}{more}."
-    shown = [f"{_shown(first, i)} on {_ranks(part)}" for i, part in enumerate(first.parts[:3])]
+    shown = [f"{_shown(first, i)} on {ranks_of(part)}" for i, part in enumerate(first.parts[:3])]
     rest = len(first.parts) - len(shown)
     values = "; ".join(shown) + (f"; {rest} more value{'s' if rest > 1 else ''}" if rest else "")
     nobody = "" if first.odd else " There is no majority, so no rank is named."
@@ -322,16 +313,10 @@ def _shown(finding: Finding, index: int) -> str:
     return finding.texts[index]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
-
-
 def verdict(finding: Finding) -> str:
     """In a few words: equal, each its own, free, or what is wrong."""
     if finding.item.expectation == "passed":
-        return "passed" if finding.ok else f"not so on {_ranks(finding.odd)}"
+        return "passed" if finding.ok else f"not so on {ranks_of(finding.odd)}"
     if finding.agrees and finding.item.expectation == "better different":
         return "equal, better different"
     if finding.agrees:
@@ -340,7 +325,7 @@ def verdict(finding: Finding) -> str:
         if finding.item.expectation == "better different":
             return "different"
         return "free" if finding.item.expectation == "free" else "each rank its own"
-    return f"{_ranks(finding.odd)} differ{'s' if len(finding.odd) == 1 else ''}" if finding.odd else "no agreement"
+    return f"{ranks_of(finding.odd)} differ{'s' if len(finding.odd) == 1 else ''}" if finding.odd else "no agreement"
 
 
 def table(outcome: Outcome, full: bool = False) -> Table:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_silent.agreement import Statement, Verdict, agree, flat, ranks_of
+from ds_silent.agreement import Statement, Verdict, agree, flat
 from ds_silent.capture.deepspeed import DeepSpeedCapture, data_parallel_group, engine_facts
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
+from ds_silent.parts import ranks_of
 from ds_silent.plan import layout_of
 from ds_silent.records import Event
 

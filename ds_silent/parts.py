@@ -1,0 +1,35 @@
+"""Which ranks have the same, who is the odd one out, and how a sentence names ranks. Pure.
+
+parts = parts_of(values)          # ((0, 2, 3), (1,)): ranks of equal value, the largest part first
+outvoted(parts)                   # (1,): nobody where no more than half of all agree
+ranks_of((0, 2))                  # "ranks 0, 2"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+SHOWN_RANKS = 8  # in a sentence
+
+Parts = tuple[tuple[int, ...], ...]
+
+
+def parts_of(values: Iterable[Hashable]) -> Parts:
+    """Ranks by equal value; the largest part first, then by first rank."""
+    members: dict[Hashable, list[int]] = {}
+    for rank, value in enumerate(values):
+        members.setdefault(value, []).append(rank)
+    return tuple(sorted((tuple(part) for part in members.values()), key=lambda part: (-len(part), part)))
+
+
+def outvoted(parts: Parts) -> tuple[int, ...]:
+    """Those that differ from more than half of all ranks; nobody without such a majority."""
+    ranks = sum(len(part) for part in parts)
+    return () if 2 * len(parts[0]) <= ranks else tuple(sorted(rank for part in parts[1:] for rank in part))
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more``."""
+    listed = ", ".join(map(str, ranks[:SHOWN_RANKS]))
+    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
