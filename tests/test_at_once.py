@@ -23,7 +23,7 @@ def one_step(losses, norms, tokens=UNKNOWN):  # type: ignore[no-untyped-def]
     count = len(losses)
     test = AtOnce(count, LOG_A)
     return test.step(
-        np.array(losses, float), np.array(norms, float), np.array(tokens, float)[:count], np.ones(count, bool)
+        1, np.array(losses, float), np.array(norms, float), np.array(tokens, float)[:count], np.ones(count, bool)
     )
 
 
@@ -65,16 +65,47 @@ def test_what_noise_or_tokens_explain_is_not_told(losses, norms, tokens) -> None
     assert one_step(losses, norms, tokens) is None
 
 
+def lasting(factor, ranks=4, quantity="loss"):  # type: ignore[no-untyped-def]
+    """Step at which a fault from the first step on is told, and its first step."""
+    test, rng = AtOnce(ranks, LOG_A), np.random.default_rng(0)
+    for step in range(1, 31):
+        losses, norms = 5.7 * np.exp(0.05 * rng.standard_normal(ranks)), np.exp(0.2 * rng.standard_normal(ranks))
+        (losses if quantity == "loss" else norms)[1] *= factor
+        apart = test.step(step, losses, norms, np.full(ranks, np.nan), np.ones(ranks, bool))
+        if apart is not None:
+            return step, apart.since, apart.rank, apart.quantity
+    return None
+
+
+@pytest.mark.parametrize(("factor", "ranks", "by"), [(47.0, 4, 3), (16.0, 4, 4), (16.0, 8, 4), (47.0, 3, 3)])
+@pytest.mark.parametrize("quantity", ["loss", "gradient norm"])
+def test_steps_one_after_the_other_add_up(factor: float, ranks: int, by: int, quantity: str) -> None:
+    """A fault from the first step on is never what this training is like."""
+    told = lasting(factor, ranks, quantity)
+    assert told is not None
+    assert told[0] <= by
+    assert told[1:] == (1, 1, quantity)
+    assert lasting(6.0, ranks, quantity) is None  # what a rank's share of the data may be like
+
+
+def test_an_odd_batch_is_learnt_from_when_it_is_over() -> None:
+    test, far = AtOnce(4, LOG_A), np.array([1.0, 1.0, 20.0, 1.0])
+    for step in range(20):
+        assert test.step(step, far if step == 5 else np.ones(4), np.ones(4), UNKNOWN, ALL) is None
+    assert max(test.state_dict()["gaps"][0]) == pytest.approx(math.log(20.0))
+    assert test.state_dict()["runs"] == [None, None]
+
+
 def test_what_was_as_large_before_is_no_surprise() -> None:
     """A hard row late in a training is not larger than everything was in its beginning."""
     test, rng = AtOnce(4, LOG_A), np.random.default_rng(0)
     for level in (11.0, 5.0, 1.0, 0.1, 0.02):
         for _ in range(20):
             healthy = level * np.exp(0.05 * rng.standard_normal(4))
-            assert test.step(healthy, np.ones(4), UNKNOWN, ALL) is None
+            assert test.step(1, healthy, np.ones(4), UNKNOWN, ALL) is None
     other = copy.deepcopy(test)
-    assert test.step(np.array([0.02, 0.02, 9.0, 0.02]), np.ones(4), UNKNOWN, ALL) is None
-    assert other.step(np.array([0.02, 0.02, 9000.0, 0.02]), np.ones(4), UNKNOWN, ALL) is not None
+    assert test.step(1, np.array([0.02, 0.02, 9.0, 0.02]), np.ones(4), UNKNOWN, ALL) is None
+    assert other.step(1, np.array([0.02, 0.02, 9000.0, 0.02]), np.ones(4), UNKNOWN, ALL) is not None
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
@@ -93,18 +124,21 @@ def test_no_false_alarm_on_heavy_tails_at_the_stated_rate(kind: str, ranks: int)
                 "hard rows": np.exp(0.2 * noise) * hard,
                 "cold start": 10.8 * math.exp(-step / 60) * np.exp((0.002 + min(step, 100) / 200) * noise),
             }[kind]
-            found += test.step(losses, norms, unknown, everyone) is not None
+            found += test.step(step, losses, norms, unknown, everyone) is not None
     assert found == 0
 
 
 def test_the_state_goes_on() -> None:
     rng, first = np.random.default_rng(1), AtOnce(4, LOG_A)
     for _ in range(30):
-        first.step(np.exp(0.2 * rng.standard_normal(4)), np.exp(0.4 * rng.standard_normal(4)), UNKNOWN, ALL)
+        first.step(1, np.exp(0.2 * rng.standard_normal(4)), np.exp(0.4 * rng.standard_normal(4)), UNKNOWN, ALL)
     second = AtOnce(4, LOG_A)
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    odd = np.array([1.0, 1.0, 25.0, 1.0])
+    assert first.step(1, odd, odd, UNKNOWN, ALL) is None
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     off = np.array([1.0, 1.0, 400.0, 1.0])
-    assert first.step(off, off, UNKNOWN, ALL) == second.step(off, off, UNKNOWN, ALL) is not None
+    assert first.step(1, off, off, UNKNOWN, ALL) == second.step(1, off, off, UNKNOWN, ALL) is not None
 
 
 def test_a_fault_that_lasts_is_one_event_and_ends() -> None:

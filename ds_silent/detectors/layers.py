@@ -82,6 +82,7 @@ class LayerTest:
         self._flagged: dict[int, dict[str, Any]] = {}
         self._of_tokens: Array = np.ones((ranks, len(_WEIGHTS)))  # CUSUM, at least 1
         self._spreads: Array | None = None
+        self._spread_steps = np.full(SCALES, -1, dtype=np.int64)
 
     def step(self, step: int, seen: LayerValues | None, label_tokens: Sequence[float] | None) -> list[Finding]:
         """Findings of one step: one per flagged rank."""
@@ -100,7 +101,10 @@ class LayerTest:
         if len(np.unique(values[-1][known[-1] & healthy])) == 1:
             self._of_tokens = np.sqrt(self._of_tokens)
         self._end()
-        self._flag(seen.names, healthy)
+        if healthy.sum() > 1:
+            self._flag(seen.names, healthy)
+        else:  # nobody is left to compare the last one with
+            self._forget(healthy)
         return self.standing()
 
     def standing(self) -> list[Finding]:
@@ -135,6 +139,7 @@ class LayerTest:
         self._recent: dict[bool, Array] = {}  # sizes and directions: (N, L) means over the newest steps
         if self._spreads is None or self._spreads.shape[1] != series:
             self._spreads = np.full((SCALES, series), np.nan)
+            self._spread_steps = np.full(SCALES, -1, dtype=np.int64)
         length = max(1, POOL // self.ranks)
         self._past = np.zeros((length, int(_REMEMBERS.sum()), series))  # sums over the ranks of exp(t z)
         self._past_counts = np.zeros((length, series))
@@ -192,7 +197,10 @@ class LayerTest:
 
     def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
         assert self._spreads is not None
-        self._spreads[self._taken % SCALES] = spreads
+        measured = np.isfinite(spreads)
+        if measured.any():  # one rank alone has no spread, and what was known stays
+            at = self._taken % SCALES
+            self._spreads[at, measured], self._spread_steps[at] = spreads[measured], step
         at = self._taken % len(self._past)
         large = np.where(peers, np.exp(residuals), 0.0)
         small = np.where(peers, np.exp(-residuals), 0.0)
@@ -258,6 +266,8 @@ class LayerTest:
         self._forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
         spoiled = self._past_steps >= self._flagged[rank]["since"]
         self._past[spoiled], self._past_counts[spoiled] = 0.0, 0.0
+        assert self._spreads is not None
+        self._spreads[self._spread_steps >= self._flagged[rank]["since"]] = np.nan
 
     def _forget(self, ranks: Flags) -> None:
         self._evidence[:, :, ranks] = 0.0
@@ -317,6 +327,7 @@ class LayerTest:
         self._flagged = {int(rank): dict(flag) for rank, flag in state["flagged"].items()}
         if state["spreads"] is not None:
             self._spreads = np.full((SCALES, len(state["spreads"])), np.nan)
+            self._spread_steps = np.full(SCALES, -1, dtype=np.int64)
             self._spreads[-1] = state["spreads"]
 
 

@@ -58,7 +58,7 @@ _UNKNOWN = {  # of a flag that an older version has written
     "why": "",
     "look_at": "this rank's rows and code",
 }
-_AT_ONCE = "a far larger {where} than all others, at this step: no noise explains it"
+_AT_ONCE = "a far larger {where} than all others, {when}: no noise explains it"
 
 
 class OutlierTest:
@@ -89,7 +89,7 @@ class OutlierTest:
             loss = _column(record.loss.per_rank, self.ranks)
             cosine = _column(record.direction.per_rank, self.ranks)
             norms = _column(record.grad_norm.per_rank, self.ranks)
-            apart = self._at_once.step(loss, norms, tokens, healthy)
+            apart = self._at_once.step(record.step, loss, norms, tokens, healthy)
             if apart is not None:  # before anything is learnt from it
                 self._flag_at_once(apart, record.step, healthy)
                 healthy[apart.rank] = False
@@ -140,9 +140,10 @@ class OutlierTest:
         self._test.forget_evidence(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
 
     def _flag_at_once(self, apart: StandsOut, step: int, healthy: Any) -> None:
-        flag = {"where": apart.quantity, "since": step, "sign": 1, "component": strongest_tilt(1)}
+        flag = {"where": apart.quantity, "since": apart.since, "sign": 1, "component": strongest_tilt(1)}
         flag |= {"score": apart.score, "threshold": apart.threshold, "severity": "error"}
-        flag |= {"meaning": _AT_ONCE.format(where=apart.quantity)}
+        when = "at this step" if apart.since == step else f"since step {apart.since}"
+        flag |= {"meaning": _AT_ONCE.format(where=apart.quantity, when=when), "when": when}
         self._set_apart(apart.rank, flag, healthy)
 
     def _set_apart(self, rank: int, flag: dict[str, Any], healthy: Any) -> None:
@@ -165,7 +166,7 @@ class OutlierTest:
         flag = self._flagged[rank]
         ranks, where, since = tuple(flag["ranks"]), flag["where"], flag["since"]
         if len(ranks) == 2:
-            when = f"at step {since}" if flag["severity"] == "error" else f"since about step {since}"
+            when = flag.get("when", f"since about step {since}")
             message = (
                 f"{named(ranks).capitalize()} disagree in their {where} {when}; with two ranks to compare nobody can "
                 f"say which of them is wrong. Rank {rank} against rank {sum(ranks) - rank}: {flag['numbers']}. "

@@ -96,6 +96,7 @@ class SequentialTest:
         self._pool = np.full((length, series, ranks), np.nan)  # rings: the entry of a step is its number modulo length
         self._pool_steps = np.full(length, -1, dtype=np.int64)
         self._spreads = np.full((SCALES, series), np.nan)
+        self._spread_steps = np.full(SCALES, -1, dtype=np.int64)
         self._taken = 0
         self._sum_pool()
 
@@ -143,8 +144,9 @@ class SequentialTest:
         self._cusum[series] /= 2.0
 
     def unlearn(self, rank: int, since: int) -> None:
-        """Take a flagged rank out of the history, from the step at which its fault began."""
+        """Take a flagged rank out of the history, from the step at which its fault began, and the spreads it made."""
         self._pool[self._pool_steps >= since, :, rank] = np.nan
+        self._spreads[self._spread_steps >= since] = np.nan
         self._sum_pool()
 
     # -- one step ----------------------------------------------------------------------------------------------------
@@ -183,7 +185,10 @@ class SequentialTest:
         return np.where(known[:, None, :], gain, 0.0)
 
     def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
-        self._spreads[self._taken % SCALES] = spreads
+        known = np.isfinite(spreads)
+        if known.any():  # one rank alone has no spread, and what was known stays
+            at = self._taken % SCALES
+            self._spreads[at, known], self._spread_steps[at] = spreads[known], step
         at = self._taken % len(self._pool)
         self._pool[at] = np.where(peers, residuals, np.nan)
         self._pool_steps[at] = step
@@ -206,6 +211,7 @@ class SequentialTest:
             "pool": _listed(self._pool),
             "pool_steps": self._pool_steps.tolist(),
             "spreads": _listed(self._spreads),
+            "spread_steps": self._spread_steps.tolist(),
             "taken": self._taken,
         }
 
@@ -220,6 +226,8 @@ class SequentialTest:
             self._pool[...] = pool.reshape(self._pool.shape)
             self._pool_steps = np.array(state["pool_steps"], dtype=np.int64)
         self._spreads = np.array(state["spreads"], dtype=np.float64)
+        steps = state.get("spread_steps", [-1] * SCALES)  # older states lack them
+        self._spread_steps = np.array(steps, dtype=np.int64)
         self._taken = int(state["taken"])
         self._sum_pool()
 
