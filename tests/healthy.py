@@ -32,6 +32,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 ALL_LINEAR = {"torch_autocast": {**AUTOCAST["torch_autocast"], "lower_precision_safe_modules": ["torch.nn.Linear"]}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
@@ -243,6 +244,7 @@ SETTINGS: tuple[Setting, ...] = (
              travels="fp16"),
     *_staged("fp16-dynamic", (1, 2, 3), top={"fp16": {"enabled": True, "initial_scale_power": 17,
              "hysteresis": 1}}, dtype="fp16", travels="fp16"),
+    *_staged("bf16-states", (1, 2, 3), quick=(2,), top=BF16_STATES, dtype="bf16", travels="bf16"),
     *_staged("bf16-model-without-block", (0,), quick=(0,), model=in_bf16, clipping=0.1, travels="bf16"),
     # buckets
     *_staged("small-buckets", (1, 2, 3), quick=(2,), zero={"reduce_bucket_size": 2000}),
@@ -256,6 +258,7 @@ SETTINGS: tuple[Setting, ...] = (
     *_staged("offloaded-parameters", (3,), zero={**OFFLOAD, "offload_param": {"device": "cpu"}}),
     *_staged("sub-groups", (3,), zero={"sub_group_size": 1000}),
     *_staged("secondary-partition", (3,), zero={"zero_hpz_partition_size": 1}),
+    *_staged("secondary-partition-of-two", (3,), zero={"zero_hpz_partition_size": 2}),
     # the optimizer
     *_staged("clipped", (0, 1, 2, 3), clipping=0.1),
     *_staged("clipped-bf16", (0, 1, 2, 3), clipping=0.1, dtype="bf16", travels="bf16"),

@@ -60,7 +60,7 @@ class Case:
             **self.top,
         }
         if self.dtype == "bf16":
-            config["bf16"] = {"enabled": True}
+            config.setdefault("bf16", {"enabled": True})
         if self.dtype == "fp16":
             config.setdefault("fp16", {"enabled": True, "initial_scale_power": 8})
         if enabled:
