@@ -36,9 +36,9 @@ from gradient_pool import LABEL_NOISE, Pool, load_or_collect
 from rich.console import Console
 from rich.table import Table
 
-from ds_silent import statistics
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
+from ds_silent.maths import statistics
 from ds_silent.records import Event, StepRecord
 
 SKETCH = 16_384

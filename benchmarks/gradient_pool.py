@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
-from ds_silent.sketch import make_plan, offsets_of, sketch_of
+from ds_silent.maths.sketch import make_plan, offsets_of, sketch_of
 from finetune.data import Row
 from finetune.encoding import IGNORED, collate, encode
 from finetune.instructions import generate

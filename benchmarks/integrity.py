@@ -29,12 +29,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
-from ds_silent.capture.local import LocalGradient
+from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.config import DetectorsConfig, DirectionConfig
 from ds_silent.detectors import log_steps
-from ds_silent.integrity import AggregateCheck, Arithmetic, check_aggregate, terms_of
-from ds_silent.replicas import Checksums, checksum
-from ds_silent.sketch import SketchPlan, make_plan, offsets_of, sketch_of
+from ds_silent.maths.rounding_bound import AggregateCheck, Arithmetic, check_aggregate, terms_of
+from ds_silent.maths.sketch import SketchPlan, make_plan, offsets_of, sketch_of
+from ds_silent.replicas.checksums import Checksums, checksum
 from finetune.data import Row
 from finetune.encoding import collate, encode
 from finetune.instructions import generate

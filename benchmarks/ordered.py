@@ -39,9 +39,9 @@ from torch import multiprocessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_silent
-from ds_silent.capture.deepspeed import DeepSpeedCapture
 from ds_silent.config import parse
-from ds_silent.ordered_exchange import LongVector, OrderedExchange
+from ds_silent.frameworks.deepspeed import DeepSpeedCapture
+from ds_silent.ordered.exchange import LongVector, OrderedExchange
 
 MICRO_BATCHES, STEPS, ROWS, LENGTH = 8, 20, 2, 33
 CLIPPING = 0.05  # far below the gradient's norm: the norm's bits are in every weight

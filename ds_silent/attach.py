@@ -1,9 +1,10 @@
 """From an engine and a block to an observer, and the refusals on the way.
 
 A refusal reaches every rank, whichever rank it comes from: before anything communicates, all ranks agree on the block
-and then on what follows from it and the engine (:mod:`ds_silent.agreement`). ``deepspeed.initialize`` communicates
-itself, so a rank that refuses remembers that, goes through it with the others, and all end together behind it. What
-only rank 0 can know (is the output directory writable, does it hold records?) is agreed with one small all-reduce.
+and then on what follows from it and the engine (:mod:`ds_silent.ranks.agreement`). ``deepspeed.initialize``
+communicates itself, so a rank that refuses remembers that, goes through it with the others, and all end together behind
+it. What only rank 0 can know (is the output directory writable, does it hold records?) is agreed with one small
+all-reduce.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ import deepspeed
 import torch.distributed as dist
 from rich.console import Console
 
-from ds_silent import preflight, start
-from ds_silent.capture.deepspeed import (
+from ds_silent.capture.data_facts import data_facts
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, parse
+from ds_silent.frameworks.deepspeed import (
     DeepSpeedCapture,
     has_optimizer,
     refuse_unsupported_config,
     refuse_unsupported_engine,
 )
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, parse
-from ds_silent.data_facts import data_facts
-from ds_silent.ds_config import load_ds_config
-from ds_silent.fingerprint import Hash
-from ds_silent.inventory import local_items, sampler_facts, weights_hash
+from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
-from ds_silent.run_directory import RunDirectory
+from ds_silent.preflight import compare as preflight
+from ds_silent.preflight.inventory import local_items, sampler_facts, weights_hash
+from ds_silent.ranks import start
 from ds_silent.sinks import SinkError
+from ds_silent.sinks.run_directory import RunDirectory
 
 logger = logging.getLogger("ds_silent")
 _ATTRIBUTE = "_ds_silent_observer"

@@ -50,15 +50,15 @@ def check(
     Exit status: 0 when every configuration can be honoured, else 2.
     """
     # Inside the command, because they import torch and DeepSpeed: `ds-silent --help` need not wait for that.
-    from ds_silent.capture.deepspeed import (
+    from ds_silent.commands.forecast import plan_lines
+    from ds_silent.config import ConfigError, parse
+    from ds_silent.frameworks.deepspeed import (
         left_to_fill_in,
         refuse_broken,
         refuse_too_few_ranks,
         refuse_unsupported_config,
     )
-    from ds_silent.config import ConfigError, parse
-    from ds_silent.ds_config import load_ds_config
-    from ds_silent.forecast import plan_lines
+    from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 
     refused = False
     for number, source in enumerate(ds_config):

@@ -1,6 +1,6 @@
 """The ``silent_consistency`` block of a ``ds_config``: what may stand in it, and one sentence for what may not.
 
-    ds_config = load_ds_config("ds_config.json")     # ds_silent.ds_config
+    ds_config = load_ds_config("ds_config.json")     # ds_silent.frameworks.deepspeed.ds_config
     config = parse(ds_config)                        # None when the block is absent or "enabled": false
 
 Every mistake is a :class:`ConfigError` with one sentence that names the key, the bound, the value and the remedy.

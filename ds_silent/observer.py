@@ -4,8 +4,9 @@
 
 The observer only orders the others. Whether anything communicates depends on the step and the configuration, and on
 what all ranks have read, never on what happened on one rank: a rank whose part broke still sends a sample, which says
-so, and one step later all ranks read that and stop observing together. :mod:`ds_silent.together` has the rule: what is
-called by ``_alone`` may break, what by ``_once`` is the same on every rank, and the lines between are played twice.
+so, and one step later all ranks read that and stop observing together. :mod:`ds_silent.ranks.together` has the rule:
+what is called by ``_alone`` may break, what by ``_once`` is the same on every rank, and the lines between are played
+twice.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.audit import Audit
-from ds_silent.capture.base import Capture
-from ds_silent.conduct import Unlike
+from ds_silent.capture.conduct import Unlike
+from ds_silent.capture.data_facts import DataFacts
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.data_facts import DataFacts
 from ds_silent.detectors import Judge, log_steps
-from ds_silent.exchange import LEFT, Gathered, LocalSample, gather_on_host, make_exchange
-from ds_silent.lockstep import Lockstep
-from ds_silent.measure import Context
-from ds_silent.plan import REMEMBERED, layout_of, replicas_of
+from ds_silent.exchange.gather import LEFT, Gathered, LocalSample, gather_on_host, make_exchange
+from ds_silent.exchange.layout import REMEMBERED, layout_of, replicas_of
+from ds_silent.exchange.row_ids import as_ids
+from ds_silent.frameworks.base import Capture
+from ds_silent.measure.record import Context
+from ds_silent.measure.reduction import Audit
+from ds_silent.ranks.lockstep import Lockstep
+from ds_silent.recorder import Writer
 from ds_silent.records import Event, Seconds, StepRecord
-from ds_silent.replicas import Drift
-from ds_silent.respond import Responder
-from ds_silent.run_directory import RunDirectory
-from ds_silent.sample_ids import as_ids
-from ds_silent.writer import Writer
+from ds_silent.replicas.checksums import Drift
+from ds_silent.respond.responder import Responder
+from ds_silent.sinks.run_directory import RunDirectory
 
 logger = logging.getLogger("ds_silent")
 STOPPED = 3
@@ -173,7 +174,7 @@ class Observer:
         return bool((self._once(self._exchange.peek).scalars["failed"] > 0).any())
 
     def _respond(self, step: int, act: Callable[[], None]) -> None:
-        """Nobody goes on after a response that broke off, see :class:`ds_silent.together.BrokeOff`."""
+        """Nobody goes on after a response that broke off, see :class:`ds_silent.ranks.together.BrokeOff`."""
         if not self._observing:
             return
         act()
@@ -347,7 +348,7 @@ class Observer:
                 set: a list, a tuple, a numpy array or a 1-D tensor, of any integer dtype and on any device.
 
         Raises:
-            TypeError, ValueError: they are something else (:func:`ds_silent.sample_ids.as_ids`).
+            TypeError, ValueError: they are something else (:func:`ds_silent.exchange.row_ids.as_ids`).
         """
         ids = as_ids(sample_ids)
         if self._observing:

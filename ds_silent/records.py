@@ -143,7 +143,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Repair:
-    """One act of :mod:`ds_silent.respond`, and its cost.
+    """One act of :mod:`ds_silent.respond.responder`, and its cost.
 
     ``done``: a check afterwards found everything right; else the fault is still there.
     """

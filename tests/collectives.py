@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_silent import exchange, ordered_exchange
+from ds_silent.exchange import gather as exchange
+from ds_silent.ordered import exchange as ordered_exchange
 
 NAMES = (
     *("all_reduce", "all_to_all_single", "broadcast", "all_gather", "reduce_scatter_tensor", "reduce", "barrier"),

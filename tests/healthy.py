@@ -1,6 +1,7 @@
 """Every setting of DeepSpeed and habit of a script that changes a healthy reduction's or optimizer's arithmetic.
 
-One table: what ``tests/test_healthy_settings.py`` trains with and without the observer, and with a fault in it.
+One table: what ``tests/frameworks/test_healthy_settings.py`` trains with and without the observer, with and without a
+fault in it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_silent
-from ds_silent.capture.patches import Patches
+from ds_silent.frameworks.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.repairs import state_of
 from tests.training import LENGTH, ROWS, VOCABULARY, WIDTH, Case, Probe

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import ds_silent
-from ds_silent.capture.patches import Patches
+from ds_silent.frameworks.patches import Patches
 from tests.training import Case, Probe, one_step
 
 STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent import exchange
-from ds_silent.capture.deepspeed import DeepSpeedCapture
+from ds_silent.exchange import gather as exchange
+from ds_silent.frameworks.deepspeed import DeepSpeedCapture
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.collectives import Call, check_collectives, record_collectives
 from tests.distributed import run_distributed

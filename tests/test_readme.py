@@ -23,16 +23,16 @@ PROGRAMS = ("make ", "python ", "pytest ", "ds-silent ", "deepspeed ", "torchrun
 RUN_BY: dict[str, str] = {
     "make demo": "tests/launch/test_demo.py",
     "make test": "tests/test_readme.py",  # you are in it
-    "make test-matrix": "tests/test_oracle.py",
+    "make test-matrix": "tests/frameworks/test_oracle.py",
     "make readme": "tests/test_readme.py",
     "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile
-    "deepspeed --num_gpus 8 --module ds_silent train.py ...": "tests/test_ways_in.py",
-    "torchrun --nproc_per_node 8 -m ds_silent train.py ...": "tests/test_ways_in.py",
-    "python -m ds_silent -m package.module ...": "tests/test_ways_in.py",
+    "deepspeed --num_gpus 8 --module ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
+    "torchrun --nproc_per_node 8 -m ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
+    "python -m ds_silent -m package.module ...": "tests/frameworks/test_ways_in.py",
     "launch/train.py": "tests/launch/test_train.py",
     "launch/gpu.sh --dry-run": "tests/launch/test_scripts.py",
-    "ds-silent check ds_config.json": "tests/test_cli.py",
-    "ds-silent numerics --gradients gradients/": "tests/test_numerics.py",
+    "ds-silent check ds_config.json": "tests/commands/test_cli.py",
+    "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",
     "tensorboard --logdir runs/my-run/tensorboard": "tests/test_readme.py",
 }
 """What a part of the usual tests runs: command -> file in which it does."""
@@ -43,7 +43,7 @@ FINE_TUNE = "deepspeed launch/train.py "
 SLOW: dict[str, float] = {
     "ds-silent drill": 30,
     "ds-silent numerics": 10,
-    "pytest tests/test_ordered_training.py -m matrix": 30,
+    "pytest tests/ordered/test_ordered_training.py -m matrix": 30,
     "python benchmarks/acts.py": 15,
     "python benchmarks/detection.py --part power": 120,
     "python benchmarks/false_alarms.py --steps 100": 60,

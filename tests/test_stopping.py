@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent import exchange
+from ds_silent.exchange import gather as exchange
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.training import Case, Probe, build, one_step

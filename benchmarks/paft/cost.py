@@ -25,9 +25,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.drill.injections import NOTHING, Injection
-from ds_silent.drill.ranks import on_ranks
-from ds_silent.drill.seams import Collective, Seams
+from ds_silent.drill.deepspeed.seams import Collective, Seams
+from ds_silent.drill.faults.inputs import NOTHING, Injection
+from ds_silent.practice.ranks import on_ranks
 
 from .methods import METHODS, NO_COMPARISON, Method
 from .tasks import Block

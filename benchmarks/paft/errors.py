@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_silent.drill.seams import Collective
+from ds_silent.drill.deepspeed.seams import Collective
 
 TOP_EXPONENT_BIT = 30  # of fp32; zero in every |x| < 2: a flip multiplies by 2^128
 

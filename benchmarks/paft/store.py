@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from ds_silent.drill.ranks import on_ranks
+from ds_silent.practice.ranks import on_ranks
 
 from .training import RANKS, Training, train_all
 

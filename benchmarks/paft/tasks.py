@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from ds_silent.drill.practice import PracticeModel, Rows, make_rows, warm_up
+from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
 
 TEST_IMAGES = 600  # of 1,797; the split is the same for every seed
 HELD_OUT_ROWS, TRAINING_ROWS = 512, 4096

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
-import ds_silent.exchange
-from ds_silent.capture.patches import Patches
-from ds_silent.drill.injections import Injection
-from ds_silent.drill.seams import Seams
+import ds_silent.exchange.gather
+from ds_silent.drill.deepspeed.seams import Seams
+from ds_silent.drill.faults.inputs import Injection
+from ds_silent.frameworks.patches import Patches
 
 from .errors import Error, Errors
 from .methods import METHODS
@@ -37,7 +37,7 @@ from .tasks import TASKS
 RANKS = 4
 COLLECTIVES = (
     *((dist, name) for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")),
-    (ds_silent.exchange, "_all_gather"),  # the samples' own, under whichever name this torch has
+    (ds_silent.exchange.gather, "_all_gather"),  # the samples' own, under whichever name this torch has
 )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.data import dataloader
 
-from ds_silent.data_facts import DataFacts, data_facts
+from ds_silent.capture.data_facts import DataFacts, data_facts
 
 logger = logging.getLogger("ds_silent")
 _watches: weakref.WeakSet[LoaderWatch] = weakref.WeakSet()

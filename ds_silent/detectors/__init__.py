@@ -12,9 +12,9 @@ ends.
 
 ``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier with
 layers, drift and the rounding bounds of ``integrity``. The derivations are in ``sequential``, ``layers`` and
-``ds_silent.integrity``. The others state facts. Scores and thresholds of the first three are natural logarithms of
-evidence: a threshold of 16 says that chance reaches it once in e^16 steps. Their events carry the rate at which they
-would just still be told.
+``ds_silent.maths.rounding_bound``. The others state facts. Scores and thresholds of the first three are natural
+logarithms of evidence: a threshold of 16 says that chance reaches it once in e^16 steps. Their events carry the rate at
+which they would just still be told.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ds_silent.conduct import Unlike
+from ds_silent.capture.conduct import Unlike
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import broken, conduct, duplicates
 from ds_silent.detectors.batch_size import BatchSizeTest
-from ds_silent.detectors.drift import DriftTest
 from ds_silent.detectors.episodes import Episodes
-from ds_silent.detectors.evidence import Coverage, Evidence, Finding, with_odds
-from ds_silent.detectors.integrity import integrity, notes, replicas
+from ds_silent.detectors.finding import Coverage, Evidence, Finding, with_odds
+from ds_silent.detectors.jump import DriftTest
 from ds_silent.detectors.layers import LayerTest
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
+from ds_silent.detectors.result import integrity, notes, replicas
 from ds_silent.detectors.same_order import SameOrderTest
 from ds_silent.records import Event, StepRecord
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from ds_silent.detectors.evidence import Evidence, Finding, named
+from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.records import StepRecord
 
 STEPS = 4

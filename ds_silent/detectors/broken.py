@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from ds_silent.detectors.evidence import Evidence, Finding, named
+from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.records import StepRecord
 
 _LABELS = "Drop rows without label tokens (cut before their response, or empty)."

@@ -1,9 +1,9 @@
-"""Ranks whose code does not do the same: a fact, told with what :mod:`ds_silent.conduct` found."""
+"""Ranks whose code does not do the same: a fact, told with what :mod:`ds_silent.capture.conduct` found."""
 
 from __future__ import annotations
 
-from ds_silent.conduct import Unlike
-from ds_silent.detectors.evidence import Finding
+from ds_silent.capture.conduct import Unlike
+from ds_silent.detectors.finding import Finding
 
 
 def unlike(found: tuple[Unlike, ...]) -> list[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ds_silent.detectors.evidence import Evidence, Finding, named
+from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.records import StepRecord
 
 COSINE_GAP = 2.0**-16

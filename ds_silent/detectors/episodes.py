@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_silent.detectors.evidence import Finding, with_odds
+from ds_silent.detectors.finding import Finding, with_odds
 from ds_silent.detectors.linked import FOLLOWS, Fault, cause_of, told_before
 from ds_silent.records import Event, Severity
 

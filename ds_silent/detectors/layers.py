@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.detectors.evidence import Finding, LayerValues, named
+from ds_silent.detectors.finding import Finding, LayerValues, named
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

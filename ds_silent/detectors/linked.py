@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ds_silent.detectors.evidence import Finding
+from ds_silent.detectors.finding import Finding
 from ds_silent.records import Event, Severity
 
 FOLLOWS = "Follows from the "  # how the message of such an effect begins

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.evidence import Coverage, Evidence, Finding
+from ds_silent.detectors.finding import Coverage, Evidence, Finding
 from ds_silent.detectors.sequential import Array
 from ds_silent.records import StepRecord
 

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.at_once import AtOnce, StandsOut
-from ds_silent.detectors.evidence import Evidence, Finding, named
 from ds_silent.detectors.explained import Explained
+from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.detectors.likely_causes import causes_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, SequentialTest, strongest_tilt
 from ds_silent.detectors.symptoms import Recent

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.evidence import Evidence, Finding, named
+from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.detectors.order import TOLERATED
 from ds_silent.detectors.sequential import Array
 from ds_silent.records import StepRecord

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_silent.detectors.evidence import Evidence, Finding
+from ds_silent.detectors.finding import Evidence, Finding
 from ds_silent.records import StepRecord
 
 
 class SameOrderTest:
-    """Follows what :mod:`ds_silent.same_order` sees.
+    """Follows what :mod:`ds_silent.measure.same_order` sees.
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.evidence import Evidence
+from ds_silent.detectors.finding import Evidence
 from ds_silent.detectors.likely_causes import Symptoms
 from ds_silent.detectors.sequential import Array
 from ds_silent.records import StepRecord

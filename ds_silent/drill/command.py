@@ -9,11 +9,11 @@ from typing import cast
 from rich.console import Console
 from rich.progress import Progress
 
+from ds_silent.commands.json_file import refuse_unwritable, write_json
 from ds_silent.config import ConfigError
+from ds_silent.drill.deepspeed.setting import Dtype
 from ds_silent.drill.program import LONGEST, DrillOptions, Outcome, RankBroke, exit_code, run_drill, to_json
 from ds_silent.drill.report import print_list, print_report
-from ds_silent.drill.setting import Dtype
-from ds_silent.json_file import refuse_unwritable, write_json
 
 USER_MISTAKE = 2
 WIDTH = 120  # of what goes into a file or a pipe

@@ -1,4 +1,4 @@
-"""Does the alarm work? Injects each fault of :mod:`ds_silent.faults` into a short real training and asks the observer.
+"""Does the alarm work? Injects each fault of the catalogue into a short real training and asks the observer.
 
     options = DrillOptions(config="ds_config.json", faults=("nan-loss",))
     outcome = run_drill(options)              # minutes; starts the ranks, prints nothing
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from ds_silent.config import ConfigError
-from ds_silent.drill.injections import Strike
-from ds_silent.drill.ranks import RankBroke, on_ranks
-from ds_silent.drill.rehearsal import Run, Trial, prepare, rehearse
-from ds_silent.drill.repaired import RepairVerdict, judge_repair
-from ds_silent.drill.responses import ORDERED, Response
-from ds_silent.drill.setting import Dtype, Setting, make_setting
-from ds_silent.drill.verdict import Verdict, due, judge, judge_healthy, loss_shift
-from ds_silent.ds_config import load_ds_config
-from ds_silent.faults import FAULTS, WARM, Fault
+from ds_silent.drill.deepspeed.rehearsal import Run, Trial, prepare, rehearse
+from ds_silent.drill.deepspeed.setting import Dtype, Setting, make_setting
+from ds_silent.drill.faults.catalogue import FAULTS, WARM, Fault
+from ds_silent.drill.faults.inputs import Strike
+from ds_silent.drill.faults.responses import ORDERED, Response
+from ds_silent.drill.verdicts.found import Verdict, due, judge, judge_healthy, loss_shift
+from ds_silent.drill.verdicts.repaired import RepairVerdict, judge_repair
+from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+from ds_silent.practice.ranks import RankBroke, on_ranks
 
 __all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trial_of", "trials_of"]
 

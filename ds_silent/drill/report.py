@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ds_silent.drill.faults.catalogue import FAULTS, Fault
 from ds_silent.drill.program import Outcome, Result
-from ds_silent.drill.verdict import due
-from ds_silent.faults import FAULTS, Fault
+from ds_silent.drill.verdicts.found import due
 
 _REPAIR_NOTE = (
     "repaired: weights and optimizer state were hashed after every step. retry and majority: from the repair on they "

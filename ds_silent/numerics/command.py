@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import Progress
 
+from ds_silent.commands.json_file import refuse_unwritable, write_json
 from ds_silent.config import ConfigError
-from ds_silent.drill.ranks import RankBroke
-from ds_silent.json_file import refuse_unwritable, write_json
 from ds_silent.numerics.orders import DTYPES
 from ds_silent.numerics.program import Findings, Options, measure, to_json
 from ds_silent.numerics.report import print_report
+from ds_silent.practice.ranks import RankBroke
 
 USER_MISTAKE = 2
 WIDTH = 120  # of what goes into a file or a pipe

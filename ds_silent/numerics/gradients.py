@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ds_silent.config import ConfigError
-from ds_silent.drill.practice import PracticeModel, Rows, make_rows
 from ds_silent.numerics.orders import reference_mean
+from ds_silent.practice.model import PracticeModel, Rows, make_rows
 
 ROWS = 8  # per micro-batch
 DTYPES_READ = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

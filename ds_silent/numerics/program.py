@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from ds_silent.config import ConfigError
-from ds_silent.drill.practice import PracticeModel, warm_up
 from ds_silent.numerics.gradients import Gradients, practice_gradients, read_gradients
 from ds_silent.numerics.orders import DTYPES, settled_loss_scale, spread
 from ds_silent.numerics.rounding import Rounding, measure_rounding
 from ds_silent.numerics.weights import Distance, measure_weights
 from ds_silent.numerics.wire import Job, RealReduction, Timing, reduce_for_real
+from ds_silent.practice.model import PracticeModel, warm_up
 
 WORLD_SIZES = (2, 4, 8)
 MOST_MICRO_BATCHES = 64

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ds_silent.config import DetectorsConfig, DirectionConfig
 from ds_silent.detectors import log_steps
-from ds_silent.integrity import Arithmetic, check_aggregate, terms_of
+from ds_silent.maths.rounding_bound import Arithmetic, check_aggregate, terms_of
+from ds_silent.maths.sketch import make_plan, sketch_of
 from ds_silent.numerics.orders import (
     DTYPES,
     ORDERS,
@@ -25,7 +26,6 @@ from ds_silent.numerics.orders import (
     spread,
     terms_of_mean,
 )
-from ds_silent.sketch import make_plan, sketch_of
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ds_silent.drill.ranks import on_ranks
 from ds_silent.numerics.gradients import read_flat
 from ds_silent.numerics.orders import DTYPES, ORDERS, changed_bits, spread, term_of_mean, terms_of_mean
+from ds_silent.practice.ranks import on_ranks
 
 WARM_UP = 3  # all-reduces of each dtype that are not timed
 AGAIN = "fp32 again"  # the noise of the ratios

@@ -20,7 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_silent.config import BLOCK, find_block, parse
-from ds_silent.ds_config import load_ds_config
+from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from finetune.settings import Settings, UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -1,0 +1,248 @@
+"""One rank's gradient of one step, put together from what the hooks of any framework see.
+
+    local = LocalGradient(...)
+    local.observe(index, gradient, boundary=True)      # from a leaf hook: one micro-batch's gradient of one parameter
+    local.observe_silent()                             # at the boundary, before the reduction
+    local.accumulator.take()                           # its sketch and squared norm
+
+There are two kinds of rooms. Where the gradient accumulates in a buffer of its own until the reduction, one look at
+the boundary suffices: what the buffer holds plus what is coming in, rounded as the addition will round it. Where every
+micro-batch is reduced and freed, each is added to the sketch: sketches add up, squared norms do not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_silent.capture.accumulator import Accumulator
+from ds_silent.capture.streams import stream_order
+from ds_silent.config import DirectionConfig
+from ds_silent.exchange.exact import copy_overlap, exact_gram
+from ds_silent.maths import sketch
+from ds_silent.ranks.together import SparseGradientError, Together
+
+Accumulated = Callable[[int], Tensor | None]
+"""``accumulated(index)``: what the framework has accumulated of a parameter's gradient in this step, if anything."""
+
+
+class LocalGradient:
+    """The local accumulated gradient of all trainable parameters, as sketch, squared norm and, if asked for, exactly.
+
+    Args:
+        numels: elements of each trainable parameter.
+        groups: layer of each parameter.
+        config: the ``direction`` block.
+        device: where the gradients are.
+        accumulated: see :data:`Accumulated`; never called when ``additive``.
+        additive: every micro-batch is reduced and freed; nobody accumulates the local gradient.
+        norms_add_up: False when ``additive`` and a step has several micro-batches.
+        copied: for the exact method, keep a copy, because nobody holds the whole local gradient at the boundary.
+        by_layer: keep a sketch of every layer.
+    """
+
+    def __init__(
+        self,
+        numels: list[int],
+        groups: list[int],
+        config: DirectionConfig,
+        device: torch.device,
+        accumulated: Accumulated,
+        additive: bool,
+        norms_add_up: bool,
+        copied: bool,
+        by_layer: bool,
+    ):
+        self.offsets, self.total = sketch.offsets_of(numels)
+        plan = sketch.make_plan(self.total, config.sketch_size, device)
+        self._order = stream_order(device)
+        self._new_accumulator = partial(Accumulator, plan, self.offsets, numels, groups, by_layer, self._order)
+        self.accumulator = self._new_accumulator()
+        self._of_micro_batch: Accumulator | None = None  # while micro-batches are kept apart
+        self._micro_batches: list[Tensor] = []
+        self.sketching = config.method != "off"
+        self.copied = copied
+        self._memory_mb, self._device = config.exact_memory_mb, device
+        self._accumulated, self._additive, self._norms_add_up = accumulated, additive, norms_add_up
+        self._copy: Tensor | None = None
+        self._fires = [0] * len(numels)
+        self._captured = [False] * len(numels)
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forget the step that was taken; what :attr:`accumulator` holds is forgotten by taking it."""
+        self._fires[:] = [0] * len(self._fires)
+        self._captured[:] = [False] * len(self._captured)
+        self._once = True
+        self.leftover: Tensor | None = None  # squared norm, 0-dim
+        self.micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
+        self._before: Tensor | None = None  # sketch of the micro-batches that have ended
+
+    def keep_micro_batches(self) -> None:
+        """From now on, keep a sketch of each micro-batch too, until :meth:`take_micro_batches`."""
+        self._of_micro_batch = self._new_accumulator()
+
+    def take_micro_batches(self) -> list[Tensor]:
+        """(L, k) sketch of each micro-batch of this step, as their gradients came in; none is kept any more."""
+        kept, self._micro_batches, self._of_micro_batch = self._micro_batches, [], None
+        return kept
+
+    @property
+    def seen(self) -> bool:
+        """Whether every parameter that took part was captured whole."""
+        return all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))
+
+    @property
+    def norm_seen(self) -> bool:
+        """Whether the squared norm is that of the whole step; else it must come from the sketch."""
+        return self._norms_add_up and self._once
+
+    @property
+    def fired(self) -> int:
+        """How many parameters took part in this step."""
+        return sum(fires > 0 for fires in self._fires)
+
+    def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool) -> None:
+        """One micro-batch's gradient of parameter ``index``, before it is accumulated.
+
+        Args:
+            gradient: of the parameter's shape; only read, and no reference is kept.
+            boundary: whether this is the step's last micro-batch; ignored when ``additive``.
+            exact: whether the exact method is due at this step.
+
+        Raises:
+            SparseGradientError: only some rows of it are there.
+        """
+        if gradient.layout is not torch.strided:
+            raise SparseGradientError(
+                f"the gradient of trainable parameter {index} is sparse on rank {dist.get_rank()}, which cannot be "
+                "observed: make its module with sparse=False, if it is to be"
+            )
+        if self._order is not None:  # for the copy and the leftover; the accumulators enter by themselves
+            self._order.enter()
+        if self._of_micro_batch is not None:
+            self._of_micro_batch.add(index, gradient, square=False)
+        first = self._fires[index] == 0
+        self._fires[index] += 1
+        if self._additive:
+            # A parameter of a reentrant checkpoint fires in parts.
+            self._once &= first
+            self._captured[index] = True
+            self._add(index, gradient, None, exact, square=self._norms_add_up)
+            return
+        previous = self._accumulated(index)
+        if first and previous is not None:
+            self._take_out_leftover(index, previous, boundary)
+        if not boundary:
+            return
+        if self._captured[index]:
+            self._once = False
+            self._add(index, gradient, None, exact, square=False)
+            return
+        self._captured[index] = True
+        self._add(index, gradient, None if first else previous, exact, square=True)
+
+    def observe_silent(self, exact: bool) -> None:
+        """Parameters that took part in earlier micro-batches but not in the boundary's: no hook fired for them.
+
+        Called at the boundary, after its backward and before the reduction.
+        """
+        if self._additive or sum(self._captured) == len(self._captured):
+            return
+        for index, fires in enumerate(self._fires):
+            held = self._accumulated(index) if fires and not self._captured[index] else None
+            if held is not None:
+                self._captured[index] = True
+                self._add(index, held, None, exact, square=True)
+
+    def end_micro_batch(self) -> None:
+        """A micro-batch's backward has ended."""
+        if self._of_micro_batch is not None:
+            self._micro_batches.append(self._of_micro_batch.take()[0])
+        if self._norms_add_up or not self.sketching:
+            return
+        now = self.accumulator.peek()
+        step = now if self._before is None else now - self._before
+        square = torch.dot(step, step)
+        self.micro_squared = square if self.micro_squared is None else self.micro_squared + square
+        self._before = now
+
+    def _parts(self) -> list[tuple[int, Tensor]]:
+        """The whole local gradient as (global offset, flat tensor), for the exact method."""
+        if self.copied:
+            return [] if self._copy is None else [(0, self._copy)]
+        parts = []
+        for index, offset in enumerate(self.offsets):
+            held = self._accumulated(index) if self._fires[index] else None
+            if held is not None:
+                parts.append((offset, held.detach().reshape(-1)))
+        return parts
+
+    def exchange(self, group: dist.ProcessGroup, together: Together) -> Tensor:
+        """This rank's part of the exact (N, N) inner products; a collective: every rank calls it.
+
+        With zeros, or whatever was there, where something broke.
+        """
+        if self._order is not None:
+            self._order.enter()
+        parts = together.alone(self._parts) or []
+
+        def fill(begin: int, end: int, out: Tensor) -> None:
+            copy_overlap(parts, begin, end, out)
+
+        gram = exact_gram(fill, self.total, group, self._device, self._memory_mb, together.alone, together.once)
+        if self._copy is not None:
+            self._copy.zero_()
+        return gram
+
+    def close(self) -> None:
+        """Give the copy back."""
+        self._copy = None
+
+    def _add(self, index: int, gradient: Tensor, previous: Tensor | None, exact: bool, square: bool) -> None:
+        self.accumulator.add(index, gradient, previous, square=square, sketching=self.sketching)
+        if exact and self.copied:
+            if self._copy is None:
+                self._copy = torch.zeros(self.total, device=self._device)
+            part = self._copy[self.offsets[index] : self.offsets[index] + gradient.numel()]
+            for term in (gradient, previous):
+                if term is not None:
+                    part.add_(term.detach().reshape(-1))
+
+    def _take_out_leftover(self, index: int, previous: Tensor, boundary: bool) -> None:
+        """What ``zero_grad`` left of the last step is a fault of its own, never part of the local gradient."""
+        flat = previous.detach().reshape(-1).float()
+        square = torch.dot(flat, flat)
+        self.leftover = square if self.leftover is None else self.leftover + square
+        if not boundary:  # at the boundary `previous` is simply not added
+            self.accumulator.add(index, previous, weight=-1.0, square=False, sketching=self.sketching)
+
+
+def layers_of(names: list[str]) -> tuple[tuple[str, ...], list[int]]:
+    """Layer of each parameter: the path up to the first number (``model.layers.3``), else the module's own name."""
+    order: dict[str, int] = {}
+    groups = []
+    for name in names:
+        match = re.match(r"(.*?\.\d+)\.", name)
+        layer = match.group(1) if match else name.rpartition(".")[0] or name
+        groups.append(order.setdefault(layer, len(order)))
+    return tuple(order), groups
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The scalar loss in a module's output: the output, its ``loss``, its ``["loss"]`` or its first element."""
+    candidate = output
+    if not isinstance(output, Tensor):
+        candidate = getattr(output, "loss", None)
+        if candidate is None and isinstance(output, Mapping):
+            candidate = output.get("loss")
+        if candidate is None and isinstance(output, (tuple, list)) and output:
+            candidate = output[0]
+    is_loss = isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad
+    return candidate if is_loss else None

@@ -1,0 +1,235 @@
+"""What one rank knows of the step under way, made into one sample: no framework here.
+
+    sampler = StepSampler(local, rows, sends, together)
+    sampler.loss(loss)                                   # per micro-batch
+    sampler.reduced(aggregated)                          # the reduction has ended; the script may change its result now
+    sampler.sample(aggregated, scale, hashes)            # the step begins
+    sampler.apply(index, start, values)                  # from inside the optimizer's step: what it is about to use
+    sampler.end_step(applied=True)                       # the comparison of the two travels with the next sample
+
+Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.ranks.together`: the next sample says "failed", and
+all ranks switch off together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ds_silent.capture.handed import Remembered, differs, moved, remember
+from ds_silent.capture.local_gradient import LocalGradient
+from ds_silent.capture.row_ids import RowIds
+from ds_silent.exchange.gather import BROKE, LocalSample
+from ds_silent.maths.rounding_bound import multiple_of
+from ds_silent.ranks.together import Together
+
+Part = tuple[int, int, Tensor]
+"""(parameter, first element, values): a piece of a gradient."""
+
+
+_Taken = tuple[Tensor, Tensor]  # sketches and squared norms by layer
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """This rank's share of the aggregate as it came out of the reduction."""
+
+    taken: _Taken
+    remembered: Remembered
+
+
+@dataclass(frozen=True)
+class Sends:
+    """Which optional parts a sample has; the same on every rank."""
+
+    layer_sketches: bool
+    layer_aggregates: bool
+    applied: bool  # what the optimizer applies is observed
+
+
+class StepSampler:
+    """Collects one step's observations of one rank."""
+
+    def __init__(self, local: LocalGradient, rows: RowIds, sends: Sends, together: Together):
+        self._local, self._rows, self._sends, self._together = local, rows, sends, together
+        self._before: LocalSample | None = None  # of the step's reduction
+        self._aggregate: Tensor | None = None  # sketch of this rank's share, until the optimizer has run
+        self._of_last_step: dict[str, float | Tensor] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self._local_taken: _Taken | None = None  # the local gradient's, where the reduction was seen to end
+        self._reduced: _Reduced | None = None
+        self._losses: list[Tensor] = []
+        self._forward_losses: list[Tensor] = []
+        self._applied = False
+
+    # -- during the step -----------------------------------------------------------------------------------------
+
+    def loss(self, loss: Tensor) -> None:
+        """A micro-batch's loss, unscaled, as its backward begins."""
+        self._forward_losses.clear()
+        self._losses.append(loss.detach())
+
+    def forward_loss(self, loss: Tensor) -> None:
+        """A loss that a forward returned: it counts where nobody calls :meth:`loss`."""
+        self._forward_losses.append(loss.detach())
+
+    def late_forward_loss(self, loss: Tensor) -> None:
+        """The same, known only when the backward is under way; :meth:`loss` may have counted it."""
+        if not self._losses:
+            self._forward_losses.append(loss.detach())
+
+    def reduced(self, aggregated: Iterable[Part] | None) -> None:
+        """The reduction has ended: look at its result before the script can change it. The last such call counts."""
+        sketches, squares = self._local.accumulator.take()
+        if self._local_taken is not None:  # another backward at the same boundary
+            sketches, squares = sketches + self._local_taken[0], squares + self._local_taken[1]
+        self._local_taken = sketches, squares
+        if aggregated is not None:
+            parts = list(aggregated)
+            values = [part for _, _, part in parts]
+            self._reduced = _Reduced(self._read(parts), remember(values))
+
+    def _read(self, parts: Iterable[Part]) -> _Taken:
+        """Of pieces of the aggregate. The accumulator is empty before and after."""
+        for index, start, values in parts:
+            self._local.accumulator.add(index, values, start=start, sketching=self._local.sketching)
+        return self._local.accumulator.take()
+
+    def sample(
+        self, aggregated: Iterable[Part] | None, scale: float | Tensor, gram: Tensor | None, hashes: Tensor | None
+    ) -> LocalSample:
+        """This rank's observation of the step.
+
+        Args:
+            aggregated: this rank's share of the aggregated gradient; None where it is hidden.
+            scale: factor on all gradients of this step.
+            gram: this rank's part of the exact inner products.
+            hashes: int64, see :mod:`ds_silent.replicas.checksums`; the first is the replica's where ``scalars`` say so.
+        """
+        self._before = self._together.alone(self._sample, scale, gram)
+        return self._completed(aggregated, hashes, self._reduced)
+
+    def sample_again(self, aggregated: Iterable[Part] | None, hashes: Tensor | None) -> LocalSample:
+        """The step's observation with what has come out of the reduction that was repeated."""
+        return self._completed(aggregated, hashes, None)
+
+    def _completed(
+        self, aggregated: Iterable[Part] | None, hashes: Tensor | None, reduced: _Reduced | None
+    ) -> LocalSample:
+        before = self._before
+        alone = self._together.alone
+        sample = None if before is None else alone(self._with_aggregate, before, aggregated, hashes, reduced)
+        return LocalSample({"failed": BROKE}) if sample is None else sample
+
+    def apply(self, parts: Iterable[Part]) -> None:
+        """What the optimizer is about to apply, of this rank's share of the parameters."""
+        self._applied = True
+        if self._aggregate is not None:
+            for index, start, values in parts:
+                self._local.accumulator.add(index, values, start=start, square=False)
+
+    def end_step(self, observed: bool) -> None:
+        """The optimizer has run, or was skipped.
+
+        Args:
+            observed: whether this step was measured and its applied gradient can be seen.
+        """
+        self._of_last_step = {}
+        if observed and self._sends.applied and self._aggregate is not None:
+            self._of_last_step = self._together.alone(self._compare_applied) or {}
+        self._aggregate = None
+        self._local.start_step()
+        self._rows.end_step()
+        self._start()
+
+    # -- putting it together ----------------------------------------------------------------------------------------
+
+    def _sample(self, scale: float | Tensor, gram: Tensor | None) -> LocalSample:
+        """What was there before the reduction."""
+        local = self._local
+        scalars: dict[str, float | Tensor] = {
+            "gradient_seen": float(local.seen),
+            "norm_seen": float(local.norm_seen),
+            "fired": float(local.fired),
+            "loss_scale": scale,
+            **self._of_last_step,
+        }
+        losses = self._losses or self._forward_losses
+        if losses:
+            scalars["loss_sum"] = torch.stack([loss.float().reshape(()) for loss in losses]).sum()
+            scalars["loss_count"] = float(len(losses))
+        for name, value in (
+            ("leftover_squared", local.leftover),
+            ("micro_squared", local.micro_squared),
+            ("label_tokens", self._rows.take_label_tokens()),
+        ):
+            if value is not None:
+                scalars[name] = value
+        sketches, squares = self._local_taken or local.accumulator.take()
+        scalars["squared_norm"] = squares.sum()
+        return LocalSample(
+            scalars=scalars,
+            sketch=sketches.sum(0) if local.sketching else None,
+            layer_squares=squares,
+            ids=self._rows.take(squares.device),
+            layer_sketches=sketches if self._sends.layer_sketches and local.sketching else None,
+            gram=gram,
+        )
+
+    def _with_aggregate(
+        self,
+        before: LocalSample,
+        aggregated: Iterable[Part] | None,
+        hashes: Tensor | None,
+        reduced: _Reduced | None,
+    ) -> LocalSample:
+        """With what the reduction brought, and whether the script has changed it since."""
+        local, scalars = self._local, dict(before.scalars)
+        aggregates: Tensor | None = None
+        aggregate: Tensor | None = None
+        if aggregated is not None:
+            parts = list(aggregated)
+            aggregates, squares = self._read(parts) if reduced is None else reduced.taken
+            scalars["aggregate_squared"] = squares.sum()
+            aggregate = self._aggregate = aggregates.sum(0) if local.sketching else None
+            if reduced is not None:
+                scalars |= self._handed(reduced, parts)
+        scalars["aggregate_seen"] = float(aggregated is not None)
+        return replace(
+            before,
+            scalars=scalars,
+            aggregate=aggregate,
+            layer_aggregates=aggregates if self._sends.layer_aggregates and local.sketching else None,
+            hashes=hashes,
+        )
+
+    def _handed(self, reduced: _Reduced, parts: list[Part]) -> dict[str, float | Tensor]:
+        """What is applied is compared with what the step began with; a second look only where a script changed that."""
+        values = [part for _, _, part in parts]
+        if not moved(reduced.remembered, values):
+            changed = differs(reduced.remembered, values)
+            return {} if changed is None else {"handed_seen": -changed}
+        sketches, squares = self._read(parts)
+        if self._local.sketching:
+            self._aggregate = sketches.sum(0)
+        return {"handed_seen": 1.0, "handed_squared": squares.sum()}
+
+    def _compare_applied(self) -> dict[str, float | Tensor]:
+        """Applied = factor * aggregate + error, of this rank's share; all of it stays on the device."""
+        assert self._aggregate is not None
+        if not self._applied:
+            return {"applied_seen": -1.0}
+        applied, _ = self._local.accumulator.take()
+        total, aggregate = applied.sum(0), self._aggregate
+        factor, error = multiple_of(total, aggregate)
+        return {
+            "applied_seen": 1.0,
+            "applied_factor": factor,
+            "applied_error": torch.dot(error, error),
+            "applied_squared": torch.dot(total, total),
+        }

@@ -1,0 +1,199 @@
+"""What a configuration will measure, send, keep and change, in words, before anything is started.
+
+for line in plan_lines(config, ds_config, world_size=8, parameters=1_155_912_192):
+    print(line)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ds_silent.commands.units import size_text
+from ds_silent.config import DirectionConfig, SilentConsistencyConfig
+from ds_silent.exchange.gather import GATHER_LIMIT, Layout, gathers_sketches
+from ds_silent.exchange.layout import place_size
+from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
+from ds_silent.maths.sketch import make_plan
+
+
+def plan_lines(
+    config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int, parameters: int | None = None
+) -> Iterator[str]:
+    """What the observer will do under ``config`` (a ``SilentConsistencyConfig``), a line for each thing.
+
+    Args:
+        config: the checked block.
+        ds_config: the whole configuration, for the ZeRO stage.
+        world_size: data-parallel ranks N.
+        parameters: trainable parameters, where the size of the model is known.
+    """
+    direction = config.direction
+    steps = "every optimizer step" if config.interval == 1 else f"every {config.interval} optimizer steps"
+    yield f"silent_consistency: on, measures {steps} over {world_size} ranks"
+    if config.preflight:
+        yield "  preflight   before step 1: weights, generators, sampler, hyper-parameters, configuration, versions"
+    yield "  measures    loss and gradient norm of each rank, norm of the aggregated gradient, noise scale"
+    if direction.method == "off":
+        yield "  direction   off"
+        yield f"  sends       {_collective(0, world_size)} per measurement, asynchronously"
+    else:
+        yield f"  direction   {_direction(direction)}"
+        yield f"  sends       {_collective(direction.sketch_size, world_size)} per measurement, asynchronously"
+        host, device = (size_text(_working_memory(direction.sketch_size, world_size, kind)) for kind in ("cpu", "meta"))
+        yield f"  keeps       {host} per rank where gradients are on the CPU, {device} where on an accelerator"
+        if direction.method == "exact" or direction.exact_interval:
+            free = "from the pieces that the ordered reduction exchanges; nothing more is sent"
+            found = free if config.reduction == "ordered" else _exact(config, ds_config, world_size, parameters)
+            yield f"  exact       {found}"
+        if direction.per_layer:
+            yield "  per layer   one more sketch of each layer is sent; its size grows with the number of layers"
+    if config.reduction == "ordered":
+        yield from _ordered_lines(config, ds_config, parameters)
+    yield from _integrity_lines(config, ds_config, world_size)
+    yield from _response_lines(config, ds_config, parameters)
+    if config.coverage:
+        yield "  coverage    duplicates in a step, share of the epoch seen; row ids travel too, 12 B each"
+    if config.detectors.enabled:
+        rate = config.detectors.false_alarms_per_million_steps
+        yield f"  judges      each measured step; false alarms by chance: at most {rate:g} in a million steps"
+        if config.detectors.stop_on != "never":
+            worst = "an error" if config.detectors.stop_on == "error" else "a warning or an error"
+            yield f"  stops       all ranks with exit status 3, two measured steps after {worst}"
+    board = ", TensorBoard files in tensorboard/" if config.tensorboard else ""
+    yield f"  writes      metrics.jsonl and events.jsonl{board} in {config.output_dir!a}, on rank 0"
+    ends = " until it is stopped" if config.detectors.enabled and config.detectors.stop_on != "never" else ""
+    if config.reduction == "ordered":
+        yield "  changes     the reduction's last bits, at every step: fp32, and an order of its own"
+    else:
+        repairs = config.respond.on_aggregation_error == "retry" or config.resync.mode != "off"
+        repairs |= config.respond.on_replica_drift in ("majority", "mean")
+        until = " until there is something to repair" if repairs else ends
+        yield f"  changes     nothing: the weights are bit for bit those of a training without it{until}"
+
+
+def _integrity_lines(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> Iterator[str]:
+    """What the checks of the reduction and of the replicas do, keep and send."""
+    size = config.direction.sketch_size
+    if config.integrity.aggregation and config.direction.method == "off":
+        yield "  reduction   not checked: that needs the sketches, which direction.method off does not make"
+    elif config.integrity.aggregation:
+        result = "sum" if str(ds_config.get("gradient_allreduce_op", "mean")).lower() == "sum" else "mean"
+        what = f"aggregated gradient against the {result} of the ranks', applied against aggregated gradient"
+        yield f"  reduction   {what}"
+        if gathers_sketches(world_size):
+            table = size_text(4 * make_plan(numel=1, size=size).width)
+            sent = size_text(4 * 2 * place_size(size, world_size))
+            yield f"  place       the layer where it went wrong; for each layer {table} are kept and {sent} sent"
+    if config.integrity.replica_interval:
+        steps = config.integrity.replica_interval
+        yield f"  replicas    bits compared every {steps} optimizer steps and after checkpoints; not under ZeRO stage 3"
+
+
+def _response_lines(
+    config: SilentConsistencyConfig, ds_config: Mapping[str, Any], parameters: int | None
+) -> Iterator[str]:
+    """What is done about an error, and what that keeps and sends; see ``ds_silent.respond.responder``."""
+    respond, resync = config.respond, config.resync
+    width, dtype = next(
+        ((2, name) for name in ("bf16", "fp16") if switched_on(section(ds_config, name), "enabled")), (4, "fp32")
+    )
+    size = f"{width} bytes per parameter" if parameters is None else f"{size_text(width * parameters)} in {dtype}"
+    waits = "each step waits for its own check"
+    if respond.on_aggregation_error == "retry":
+        times = f"up to {respond.retries} times"
+        then = "goes on and says so" if respond.on_failed_retry == "report" else "ends with exit status 3"
+        copy = (
+            "keeps no copy of its own"
+            if config.reduction == "ordered"
+            else f"keeps a copy of the local gradient ({size})"
+        )
+        yield f"  retry       a wrong reduction is repeated {times} before it is used; then the training {then}"
+        yield f"              {copy}; {waits}"
+    elif respond.on_aggregation_error == "stop":
+        yield f"  stops       before a wrong reduction is applied: suspect checkpoint, exit status 3; {waits}"
+    steps = config.integrity.replica_interval
+    if respond.on_replica_drift in ("majority", "mean"):
+        bits = (
+            "the bits that more than half of the ranks hold" if respond.on_replica_drift == "majority" else "the mean"
+        )
+        yield f"  repairs     replicas compared after every {steps} updates; tensors that differ get {bits}"
+        yield "              weights, fp32 masters and optimizer state; while nothing differs, checksums alone are sent"
+    elif respond.on_replica_drift == "stop":
+        yield f"  stops       when replicas differ after every {steps} updates: suspect checkpoint, exit status 3"
+    if resync.mode == "periodic":
+        yield f"  resync      every {resync.interval} updates, what differs is averaged ({_state(resync.state)})"
+    elif resync.mode == "dynamic":
+        yield f"  resync      at most every {resync.interval} updates, what differs is averaged beside the next step"
+        yield f"              ({_state(resync.state)}); keeps an fp32 copy of what differs meanwhile"
+
+
+def _state(state: str) -> str:
+    return "weights and optimizer state" if state == "all" else "weights only"
+
+
+def _ordered_lines(
+    config: SilentConsistencyConfig, ds_config: Mapping[str, Any], parameters: int | None
+) -> Iterator[str]:
+    """What the ordered reduction keeps and sends; see ``ds_silent.ordered.tree``."""
+    steps = ds_config.get("gradient_accumulation_steps", 1)
+    steps = steps if isinstance(steps, int) else 1
+    pairing = config.ordered.micro_batches
+    waiting = steps.bit_length() - 1 if pairing == "contiguous" else steps // 2
+    size = "4 bytes per parameter" if parameters is None else size_text(4 * parameters)
+    until = " until the optimizer has run, beside their mean" * (config.respond.on_aggregation_error == "retry")
+    yield f"  ordered     same bits however the step's micro-batches, {pairing}, are spread over ranks and accumulation"
+    sums = "one fp32 gradient" if not waiting else f"up to {1 + waiting} fp32 gradients"
+    yield f"              keeps {sums} of {size} where DeepSpeed accumulates one{until}"
+    yield f"              exchanges pieces within {config.ordered.memory_mb} MiB, instead of DeepSpeed's reduction"
+
+
+def _direction(direction: DirectionConfig) -> str:
+    size = direction.sketch_size
+    sketch = f"sketch of {size} numbers, standard error of one cosine about {size**-0.5:.2g}"
+    if direction.method == "exact":
+        return "exact cosines at every measurement"
+    return sketch + (
+        f", checked exactly every {direction.exact_interval} measurements" * bool(direction.exact_interval)
+    )
+
+
+def _collective(sketch_size: int, world_size: int) -> str:
+    """The collectives of ``ds_silent.exchange.gather``, in bytes that one rank contributes."""
+    layout = Layout(size=sketch_size)
+    if world_size <= GATHER_LIMIT or sketch_size == 0:
+        return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank"
+    sums = size_text(4 * 3 * sketch_size)
+    return f"one all-reduce of {sums} and one all-gather of {4 * layout.scalars} B from each rank"
+
+
+def _working_memory(sketch_size: int, world_size: int, device: str) -> int:
+    """Bytes: tables and signs of T numbers, a scratch of one block, and the buffers of the exchange.
+
+    Args:
+        device: ``meta`` stands for any accelerator: the plan only asks whether it is the CPU.
+    """
+    plan = make_plan(numel=1, size=sketch_size, device=device)
+    layout = Layout(size=sketch_size)
+    sketches = 2 * plan.width + plan.block_rows * plan.width  # local and aggregated table, scratch
+    width = layout.vectors + layout.scalars
+    buffers = width * (1 + world_size) if world_size <= GATHER_LIMIT else 4 * sketch_size + width
+    return 4 * (plan.width + sketches + buffers)
+
+
+def _exact(
+    config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int, parameters: int | None
+) -> str:
+    """The extra memory and traffic of the exact method; see ``ds_silent.exchange.exact``."""
+    zero = zero_section(ds_config)
+    stage = zero["stage"]
+    copies = stage in (2, 3) or (stage == 1 and bool(zero.get("overlap_comm")))
+    sent = f"all-to-all in pieces within {config.direction.exact_memory_mb} MiB"
+    if parameters is not None:
+        # each rank keeps its own piece, so (N - 1)/N of the fp32 gradient leaves it
+        sent += f", {size_text(4 * parameters * (world_size - 1) / world_size)} leave each rank"
+    if not copies:
+        return f"{sent}; no copy of the gradient"
+    why = f"ZeRO stage {stage}" + (" with overlap_comm" if stage == 1 else "")
+    size = "4 bytes per parameter" if parameters is None else size_text(4 * parameters)
+    return f"{sent}; and one fp32 copy of the gradient ({size}), because {why} keeps none"

@@ -1,0 +1,311 @@
+"""A reduction, an optimizer's input or a replica that is not what it must be. Facts and bounds, no baselines.
+
+Thresholds are the rounding bounds of ``ds_silent.maths.rounding_bound``; bits that must be equal are compared as bits.
+Nobody is named where two ranks differ from each other and neither is more than half of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ds_silent.detectors.finding import Finding, named
+from ds_silent.detectors.linked import APPLIED
+from ds_silent.maths.causes import Cause
+from ds_silent.maths.micro_batches import MicroBatches
+from ds_silent.maths.rounding_bound import AggregateCheck
+from ds_silent.measure.reduction import Applied, Integrity
+from ds_silent.records import Event, Severity, StepRecord
+from ds_silent.replicas.checksums import Drift, Groups
+
+SHOWN_LAYERS = 3
+_REDUCTION = (
+    "Do not trust the weights of this run since then; go back to the last checkpoint before it, try another DeepSpeed "
+    "version, overlap_comm false, or another communication_data_type, and look at the network of the rank named."
+)
+_REPEATED = (
+    "It was not applied: the reduction was repeated. If this comes again, look at the network and the memory of the "
+    "rank named."
+)
+
+
+def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
+    """What is wrong with this step's aggregate, and with what an optimizer applied."""
+    if seen is None:
+        return []
+    findings, layers = [], seen.layers
+    if seen.check is not None and (seen.check.wrong or (seen.repeated is not None and not seen.received)):
+        findings.append(_aggregation(record, seen, seen.check))
+        if seen.repeated:
+            findings[-1] = dataclasses.replace(findings[-1], remedy=_REPEATED)
+        if seen.micro_batches is not None:
+            findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers))
+    elif seen.received:
+        findings.append(_received(record, seen.received, layers, seen.result))
+    if seen.applied is not None:
+        findings += _applied(record, seen.applied)
+    return findings
+
+
+def notes(seen: Integrity | None) -> list[Event]:
+    """Once: the script changes gradients so that what is applied cannot be compared with what was reduced."""
+    applied = None if seen is None else seen.applied
+    if applied is None or not applied.note:
+        return []
+    factors = [factor / applied.expected for factor in applied.factors if factor is not None]
+    size = f"{min(factors):.3g} to {max(factors):.3g} times" if factors else "another gradient than"
+    message = (
+        f"The script changes gradients between the reduction and the step (step {applied.step}: {size} the aggregated "
+        "gradient is applied): the reduction is still checked, what the optimizer applies is not."
+    )
+    remedy = (
+        "Nothing to do if that is meant. What is written through tensor.data or safe_set_full_grad cannot be followed; "
+        "in-place operations on parameter.grad can."
+    )
+    step, kind, where = applied.step, "gradient-changed", "applied gradient"
+    return [Event(step, kind, "info", (), where, None, None, message, remedy)]
+
+
+def replicas(record: StepRecord, groups: Groups, drift: Drift | None) -> list[Finding]:
+    """What a comparison of the replicas says; until the next one, it stands."""
+    return [_drift(record, groups, drift)] if len(groups) > 1 else []
+
+
+def minority(groups: Groups, world_size: int) -> tuple[int, ...]:
+    """The ranks outside a group of more than half of all; none without such a group."""
+    if 2 * len(groups[0]) <= world_size:
+        return ()
+    return tuple(sorted(rank for group in groups[1:] for rank in group))
+
+
+def _aggregation(record: StepRecord, seen: Integrity, check: AggregateCheck) -> Finding:
+    cause, layers, received = seen.cause, seen.layers, seen.received
+    error, bound = check.relative_error, check.rounding_bound
+    finite = error is not None and bound is not None and math.isfinite(error)
+    size = f"{error:.3g} of it" if finite else "no finite multiple of it"
+    allowed = "" if bound is None else f", rounding explains at most {bound:.2g}"
+    message = f"The aggregated gradient is not the {seen.result} of the ranks' gradients: the error is {size}{allowed}."
+    kind, where, what = "aggregation-error", "aggregated gradient", "unexplained"
+    ranks: tuple[int, ...] = ()
+    if cause is not None:
+        where, ranks, what = _where(cause.wrong, layers), cause.blamed, cause.kind
+        parts = (cause, *cause.elsewhere[:2])
+        message += "".join(f" {_told(part, layers, record.world_size, seen.result)}" for part in parts)
+        if cause.unexplained:
+            message += f" No single rule explains {_where(cause.unexplained, layers)}."
+        if cause.kind == "unreduced":
+            kind = "unreduced-gradient"
+    if received:
+        groups = next(iter(received.values()))
+        message += f" {_who_received(groups, record.world_size)}"
+        odd = minority(groups, record.world_size)
+        apart = len(groups) == record.world_size > 1
+        if apart and (what == "unreduced" or (record.world_size > 2 and what != "leftover")):
+            kind, what, ranks = "unreduced-gradient", "unreduced", ()
+            message += " Every rank holds another one, as when nothing was reduced there."
+        ranks = ranks or odd
+    # what no single rule explains is another guess at each step, and yet the same fault
+    guessed = cause is None or bool(cause.unexplained) or what in ("partial", "noise")
+    key = "integrity unexplained" if guessed else f"integrity {what} {where}"
+    effects = ("replica-drift",) if received else ()  # the ranks go on from different gradients
+    excess = check.log_excess
+    return Finding(
+        key,
+        kind,
+        "error",
+        ranks,
+        where,
+        error,
+        bound,
+        message,
+        _REDUCTION,
+        record.step,
+        effects=effects,
+        log_excess=excess,
+    )
+
+
+def _told(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -> str:
+    """The cause in one sentence."""
+    where = _where(cause.layers, layers)
+    if cause.kind == "scale":
+        assert cause.factor is not None
+        shown = f"{cause.factor:.3g}" if abs(cause.factor - 1.0) > 0.005 else f"{cause.factor:.6g}"
+        return f"It is {shown} times the {result} in {where}."
+    if cause.kind == "weights":
+        shown = _weights(cause, cause.ranks) or "by small amounts"
+        return f"In {where} the ranks' gradients entered with other weights than 1: {shown}."
+    if cause.kind == "partial":
+        whose = named(cause.ranks or tuple(range(world_size)), world_size)
+        shown = _weights(cause, cause.ranks or tuple(range(world_size)))
+        return f"Something of the gradient of {whose} is missing or counted twice in {where} ({shown}, on average)."
+    factor = cause.factor or 0.0
+    if cause.kind == "unreduced":
+        alone = named(cause.ranks, world_size)
+        return f"In {where} it is {factor:.3g} times the gradient of {alone} alone: it was not reduced."
+    return {
+        "leftover": f"The gradients of the step before were not cleared in {where} and are in it again.",
+        "zeroed": f"It is zero in {where}.",
+        "stale": f"In {where} it is that of the step before.",
+        "partly-zeroed": f"A part of {where} is missing that holds {factor:.2%} of the gradient's squared norm.",
+        "element": f"A single element of {where}, or very few, are off, as after a bit flip.",
+        "noise": f"No factor, rank or missing piece explains the error in {where}: it looks like noise, or like "
+        "micro-batches that are missing or counted twice.",
+    }[cause.kind]
+
+
+def _weights(cause: Cause, ranks: tuple[int, ...]) -> str:
+    """Rounded, and without a negative zero."""
+    return ", ".join(f"rank {rank} {round(cause.weights[rank], 2) + 0.0:.2f} times" for rank in ranks[:8])
+
+
+def _micro_batches(record: StepRecord, check: AggregateCheck, found: MicroBatches, layers: tuple[str, ...]) -> Finding:
+    """What the single micro-batches' sketches tell of an error that goes on."""
+    count, everybody = len(found.weights[0]), record.world_size
+    groups: dict[tuple[tuple[int, ...], float], list[int]] = {}  # ranks and weight -> micro-batches
+    for micro_batch, off in found.off.items():
+        for weight in sorted({_rounded(weight) for weight in off.values()}):
+            alike = tuple(rank for rank in off if _rounded(off[rank]) == weight)
+            groups.setdefault((alike, weight), []).append(micro_batch + 1)
+    told: list[str] = []
+    blamed: set[int] = set()
+    for (ranks, weight), numbers in groups.items():
+        whose = named(ranks, everybody)
+        told.append(
+            f"{_numbers(numbers)} of {whose} {'did not enter' if weight == 0.0 else f'entered {weight:.1f} times'}"
+        )
+        blamed |= set(ranks)
+    where = _where(found.layers, layers)
+    shown = "; ".join(told[:4]) + ("; …" if len(told) > 4 else "")
+    message = f"Of the {count} micro-batches of step {found.step}, by their own sketches, in {where}: {shown}."
+    guilty = () if len(blamed) == everybody else tuple(sorted(blamed))
+    key = f"integrity micro-batches {where}"
+    error, bound = check.relative_error, check.rounding_bound
+    return Finding(key, "aggregation-error", "error", guilty, where, error, bound, message, _REDUCTION, found.step)
+
+
+def _rounded(weight: float) -> float:
+    """To a tenth, and without a negative zero."""
+    return round(weight, 1) + 0.0
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Consecutive ones as a range."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def _received(record: StepRecord, received: dict[int, Groups], layers: tuple[str, ...], result: str) -> Finding:
+    """The checked slices add up to the mean or sum, and yet ranks hold different bits elsewhere."""
+    groups, where = next(iter(received.values())), _where(tuple(received), layers)
+    odd = minority(groups, record.world_size)
+    message = (
+        f"The ranks hold different aggregated gradients in {where}: {_who_received(groups, record.world_size)} The "
+        "difference is within rounding, or outside of what each rank checks."
+    )
+    key, apart = f"integrity received {where}", ("replica-drift",)
+    return Finding(
+        key, "aggregation-error", "error", odd, where, None, None, message, _REDUCTION, record.step, effects=apart
+    )
+
+
+def _who_received(groups: Groups, world_size: int) -> str:
+    odd = minority(groups, world_size)
+    if odd:
+        return f"{named(odd, world_size).capitalize()} received something else than the other {world_size - len(odd)}."
+    return f"There are {len(groups)} versions among {world_size} ranks, and none of them has a majority."
+
+
+def _applied(record: StepRecord, seen: Applied) -> list[Finding]:
+    world_size, findings = record.world_size, []
+
+    def add(
+        key: str,
+        ranks: tuple[int, ...],
+        score: float | None,
+        bound: float | None,
+        text: str,
+        remedy: str,
+        severity: Severity = "error",
+    ) -> None:
+        message, where, step = f"{text} (step {seen.step})", APPLIED, seen.step
+        apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
+        findings.append(
+            Finding(key, "aggregation-error", severity, ranks, where, score, bound, message, remedy, step, step, apart)
+        )
+
+    if seen.idle:
+        others = "and nothing says why" if len(seen.idle) == world_size else "although others' did"
+        text = f"The optimizer of {named(seen.idle, world_size)} did not step, {others}."
+        remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
+        add(f"integrity idle {seen.idle}", seen.idle, None, None, text, remedy)
+    if seen.changed:
+        return findings
+    wrong = seen.wrong_factor
+    if seen.unscaled_late:
+        assert seen.rescaled is not None
+        ratio = seen.rescaled / seen.expected
+        text = (
+            f"DeepSpeed unscaled this step with the next step's loss scale: {ratio:.4g} times the gradient was applied."
+        )
+        remedy = "Nothing to do: one step is too small each time the loss scale grows; bf16 needs no loss scale."
+        add("integrity rescaled", (), abs(ratio - 1.0), seen.tolerance, text, remedy, "info")
+    elif wrong:
+        factors = [factor for rank in wrong if (factor := seen.factors[rank]) is not None]
+        ratio = sum(factors) / len(factors) / seen.expected
+        everywhere = len(wrong) == sum(factor is not None for factor in seen.factors)
+        whose = "" if everywhere else f" on {named(wrong, world_size)}"
+        text = f"The optimizer applied {ratio:.4g} times the aggregated gradient, unscaled and clipped{whose}."
+        remedy = (
+            "Compare gradient_clipping, the loss scale and gradient_accumulation_steps with what the script itself "
+            "does to gradients between backward and step; try another DeepSpeed version."
+        )
+        add("integrity factor", () if everywhere else wrong, abs(ratio - 1.0), seen.tolerance, text, remedy)
+    if seen.relative_error > seen.bound:
+        text = (
+            "What the optimizer applied is no multiple of the aggregated gradient: the error is "
+            f"{seen.relative_error:.3g} of it, rounding explains at most {seen.bound:.2g}."
+        )
+        remedy = (
+            "Look for code that changes gradients after the reduction; if that is meant, this check does not apply."
+        )
+        noisy = seen.noisy if len(seen.noisy) < world_size else ()
+        add("integrity applied", noisy, seen.relative_error, seen.bound, text, remedy)
+    return findings
+
+
+def _drift(record: StepRecord, groups: Groups, drift: Drift | None) -> Finding:
+    odd = minority(groups, record.world_size)
+    message = f"The replicas hold different bits: {_versions(groups, odd, record.world_size)}"
+    where, since = "replica", record.step
+    if drift is not None and drift.names:
+        shown = ", ".join(drift.names[:SHOWN_LAYERS])
+        more = f" and {len(drift.names) - SHOWN_LAYERS} more" if len(drift.names) > SHOWN_LAYERS else ""
+        where = shown + more
+        message += f" They differ in {where}."
+        if drift.since is not None:
+            since = max(drift.since, 0)
+            first = since if drift.earliest is None else drift.earliest
+            which = f"that of step {since}" if first == since else f"one of those of steps {first} to {since}"
+            message += f" The first update that left them apart was {which}."
+    remedy = (
+        "Copy a healthy rank's weights and optimizer state, or go back to a checkpoint whose hashes agree; look for "
+        "a rank that skips updates, for memory errors on it, and for parameters that are never reduced."
+    )
+    key = f"replicas {groups}"
+    return Finding(key, "replica-drift", "error", odd, where, None, None, message, remedy, since)
+
+
+def _versions(groups: Groups, odd: tuple[int, ...], world_size: int) -> str:
+    if odd:
+        return f"{named(odd, world_size)} {'differs' if len(odd) == 1 else 'differ'} from the others."
+    listed = "; ".join(named(group) for group in groups[:4])
+    return f"no group of equal ones is a majority ({listed}{'; …' if len(groups) > 4 else ''})."
+
+
+def _where(wrong: tuple[int, ...], layers: tuple[str, ...]) -> str:
+    if len(wrong) == len(layers) > 1:
+        return f"all {len(layers)} layers"
+    shown = ", ".join(layers[layer] for layer in wrong[:SHOWN_LAYERS])
+    return shown + (f" and {len(wrong) - SHOWN_LAYERS} more layers" if len(wrong) > SHOWN_LAYERS else "")

@@ -1,0 +1,1 @@
+"""A short real training under DeepSpeed with one fault in it."""

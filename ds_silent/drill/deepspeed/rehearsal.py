@@ -1,0 +1,318 @@
+"""One short real training with one fault in it, on every rank of the process group.
+
+    stage = prepare(setting)                                   # once: warm weights, rows
+    run = rehearse(stage, trial, output_dir)                   # a collective; the same arguments on every rank
+
+The order matters: DeepSpeed makes the replicas equal in ``initialize``, so weights are changed after it; the gradient
+hooks are registered before the observer's, so that it sees what they return; what strikes behind the capture goes
+through :mod:`ds_silent.drill.deepspeed.seams`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+import ds_silent
+from ds_silent.config import BLOCK
+from ds_silent.drill.deepspeed.seams import Seams
+from ds_silent.drill.deepspeed.setting import Setting
+from ds_silent.drill.deepspeed.state import state_hash
+from ds_silent.drill.faults.catalogue import Fault
+from ds_silent.drill.faults.inputs import NOTHING, Batch, Injection, Shard, Strike
+from ds_silent.drill.faults.responses import Response
+from ds_silent.drill.verdicts.found import alarms, judge
+from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
+from ds_silent.sinks.jsonl import read_events, read_metrics
+
+SEED = 42
+STEPS_PER_EPOCH = 16
+AFTER_FOUND = 2  # measured steps, to see whether the alarm says more
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What every training of the drill starts from; the same on every rank."""
+
+    setting: Setting
+    rows: Rows
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training: which fault (None: a healthy run), on whom and when, and for how many optimizer steps at most."""
+
+    name: str
+    fault: Fault | None
+    strike: Strike
+    steps: int
+    ids: bool = True  # whether the script tells the row ids
+    own_seeds: bool = False  # every rank draws its dropout from a generator of its own
+    response: Response | None = None  # switched on in this training
+
+    @property
+    def hashed(self) -> bool:
+        """Whether the state is needed: of a repaired training and of those that it is compared with."""
+        return self.response is not None or self.fault is None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of it, on rank 0; ``losses`` are averaged over the ranks, one per step taken.
+
+    ``change``: how large the corruption was, relative to the aggregated gradient, where the injection knows;
+    ``rounding``: how large an error rounding explains there, as the record of the first step says. ``states``: the hash
+    of each rank's weights and optimizer state after every step, where the trial asks for them.
+    """
+
+    name: str
+    events: tuple[dict[str, Any], ...]
+    losses: tuple[float, ...]
+    change: float | None = None
+    rounding: float | None = None
+    states: tuple[tuple[str, ...], ...] = ()
+
+
+def prepare(setting: Setting) -> Stage:
+    """Rows, and weights that rank 0 warms up and sends to the others. A collective."""
+    ranks = dist.get_world_size()
+    count = STEPS_PER_EPOCH * setting.micro_batch * setting.accumulation * ranks
+    torch.manual_seed(SEED)
+    model = PracticeModel()
+    if dist.get_rank() == 0:
+        warm_up(model)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return Stage(setting, make_rows(count, seed=1), weights)
+
+
+def rehearse(stage: Stage, trial: Trial, output_dir: Path) -> Run:
+    """Trains until the fault is found (and a little longer) or ``trial.steps`` are over. A collective."""
+    me, fault = dist.get_rank(), trial.fault
+    stage = replace(stage, setting=stage.setting.answering(trial.response))
+    injection = NOTHING if fault is None else fault.inject(trial.strike, me)
+    with _environment(injection.environment):
+        engine = _engine(stage, trial, injection, output_dir)
+        observer = ds_silent.observer_of(engine)
+        assert observer is not None  # the setting's block is active
+        observer.samples_per_epoch = len(stage.rows.tokens)
+        deal = _Deal(stage, injection, dist.get_world_size())
+        losses: list[float] = []
+        states: list[str] = []
+        watch = _Watch(trial, output_dir, stage.setting)
+        with Seams(engine, injection) as seams:
+            for step in range(1, trial.steps + 1):
+                losses.append(_step(engine, observer, deal, injection, seams, step, trial.ids))
+                if trial.hashed:
+                    states.append(state_hash(engine))
+                if watch.over(step):
+                    break
+        observer.close()
+        engine.destroy()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (losses, states))
+    means = tuple(sum(values) / len(values) for values in zip(*(own for own, _ in everyone), strict=True))
+    hashes = tuple(zip(*(own for _, own in everyone), strict=True))
+    if me != 0:
+        return Run(trial.name, (), means, states=hashes)
+    change = None if injection.change is None else injection.change()
+    rounding = _rounding(output_dir, trial.strike.step)
+    return Run(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
+
+
+def _engine(stage: Stage, trial: Trial, injection: Injection, output_dir: Path) -> Any:
+    config = copy.deepcopy(stage.setting.config)
+    config[BLOCK]["output_dir"] = str(output_dir)
+    if injection.config is not None:
+        config = injection.config(config)
+    _seed(SEED)
+    model = PracticeModel()
+    model.load_state_dict(stage.weights)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+    if trial.own_seeds:
+        _seed(SEED + dist.get_rank())
+    pieces = (
+        (injection.model, engine.module),
+        (injection.optimizer, engine.optimizer),
+        (injection.engine, engine),
+    )
+    for change, piece in pieces:
+        if change is not None:
+            change(piece)
+    if injection.seed is not None:
+        injection.seed()
+    if injection.gradient is not None:
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(_corrupting(injection, name, engine))
+    engine.training_dataloader = _Sharded(_sampler(len(stage.rows.tokens), _shard(injection, dist.get_rank())))
+    ds_silent.attach(engine)
+    return engine
+
+
+def _corrupting(injection: Injection, name: str, engine: Any) -> Any:
+    corrupt = injection.gradient
+    assert corrupt is not None
+    return lambda gradient: corrupt(name, gradient, engine.global_steps + 1)
+
+
+def _step(engine: Any, observer: Any, deal: _Deal, injection: Injection, seams: Seams, step: int, ids: bool) -> float:
+    """One optimizer step; the loss of this rank, averaged over its micro-batches."""
+    if injection.mode is not None:
+        injection.mode(engine.module, step)
+    total = 0.0
+    batches = deal.batches(step)
+    for number, batch in enumerate(batches):
+        if ids:
+            observer.observe_batch(batch.ids)
+        loss = engine(batch.tokens, batch.labels)
+        if injection.loss is not None:
+            loss = injection.loss(loss, step)
+        with seams.backward(step, number, last=number == len(batches) - 1):
+            engine.backward(loss)
+        with seams.update(step):
+            engine.step()
+        total += float(loss.detach())
+    return total / len(batches)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _events(output_dir: Path) -> list[dict[str, Any]]:
+    path = output_dir / "events.jsonl"
+    return read_events(path) if path.exists() else []
+
+
+def _rounding(output_dir: Path, step: int) -> float | None:
+    path = output_dir / "metrics.jsonl"
+    for record in read_metrics(path) if path.exists() else ():
+        if record["step"] == step:
+            bound = record["integrity"]["rounding_bound"]
+            return bound if isinstance(bound, float) else None
+    return None
+
+
+@contextmanager
+def _environment(changes: Any) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+class _Sharded:
+    """A loader, as far as the observer asks one for its sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+
+class _Deal:
+    """Deals the rows of each step through torch's own sampler, as the injection lets this rank see it."""
+
+    def __init__(self, stage: Stage, injection: Injection, ranks: int) -> None:
+        self._stage, self._injection = stage, injection
+        self._me = dist.get_rank()
+        self._shard = _shard(injection, self._me)
+        setting = stage.setting
+        self._per_rank = setting.micro_batch * setting.accumulation
+        self._order = lru_cache(maxsize=16)(self._shuffled)
+
+    def batches(self, step: int) -> list[Batch]:
+        injection = self._injection
+        rows = injection.rows(self.rows_of, step) if injection.rows else self.rows_of(self._me, step)
+        content = injection.content_of(self.rows_of, step) if injection.content_of else rows
+        size, known = self._stage.setting.micro_batch, self._stage.rows
+        parts = zip(torch.split(rows, size), torch.split(content, size), strict=True)
+        batches = [Batch(ids, known.tokens[own], known.labels[own]) for ids, own in parts]
+        return batches if injection.batch is None else [injection.batch(batch, step) for batch in batches]
+
+    def rows_of(self, rank: int, step: int) -> Tensor:
+        shard = self._shard if rank == self._me else replace(self._shard, rank=rank)
+        per_epoch = len(self._order(shard, 0)) // self._per_rank
+        epoch, within = divmod(step - 1, per_epoch)
+        return self._order(shard, epoch)[within * self._per_rank : (within + 1) * self._per_rank]
+
+    def _shuffled(self, shard: Shard, epoch: int) -> Tensor:
+        sampler = _sampler(len(self._stage.rows.tokens), shard)
+        sampler.set_epoch(epoch)
+        return torch.tensor(list(sampler), dtype=torch.int64)
+
+
+def _shard(injection: Injection, rank: int) -> Shard:
+    shard = Shard(dist.get_world_size(), rank, SEED)
+    return shard if injection.shard is None else injection.shard(shard)
+
+
+def _sampler(rows: int, shard: Shard) -> DistributedSampler[int]:
+    return DistributedSampler(
+        range(rows),  # type: ignore[arg-type]  # anything with a length
+        num_replicas=shard.ranks,
+        rank=shard.rank,
+        shuffle=True,
+        seed=shard.seed,
+        drop_last=True,
+    )
+
+
+# -- when to stop ----------------------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Rank 0 reads the events, all ranks end together."""
+
+    def __init__(self, trial: Trial, output_dir: Path, setting: Setting) -> None:
+        self._trial, self._directory, self._setting = trial, output_dir, setting
+        self._end: int | None = None
+        self._read = 0
+
+    def over(self, step: int) -> bool:
+        """Whether this was the last step. A collective."""
+        word = torch.zeros(1, dtype=torch.int32)
+        if dist.get_rank() == 0:
+            word.fill_(int(self._decided(step)))
+        dist.broadcast(word, src=0)
+        return bool(word.item())
+
+    def _decided(self, step: int) -> bool:
+        trial, setting = self._trial, self._setting
+        if trial.fault is None or trial.response is not None:  # what was repaired must stay so
+            return False
+        if self._end is None:
+            events = _events(self._directory)
+            if len(events) > self._read and alarms(events):
+                self._read = len(events)
+                verdict = judge(trial.fault, trial.strike, events, setting.interval, setting.replica_interval)
+                if verdict.found or verdict.answer == "false alarm":
+                    self._end = step + AFTER_FOUND * setting.interval
+        return self._end is not None and step >= self._end

@@ -1,0 +1,1 @@
+"""Was a fault found, and was it repaired? Pure: events and states in, a judgement out."""

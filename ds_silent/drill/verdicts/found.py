@@ -1,0 +1,159 @@
+"""Was the fault found? Pure: events and losses in, a judgement out.
+
+verdict = judge(fault, strike, events, interval=1)
+verdict.right, verdict.step, verdict.answer
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ds_silent.detectors.linked import FOLLOWS
+from ds_silent.drill.faults.catalogue import Fault
+from ds_silent.drill.faults.inputs import Strike
+
+Answer = Literal["found", "missed", "wrong kind", "wrong ranks", "wrong cause", "false alarm", "below rounding"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``step`` and ``ranks`` are those of the event that decided; ``late``: a deterministic fault's came too late.
+
+    ``below rounding``: the corruption was no larger than twice what rounding alone explains at that step, so it is not
+    sure to be seen in the numbers, and nothing was said.
+    """
+
+    answer: Answer
+    step: int | None = None
+    kind: str | None = None
+    ranks: tuple[int, ...] = ()
+    late: bool = False
+    also: tuple[str, ...] = ()  # other kinds that were reported
+
+    @property
+    def found(self) -> bool:
+        return self.answer == "found"
+
+    @property
+    def right(self) -> bool:
+        """Found in time; or too small to be seen, and no alarm."""
+        return (self.found and not self.late) or self.answer == "below rounding"
+
+
+def alarms(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Events that ask for somebody's attention: information and ends do not."""
+    return [event for event in events if event["severity"] != "info"]
+
+
+def tells(event: Mapping[str, Any]) -> bool:
+    """Whether it is about something that is wrong: an alarm, or an effect of a fault that another event tells."""
+    return event["severity"] != "info" or str(event.get("message", "")).startswith(FOLLOWS)
+
+
+def judge_healthy(events: Sequence[Mapping[str, Any]]) -> Verdict:
+    """A run without a fault must end without an alarm."""
+    raised = alarms(events)
+    return Verdict("missed") if not raised else _verdict("false alarm", raised[0], raised)
+
+
+def judge(
+    fault: Fault,
+    strike: Strike,
+    events: Sequence[Mapping[str, Any]],
+    interval: int,
+    replica_interval: int = 0,
+    change: float | None = None,
+    rounding: float | None = None,
+) -> Verdict:
+    """The first event of the right kind, ranks and cause decides; any alarm before the fault is a false one.
+
+    Args:
+        fault: what was injected.
+        strike: on whom and when; ``strike.step`` is an optimizer step.
+        events: all of the run, as ``events.jsonl`` holds them.
+        interval: optimizer steps between measurements.
+        replica_interval: optimizer steps between two comparisons of the replicas; 0 is never.
+        change: relative length of the corruption, where the injection knows it.
+        rounding: relative length of the largest error that rounding explains at the fault's step.
+    """
+    raised = alarms(events)
+    # What is there from the start may be seen in the preflight, at step 0.
+    start = strike.step if strike.step > 1 else 0
+    for event in raised:
+        if event["step"] < start:
+            return _verdict("false alarm", event, raised)
+    kinds = [event for event in events if event["kind"] in fault.kinds and tells(event)]
+    expected = fault.expected_ranks(strike)
+    right = [event for event in kinds if tuple(event["ranks"]) in expected]
+    # a "step before" that was not measured is not known
+    told = [event for event in right if interval > 1 or says(event, fault.expected_words(strike))]
+    if told:
+        late = fault.deterministic and told[0]["step"] > due(fault, strike, interval, replica_interval)
+        return _verdict("found", told[0], raised, late)
+    if right:
+        return _verdict("wrong cause", right[0], raised)
+    # rounding itself may take as much off the error as it may add to it: above twice the bound nothing can hide
+    if not raised and change is not None and rounding is not None and change <= 2.0 * rounding:
+        return Verdict("below rounding")
+    if kinds:
+        return _verdict("wrong ranks", kinds[0], raised)
+    return _verdict("wrong kind", raised[0], raised) if raised else Verdict("missed")
+
+
+def due(fault: Fault, strike: Strike, interval: int, replica_interval: int) -> int:
+    """The optimizer step at which a deterministic fault must be found."""
+    if fault.response is not None:
+        return fault.response.compared(strike.step)
+    if fault.strikes == "replica" and replica_interval:
+        return first_compared(strike.step, interval, replica_interval)
+    return first_measured(strike.step, interval)
+
+
+def first_compared(after: int, interval: int, replica_interval: int) -> int:
+    """The first measured step that compares the replicas as the update of step ``after`` has left them."""
+    step = first_measured(after + 1, interval)
+    while step // replica_interval == (step - interval) // replica_interval:
+        step += interval
+    return step
+
+
+def says(event: Mapping[str, Any], words: Sequence[str]) -> bool:
+    """Whether an event holds all these phrases, as whole words."""
+    text = f"{event.get('message', '')} {event.get('where', '')}"
+    return all(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) for phrase in words)
+
+
+def first_measured(step: int, interval: int) -> int:
+    """The first measured optimizer step that is not before ``step``; 0 is the preflight."""
+    return -(-step // interval) * interval
+
+
+def loss_shift(losses: Sequence[float], healthy: Sequence[float], first: int, last: int) -> float | None:
+    """How far the averaged loss went from the healthy run's while the fault was there, in the latter's deviations.
+
+    Both runs start from the same weights and take the same rows, so at each step their losses are compared in pairs;
+    a person who watches one curve has no such pair and sees less. None: no step of both runs lies within.
+
+    Args:
+        losses: loss averaged over the ranks at steps 1, 2, …
+        healthy: of the run without a fault.
+        first: step at which the fault began.
+        last: step at which it was found, or the run's last.
+    """
+    pairs = list(zip(losses, healthy, strict=False))[max(first, 1) - 1 : last]
+    if not pairs or len(healthy) < 2:
+        return None
+    mean = sum(a - b for a, b in pairs) / len(pairs)  # NaN stays NaN
+    spread = statistics.stdev(healthy)
+    return mean / spread if spread > 0 else None
+
+
+def _verdict(
+    answer: Answer, event: Mapping[str, Any], raised: Sequence[Mapping[str, Any]], late: bool = False
+) -> Verdict:
+    also = dict.fromkeys(other["kind"] for other in raised if other["kind"] != event["kind"])
+    return Verdict(answer, event["step"], event["kind"], tuple(event["ranks"]), late, tuple(also))

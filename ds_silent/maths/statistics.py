@@ -1,0 +1,178 @@
+"""Dispersion, cosine and noise scale over N ranks: pure functions of small float64 tensors on the host.
+
+    cosines = cosines_of(sketches)                  # (N, N)
+    gram = gram_of(cosines, norms)                  # (N, N): <g_i, g_j>
+    loss_stats(losses); norm_stats(norms, ...); direction_stats(gram, cosines, ...); noise_scale(...)
+
+The formulas are those of arXiv 2602.14462 (the three metrics) and arXiv 1812.06162 (noise scale, appendix A). NaN is
+never dropped: a rank without a finite gradient makes every mean and dispersion it enters NaN, and stands as NaN in
+``per_rank``. The numbers of the other ranks stay numbers: they are compared with each other alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ds_silent.maths.sketch import effective_size
+from ds_silent.records import DirectionStats, GradNormStats, LossStats, Method
+
+
+def dispersion(values: Tensor) -> tuple[float, float, float]:
+    """(mean, population standard deviation, max - min) of (N,) float64 values."""
+    spread = values.max() - values.min()
+    return float(values.mean()), float(values.std(correction=0)), float(spread)
+
+
+def loss_stats(losses: Tensor | None) -> LossStats:
+    """Loss dispersion over the ranks; (N,) float64, or None when no loss was seen."""
+    if losses is None:
+        return LossStats()
+    mean, std, spread = dispersion(losses)
+    return LossStats(mean, std, spread, tuple(losses.tolist()))
+
+
+def norm_stats(norms: Tensor, method: Method, aggregated: float | None) -> GradNormStats:
+    """Gradient-norm dispersion over the ranks; (N,) float64 L2 norms before aggregation."""
+    mean, std, spread = dispersion(norms)
+    cv = std / mean if mean != 0.0 else math.nan  # all ranks without gradient: no relative spread exists
+    return GradNormStats(method, mean, std, cv, spread, aggregated, tuple(norms.tolist()))
+
+
+def cosines_of(vectors: Tensor) -> Tensor:
+    """(N, N) cosines of (N, k) float64 sketches; NaN for a zero or non-finite vector, 1 on the diagonal otherwise."""
+    return normalised(vectors @ vectors.T)
+
+
+def normalised(gram: Tensor) -> Tensor:
+    """(N, N) Gram matrix to cosines, clipped to [-1, 1] against rounding."""
+    norms = gram.diagonal().sqrt()
+    return (gram / torch.outer(norms, norms)).clamp(-1.0, 1.0)
+
+
+def gram_of(cosines: Tensor, norms: Tensor) -> Tensor:
+    """(N, N) inner products from cosines and norms; a zero gradient has inner product 0 with everything."""
+    gram = cosines * torch.outer(norms, norms)
+    zero = norms == 0.0
+    gram[zero, :] = 0.0
+    gram[:, zero] = 0.0
+    return gram
+
+
+def direction_stats(gram: Tensor, cosines: Tensor, method: Method, size: int) -> DirectionStats:
+    """Gradient-direction consistency: the mean over all pairs i < j of cos(g_i, g_j), and who stands out.
+
+    Args:
+        gram: (N, N) float64 inner products of the local gradients.
+        cosines: (N, N) float64.
+        method: ``"exact"`` has no standard error (0.0).
+        size: k of the sketch.
+
+    Returns:
+        None in every field but ``method`` when there is one rank: no pair exists. Where a rank has no direction (NaN,
+        infinity or zero) the mean is NaN; the lowest and the highest pair are of the others, NaN when there is none.
+    """
+    ranks = len(cosines)
+    if ranks < 2:
+        return DirectionStats(method=method)
+    first, second = torch.triu_indices(ranks, ranks, offset=1)
+    pairs = cosines[first, second]
+    error = 0.0 if method == "exact" else mean_cosine_error(cosines, size)
+    lowest, highest = _argument(pairs, -1.0), _argument(pairs, 1.0)
+    return DirectionStats(
+        method=method,
+        mean_cosine=float(pairs.mean()),
+        standard_error=error,
+        min_cosine=float(pairs[lowest]),
+        max_cosine=float(pairs[highest]),
+        min_pair=(int(first[lowest]), int(second[lowest])),
+        max_pair=(int(first[highest]), int(second[highest])),
+        per_rank=tuple(cosine_with_others(gram).tolist()),
+    )
+
+
+def cosine_with_others(gram: Tensor) -> Tensor:
+    """(N,) cosine of each rank's gradient with the mean of the other ranks' gradients, from inner products.
+
+    With S the sum of all: <g_i, S - g_i> / (|g_i| |S - g_i|). A rank whose own gradient is not finite is left out of
+    S, and its cosine is NaN.
+    """
+    finite = gram.diagonal().isfinite()
+    between = torch.where(torch.outer(finite, finite), gram, torch.zeros_like(gram))
+    own = between.diagonal()
+    with_all = between.sum(dim=1)
+    others_squared = (between.sum() - 2.0 * with_all + own).clamp(min=0.0)
+    return ((with_all - own) / (own * others_squared).sqrt()).clamp(-1.0, 1.0)  # 0 / 0 where it is left out
+
+
+def mean_cosine_error(cosines: Tensor, size: int) -> float:
+    """Standard error of the mean pairwise cosine when the cosines come from sketches of ``size`` numbers.
+
+    Sketched inner products have Cov(G_ij, G_kl) = (G_ik G_jl + G_il G_jk) / k. The mean cosine is, to first order,
+    tr(W G) with W_ij = 1/(N(N-1)) off the diagonal and W_ii = -(1/(N(N-1))) sum over j != i of c_ij, because each
+    cosine is divided by estimated norms. So its variance is 2 tr((W C)^2) / k, which for N = 2 is the (1 - c^2)^2 / k
+    of a single cosine. Errors of pairs that share a rank are correlated: dividing by the number of pairs is wrong.
+    """
+    ranks = len(cosines)
+    weights = torch.ones_like(cosines)
+    weights.fill_diagonal_(0.0)
+    weights -= torch.diag((cosines * weights).sum(dim=1))
+    product = weights @ cosines / (ranks * (ranks - 1))
+    variance = 2.0 * float((product @ product).diagonal().sum()) / effective_size(size)
+    return math.sqrt(variance) if variance >= 0.0 else (0.0 if variance > -1e-18 else math.nan)
+
+
+def noise_scale(mean_squared: float, squared_mean: float, ranks: int, batch: float) -> float | None:
+    """Gradient noise scale tr(Sigma) / |G|^2 in samples (arXiv 1812.06162, appendix A.1), from one step.
+
+    Args:
+        mean_squared: mean over ranks of |g_i|^2, where g_i is the mean gradient of ``batch`` samples.
+        squared_mean: |mean of g_i|^2.
+        ranks: N.
+        batch: samples per rank and step, b.
+
+    Returns:
+        An estimate with the noise of a single step; negative where |G|^2 is estimated negative, that is, where the
+        signal is below its own sampling error. None with one rank (B = b: nothing to compare).
+    """
+    if ranks < 2:
+        return None
+    total = ranks * batch
+    signal = (total * squared_mean - batch * mean_squared) / (total - batch)
+    noise = (mean_squared - squared_mean) / (1.0 / batch - 1.0 / total)
+    return noise / signal if signal != 0.0 else math.nan
+
+
+def constant_size_direction(
+    unit_sum: Tensor, cosine_with_rest: Tensor | None, ranks: int, size: int, known: bool = True
+) -> DirectionStats:
+    """Direction statistics above the gather limit, from the sum of unit sketches alone.
+
+    sum over i != j of cos(g_i, g_j) = |sum of g_i/|g_i||^2 - N. Pairs are not known, so min and max of the pairs are
+    None; the standard error is that of N(N-1)/2 pairs of equal cosine (see :func:`mean_cosine_error`).
+
+    Args:
+        unit_sum: (k,) float64, sum over ranks of sketch / |sketch|.
+        cosine_with_rest: (N,) float64, each rank's cosine with the mean of the others' gradients; None when unknown.
+        known: every rank has a direction; else there is no mean.
+    """
+    mean = (float(unit_sum @ unit_sum) - ranks) / (ranks * (ranks - 1)) if known else math.nan
+    # mean_cosine_error in closed form for N vectors of equal pairwise cosine
+    spread = (1.0 - mean) * (1.0 + (ranks - 1) * mean) / ranks
+    error = math.sqrt(2.0 * ranks / (ranks - 1) / effective_size(size)) * abs(spread)
+    return DirectionStats(
+        method="sketch",
+        mean_cosine=mean,
+        standard_error=error,
+        per_rank=None if cosine_with_rest is None else tuple(cosine_with_rest.tolist()),
+    )
+
+
+def _argument(values: Tensor, sign: float) -> int:
+    """Index of the largest of ``sign * values`` that is a number; of the first NaN where there is no number."""
+    known = values.isfinite()
+    if not bool(known.any()):
+        return 0
+    return int(torch.where(known, sign * values, torch.full_like(values, -math.inf)).argmax())

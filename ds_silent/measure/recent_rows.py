@@ -1,0 +1,38 @@
+"""Rows that a rank takes again right after it took them: what a loader that is stuck looks like.
+
+recent = RecentRows()
+recent.repeats(ids)        # once per sample, in their order: how many of each rank's rows it had just held
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_silent.exchange.row_ids import Ids, mix64
+
+
+class RecentRows:
+    """Remembers each rank's newest sample only: 8 bytes per row. A resume forgets it, which costs one sample."""
+
+    def __init__(self) -> None:
+        self._held: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+
+    def repeats(self, ids: Sequence[Ids]) -> tuple[int, ...]:
+        """Per rank, how many rows of this sample it had taken before, in this sample or the one before.
+
+        Args:
+            ids: of every rank, int64 (rows,), the rows since the last sample.
+        """
+        owners = np.repeat(np.arange(len(ids), dtype=np.uint64), [len(one) for one in ids])
+        rows = np.concatenate([*ids, np.empty(0, np.int64)]).view(np.uint64)
+        keys = mix64(rows ^ mix64(owners))  # of (row, rank): another rank's visit is no repeat
+        again = np.isin(keys, self._held)
+        new = np.ones(len(keys), dtype=bool)
+        new[np.unique(keys, return_index=True)[1]] = False
+        again |= new  # a later visit within this sample
+        self._held = keys
+        counts = np.bincount(owners.astype(np.int64), weights=again, minlength=len(ids))
+        return tuple(int(count) for count in counts)

@@ -1,0 +1,164 @@
+"""From what all ranks sent to the numbers of one record: pure, float64, on the host.
+
+    record = measure(gathered, layout, context)
+
+A gradient that was not captured whole on every rank gives null, never a number that describes only a part of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_silent.capture.data_facts import Walk
+from ds_silent.exchange.gather import Gathered, Layout
+from ds_silent.maths import statistics
+from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, Seconds, StepRecord
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the writing rank knows of a step without asking the others."""
+
+    samples: int  # rows consumed by all ranks, this step included
+    batch: float  # rows per rank in this step
+    epoch: float | None
+    seconds: Seconds
+    layer_names: tuple[str, ...] = ()
+    rows_in_epoch: int | None = None
+    skipped: bool = False  # the optimizer did not apply this step (fp16 overflow)
+    update_skipped: bool = False  # the same, whatever the reason
+    walk: Walk = field(default_factory=Walk)  # how its rows came
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What is known of the ranks' gradients, by either form of the exchange."""
+
+    norms: GradNormStats
+    direction: DirectionStats
+    squared_mean: float | None = None  # |mean of the local gradients|^2
+    cosines: Tensor | None = None
+    exact_check: float | None = None
+
+
+def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
+    """The record of one step, from (N, ...) float64 values of all ranks."""
+    scalars = gathered.scalars
+    ranks = len(scalars["failed"])
+    losses = scalars["loss_sum"] / scalars["loss_count"] if on_all(scalars["loss_count"]) else None
+    seen = _gradients(gathered, layout)
+    noise = None
+    if seen.squared_mean is not None and seen.norms.per_rank is not None:
+        mean_squared = float(torch.tensor(seen.norms.per_rank, dtype=torch.float64).square().mean())
+        noise = statistics.noise_scale(mean_squared, seen.squared_mean, ranks, context.batch)
+    return StepRecord(
+        step=gathered.step,
+        samples=context.samples,
+        epoch=context.epoch,
+        world_size=ranks,
+        loss=statistics.loss_stats(losses),
+        grad_norm=seen.norms,
+        direction=seen.direction,
+        noise_scale=noise,
+        seconds=context.seconds,
+        cosine_matrix=None if seen.cosines is None else tuple(tuple(row) for row in seen.cosines.tolist()),
+        layers=_layers(gathered, layout, context.layer_names),
+        exact_check=seen.exact_check,
+    )
+
+
+def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
+    scalars = gathered.scalars
+    scale = scalars["loss_scale"]
+    aggregated = None
+    if on_all(scalars["aggregate_seen"]):
+        aggregated = float(scalars["aggregate_squared"].sum().sqrt() / scale[0])
+    if not on_all(scalars["gradient_seen"]):
+        return _Gradients(GradNormStats(aggregated=aggregated), DirectionStats())
+    # With something left over from the last step the accumulated gradient's norm is not the step's; its sketch is.
+    exact_norms = on_all(scalars["norm_seen"]) and not _any(scalars["leftover_squared"])
+    norms = scalars["squared_norm"].sqrt() / scale if exact_norms else None
+
+    if gathered.gram is not None:
+        gram = gathered.gram / torch.outer(scale, scale)
+        cosines = statistics.normalised(gram)
+        direction = statistics.direction_stats(gram, cosines, "exact", layout.size)
+        return _Gradients(
+            statistics.norm_stats(gram.diagonal().sqrt(), "exact", aggregated),
+            direction,
+            float(gram.mean()),
+            cosines,
+            _exact_check(gathered.sketches, direction.mean_cosine),
+        )
+    if layout.size == 0:  # direction off
+        stats = GradNormStats(aggregated=aggregated)
+        return _Gradients(
+            stats if norms is None else statistics.norm_stats(norms, "exact", aggregated), DirectionStats()
+        )
+
+    if gathered.sketches is not None:
+        cosines = statistics.cosines_of(gathered.sketches)
+        method: Method = "sketch" if norms is None else "exact"
+        norms = gathered.sketches.norm(dim=1) / scale if norms is None else norms
+        gram = statistics.gram_of(cosines, norms)
+        return _Gradients(
+            statistics.norm_stats(norms, method, aggregated),
+            statistics.direction_stats(gram, cosines, "sketch", layout.size),
+            float(gram.mean()),
+            cosines,
+        )
+
+    assert gathered.unit_sum is not None
+    assert gathered.mean_sketch is not None
+    method = "sketch" if norms is None else "exact"
+    own = scalars["sketch_squared"]
+    norms = own.sqrt() / scale if norms is None else norms
+    direction = statistics.constant_size_direction(
+        gathered.unit_sum,
+        scalars.get("cosine_with_rest"),
+        len(scale),
+        layout.size,
+        known=bool((own.isfinite() & (own > 0.0)).all()),
+    )
+    squared_mean = float((gathered.mean_sketch @ gathered.mean_sketch) / scale[0] ** 2)
+    return _Gradients(statistics.norm_stats(norms, method, aggregated), direction, squared_mean)
+
+
+def _exact_check(sketches: Tensor | None, exact: float | None) -> float | None:
+    """Mean cosine by sketch minus the exact one: what the sketch's error really was at this step."""
+    if sketches is None or exact is None or sketches.shape[1] == 0:
+        return None
+    cosines = statistics.cosines_of(sketches)
+    first, second = torch.triu_indices(len(cosines), len(cosines), offset=1)
+    return float(cosines[first, second].mean()) - exact
+
+
+def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple[LayerStats, ...]:
+    if gathered.layer_sketches is None or not layout.layer_records or not on_all(gathered.scalars["gradient_seen"]):
+        return ()
+    scale = gathered.scalars["loss_scale"]
+    sketches = gathered.layer_sketches / scale[:, None, None]
+    exact = gathered.layer_squares.sqrt() / scale[:, None] if on_all(gathered.scalars["norm_seen"]) else None
+    layers = []
+    for index, name in enumerate(names):
+        norms = sketches[:, index].norm(dim=1) if exact is None else exact[:, index]
+        mean, std, _ = statistics.dispersion(norms)
+        cosines = statistics.cosines_of(sketches[:, index])
+        direction = statistics.direction_stats(statistics.gram_of(cosines, norms), cosines, "sketch", layout.layer_size)
+        if direction.mean_cosine is None or direction.standard_error is None:
+            return ()
+        cv = std / mean if mean != 0.0 else float("nan")
+        layers.append(LayerStats(name, mean, cv, direction.mean_cosine, direction.standard_error))
+    return tuple(layers)
+
+
+def on_all(flags: Tensor) -> bool:
+    """Whether every rank says so."""
+    return bool((flags > 0).all())
+
+
+def _any(values: Tensor) -> bool:
+    return bool((values != 0).any())

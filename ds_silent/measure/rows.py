@@ -1,0 +1,231 @@
+"""What the ranks' samples say besides the metrics: which rows they held, whose gradient broke, who stayed silent.
+
+rows = RowTracker()
+coverage, evidence = testimony(gathered, rows, context)      # on the writing rank, in the order of the steps
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_silent.capture.data_facts import Walk
+from ds_silent.detectors import Coverage, Evidence
+from ds_silent.detectors.finding import LayerValues
+from ds_silent.exchange.gather import Gathered
+from ds_silent.exchange.row_ids import Ids, unpack_ids
+from ds_silent.measure.coverage import EpochCoverage, duplicates, epoch_is_over, last_of_epoch
+from ds_silent.measure.recent_rows import RecentRows
+from ds_silent.measure.record import Context, on_all
+from ds_silent.measure.same_order import OrderAgain, SameOrder
+from ds_silent.records import CoverageStats
+
+
+@dataclass(frozen=True)
+class RowsOfStep:
+    """What the ids of one sample say."""
+
+    coverage: CoverageStats
+    epoch: Coverage | None  # None where the shares are not known
+    pairs: Mapping[tuple[int, int], int]  # rows that two ranks share
+    rows: tuple[int, ...]  # of the step itself, per rank
+    own_rows: tuple[int, ...]  # since the last sample, per rank
+    own_repeats: tuple[int, ...]  # those of them that the same rank had taken just before
+    taken: tuple[int, ...] = ()  # since the last sample, per rank, also those that there was no room to send
+    same_order: OrderAgain | None = None
+
+
+WALK_UNKNOWN = Walk()
+
+
+class RowTracker:
+    """Follows the rows of the current epoch over all ranks; constant memory, see :class:`EpochCoverage`."""
+
+    def __init__(self) -> None:
+        self._epoch = EpochCoverage()
+        self._recent = RecentRows()
+        self._order = SameOrder()
+        self._partial = False  # rows were missed in this epoch: shares would be wrong
+        self._resumed = False  # the loader has not begun since then
+
+    def step(
+        self, ids: Tensor, own_rows: int, rows_in_epoch: int | None, walk: Walk = WALK_UNKNOWN
+    ) -> RowsOfStep | None:
+        """Take in what all ranks sent: (N, n) packed ids of the rows since the last sample.
+
+        Args:
+            own_rows: rows per rank of the measured step itself, the last ones sent.
+            rows_in_epoch: None when not known: then ``repeated`` is a share of the visits, and the others are not told.
+            walk: how the first rank's rows came to it.
+
+        Returns:
+            None when a rank sent no ids.
+        """
+        sent = unpack_ids(ids)
+        if min(sent.rows) <= 0:
+            self._partial = True
+            return None
+        rows = tuple(min(len(one), own_rows) for one in sent.per_rank)
+        own = (tuple(len(one) for one in sent.per_rank), self._recent.repeats(sent.per_rank))
+        self._partial |= not sent.complete
+        taken = tuple(sent.rows)
+        order = self._order.step(sent.per_rank[0], rows_in_epoch, len(sent.per_rank), bool(walk.starts))
+        if order is not None and not _shuffles(walk, order):
+            order = None
+        shared, pairs = 0, Counter[tuple[int, int]]()
+        before = [len(one) - own_rows for one in sent.per_rank]  # rows of steps that were not measured
+        for begins, part in self._parts(sent.per_rank, own_rows, rows_in_epoch, walk):
+            if begins:
+                self._epoch.start_epoch()
+                self._partial = False
+            self._epoch.update(np.concatenate(part))
+            # what a rank held in the last epoch may be another's in this one
+            found = duplicates([ids[max(0, skip) :] for ids, skip in zip(part, before, strict=True)])
+            before = [skip - len(ids) for ids, skip in zip(part, before, strict=True)]
+            shared += found.count
+            pairs.update({(min(a, b), max(a, b)): count for a, b, count in found.pairs})
+        visits = self._epoch.visits
+        if rows_in_epoch is None or self._partial:
+            share = None if self._partial or not visits else max(0.0, 1.0 - self._epoch.seen(None).value)
+            return RowsOfStep(CoverageStats(shared, None, share), None, pairs, rows, *own, taken, order)
+        seen = self._epoch.seen(rows_in_epoch)
+        consumed = visits / rows_in_epoch
+        repeated = max(0.0, consumed - seen.value)
+        unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without what fills the last batch up, in health
+        coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told)
+        return RowsOfStep(CoverageStats(shared, seen.value, repeated), coverage, pairs, rows, *own, taken, order)
+
+    def _parts(
+        self, per_rank: Sequence[Ids], own_rows: int, rows_in_epoch: int | None, walk: Walk
+    ) -> Iterator[tuple[bool, list[Ids]]]:
+        """The sample by epochs: whether one begins with this part, and each rank's rows.
+
+        Where the loader was seen, it says itself where its passes begin; else the rows are counted. A script that keeps
+        its batches reads the loader once only: so rows are counted there too, but only once a whole step is too many.
+        """
+        starts = [start for start in walk.starts if start > 0]
+        begins = 0 in walk.starts
+        place, length = 0, max(len(ids) for ids in per_rank)
+        while place < length:
+            end = starts.pop(0) if starts else length
+            rest = [ids[place:end] for ids in per_rank]
+            many = sum(len(ids) for ids in rest)
+            spare = own_rows * len(per_rank) if walk.watched else 0
+            before = 0 if begins else self._epoch.visits - spare
+            if rows_in_epoch and not begins and epoch_is_over(before, many, rows_in_epoch, len(per_rank)):
+                old = last_of_epoch(rest, self._epoch, rows_in_epoch, own_rows)
+                if old:
+                    yield False, [ids[:old] for ids in rest]
+                place, begins = place + old, True
+                starts = [end, *starts] if end < length else starts
+                most = -(-rows_in_epoch // len(per_rank))
+                if end - place > most:  # more than a whole epoch is left
+                    yield True, [ids[old : old + most] for ids in rest]
+                    place, begins = place + most, False
+                continue
+            if (
+                begins and self._resumed and walk.starts
+            ):  # a script that goes on within the epoch makes its loader anew for that
+                begins = float(self._epoch.holds(np.concatenate(rest)).mean()) > self._epoch.rate / 2
+            self._resumed &= not (walk.starts and place >= walk.starts[0])
+            yield begins, rest
+            place, begins = end, True
+
+    def state_dict(self, unsent: bool) -> dict[str, Any]:
+        """What continues the epoch after a resume.
+
+        Args:
+            unsent: rows of steps since the last sample wait on the ranks; a checkpoint does not hold them, so after a
+                resume the shares of this epoch are not known.
+        """
+        return {"epoch": self._epoch.state_dict(), "partial": self._partial or unsent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        self._epoch.load_state_dict(state["epoch"])
+        self._partial, self._resumed = bool(state["partial"]), True
+        self._order = SameOrder()
+
+
+def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
+    """Coverage for the record, and what the detectors need besides the record."""
+    scalars = gathered.scalars
+    tokens, fired = scalars["label_tokens"], scalars["fired"]
+    told = None
+    if gathered.ids.numel():
+        told = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk)
+    non_finite, zero = _broken(gathered, context.layer_names)
+    coverage = CoverageStats() if told is None else told.coverage
+    return coverage, Evidence(
+        duplicates=None if told is None else told.pairs,
+        rows_per_rank=None if told is None else told.rows,
+        own_rows=None if told is None else told.own_rows,
+        own_repeats=None if told is None else told.own_repeats,
+        rows_taken=None if told is None else told.taken,
+        label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
+        coverage=None if told is None else told.epoch,
+        same_order=None if told is None else told.same_order,
+        non_finite=non_finite,
+        zero_gradient=zero,
+        stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
+        step_skipped=context.skipped,
+        update_skipped=context.update_skipped,
+        micro_batches=tuple(int(n) for n in scalars["loss_count"].tolist()),
+        layers=_layer_values(gathered, context.layer_names),
+    )
+
+
+def _shuffles(walk: Walk, order: OrderAgain) -> bool:
+    """Whether the same order is a fault: the sampler says that it shuffles, or the ids that were told are shuffled."""
+    said = walk.facts.shuffles
+    return (walk.told and order.shuffled) if said is None else said
+
+
+def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | None:
+    """Each layer's norm, exact or from its sketch, and its cosine with the others' mean, where sketches were sent."""
+    if len(names) < 2 or not on_all(gathered.scalars["gradient_seen"]):
+        return None
+    squares, cosines = gathered.layer_squares, None
+    sketches = gathered.layer_sketches
+    exact = on_all(gathered.scalars["norm_seen"]) and not bool((gathered.scalars["leftover_squared"] != 0).any())
+    if sketches is not None:
+        rest = sketches.sum(0) - sketches
+        own = sketches.square().sum(2)
+        cosines = ((sketches * rest).sum(2) / (own * rest.square().sum(2)).sqrt()).numpy()
+        squares = squares if exact else own
+    elif not exact:
+        return None
+    return LayerValues(names, squares.log().numpy() / 2.0, cosines)
+
+
+def _broken(gathered: Gathered, names: tuple[str, ...]) -> tuple[dict[int, str | None], dict[int, str | None]]:
+    """Rank -> layer of non-finite and of zero gradients. Backward runs from the last layer to the first, so a NaN is
+    born in the last layer that has one."""
+    if not bool((gathered.scalars["gradient_seen"] > 0).all()):
+        return {}, {}
+    norms_known = bool((gathered.scalars["norm_seen"] > 0).all())
+    squares: Tensor = gathered.layer_squares
+    whole = gathered.scalars["squared_norm"]
+    if not norms_known:
+        if gathered.sketches is None:
+            return {}, {}
+        squares, whole = squares[:, :0], gathered.sketches.square().sum(dim=1)
+    non_finite: dict[int, str | None] = {}
+    zero: dict[int, str | None] = {}
+    for rank, total in enumerate(whole.tolist()):
+        if not np.isfinite(total):
+            layers = torch.nonzero(~torch.isfinite(squares[rank])).flatten().tolist()
+            non_finite[rank] = names[layers[-1]] if layers else None
+        elif total == 0.0:
+            zero[rank] = None
+    return non_finite, zero

@@ -1,0 +1,336 @@
+"""What one rank is made of, as a list of items to compare: weights, generators, sampler, hyper-parameters, code.
+
+    before = weights_hash(model)                       # before deepspeed.initialize, which broadcasts rank 0's weights
+    items = local_items(engine, ds_config, sampler=sampler_facts(loader), before=before)
+
+Nothing here communicates or raises: what cannot be read is an item that says so. The list's names depend on what all
+ranks share (the model, the stage); its values are the rank's own.
+
+What is expected, and why:
+
+* Weights: equal in stages 0-2, where every rank holds a replica. DeepSpeed broadcasts parameters (not buffers) from
+  rank 0 when it makes the engine, so a difference afterwards is an error, and one before, which the broadcast hides,
+  a warning: some rank loaded another checkpoint. Before, all may differ (each rank seeded from its rank), or none.
+  Under ZeRO-3 each number has one owner: no two ranks could disagree, and nothing is compared.
+* Generators: *alike*. One seed everywhere is a policy (equal initialisation), a seed per rank is one too (other
+  dropout masks, other augmentation). Some ranks equal and others not is neither. With 2 ranks the two cannot be told
+  apart, and nothing is reported. Where the model has dropout, the states of the generators that it draws from are
+  *better different*: else every rank uses the same masks on other rows. The table says so; the event, a note, comes
+  when the first forward has really drawn the same numbers (:mod:`ds_silent.capture.conduct`): scripts may seed later.
+* Sampler: as many shares as ranks, and each rank another share of the *same* permutation. Nothing is expected of a
+  sampler that says nothing of shares: the data may have been split before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, shown_hash, tensor_hash
+from ds_silent.preflight.compare import Group, Item, check_item, item_of, read_item
+from ds_silent.preflight.environment import code_items, environment_items
+
+_SECTIONS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "data_types",
+    "zero_optimization",
+    "activation_checkpointing",
+    "silent_consistency",
+)
+# Where a run writes and what it prints is a rank's own business.
+_IGNORED_SECTIONS = {
+    *("tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "autotuning"),
+    *("steps_per_print", "wall_clock_breakdown", "dump_state", "local_rank"),
+}
+_PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")
+"""Attributes of modules (torch's ``MultiheadAttention`` and ``LSTM``, transformers', timm's) that are probabilities."""
+_HYPER_PARAMETERS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "betas", "eps": "eps"}
+
+
+@dataclass(frozen=True)
+class SamplerFacts:
+    """How this rank's sampler cuts the data."""
+
+    world_size: int  # shares that the data is cut into; 1 when every rank walks all of it
+    rank: int  # the share that this rank takes
+    permutation: Hash  # of the order of all rows, or of everything that it follows from
+    seed: int | None = None
+    rows: int | None = None  # of the data set
+
+
+def local_items(
+    engine: Any,
+    ds_config: Mapping[str, Any],
+    sampler: SamplerFacts | None = None,
+    before: Hash | None = None,
+    ranks: int = 1,
+    environment: Mapping[str, str] = os.environ,
+) -> list[Item]:
+    """Everything that is compared, of this rank. Waits for the device once, for the hashes of the weights.
+
+    Args:
+        engine: a DeepSpeedEngine before its first step.
+        ds_config: its configuration as a dictionary.
+        sampler: None when nobody knows; then free.
+        before: :func:`weights_hash` of the model as the script made it; None when nobody looked.
+        ranks: data-parallel ranks N, which the sampler must have shares for.
+    """
+    return [
+        *_all_of("weights", lambda: weight_items(engine.module, before)),
+        *_all_of("parameters", lambda: parameter_items(engine.module)),
+        *_all_of("generators", lambda: generator_items(engine.module)),
+        *_all_of("sampler", lambda: sampler_items(sampler, ranks)),
+        *_all_of("optimizer", lambda: optimizer_items(engine.optimizer, getattr(engine, "lr_scheduler", None))),
+        *_all_of("config", lambda: config_items(ds_config)),
+        *_all_of("code", code_items),
+        *_all_of("environment", lambda: environment_items(environment)),
+    ]
+
+
+def _all_of(group: Group, collect: Callable[[], list[Item]]) -> list[Item]:
+    """The items of a group; where collecting them fails on this rank alone, its list differs, which is an event."""
+    try:
+        return collect()
+    except Exception as error:
+        return [item_of(f"{group} cannot be read", group, f"{type(error).__name__}: {error}")]
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def weights_hash(module: nn.Module) -> Hash | None:
+    """One hash of all parameters and buffers; None when ZeRO-3 has them in shards. Waits for the device once."""
+    tensors = [tensor for _, tensor in _tensors_of(module)]
+    if not tensors or any(_sharded(tensor) for tensor in tensors):
+        return None
+    return hash_text(repr(_hashes_of(tensors)))
+
+
+def weight_items(module: nn.Module, before: Hash | None) -> list[Item]:
+    """One item per parameter and buffer, named by its place so that lists of the same length can be compared."""
+    named = [(name, tensor) for name, tensor in _tensors_of(module) if not _sharded(tensor)]
+    first = Item(
+        "initial weights before DeepSpeed's broadcast",
+        "weights",
+        "free" if before is None else "alike",
+        "not looked at" if before is None else shown_hash(before),
+        (0, 0) if before is None else before,
+        "warning",
+    )
+    hashes = _hashes_of([tensor for _, tensor in named])
+    items = [first]
+    for index, (name, tensor) in enumerate(named):
+        shown = f"{shown_hash(hashes[index])} ({name} {tuple(tensor.shape)})"
+        items.append(Item(f"initial weights [{index}]", "weights", "equal", shown, hashes[index]))
+    return items
+
+
+def parameter_items(module: nn.Module) -> list[Item]:
+    """Which parameters there are, in which order, and which of them are trained."""
+    named = list(module.named_parameters())
+    order = [f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}" for name, p in named]
+    frozen = [name for name, p in named if not p.requires_grad]
+    sharded = sum(_sharded(p) for _, p in named)
+    note = f", {sharded} of them in shards (one owner per number: nothing to compare)" if sharded else ""
+    return [
+        item_of("parameter names, shapes and order", "parameters", "\n".join(order), f"{len(named)} parameters{note}"),
+        item_of("trainable flags", "parameters", "\n".join(frozen), f"{len(frozen)} frozen{_first(frozen)}"),
+        item_of("training mode", "parameters", str(module.training)),
+    ]
+
+
+def _hashes_of(tensors: Sequence[Tensor]) -> list[Hash]:
+    """Hashes computed where the tensors are and fetched together, once per device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    hashes: list[Hash] = [(0, 0)] * len(tensors)
+    for members in by_device.values():
+        fetched = torch.stack([tensor_hash(tensors[index]) for index in members]).tolist()
+        for index, (low, high) in zip(members, fetched, strict=True):
+            hashes[index] = (low, high)
+    return hashes
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _sharded(tensor: Tensor) -> bool:
+    """ZeRO-3 marks its parameters so (``deepspeed/runtime/zero/partition_parameters.py``)."""
+    return hasattr(tensor, "ds_id")
+
+
+# -- randomness and data ---------------------------------------------------------------------------------------------
+
+
+def generator_items(module: nn.Module) -> list[Item]:
+    """Seeds of torch and the device, and states of all generators: see the module docstring for ``alike``."""
+    items = [
+        read_item("torch seed", "generators", lambda: str(torch.initial_seed()), "alike", "warning"),
+        read_item("device seed", "generators", lambda: str(get_accelerator().initial_seed()), "alike", "warning"),
+    ]
+    states = rng_hashes()
+    for name, state in states.items():
+        items.append(Item(f"{name} generator's state", "generators", "alike", shown_hash(state), state, "warning"))
+    dropping = dropout_modules(module)
+    if dropping:
+        state = states["device"]
+        shown = f"{shown_hash(state)} ({len(dropping)} modules with dropout, first: {dropping[0]})"
+        items.append(Item("dropout's masks", "generators", "better different", shown, state, "info"))
+    return items
+
+
+def dropout_modules(module: nn.Module) -> list[str]:
+    """Names of the modules that drop something: torch's own, and those that hand a probability to a function."""
+    found = []
+    for name, inner in module.named_modules():
+        own = [getattr(inner, "p", 0.0)] if isinstance(inner, _DropoutNd) else []
+        held = [getattr(inner, attribute, 0.0) for attribute in _PROBABILITIES]
+        if any(isinstance(p, (int, float)) and not isinstance(p, bool) and 0.0 < p <= 1.0 for p in (*own, *held)):
+            found.append(name or type(inner).__name__)
+    return found
+
+
+def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
+    """Shares, rows and permutation of the sampler, on one of ``ranks`` ranks. All shares differ, each is one of N and N
+    are made: so together they are the data, once."""
+    if facts is None:
+        names = ("sampler: a share for each rank", "sampler's share", "sampler's rows", "sampler's permutation")
+        return [item_of(name, "sampler", "not known", None, "free") for name in names]
+    shares = facts.world_size
+    made = f"The sampler makes {shares} share{'s' * (shares != 1)} of the data for {ranks} rank{'s' * (ranks != 1)}"
+    share = f"share {facts.rank} of {shares}"
+    enough, taken, exists = shares >= ranks, shares <= ranks, 0 <= facts.rank < shares
+    twice = f"{made}{'' if enough else ': rows are taken more than once'}"
+    never = f"{made}{'' if taken else ': some are taken by nobody'}"
+    place = f"The sampler takes {share}, counted from 0{'' if exists else ': there is no such share'}"
+    return [
+        check_item("sampler: a share for each rank", "sampler", enough, twice),
+        check_item("sampler: a rank for each share", "sampler", taken, never, "warning"),
+        check_item("sampler: a share that exists", "sampler", exists, place),
+        item_of("sampler's share", "sampler", share, None, "different"),
+        item_of("sampler's rows", "sampler", str(facts.rows)),
+        item_of("sampler's seed", "sampler", str(facts.seed)),
+        Item("sampler's permutation", "sampler", "equal", shown_hash(facts.permutation), facts.permutation),
+    ]
+
+
+def sampler_facts(loader: Any) -> SamplerFacts | None:
+    """What a DataLoader, a DeepSpeedDataLoader or a sampler says of its sharding; None when it says nothing.
+
+    Relies on ``num_replicas``, ``rank``, ``seed``, ``epoch`` of ``torch.utils.data.DistributedSampler``,
+    ``num_processes`` and ``process_index`` of accelerate's shards, and ``data_sampler`` of DeepSpeed's loader. A
+    sampler of one's own is read by the names of torch's.
+    """
+    for sampler in samplers_in(loader):
+        for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
+            world_size, rank = getattr(sampler, size, None), getattr(sampler, place, None)
+            if isinstance(world_size, int) and isinstance(rank, int):
+                rows = length_of(getattr(sampler, "dataset", None))
+                seed = getattr(sampler, "seed", None)
+                follows = [getattr(sampler, name, None) for name in ("seed", "epoch", "shuffle", "drop_last")]
+                permutation = hash_text(repr((type(sampler).__name__, rows, follows)))
+                return SamplerFacts(world_size, rank, permutation, seed if isinstance(seed, int) else None, rows)
+    return None
+
+
+def samplers_in(loader: Any) -> list[Any]:
+    """The loader, and all loaders and samplers in it, from the outside to the inside."""
+    found: list[Any] = []
+    waiting = [loader]
+    while waiting and len(found) < 8:
+        one = waiting.pop(0)
+        if one is not None and not any(one is other for other in found):
+            found.append(one)
+            names = ("data_sampler", "sampler", "batch_sampler", "dataloader", "_index_sampler")
+            waiting += [getattr(one, name, None) for name in names]
+    return found
+
+
+def length_of(data: Any) -> int | None:
+    """Rows of a data set; None where it does not know."""
+    try:
+        return len(data)
+    except Exception:  # whatever somebody else's data set raises
+        return None
+
+
+# -- hyper-parameters and configuration ------------------------------------------------------------------------------
+
+
+def optimizer_items(optimizer: Any, scheduler: Any) -> list[Item]:
+    """Class and hyper-parameters, over all parameter groups; class and state of the scheduler."""
+    groups = [] if optimizer is None else list(getattr(optimizer, "param_groups", []))
+    inner = getattr(optimizer, "optimizer", optimizer)  # what ZeRO wraps
+
+    def values_of(key: str) -> Callable[[], str]:
+        return lambda: _joined([_plain(group[key]) for group in groups if key in group])
+
+    def others() -> str:
+        known = {*_HYPER_PARAMETERS, "params"}
+        return json.dumps([{k: _plain(v) for k, v in sorted(g.items()) if k not in known} for g in groups])
+
+    def schedule() -> str:
+        state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+        return f"{type(scheduler).__name__} {json.dumps({k: _plain(v) for k, v in sorted(state.items())})}"
+
+    return [
+        item_of("optimizer", "optimizer", f"{type(optimizer).__name__} around {type(inner).__name__}"),
+        *(read_item(name, "optimizer", values_of(key)) for key, name in _HYPER_PARAMETERS.items()),
+        read_item("other hyper-parameters", "optimizer", others),
+        read_item("learning-rate scheduler", "optimizer", schedule),
+    ]
+
+
+def config_items(ds_config: Mapping[str, Any]) -> list[Item]:
+    """The DeepSpeed configuration by section, without monitors, output paths and local paths."""
+    kept = {key: value for key, value in ds_config.items() if key not in _IGNORED_SECTIONS}
+    rest = {key: value for key, value in kept.items() if key not in _SECTIONS}
+    parts = [(f"ds_config {section}", kept.get(section)) for section in _SECTIONS] + [("ds_config: the rest", rest)]
+    return [item_of(name, "config", json.dumps(_portable(value), sort_keys=True, default=str)) for name, value in parts]
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        own = re.compile(r"(_path|_dir|_file)$")
+        return {str(key): _portable(inner) for key, inner in value.items() if not own.search(str(key))}
+    return [_portable(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+# -- values ---------------------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value that stands for a hyper-parameter."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() <= 16 else f"tensor {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def _joined(values: Sequence[Any]) -> str:
+    """One value where all parameter groups agree, else all of them."""
+    texts = [json.dumps(value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"
+
+
+def _first(names: Sequence[str]) -> str:
+    return f" (first: {names[0]})" if names else ""

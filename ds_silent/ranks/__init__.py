@@ -1,0 +1,1 @@
+"""What all ranks do together, and what happens where one of them cannot."""

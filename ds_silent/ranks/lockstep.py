@@ -1,0 +1,118 @@
+"""Do all ranks send their samples at the same place of the training? Counted here, compared when a sample is read.
+
+    lockstep = Lockstep(step)                    # the same step on every rank, agreed before
+    lockstep.scheduled                           # the step by which everything that communicates is timed
+    lockstep.words(step)                         # travel with every sample
+    lockstep, event = lockstep.read(gathered)    # why all ranks stop observing, or None; the same on every rank
+
+A framework's own step is one rank's affair: a checkpoint loaded there, a step left out. What pairs between ranks, by
+itself, is the training's reductions. So what communicates is timed by their number, and where the steps of all ranks
+have moved together, by what all have read of each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ds_silent.exchange.gather import ASTRAY, BROKE, LEFT, UNSEEN, Gathered
+from ds_silent.records import Event
+
+EXACT = 1 << 24  # whole numbers below it are exact in fp32
+
+
+@dataclass(frozen=True)
+class Lockstep:
+    """Where this rank is, as a value: what happens gives another one. See the module docstring.
+
+    ``next_base`` and ``next_allowed`` are what was read; they are valid from the next boundary on, whenever a rank has
+    read them.
+    """
+
+    base: int
+    count: int = 0
+    reductions: int = 0  # since the last step
+    allowed: int = 1  # of them, by all ranks alike
+    astray: bool = False
+    next_base: int | None = None
+    next_allowed: int = 1
+
+    @property
+    def scheduled(self) -> int:
+        """The step under way."""
+        return self.base + self.count
+
+    @property
+    def whole(self) -> bool:
+        """Whether the step under way has been observed from its beginning; not after a step that was left out."""
+        return self.reductions <= self.allowed
+
+    def reduction(self) -> Lockstep:
+        """The gradients of a boundary are about to be reduced."""
+        more = replace(self, reductions=self.reductions + 1)
+        return replace(more, astray=self.astray or not more.whole)
+
+    def passed(self) -> Lockstep:
+        """The sample of the step under way has been sent, if it was due: the next one begins."""
+        base = self.base if self.next_base is None else self.next_base
+        return replace(self, count=self.count + 1, base=base, allowed=self.next_allowed)
+
+    def stepped(self) -> Lockstep:
+        """The optimizer has run."""
+        return replace(self, reductions=0)
+
+    def told(self) -> Lockstep:
+        """The :meth:`words` have been sent."""
+        return replace(self, astray=False)
+
+    def words(self, step: int) -> dict[str, float]:
+        """Scalars of a sample; ``step`` is the framework's own."""
+        words = {"step": float(step % EXACT), "boundary": float(self.count % EXACT)}
+        return {**words, "failed": ASTRAY} if self.astray else words
+
+    def read(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
+        """What a sample says of all ranks; every rank reads every sample, in the same order."""
+        failed, steps, boundaries = (gathered.scalars[name].tolist() for name in ("failed", "step", "boundary"))
+        if all(word == ASTRAY for word in failed):  # all alike: several backward passes make one step here
+            return replace(self, next_allowed=self.allowed + 1), None
+        if any(failed):
+            return self, stopping(gathered.step, failed)
+        if len(set(steps)) > 1 or len(set(boundaries)) > 1:
+            return self, apart(gathered.step, steps, boundaries)
+        ahead = (int(steps[0]) - int(boundaries[0]) - self.base) % EXACT  # not 0 where all have moved together
+        return replace(self, next_base=self.base + (ahead - EXACT if ahead > EXACT // 2 else ahead)), None
+
+
+def stopping(step: int, failed: list[float]) -> Event:
+    """The event of the worst that some ranks have said."""
+    code = next(code for code in (BROKE, UNSEEN, ASTRAY, LEFT) if code in failed or code == LEFT)
+    ranks = tuple(rank for rank, word in enumerate(failed) if word == code)
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    remedy = "The training is not affected; please report the warning that the rank printed."
+    if code == LEFT:
+        message = f"The observer was closed on {names} and not on the others; all stop observing at step {step}."
+        remedy = "Close it on every rank at the same step, or on none: it closes itself at the end."
+    elif code == ASTRAY:
+        message = f"At step {step} gradients were reduced on {names} without a step after it; all stop observing."
+        remedy = "Call engine.step() after every backward, on every rank."
+    elif code == UNSEEN:
+        message = f"On {names} a gradient at step {step} is sparse, which cannot be observed; all stop observing."
+        remedy = "Make the module with sparse=False, if it is to be observed."
+    else:
+        message = f"ds_silent broke on {names} at step {step} and stopped observing."
+    return Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy)
+
+
+def apart(step: int, steps: list[float], boundaries: list[float]) -> Event:
+    """The event of ranks that count another step, or another number of reductions."""
+    values = list(zip(steps, boundaries, strict=True))
+    most = max(values, key=values.count)
+    odd = tuple(r for r, value in enumerate(values) if value != most) if 2 * values.count(most) > len(values) else ()
+    which = steps if len(set(steps)) > 1 else boundaries
+    what = "are at another step" if which is steps else "have reduced gradients another number of times"
+    shown = ", ".join(f"{int(value)} on {which.count(value)} of them" for value in sorted(set(which))[:3])
+    named = f"ranks {', '.join(map(str, odd))} {what} than the others" if len(odd) > 1 else f"some ranks {what}"
+    if len(odd) == 1:
+        named = f"rank {odd[0]} {what.replace('are', 'is', 1).replace('have', 'has', 1)} than the others"
+    message = f"At step {step} {named} ({shown}), so their gradients do not belong together; all stop observing."
+    remedy = "Load the same checkpoint and take the same steps on every rank."
+    return Event(step, "observer-off", "warning", odd, None, None, None, message, remedy)

@@ -1,0 +1,138 @@
+"""The start of an observation: all ranks agree on the block, and then on the sizes that follow from it and the engine.
+
+    config = agree_on_block(engine, config, refusal)             # None: nobody observes; raises on all ranks or on none
+    capture, unlike = agree_on_layout(engine, config, make)      # unlike: why nothing is to be observed, on all ranks
+
+A block is refused where ranks differ, because somebody meant something else. A training whose ranks are unlike in what
+would run without an observer - another number of micro-batches - goes on without one: its collectives would not meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
+from ds_silent.exchange.layout import layout_of
+from ds_silent.frameworks.deepspeed import DeepSpeedCapture, data_parallel_group, engine_facts
+from ds_silent.ranks.agreement import Statement, Verdict, agree, flat
+from ds_silent.ranks.parts import ranks_of
+from ds_silent.records import Event
+
+_WRITERS_OWN = ("output_dir", "tensorboard")  # only the rank that writes looks at them
+
+
+def alone() -> bool:
+    """Whether there is nobody to agree with: a refusal need not wait for ``deepspeed.initialize``."""
+    if dist.is_initialized():
+        return dist.get_world_size() == 1
+    return os.environ.get("WORLD_SIZE", "1") == "1" and "OMPI_COMM_WORLD_SIZE" not in os.environ
+
+
+def agree_on_block(
+    engine: Any, config: SilentConsistencyConfig | None, refusal: ConfigError | None
+) -> SilentConsistencyConfig | None:
+    """This rank's block, when every rank of the engine's data-parallel group has the same one; None when nobody has.
+
+    Raises:
+        ConfigError: on every rank, with one sentence that says who has what.
+    """
+    group = data_parallel_group(engine)
+    present = config is not None or refusal is not None
+    if group is None:
+        if present:
+            raise refusal or ConfigError(f"{BLOCK} cannot find the data-parallel group of this engine")
+        return None
+    values = {} if config is None else _compared(engine, config)
+    mine = Statement(
+        present=present,
+        absent="" if present else f'no {BLOCK} block, or "enabled": false',
+        version=_version(),
+        refusal=None if refusal is None else str(refusal),
+        values=values,
+    )
+    verdict = agree(group, "block", mine)
+    if verdict.sentence is not None:
+        _refuse(verdict, group, refusal, "give every rank the same ds_config and the same version of ds_silent")
+    return config
+
+
+def agree_on_layout(
+    engine: Any, config: SilentConsistencyConfig, make: Callable[[], DeepSpeedCapture]
+) -> tuple[DeepSpeedCapture, Event | None]:
+    """The capture, and where the ranks are unlike in what they would send, the event that says so.
+
+    Raises:
+        ConfigError: on every rank, when one of them could not make its capture.
+    """
+    group = data_parallel_group(engine)
+    assert group is not None  # it was there for the block
+    capture, refusal = None, None
+    values = engine_facts(engine)
+    try:
+        capture = make()
+        layout = asdict(layout_of(config, dist.get_world_size(group), capture))
+        values |= {"layout": hashlib.sha256(repr(layout).encode()).hexdigest()[:8]}
+    except ConfigError as error:
+        refusal = error
+    except Exception as error:  # our own bug: all ranks end with it, and none waits for this one
+        refusal = ConfigError(f"{BLOCK} cannot observe this engine ({type(error).__name__}: {error})")
+        refusal.__cause__ = error
+    mine = Statement(True, refusal=None if refusal is None else str(refusal), values=values, version=_version())
+    verdict = agree(group, "layout", mine)
+    if verdict.sentence is None:
+        assert capture is not None
+        return capture, None
+    if capture is None or verdict.refused or verdict.missing:
+        _refuse(verdict, group, refusal, "give every rank the same model and ds_config")
+    assert capture is not None
+    return capture, _unlike(verdict, capture.step)
+
+
+def tells(error: BaseException, default: bool) -> bool:
+    """Whether this rank says the refusal to the user: one does, and where nothing was agreed, ``default`` decides."""
+    return bool(getattr(error, "teller", default))
+
+
+def _refuse(verdict: Verdict, group: dist.ProcessGroup, mine: ConfigError | None, remedy: str) -> None:
+    if mine is not None and str(mine) == verdict.sentence:
+        error = mine  # all ranks refuse alike
+    elif verdict.missing:
+        error = ConfigError(str(verdict.sentence))
+    else:
+        error = ConfigError(f"the ranks do not agree on {BLOCK}, so none of them starts: {verdict.sentence}; {remedy}")
+    error.teller = verdict.teller == dist.get_rank(group)  # type: ignore[attr-defined]
+    raise error
+
+
+def _unlike(verdict: Verdict, step: int) -> Event:
+    named = f" ({ranks_of(verdict.odd)} unlike the others)" if verdict.odd else ""
+    message = f"Nothing is observed, because the ranks would not send the same{named}: {verdict.sentence}."
+    remedy = "The training goes on as it is without ds_silent; start every rank with the same configuration."
+    return Event(step, "observer-off", "warning", verdict.odd, "start", None, None, message, remedy)
+
+
+def _compared(engine: Any, config: SilentConsistencyConfig) -> dict[str, Any]:
+    """What all ranks must have alike, by dotted names."""
+    values = flat(config.model_dump(mode="json"), f"{BLOCK}.")
+    if "stop" not in (
+        config.respond.on_aggregation_error,
+        config.respond.on_failed_retry,
+        config.respond.on_replica_drift,
+    ):
+        for name in _WRITERS_OWN:  # else every rank writes its part of a suspect checkpoint there
+            del values[f"{BLOCK}.{name}"]
+    if config.reduction == "ordered":  # the training's own arithmetic, which cannot be left out
+        values |= engine_facts(engine)
+    return values
+
+
+def _version() -> str:
+    import ds_silent  # not at the top: it imports this module
+
+    return ds_silent.__version__

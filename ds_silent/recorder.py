@@ -1,0 +1,132 @@
+"""On the writing rank: a gathered sample becomes a record, the record events, and both are written.
+
+writer = Writer(sink, judge, audit, layout, stop_on="error")
+writer.sample(gathered, context, drift, told, wait=False)      # once per measured step, in order
+writer.report(event)                                           # what others have found
+writer.ends                                                    # the event that is to end the training, if any
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ds_silent.capture.conduct import Unlike
+from ds_silent.detectors import Evidence, Judge
+from ds_silent.exchange.gather import Gathered, Layout
+from ds_silent.measure.record import Context, measure
+from ds_silent.measure.reduction import Audit, Told
+from ds_silent.measure.rows import RowTracker, testimony
+from ds_silent.records import Event, Repair, Severity, StepRecord
+from ds_silent.replicas.checksums import Drift
+from ds_silent.respond.told import repair_event
+from ds_silent.sinks import Sink
+
+logger = logging.getLogger("ds_silent")
+_ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
+
+
+class Writer:
+    """Keeps what judging needs from step to step: baselines, rows seen, and a record that waits for more.
+
+    Attributes:
+        last_record: the newest one.
+        ends: the event that is to end the training; None while there is none.
+    """
+
+    def __init__(self, sink: Sink, judge: Judge | None, audit: Audit, layout: Layout, ranks: int, stop_on: str):
+        self.last_record: StepRecord | None = None
+        self.ends: Event | None = None
+        self._sink, self._judge, self._audit = sink, judge, audit
+        self._layout, self._ranks, self._stop_on = layout, ranks, stop_on
+        self._tracker = RowTracker()
+        self._listeners: list[Callable[[Event], None]] = []
+        self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
+        self.unlike: tuple[Unlike, ...] = ()  # as all ranks have agreed when they came together last
+
+    def sample(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
+        """Write one sample's record and judge it.
+
+        Args:
+            gathered: the sample.
+            context: what this rank knows of the step by itself.
+            drift: the tensors that differ between the replicas, if known.
+            told: what the responses have found and done.
+            wait: judge when :meth:`settle` brings the tensors.
+        """
+        record = measure(gathered, self._layout, context)
+        coverage, evidence = testimony(gathered, self._tracker, context)
+        stats, seen = self._audit.step(gathered, drift, told)
+        evidence = dataclasses.replace(evidence, integrity=seen, unlike=self.unlike)
+        self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
+        self._sink.write(self.last_record)
+        if wait or self._unjudged:  # judged in order
+            self._unjudged.append((self.last_record, evidence))
+        else:
+            self._judged(self.last_record, evidence)
+        self.repairs(told.repairs)
+
+    def settle(self, drift: Drift | None, step: int | None = None) -> None:
+        """Judge the records that waited, up to ``step``, to which ``drift`` belongs; None: the tensors stay unknown."""
+        while self._unjudged and (step is None or self._unjudged[0][0].step <= step):
+            record, evidence = self._unjudged.pop(0)
+            integrity = evidence.integrity
+            if drift is not None and integrity is not None and record.step == step:
+                integrity = dataclasses.replace(integrity, drift=drift)
+            self._judged(record, dataclasses.replace(evidence, integrity=integrity))
+
+    def _judged(self, record: StepRecord, evidence: Evidence) -> None:
+        for event in self._judge.step(record, evidence) if self._judge is not None else []:
+            self.report(event)
+
+    def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
+        """What was seen in the last sample of all, and not told before."""
+        for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
+            self.report(event)
+
+    def repairs(self, repairs: tuple[Repair, ...]) -> None:
+        """Write what the responses have done."""
+        for repair in repairs:
+            self.report(repair_event(repair, self._ranks))
+
+    def report(self, event: Event) -> None:
+        """Write an event and tell the callbacks."""
+        if event.severity in _ENDS[self._stop_on]:
+            self.ends = event
+        if event.step == 0 and self._judge is not None:  # the preflight's
+            self._judge.told(event)
+        self._sink.write_event(event)
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception as error:  # somebody else's code: it must not end the observation
+                logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
+
+    def on_event(self, function: Callable[[Event], None]) -> None:
+        """Call ``function(event)`` for every event from now on."""
+        self._listeners.append(function)
+
+    def flush(self) -> None:
+        """Everything written is on disk."""
+        self._sink.flush()
+
+    def close(self) -> None:
+        """The end of the records."""
+        self._sink.close()
+
+    def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
+        """JSON values, for a checkpoint."""
+        judge = None if self._judge is None else self._judge.state_dict()
+        return {"rows": self._tracker.state_dict(rows_waiting), "judge": judge}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
+        try:
+            if "rows" in state:
+                self._tracker.load_state_dict(state["rows"])
+            if self._judge is not None and state.get("judge") is not None:
+                self._judge.load_state_dict(state["judge"])
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", error)

@@ -1,0 +1,336 @@
+"""Acts on what is wrong: the only code that changes a training, and only where the configuration asks for it.
+
+    responder = Responder(capture, exchange, audit, config)
+    responder.before_update(step)    # repeat the reduction until it is right; bring an averaging to its end
+    responder.after_update(step)     # replicas are compared and made equal
+    responder.take(step)             # what was found and done up to a step, for its record and the events
+
+Every rank calls every method at the same steps, and every decision is taken by all ranks alike: from what was gathered,
+or by a vote, in which a rank whose own examination broke says so, and nobody responds. From the decision on a response
+is irrevocable: what breaks in it ends the training, because ranks might differ. Nothing is called repaired that was
+not compared again afterwards.
+
+A fault that is there once is undone without a trace: a reduction is repeated from the local gradients, which are bit
+for bit those of the first attempt, and a replica that drifted in an update gets its bits back before the next forward.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.exchange.gather import Exchange
+from ds_silent.frameworks.base import Capture
+from ds_silent.measure.reduction import Audit, Examined, Told
+from ds_silent.records import Repair, RepairMethod
+from ds_silent.replicas.checksums import Bits, Drift, Groups, Replica, gathered, groups_of
+from ds_silent.replicas.restore import Averaging, Comparison, average, compare, restore
+
+_Result = TypeVar("_Result")
+_UNKNOWN = 2  # beats every other vote
+SAMPLE = 64  # every so many elements tell the drift, for the next interval of the dynamic averaging
+
+
+class _Notes:
+    """What was found and done, until a record takes it."""
+
+    def __init__(self) -> None:
+        self._reductions: list[tuple[int, Examined]] = []
+        self._comparisons: list[tuple[int, Groups, Drift | None]] = []
+        self._repairs: list[Repair] = []
+
+    def reduction(self, step: int, wrong: Examined) -> None:
+        self._reductions.append((step, wrong))
+
+    def comparison(self, step: int, groups: Groups, drift: Drift | None) -> None:
+        self._comparisons.append((step, groups, drift))
+
+    def repair(self, repair: Repair) -> None:
+        self._repairs.append(repair)
+
+    def take(self, step: int) -> Told:
+        """Everything up to ``step``, and forget it."""
+        reductions = [seen for at, seen in self._reductions if at <= step]
+        comparisons = [compared for compared in self._comparisons if compared[0] <= step]
+        repairs = tuple(repair for repair in self._repairs if repair.step <= step)
+        self._reductions = [note for note in self._reductions if note[0] > step]
+        self._comparisons = [note for note in self._comparisons if note[0] > step]
+        self._repairs = [repair for repair in self._repairs if repair.step > step]
+        apart = [compared for compared in comparisons if len(compared[1]) > 1]
+        shown = apart[:1] or comparisons[-1:]
+        groups, drift = shown[0][1:] if shown else (None, None)
+        return Told(reductions[0] if reductions else None, groups, drift, repairs)
+
+
+class Responder:
+    """The responses of one training.
+
+    Attributes:
+        stop: why the training has to end now, the same on every rank; None when it may go on.
+    """
+
+    def __init__(self, capture: Capture, exchange: Exchange, audit: Audit, config: SilentConsistencyConfig):
+        self.stop: str | None = None
+        self._together = capture.together
+        self._notes = _Notes()
+        guarded = config.respond.on_aggregation_error != "report"
+        self._guard = _Guard(capture, exchange, audit, config) if guarded else None
+        keepers: list[_Keeper] = []
+        on_drift, resync, attempts = config.respond.on_replica_drift, config.resync, config.respond.retries
+        whole = resync.state == "all"
+        if on_drift != "report":
+            interval = config.integrity.replica_interval
+            keepers.append(_Compare(capture, lambda: capture.replica(True, buffers=True), interval, on_drift, attempts))
+        if resync.mode == "periodic":
+            keepers.append(
+                _Compare(capture, lambda: capture.replica(whole, buffers=True), resync.interval, "mean", attempts)
+            )
+        if resync.mode == "dynamic":
+            keepers.append(_Dynamic(capture, lambda: capture.replica(whole, buffers=False), resync.interval))
+        self._keepers = keepers
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether replicas are compared here, after an update, and need not be compared with the samples."""
+        return bool(self._keepers)
+
+    def communicates(self, step: int, due: bool) -> bool:
+        """Whether ranks talk to each other about ``step``, by what all of them know."""
+        return self._guard is not None or any(keeper.communicates(step, due) for keeper in self._keepers)
+
+    def before_update(self, step: int, due: int) -> None:
+        """Before the optimizer runs, after the step's sample was posted.
+
+        Args:
+            step: the framework's own.
+            due: the same as all ranks count it, see :mod:`ds_silent.ranks.lockstep`.
+        """
+        if self._guard is not None:
+            self.stop = self._guard.protect(step, self._notes)
+        for keeper in self._keepers:
+            self._to_the_end(step, partial(keeper.before_update, due, self._notes))
+
+    def after_update(self, step: int, due: bool) -> None:
+        """The optimizer has run. ``due``: compare now, whatever the interval says."""
+        for keeper in self._keepers:
+            self.stop = self._to_the_end(step, partial(keeper.after_update, step, due, self._notes)) or self.stop
+
+    def _to_the_end(self, step: int, act: Callable[[], _Result]) -> _Result:
+        return self._together.irrevocable(f"the response at step {step}", act)
+
+    def take(self, step: int) -> Told:
+        """What was found and done up to ``step``; it is forgotten then."""
+        return self._notes.take(step)
+
+
+class _Guard:
+    """Before an optimizer may use a reduction, all ranks know that it is right."""
+
+    def __init__(self, capture: Capture, exchange: Exchange, audit: Audit, config: SilentConsistencyConfig):
+        self._capture, self._exchange, self._audit, self._respond = capture, exchange, audit, config.respond
+
+    def protect(self, step: int, notes: _Notes) -> str | None:
+        """Why the training must stop, or None."""
+        seen = self._examine()
+        if not self._anyone(None if seen is None else seen.wrong):
+            return None
+        together = self._capture.together
+        return together.irrevocable(f"the response at step {step}", lambda: self._correct(step, notes, seen))
+
+    def _correct(self, step: int, notes: _Notes, seen: Examined | None) -> str | None:
+        """The reduction is wrong, and every rank knows. ``seen``: by this one; None where its examination broke."""
+        if seen is not None:
+            notes.reduction(step, seen)
+        if self._respond.on_aggregation_error == "stop":
+            return 'respond.on_aggregation_error "stop"'
+        if self._anyone(None if seen is None else seen.changed):
+            # by the script, since the reduction: a repetition would apply what it has not changed
+            return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
+        started, sent = time.perf_counter(), 0
+        for attempt in range(1, self._respond.retries + 1):
+            sent += self._capture.reduce_again()
+            self._exchange.post(step, self._capture.sample_again(), self._capture.together)
+            again = self._examine()
+            right = self._anyone(None if again is None else again.wrong) is False
+            if right or attempt == self._respond.retries:
+                check = None if again is None else again.check
+                error, bound = (None, None) if check is None else (check.relative_error, check.rounding_bound)
+                seconds = time.perf_counter() - started
+                notes.repair(Repair(step, "retry", right, attempt, sent, seconds, error=error, bound=bound))
+            if right:
+                return None
+        return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
+
+    def _examine(self) -> Examined | None:
+        """None where the observation itself broke, here or, as the samples' status words say, on another rank."""
+        sample = self._exchange.peek()
+        if bool((sample.scalars["failed"] > 0).any()):
+            return None
+        return self._capture.together.alone(self._audit.examine, sample)
+
+    def _anyone(self, wrong: bool | None) -> bool | None:
+        """A vote, because the ranks' processors might round a bound differently. None: some rank cannot tell."""
+        once, vote = self._capture.together.once, _UNKNOWN if wrong is None else int(wrong)
+        word = once(lambda: torch.tensor([vote], dtype=torch.int32, device=self._capture.device))
+        once(lambda: dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._capture.group))
+        highest = int(word.item())
+        return None if highest == _UNKNOWN else bool(highest)
+
+
+class _Keeper(Protocol):
+    """Keeps replicas equal."""
+
+    def communicates(self, step: int, due: bool) -> bool:
+        """Whether one of the others does something at this step."""
+
+    def before_update(self, step: int, notes: _Notes) -> None:
+        """Before the optimizer runs."""
+
+    def after_update(self, step: int, due: bool, notes: _Notes) -> str | None:
+        """After it; why the training must stop, or None."""
+
+
+class _Compare:
+    """Every ``interval`` steps: compare, and make equal what is not."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        replica: Callable[[], Replica],
+        interval: int,
+        response: Literal["majority", "mean", "stop"],
+        attempts: int,
+    ):
+        self._capture, self._replica, self._interval = capture, replica, interval
+        self._response, self._attempts = response, attempts
+        self._bits = Bits()
+        self._last = 0  # step of the last comparison
+
+    def communicates(self, step: int, due: bool) -> bool:
+        return due or step % self._interval == 0
+
+    def before_update(self, step: int, notes: _Notes) -> None:
+        """Nothing to do."""
+
+    def after_update(self, step: int, due: bool, notes: _Notes) -> str | None:
+        if not due and step % self._interval:
+            return None
+        replica, last, self._last = self._replica(), self._last, step
+        found = compare(replica.items, self._bits, self._capture.group)
+        notes.comparison(step, found.groups, None if found.equal else _drift(replica, found, last + 1, step))
+        if found.equal:
+            return None
+        if self._response == "stop":
+            return 'respond.on_replica_drift "stop"'
+        notes.repair(self._repair(replica, found, step, self._response))
+        return None
+
+    def _repair(self, replica: Replica, found: Comparison, step: int, response: Literal["majority", "mean"]) -> Repair:
+        started, sent, attempts, still = time.perf_counter(), 0, 0, found
+        group, device = self._capture.group, self._capture.device
+        while not still.equal and still.comparable and attempts < self._attempts:
+            attempts += 1
+            if response == "majority":
+                now = restore(replica.items, still, group, device)
+            else:
+                now, _ = average([replica.items[place][1] for place in still.apart], group, device)
+            if not now:
+                break  # no tensor has a majority: trying again would not find one
+            sent += now
+            replica.write_back()
+            still = compare(replica.items, self._bits, group)
+        return _repair_of(step, response, replica, found, still, attempts, sent, started)
+
+
+class _Dynamic:
+    """PAFT-Dyn (openreview cPZepCZlFW): the averaging of step t runs beside the forward and backward of step t + 1.
+
+    What differs is copied after the update of step t and averaged while the next gradient is computed; before that is
+    applied, the mean takes the place of the weights, so that the overlapped step is not lost: theta <- mean - eta g.
+    The next comparison comes after H steps, the ranks' mean of |g| / |theta - mean|, both as root mean squares over
+    every 64th element; at least 1, at most ``interval``, which is also what follows when nothing differs. Buffers are
+    left alone, because the forward beside the averaging may have changed them.
+    """
+
+    def __init__(self, capture: Capture, replica: Callable[[], Replica], interval: int):
+        self._capture, self._replica, self._interval = capture, replica, interval
+        self._bits, self._next, self._last = Bits(), 1, 0  # the first update tells when the next is to be compared
+        self._under_way: tuple[int, float, Replica, Comparison, Averaging] | None = None
+
+    def communicates(self, step: int, due: bool) -> bool:
+        return due or step >= self._next or self._under_way is not None
+
+    def after_update(self, step: int, due: bool, notes: _Notes) -> str | None:
+        if not due and step < self._next:
+            return None
+        replica, last, self._last = self._replica(), self._last, step
+        found = compare(replica.items, self._bits, self._capture.group)
+        notes.comparison(step, found.groups, None if found.equal else _drift(replica, found, last + 1, step))
+        self._next = step + self._interval
+        if found.apart:
+            started = time.perf_counter()
+            tensors = [replica.items[place][1] for place in found.apart]
+            averaging = Averaging(tensors, self._capture.group, self._capture.device).start()
+            self._under_way = step, time.perf_counter() - started, replica, found, averaging
+        return None
+
+    def before_update(self, step: int, notes: _Notes) -> None:
+        if self._under_way is None:
+            return
+        (begun, seconds, replica, found, averaging), self._under_way = self._under_way, None
+        started = time.perf_counter() - seconds
+        interval = self._next_interval(averaging)
+        self._next = begun + interval
+        repeated = averaging.finish()
+        replica.write_back()
+        still = compare(replica.items, self._bits, self._capture.group)
+        sent = averaging.bytes * (repeated + 1)
+        notes.repair(_repair_of(step, "dynamic", replica, found, still, repeated + 1, sent, started, interval))
+
+    def _next_interval(self, averaging: Averaging) -> int:
+        """Every rank gets every rank's numbers and computes the same."""
+        own = torch.cat((averaging.drift(SAMPLE), self._capture.gradient_sample(SAMPLE)))
+        words = own.double().view(torch.int64).to(self._capture.device)
+        everybody = gathered(words, self._capture.group).view(torch.float64)
+        drift, gradient = (everybody[:, k] / everybody[:, k + 1].clamp(min=1.0) for k in (0, 2))
+        mean = float((gradient / drift).sqrt().mean())  # infinite where the sampled elements do not differ
+        return 1 if math.isnan(mean) else int(max(1.0, min(float(self._interval), mean)))
+
+
+def _drift(replica: Replica, found: Comparison, first: int, step: int) -> Drift:
+    return Drift(tuple(replica.items[place][0] for place in found.apart), found.groups, step, first)
+
+
+def _repair_of(
+    step: int,
+    method: RepairMethod,
+    replica: Replica,
+    found: Comparison,
+    still: Comparison,
+    attempts: int,
+    sent: int,
+    started: float,
+    next_interval: int | None = None,
+) -> Repair:
+    names = tuple(replica.items[place][0] for place in found.apart)
+    ranks = _outvoted(found) if method == "majority" else ()
+    seconds = time.perf_counter() - started
+    return Repair(step, method, still.equal, attempts, sent, seconds, names, ranks, next_interval=next_interval)
+
+
+def _outvoted(found: Comparison) -> tuple[int, ...]:
+    """Ranks outside of a tensor's majority. Of whole replicas there may be none, and nobody is named without one."""
+    ranks: set[int] = set()
+    for place in found.apart:
+        assert found.values is not None
+        held = groups_of(found.values[:, place])
+        if 2 * len(held[0]) > len(found.values):
+            ranks.update(rank for group in held[1:] for rank in group)
+    return tuple(sorted(ranks))

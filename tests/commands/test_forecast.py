@@ -1,0 +1,86 @@
+"""What `ds-silent check` says of the responses: what they keep, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_silent.cli import app
+from ds_silent.commands.forecast import plan_lines
+from ds_silent.config import parse
+
+
+def told(block: dict[str, Any], parameters: int | None = None) -> str:
+    config = parse({"silent_consistency": block})
+    assert config is not None
+    return "\n".join(plan_lines(config, {"silent_consistency": block}, 8, parameters))
+
+
+def test_a_sum_is_checked_as_a_sum() -> None:
+    config = parse({"silent_consistency": {}})
+    assert config is not None
+    summed = "\n".join(plan_lines(config, {"gradient_allreduce_op": "sum"}, 8, None))
+    assert "aggregated gradient against the sum of the ranks'" in summed
+    assert "aggregated gradient against the mean of the ranks'" in told({})
+
+
+def test_retry_says_how_much_it_keeps() -> None:
+    text = told({"respond": {"on_aggregation_error": "retry", "retries": 5}}, 1 << 28)
+    assert "keeps a copy of the local gradient (1 GiB in fp32)" in text
+    assert "up to 5 times" in text
+    assert "until there is something to repair" in text
+    half = {"bf16": {"enabled": True}, "silent_consistency": {"respond": {"on_aggregation_error": "retry"}}}
+    config = parse(half)
+    assert config is not None
+    assert "(512 MiB in bf16)" in "\n".join(plan_lines(config, half, 8, 1 << 28))
+    ordered = told({"respond": {"on_aggregation_error": "retry"}, "reduction": "ordered"}, 1 << 28)
+    assert "keeps no copy of its own" in ordered
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"respond": {"on_aggregation_error": "stop"}}, "before a wrong reduction is applied"),
+        ({"respond": {"on_replica_drift": "majority"}}, "more than half of the ranks hold"),
+        ({"respond": {"on_replica_drift": "mean"}}, "tensors that differ get the mean"),
+        ({"respond": {"on_replica_drift": "stop"}}, "when replicas differ"),
+        ({"resync": {"mode": "periodic", "interval": 7}}, "every 7 updates, what differs is averaged"),
+        ({"resync": {"mode": "dynamic", "state": "parameters"}}, "(weights only)"),
+    ],
+)
+def test_every_response_is_said(block: dict[str, Any], words: str) -> None:
+    assert words in told(block)
+    assert words not in told({})
+
+
+@pytest.mark.parametrize(
+    ("stage", "block", "words"),
+    [
+        (1, {"respond": {"on_replica_drift": "majority"}}, "ZeRO stage 1 has one owner per shard"),
+        (2, {"resync": {"mode": "periodic"}}, 'resync.mode "periodic" needs a full replica'),
+        (3, {"respond": {"on_replica_drift": "stop"}}, "ZeRO stage 3 has none"),
+        (2, {"respond": {"on_aggregation_error": "retry"}}, "ZeRO stage 2 reduces and frees every micro-batch"),
+    ],
+)
+def test_a_response_that_makes_no_sense_is_refused(
+    stage: int, block: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "silent_consistency": block}))
+    result = CliRunner().invoke(app, ["check", str(path)])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_two_ranks_cannot_vote(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"silent_consistency": {"respond": {"on_replica_drift": "majority"}}}))
+    assert CliRunner().invoke(app, ["check", str(path)]).exit_code == 0
+    result = CliRunner().invoke(app, ["check", str(path), "--world-size", "2"])
+    assert result.exit_code == 2
+    assert "at least 3 ranks to outvote one, got 2" in result.stderr

@@ -1,0 +1,494 @@
+"""Preflight: silent on healthy ranks, one event per fault with the right kind and ranks, and no guess."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.utils.data import DataLoader, DistributedSampler
+
+import ds_silent
+from ds_silent.maths.fingerprint import hash_text, rng_hashes
+from ds_silent.preflight.compare import Expectation, Item, compare, events_of, item_of, judge, read_item, table, to_json
+from ds_silent.preflight.environment import environment_items, git_revision
+from ds_silent.preflight.inventory import (
+    SamplerFacts,
+    config_items,
+    local_items,
+    optimizer_items,
+    sampler_facts,
+    sampler_items,
+    weights_hash,
+)
+from ds_silent.records import Event
+from finetune.sampler import Plan, ResumableSampler
+from finetune.scenarios import rank_seed
+from tests.distributed import run_distributed
+from tests.training import Case, Probe
+
+# -- judging ---------------------------------------------------------------------------------------------------------
+
+
+def judged(values: str, expectation: Expectation) -> tuple[bool, tuple[int, ...]]:
+    """One item on as many ranks as there are letters; equal letters are equal values."""
+    item = item_of("thing", "config", values[0], None, expectation)
+    hashes = np.array([[hash_text(letter)] for letter in values], dtype=np.int32)
+    finding = judge([item], hashes, {0: list(values)}).findings[0]
+    assert sorted(rank for part in finding.parts for rank in part) == list(range(len(values)))
+    return finding.ok, finding.odd
+
+
+@pytest.mark.parametrize(
+    ("values", "equal", "alike", "different"),
+    [  # each: (as expected?, ranks that are named)
+        ("a", (True, ()), (True, ()), (True, ())),
+        ("aa", (True, ()), (True, ()), (False, (0, 1))),
+        ("ab", (False, ()), (True, ()), (True, ())),  # two ranks: nobody is named
+        ("aba", (False, (1,)), (False, (1,)), (False, (0, 2))),
+        ("abb", (False, (0,)), (False, (0,)), (False, (1, 2))),
+        ("abc", (False, ()), (True, ()), (True, ())),
+        ("aabb", (False, ()), (False, ()), (False, (0, 1, 2, 3))),  # a tie
+        ("aabc", (False, ()), (False, ()), (False, (0, 1))),  # two of four are no majority
+        ("abcaa", (False, (1, 2)), (False, (1, 2)), (False, (0, 3, 4))),
+    ],
+)
+def test_who_is_the_odd_one_out(values: str, equal: Any, alike: Any, different: Any) -> None:
+    assert judged(values, "equal") == equal
+    assert judged(values, "alike") == alike
+    assert judged(values, "different") == different
+    assert judged(values, "free") == (True, ())
+
+
+def items_and_hashes(*ranks: list[Item]) -> tuple[list[Item], Any, dict[int, list[str]]]:
+    hashes = np.array([[item.hash for item in items] for items in ranks], dtype=np.int32)
+    texts = {index: [items[index].shown for items in ranks] for index in range(len(ranks[0]))}
+    return ranks[0], hashes, texts
+
+
+def test_one_event_for_many_items_of_one_fault() -> None:
+    def weights(value: str) -> list[Item]:
+        return [item_of(f"weight {i}", "weights", value + str(i)) for i in range(40)]
+
+    items, hashes, texts = items_and_hashes(weights("a"), weights("b"), weights("a"))
+    events = events_of(judge(items, hashes, texts))
+    assert [(e.kind, e.severity, e.ranks, e.step, e.where) for e in events] == [
+        ("initial-weights-mismatch", "error", (1,), 0, "weight 0")
+    ]
+    assert "a0 on ranks 0, 2; b0 on rank 1 (and 39 more differ in the same way)" in events[0].message
+    assert events[0].remedy
+
+
+def test_without_a_majority_the_sentence_says_so() -> None:
+    items, hashes, texts = items_and_hashes([item_of("lr", "optimizer", "1")], [item_of("lr", "optimizer", "2")])
+    event = events_of(judge(items, hashes, texts))[0]
+    assert event.ranks == ()
+    assert "no majority" in event.message
+    assert "1 on rank 0; 2 on rank 1" in event.message
+
+
+def test_permutations_of_ones_own_say_what_is_missed() -> None:
+    ranks = [[item_of("sampler's permutation", "sampler", str(rank))] for rank in range(4)]
+    items, hashes, texts = items_and_hashes(*ranks)
+    event = events_of(judge(items, hashes, texts))[0]
+    assert (event.kind, event.ranks) == ("data-order-mismatch", ())
+    assert "68.4% of the rows" in event.message
+
+
+def test_the_short_table_has_a_row_per_group() -> None:
+    items, hashes, _ = items_and_hashes(*[[item_of(f"w{i}", "weights", "x") for i in range(300)]] * 3)
+    assert table(judge(items, hashes)).row_count == 1
+    assert table(judge(items, hashes), full=True).row_count == 300
+
+
+def test_values_that_look_alike_are_told_apart() -> None:
+    long = "x" * 500
+    items, hashes, texts = items_and_hashes([item_of("c", "config", long + "1")], [item_of("c", "config", long + "2")])
+    texts[0] = [text[:160] for text in texts[0]]
+    message = events_of(judge(items, hashes, texts))[0].message
+    assert "[value 1] on rank 0" in message
+    assert "[value 2] on rank 1" in message
+
+
+def test_the_worst_comes_first_and_faults_are_kept_apart() -> None:
+    def rank(device: str, lr: str) -> list[Item]:
+        return [item_of("device", "environment", device, severity="info"), item_of("lr", "optimizer", lr)]
+
+    items, hashes, texts = items_and_hashes(rank("x", "1"), rank("y", "1"), rank("x", "2"))
+    found = [(e.where, e.severity, e.ranks) for e in events_of(judge(items, hashes, texts))]
+    assert found == [("lr", "error", (2,)), ("device", "info", (1,))]
+
+
+def test_the_table_shows_text_as_text() -> None:
+    def rank(value: str) -> list[Item]:
+        return [item_of("[red]lr[/red]", "optimizer", value), item_of("seed", "generators", value, None, "alike")]
+
+    items, hashes, texts = items_and_hashes(rank("[bold]\x1b[2J"), rank("b"), rank("b"))
+    outcome = judge(items, hashes, texts)
+    out = io.StringIO()
+    Console(file=out, width=140).print(table(outcome, full=True))
+    short = io.StringIO()
+    Console(file=short, width=140).print(table(outcome))
+    assert "1 each rank its own" not in short.getvalue()
+    assert short.getvalue().count("rank 0 differs") == 2
+    assert "[red]lr[/red]" in out.getvalue()
+    assert "\x1b[2J" not in out.getvalue()
+    assert "rank 0 differs" in out.getvalue()
+    written = json.loads(json.dumps(to_json(outcome), allow_nan=False))
+    assert written["ok"] is False
+    assert written["items"][0]["odd_ranks"] == [0]
+    assert written["items"][0]["ranks"] == [[1, 2], [0]]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "coloured"), [(True, "", True), (True, "1", False), (False, "", False)]
+)
+def test_the_table_has_colours_on_a_terminal_only(
+    terminal: bool, no_color: str, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    items, hashes, texts = items_and_hashes(*[[item_of("lr", "optimizer", value)] for value in "abb"])
+    Console(file=out, width=120).print(table(judge(items, hashes, texts)))
+    assert ("\x1b[1;31mrank 0 differs" in out.getvalue()) == coloured
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", out.getvalue())) == coloured
+
+
+# -- one rank's items ------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_read_is_an_item() -> None:
+    def fails() -> str:
+        raise OSError("no")
+
+    assert read_item("thing", "code", fails).shown == "cannot be read (OSError)"
+
+
+def test_the_configuration_without_where_a_run_writes() -> None:
+    def of(**changes: Any) -> dict[str, tuple[int, int]]:
+        config = {
+            "fp16": {"enabled": True},
+            "silent_consistency": {"output_dir": "a", "interval": 1},
+            "x": 1,
+            **changes,
+        }
+        return {item.name: item.hash for item in config_items(config)}
+
+    assert of() == of(silent_consistency={"interval": 1, "output_dir": "b"}, wandb={"team": "t"}, steps_per_print=3)
+    changed = {
+        "fp16": "ds_config fp16",
+        "silent_consistency": "ds_config silent_consistency",
+        "x": "ds_config: the rest",
+        "optimizer": "ds_config optimizer",
+    }
+    for key, name in changed.items():
+        other = of(**{key: {"interval": 2}})
+        assert {item for item in other if other[item] != of()[item]} == {name}
+
+
+@pytest.mark.parametrize("change", [{"lr": 0.2}, {"betas": (0.9, 0.98)}, {"weight_decay": 0.3}, {"amsgrad": True}])
+def test_every_hyper_parameter_counts(change: dict[str, Any]) -> None:
+    def of(**arguments: Any) -> list[Any]:
+        module = torch.nn.Linear(2, 2)
+        return [item.hash for item in optimizer_items(torch.optim.AdamW(module.parameters(), **arguments), None)]
+
+    assert of(lr=0.1) == of(lr=0.1)
+    different = [a != b for a, b in zip(of(lr=0.1), of(**{"lr": 0.1, **change}), strict=True)]
+    assert sum(different) == 1
+
+
+def test_variables_that_change_numbers_and_those_that_do_not() -> None:
+    def changed(**environment: str) -> set[str]:
+        pairs = zip(environment_items({}), environment_items(environment), strict=True)
+        return {a.name for a, b in pairs if a.hash != b.hash}
+
+    assert changed(NCCL_ALGO="Ring") == {"NCCL_* variables"}
+    assert changed(HCCL_DETERMINISTIC="true") == {"HCCL_* variables"}
+    assert changed(NVIDIA_TF32_OVERRIDE="0") == {"NVIDIA_TF32_OVERRIDE"}
+    assert changed(NCCL_SOCKET_IFNAME="eth1", HCCL_IF_IP="10.0.0.1", NCCL_DEBUG="INFO", HOME="/x") == set()
+
+
+def test_the_revision_is_read_from_files(tmp_path: Path) -> None:
+    git, name = tmp_path / ".git", "refs/heads/main"
+    assert git_revision(tmp_path / "no" / "where") in ("none", git_revision(tmp_path))
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "HEAD").write_text(f"ref: {name}\n")
+    (git / "packed-refs").write_text(f"# pack-refs\n{'b' * 40} {name}\n")
+    assert git_revision(tmp_path) == "b" * 40
+    (git / name).write_text("a" * 40 + "\n")
+    assert git_revision(tmp_path) == "a" * 40
+    (git / "HEAD").write_text("c" * 40)
+    inner = tmp_path / "src"
+    inner.mkdir()
+    assert git_revision(inner) == "c" * 40
+    linked = tmp_path / "linked"
+    tree = git / "worktrees" / "linked"
+    (tree).mkdir(parents=True)
+    linked.mkdir()
+    (linked / ".git").write_text(f"gitdir: {tree}\n")
+    (tree / "HEAD").write_text(f"ref: {name}\n")
+    (tree / "commondir").write_text("../..\n")
+    assert git_revision(linked) == "a" * 40
+
+
+def test_samplers_that_tell_how_they_share() -> None:
+    data = list(range(10))
+
+    def facts(rank: int, seed: int = 0, epoch: int = 0) -> SamplerFacts:
+        sampler: DistributedSampler[int] = DistributedSampler(data, 4, rank, seed=seed)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        found = sampler_facts(DataLoader(data, sampler=sampler))  # type: ignore[arg-type]
+        assert found is not None
+        return found
+
+    assert (facts(2).world_size, facts(2).rank, facts(2).rows, facts(2, seed=7).seed) == (4, 2, 10, 7)
+    assert facts(1).permutation == facts(3).permutation
+    assert len({facts(1).permutation, facts(1, seed=1).permutation, facts(1, epoch=1).permutation}) == 3
+    assert sampler_facts(DataLoader(data)) is None  # type: ignore[arg-type]
+    assert sampler_facts(None) is None
+
+
+def sampler_events(*facts: SamplerFacts | None) -> list[Event]:
+    """What the preflight says of these ranks' samplers."""
+    return events_of(judge(*items_and_hashes(*[sampler_items(one, len(facts)) for one in facts])))
+
+
+def shares(*pairs: tuple[int, int]) -> list[SamplerFacts]:
+    """A sampler per rank from (number of shares, share taken), all of one permutation."""
+    return [SamplerFacts(size, rank, (1, 2), 3, 100) for size, rank in pairs]
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (shares((4, 0), (4, 1), (4, 2), (4, 3)), []),
+        (shares((4, 3), (4, 1), (4, 0), (4, 2)), []),  # any permutation of the shares is one
+        (shares((1, 0)), []),
+        ([None] * 4, []),
+        (shares(*[(1, 0)] * 4), [("duplicate-data", "error", (0, 1, 2, 3))]),
+        (shares(*[(1, 0)] * 2), [("duplicate-data", "error", (0, 1))]),  # known without a majority
+        (shares((2, 0), (2, 1), (2, 0), (2, 1)), [("duplicate-data", "error", (0, 1, 2, 3))] * 2),
+        (shares((4, 0), (4, 1), (1, 0), (4, 3)), [("duplicate-data", "error", (2,))]),
+        (shares((4, 0), (4, 1), (4, 1), (4, 3)), [("duplicate-data", "error", (1, 2))]),
+        (shares((8, 0), (8, 1), (8, 2), (8, 3)), [("low-coverage", "warning", (0, 1, 2, 3))]),
+        (shares((4, 0), (4, 1), (4, 2), (4, 4)), [("data-order-mismatch", "error", (3,))]),
+    ],
+)
+def test_shares_are_as_many_as_ranks_and_one_for_each(facts: list[SamplerFacts | None], expected: list[Any]) -> None:
+    assert [(e.kind, e.severity, e.ranks) for e in sampler_events(*facts)] == expected
+
+
+def test_a_sampler_that_was_not_told_of_the_ranks_is_said_in_numbers() -> None:
+    (event,) = sampler_events(*shares(*[(1, 0)] * 4))
+    assert event.message == (
+        "The sampler makes 1 share of the data for 4 ranks: rows are taken more than once (ranks 0, 1, 2, 3)."
+    )
+    assert "real world size" in event.remedy
+
+
+@pytest.mark.parametrize(
+    ("mode", "scenario", "expected"),
+    [
+        ("sharded", "s1-1", []),
+        ("sharded", "s1-2", [("data-order-mismatch", (0,))]),
+        ("sharded", "s1-3", [("data-order-mismatch", ())]),
+        ("replicated", "s1-1", [("duplicate-data", (0, 1, 2, 3))]),
+        ("replicated", "s1-2", [("duplicate-data", (0, 1, 2, 3)), ("data-order-mismatch", (0,))]),
+        ("replicated", "s1-3", [("duplicate-data", (0, 1, 2, 3)), ("data-order-mismatch", ())]),
+    ],
+)
+def test_the_fine_tunes_own_sampler_in_each_scenario(mode: Any, scenario: Any, expected: list[Any]) -> None:
+    plan = Plan(rows=4096, world_size=4, micro_batch=4, accumulation=1, mode=mode)
+    samplers = [ResumableSampler(plan, rank_seed(scenario, 42, rank), rank) for rank in range(4)]
+    events = sampler_events(*[sampler_facts(sampler) for sampler in samplers])
+    assert [(event.kind, event.ranks) for event in events] == expected
+
+
+def test_the_fine_tunes_permutation_is_told_by_seed_epoch_and_rows() -> None:
+    def permutation(seed: int = 42, epoch: int = 0, rows: int = 96, rank: int = 0) -> tuple[int, int]:
+        sampler = ResumableSampler(Plan(rows, 4, 3, 2, "sharded"), seed, rank)
+        sampler.load_state_dict({"epoch": epoch, "position": 0})
+        facts = sampler_facts(sampler)
+        assert facts is not None
+        assert (facts.world_size, facts.rank, facts.seed, facts.rows) == (4, rank, seed, rows)
+        return facts.permutation
+
+    assert permutation() == permutation(rank=3)
+    assert len({permutation(), permutation(seed=43), permutation(epoch=1), permutation(rows=97)}) == 4
+
+
+# -- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def engine_of(case: Case, directory: str, seed: int) -> tuple[Any, dict[str, Any], Any]:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model = Probe(None)
+    before = weights_hash(model)
+    config = case.config(Path(directory), enabled=False)
+    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine, config, before
+
+
+def compared(items: list[Item]) -> list[tuple[str, str, tuple[int, ...], str | None]]:
+    outcome = compare(items, dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+    return [(event.kind, event.severity, event.ranks, event.where) for event in events_of(outcome)]
+
+
+HEALTHY = [(0, False), (0, True), (1, True), (2, False), (3, True)]  # stage, own seeds
+
+
+def healthy_ranks(directory: str) -> list[Any]:
+    """Every stage; seeded alike, or each rank from its own seed."""
+    results: list[Any] = []
+    for stage, own in HEALTHY:
+        rank = dist.get_rank()
+        engine, config, before = engine_of(Case(stage=stage), directory, 5 + (rank if own else 0))
+        facts = SamplerFacts(dist.get_world_size(), rank, (1, 2), 3, 100)
+        states = rng_hashes()
+        items = local_items(engine, config, facts, before, dist.get_world_size())
+        found = compared(items)
+        results.append((found, states == rng_hashes(), len(items), sum(i.group == "weights" for i in items)))
+        engine.destroy()
+    return results
+
+
+def test_healthy_ranks_are_silent_on_every_stage(tmp_path: Path) -> None:
+    for result in run_distributed(healthy_ranks, 3, (str(tmp_path),)):
+        for found, untouched, count, _ in result:
+            assert found == []
+            assert untouched  # the comparison itself draws no random number
+            assert count > 40
+        parameters = len(list(Probe(None).parameters()))
+        assert [weights for *_, weights in result] == [1 + parameters] * 4 + [1]  # stage 3: none has two owners
+
+
+def _break_weights(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    with torch.no_grad():
+        engine.module.norm.weight[3] += 1e-7
+
+
+def _break_buffer(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    engine.module.running[1] = 2.0
+
+
+def _break_before(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    facts[1] = (9, 9)
+
+
+def _break_flags(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    engine.module.frozen.weight.requires_grad_(True)
+
+
+def _break_seed(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    torch.manual_seed(77)
+
+
+def _break_numpy(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    np.random.seed(77)
+
+
+def _break_rate(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    engine.optimizer.param_groups[0]["lr"] *= 2
+
+
+def _break_config(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    config["gradient_clipping"] = 0.5
+
+
+def _break_environment(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    os.environ["NCCL_ALGO"] = "Tree"
+
+
+def _break_order(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    facts[0] = replace(facts[0], seed=4, permutation=(5, 5))
+
+
+def _break_share(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    facts[0] = replace(facts[0], rank=0)
+
+
+def _break_shares(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    facts[0] = replace(facts[0], world_size=1, rank=0)
+
+
+def _break_sampler(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    facts[0] = None
+
+
+def _break_model(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    engine.module.extra = torch.nn.Linear(1, 1)
+
+
+def _break_reading(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
+    engine.module.register_buffer("broken", torch.empty(2, device="meta"))
+
+
+FAULTS: list[tuple[Callable[..., None], str, str, tuple[int, ...]]] = [
+    (_break_weights, "initial-weights-mismatch", "error", (2,)),
+    (_break_buffer, "initial-weights-mismatch", "error", (2,)),
+    (_break_before, "initial-weights-mismatch", "warning", (2,)),
+    (_break_flags, "config-mismatch", "error", (2,)),
+    (_break_seed, "seed-mismatch", "warning", (2,)),
+    (_break_numpy, "seed-mismatch", "warning", (2,)),
+    (_break_rate, "config-mismatch", "error", (2,)),
+    (_break_config, "config-mismatch", "error", (2,)),
+    (_break_environment, "config-mismatch", "warning", (2,)),
+    (_break_order, "data-order-mismatch", "error", (2,)),
+    (_break_share, "duplicate-data", "error", (0, 2)),
+    (_break_shares, "duplicate-data", "error", (2,)),
+    (_break_sampler, "data-order-mismatch", "error", (2,)),
+    (_break_model, "initial-weights-mismatch", "error", (2,)),
+    (_break_reading, "initial-weights-mismatch", "error", (2,)),
+]
+
+
+def faulty_ranks(directory: str, names: list[str]) -> list[Any]:
+    """Each fault on rank 2 of 4, one after another in the same processes."""
+    found = []
+    for name in names:
+        rank = dist.get_rank()
+        engine, config, before = engine_of(Case(stage=1), directory, 5)
+        engine.module.register_buffer("running", torch.ones(2))
+        facts = [SamplerFacts(dist.get_world_size(), rank, (1, 2), 3, 100), before]
+        if rank == 2:
+            globals()[name](engine, config, facts)
+        found.append(compared(local_items(engine, config, *facts, dist.get_world_size())))
+        os.environ.pop("NCCL_ALGO", None)
+        engine.destroy()
+    return found
+
+
+def test_every_fault_is_one_event_on_the_right_rank(tmp_path: Path) -> None:
+    names = [fault.__name__ for fault, *_ in FAULTS]
+    results = run_distributed(faulty_ranks, 4, (str(tmp_path), names), timeout=200)
+    assert all(result == results[0] for result in results)  # every rank knows the same
+    for (fault, kind, severity, ranks), events in zip(FAULTS, results[0], strict=True):
+        assert [event[:3] for event in events] == [(kind, severity, ranks)], (fault.__name__, events)
+
+
+def two_ranks(directory: str) -> list[Any]:
+    engine, config, before = engine_of(Case(stage=0), directory, 5 + dist.get_rank())
+    if dist.get_rank():
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+    return compared(local_items(engine, config, None, before))
+
+
+def test_with_two_ranks_nobody_is_named(tmp_path: Path) -> None:
+    for found in run_distributed(two_ranks, 2, (str(tmp_path),)):
+        assert found == [("config-mismatch", "error", (), "learning rate")]

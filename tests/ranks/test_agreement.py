@@ -1,0 +1,232 @@
+"""All ranks agree before they observe: who has what is one sentence on every rank, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_silent
+from ds_silent.ranks import agreement
+from ds_silent.ranks.agreement import Statement, Verdict, agree
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.distributed import run_distributed
+from tests.training import Case, Probe, one_step
+
+REFUSED = (ds_silent.ConfigError, ds_silent.SinkError)
+INVALID = {"direction": {"sketch_size": 1000}}
+
+
+def start(config: dict[str, Any]) -> Any:
+    torch.manual_seed(1234)
+    model = Probe(None)
+    return ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+# -- blocks that differ ------------------------------------------------------------------------------
+
+
+def blocks(directory: str, of_rank_1: dict[str, Any] | None) -> dict[str, Any]:
+    """Rank 1 has another block, the others a good one; what each raises, and whether it is the one that tells."""
+    config = Case().config(Path(directory), enabled=True)
+    if dist.get_rank() == 1:
+        if of_rank_1 is None:
+            del config["silent_consistency"]
+        else:
+            config["silent_consistency"] |= of_rank_1
+    try:
+        start(config)
+    except REFUSED as error:
+        return {"said": str(error), "tells": getattr(error, "teller", None)}
+    return {"said": None, "tells": None}
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "sentence"),
+    [
+        (INVALID, "rank 1: silent_consistency.direction.sketch_size must"),
+        (None, "rank 1: no silent_consistency block"),
+        ({"enabled": False}, "rank 1: no silent_consistency block"),
+        ({"direction": {"sketch_size": 256}}, "silent_consistency.direction.sketch_size is 1024 on"),
+        ({"interval": 7}, "silent_consistency.interval is 1 on ranks 0, 2, 7 on rank 1"),
+        ({"preflight": False}, "silent_consistency.preflight is true on ranks 0, 2, false on rank 1"),
+        ({"respond": {"on_aggregation_error": "retry"}}, 'on_aggregation_error is "report" on ranks 0, 2, "retry" on'),
+        ({"resync": {"mode": "periodic"}, "reduction": "ordered"}, 'silent_consistency.reduction is "native" on'),
+    ],
+)
+def test_blocks_that_differ_end_all_ranks_with_the_same_sentence(of_rank_1: Any, sentence: str, tmp_path: Path) -> None:
+    results = run_distributed(blocks, 3, (str(tmp_path), of_rank_1), timeout=60)
+    for result in results:
+        assert result["said"] is not None
+        assert sentence in result["said"]
+        assert "\n" not in result["said"]
+        assert "rank 1" in result["said"]
+    assert len({result["said"] for result in results}) == 1
+    assert [result["tells"] for result in results].count(True) == 1
+
+
+def stage_of_one_rank(directory: str, stage: int) -> str | None:
+    """What stands beside the block is refused on one rank only."""
+    config = Case(stage=stage).config(Path(directory), enabled=True)
+    if dist.get_rank() == 1:
+        config["silent_consistency"]["respond"] = {"on_replica_drift": "majority"}
+    try:
+        start(config)
+    except REFUSED as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_refusal_of_one_rank_is_that_of_all(stage: int, tmp_path: Path) -> None:
+    results = run_distributed(stage_of_one_rank, 2, (str(tmp_path), stage), timeout=60)
+    assert len(set(results)) == 1
+    assert results[0] is not None
+    assert "rank 1: silent_consistency.respond.on_replica_drift" in results[0]
+    assert "rank 0: nothing wrong" in results[0]
+
+
+def output_dirs(directory: str) -> Any:
+    config = Case().config(Path(directory) / f"rank-{dist.get_rank()}", enabled=True)
+    engine = start(config)
+    one_step(engine, torch.Generator().manual_seed(dist.get_rank()))
+    observer = ds_silent.observer_of(engine)
+    assert observer is not None
+    observer.close()
+    return sorted(os.listdir(directory))
+
+
+def test_only_the_writing_rank_s_output_dir_counts(tmp_path: Path) -> None:
+    run_distributed(output_dirs, 2, (str(tmp_path),))
+    assert os.listdir(tmp_path) == ["rank-0"]
+    assert [record["step"] for record in read_metrics(tmp_path / "rank-0" / "metrics.jsonl")] == [1]
+    assert not list(read_events(tmp_path / "rank-0" / "events.jsonl"))
+
+
+def versions(directory: str) -> str | None:
+    if dist.get_rank() == 2:
+        ds_silent.__version__ = "9.9"
+    try:
+        start(Case().config(Path(directory), enabled=True))
+    except REFUSED as error:
+        return str(error)
+    return None
+
+
+def test_another_version_on_one_rank_is_told(tmp_path: Path) -> None:
+    for said in run_distributed(versions, 3, (str(tmp_path),), timeout=60):
+        assert said is not None
+        assert '"9.9" on rank 2' in said
+
+
+# -- ranks that do not come ---------------------------------------------------------------------------
+
+
+def attach_on_some(directory: str, seconds: str) -> str | None:
+    os.environ[agreement.TIMEOUT_VARIABLE] = seconds
+    config = Case().config(Path(directory), enabled=False)
+    model = Probe(None)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    said = None
+    if dist.get_rank() != 1:
+        try:
+            ds_silent.attach(engine, {"output_dir": str(Path(directory) / "on"), "tensorboard": False})
+        except REFUSED as error:
+            said = str(error)
+    one_step(engine, torch.Generator().manual_seed(1))  # the training itself is not harmed
+    return said
+
+
+def test_attach_on_some_ranks_only_names_who_did_not_come(tmp_path: Path) -> None:
+    first, second, third = run_distributed(attach_on_some, 3, (str(tmp_path), "2"), timeout=60)
+    assert second is None
+    assert first == third
+    assert first is not None
+    assert first.startswith("rank 1 did not come to ds_silent within 2 s, ranks 0, 2 did")
+    assert agreement.TIMEOUT_VARIABLE in first
+
+
+def without_block_on_some(directory: str) -> list[Any]:
+    """Nobody has a block, and one rank does not come through ds_silent: DeepSpeed's behaviour, whatever it takes."""
+    os.environ[agreement.TIMEOUT_VARIABLE] = "1"
+    config = Case().config(Path(directory), enabled=False)
+    torch.manual_seed(1234)
+    model = Probe(None)
+    make = deepspeed.initialize if dist.get_rank() else ds_silent.initialize
+    engine, *_ = make(model=model, model_parameters=model.parameters(), config=config)
+    one_step(engine, torch.Generator().manual_seed(1))
+    return [ds_silent.observer_of(engine), "backward" in engine.__dict__]
+
+
+def test_without_a_block_nobody_is_refused(tmp_path: Path) -> None:
+    assert run_distributed(without_block_on_some, 2, (str(tmp_path),), timeout=60) == [[None, False]] * 2
+
+
+# -- the protocol by itself ---------------------------------------------------------------------------
+
+
+class Counting:
+    """A store that counts its operations."""
+
+    def __init__(self, store: Any):
+        self._store, self.operations = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.operations += 1
+        return getattr(self._store, name)
+
+
+def meet(statements: list[Statement]) -> tuple[list[Verdict], list[int]]:
+    """Every statement in a thread of its own, over one store in this process."""
+    shared = dist.HashStore()
+    verdicts: list[Any] = [None] * len(statements)
+    stores = [Counting(shared) for _ in statements]
+
+    def one(rank: int) -> None:
+        meeting = agreement._Meeting(stores[rank], "test", len(statements), rank, agreement.differences)
+        verdicts[rank] = meeting.hold(statements[rank])
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(statements))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return verdicts, [store.operations for store in stores]
+
+
+def test_agreement_takes_a_handful_of_operations_per_rank() -> None:
+    counts = {}
+    for ranks in (2, 64):
+        verdicts, operations = meet([Statement(True, values={"a": 1})] * ranks)
+        assert verdicts == [Verdict()] * ranks
+        counts[ranks] = max(operations)
+    assert counts[2] == counts[64] <= 10
+
+
+def test_one_of_many_is_named_and_only_one_rank_reads_everybody() -> None:
+    statements = [Statement(True, values={"a": 1, "b": 2 if rank == 41 else 3}) for rank in range(64)]
+    verdicts, operations = meet(statements)
+    assert set(verdicts) == {verdicts[0]}
+    assert verdicts[0].odd == (41,)
+    assert verdicts[0].sentence == "b is 3 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 55 more, 2 on rank 41"
+    assert sorted(operations)[-2] <= 10 < max(operations)
+
+
+def test_where_no_majority_exists_nobody_is_odd() -> None:
+    verdicts, _ = meet([Statement(True, values={"a": rank}) for rank in range(2)])
+    assert verdicts[0].odd == ()
+    assert verdicts[0].sentence == "a is 0 on rank 0, 1 on rank 1"
+
+
+def alone() -> Any:
+    return agree(dist.group.WORLD, "block", Statement(True, refusal="no"))
+
+
+def test_a_single_rank_needs_nobody() -> None:
+    assert run_distributed(alone, 1) == [Verdict("no", refused=True)]

@@ -1,0 +1,146 @@
+"""Whatever breaks in the observer's own step on one rank: no rank waits, and the training ends as it would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_silent
+from ds_silent.exchange import gather as exchange
+from ds_silent.frameworks.patches import Patches
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.distributed import run_distributed
+from tests.repairs import corrupted, noise
+from tests.training import Case, Probe, build, one_step
+from tests.training import _hash_weights as hash_weights
+from tests.walk import CELLS, STEPS, Outcome, walk
+
+
+def run(directory: Path, broken: int | None, where: str) -> dict[str, Any]:
+    """Five steps; before the collective of step 3 one rank's own code raises."""
+    engine = build(Case(), directory, enabled=broken is not None)
+    observer = ds_silent.observer_of(engine)
+    if observer is not None and where == "weights":
+        observer.load_state_dict({"weights": "0" * 16})  # a resume: verified at the first step
+    if observer is not None and dist.get_rank() == broken:
+        owner, name = {
+            "pack": (exchange, "_pack_scalars"),
+            "weights": (observer._replicas, "weights"),
+            "read": (exchange, "_unpack_scalars"),
+        }[where]
+        original, calls = getattr(owner, name), []
+
+        def breaks(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) == (1 if where == "weights" else 3):
+                setattr(owner, name, original)
+                raise RuntimeError("injected")
+            return original(*args, **kwargs)
+
+        setattr(owner, name, breaks)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        one_step(engine, generator)
+    observing = None if observer is None else observer.measures(1)
+    steps = int(engine.global_steps)
+    weights = hash_weights(engine)
+    engine.destroy()
+    return {"observing": observing, "steps": steps, "weights": weights}
+
+
+def broken_before_the_collective(directory: str, where: str, limit: int) -> list[dict[str, Any]]:
+    exchange.GATHER_LIMIT = limit
+    plain = run(Path(directory, "off"), None, where)
+    return [plain] + [run(Path(directory, str(rank)), rank, where) for rank in range(dist.get_world_size())]
+
+
+@pytest.mark.parametrize("limit", [64, 1], ids=["gathered", "constant size"])
+@pytest.mark.parametrize("where", ["pack", "weights", "read"])
+def test_what_breaks_before_the_collective_leaves_nobody_waiting(where: str, limit: int, tmp_path: Path) -> None:
+    ranks = run_distributed(broken_before_the_collective, 2, (str(tmp_path), where, limit), timeout=60)
+    for broken in range(2):
+        folder = tmp_path / str(broken)
+        kinds = [event["kind"] for event in read_events(folder / "events.jsonl")]
+        for plain, *results in ranks:
+            result = results[broken]
+            assert (result["steps"], result["weights"]) == (STEPS, plain["weights"])
+            # only the writing rank compares the weights with a checkpoint's
+            assert result["observing"] is (where == "weights" and broken == 1)
+        if where != "weights" or broken == 0:
+            assert kinds.count("observer-off") == 1
+        assert read_metrics(folder / "metrics.jsonl") or where == "weights"
+
+
+# -- every statement ------------------------------------------------------------------------------------------------
+
+
+def verify(ranks: list[list[Outcome]]) -> None:
+    """All ranks observe or none does, the training is what it would have been, and one event says what happened."""
+    assert ranks[0]
+    for outcomes in zip(*ranks, strict=True):
+        place, struck = outcomes[0].place, outcomes[outcomes[0].rank]
+        told = (place, outcomes)
+        assert struck.fired is not None, told
+        assert all(outcome.error is None and outcome.alike and outcome.steps == STEPS for outcome in outcomes), told
+        assert len({outcome.observing for outcome in outcomes}) == 1, told
+        if struck.failed and struck.fired <= 2:  # read one measured step later, above the gather limit two
+            assert not struck.observing, told
+        assert outcomes[0].off == (1 if struck.failed else 0), told
+        assert not any(outcome.failed for outcome in outcomes if outcome is not struck), told
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_statement_that_breaks_on_one_rank_leaves_nobody_waiting(name: str, tmp_path: Path) -> None:
+    verify(run_distributed(walk, 2, (CELLS[name], str(tmp_path), 0.03), timeout=280))
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", CELLS)
+def test_every_statement_may_break(name: str, tmp_path: Path) -> None:
+    verify(run_distributed(walk, 2, (CELLS[name], str(tmp_path), 1.0), timeout=3500))
+
+
+# -- what cannot be played again --------------------------------------------------------------------------------------
+
+
+def broken_for_good(directory: str, what: str) -> None:
+    """Rank 1 breaks in a response, or whenever it does its part; the others wait for it until its process ends."""
+    case, rank = Case(), dist.get_rank()
+    config = case.config(Path(directory, "on"), enabled=True)
+    config["silent_consistency"]["respond"] = {"on_aggregation_error": "retry"}
+    torch.manual_seed(1234)
+    model = Probe(None)
+    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    observer = ds_silent.observer_of(engine)
+    assert observer is not None
+
+    def breaks(*_: Any) -> Any:
+        raise RuntimeError("injected")
+
+    patches = Patches()
+    corrupted(noise, (0, 1, 2))(engine, patches)
+    if rank == 1:
+        setattr(*((observer._capture, "reduce_again") if what == "response" else (observer, "measures")), breaks)
+    generator = torch.Generator().manual_seed(rank)
+    try:
+        for _ in range(STEPS):
+            one_step(engine, generator)
+    except Exception as error:
+        Path(directory, f"error_{rank}").write_text(str(error))
+        raise
+    finally:
+        patches.undo()
+
+
+@pytest.mark.parametrize("what", ["response", "always"])
+def test_what_breaks_for_good_ends_all_ranks_with_a_sentence(what: str, tmp_path: Path) -> None:
+    run_distributed(broken_for_good, 3, (str(tmp_path), what), timeout=100, may_die=(0, 1, 2))
+    said = (tmp_path / "error_1").read_text()
+    subject = "the response at step 3 broke off" if what == "response" else "what all ranks do together broke off"
+    assert f"{subject} on rank 1 (injected)" in said
+    assert all((tmp_path / f"error_{rank}").exists() for rank in (0, 2))

@@ -1,0 +1,114 @@
+"""The rule of a step: alone may break, once is made once, and what lies between is played again."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ds_silent.ranks.together import BrokeOff, Together
+
+
+@pytest.fixture(autouse=True)
+def _single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
+
+
+def test_an_act_that_breaks_is_played_again_without_repeating_what_all_ranks_made() -> None:
+    together, made, alone, plays = Together(), [], [], []
+
+    def collective(name: str, result: Any) -> Any:
+        made.append(name)
+        return result
+
+    def act() -> str:
+        plays.append(1)
+        first: int = together.once(lambda: collective("first", 7))
+        together.alone(alone.append, first)
+        second = together.once(lambda: collective("second", None))
+        if len(plays) == 1:
+            raise MemoryError("between two collectives")
+        together.once(lambda: collective("third", None))
+        return f"{first} {second}"
+
+    assert together.play(act) == "7 None"
+    assert (made, alone, len(plays)) == (["first", "second", "third"], [7], 2)
+    assert isinstance(together.failure, MemoryError)
+    made.clear()
+    assert together.play(act) == "7 None"  # another step: everything is made anew
+    assert (made, alone) == (["first", "second", "third"], [7])  # alone is over for good
+
+
+def test_the_first_error_alone_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    together = Together()
+    with caplog.at_level(logging.WARNING, "ds_silent"):
+        assert together.alone(lambda: 1 / 0) is None
+        assert together.alone(lambda: 1) is None
+        together.tried(lambda: [][1])
+    assert [r.message for r in caplog.records] == [
+        "ds_silent: internal error on rank 3: ZeroDivisionError: division by zero"
+    ]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_a_wish_to_end_goes_through(end: type[BaseException]) -> None:
+    def act() -> None:
+        raise end
+
+    together = Together()
+    for run in (
+        lambda: together.play(act),
+        lambda: together.alone(act),
+        lambda: together.tried(act),
+        lambda: together.play(lambda: together.once(act)),
+        lambda: together.play(lambda: together.irrevocable("the response at step 4", act)),
+    ):
+        with pytest.raises(end):
+            run()
+    assert together.failure is None
+
+
+def test_what_breaks_twice_ends_the_training_with_a_sentence() -> None:
+    def act() -> None:
+        raise ValueError("always")
+
+    with pytest.raises(BrokeOff, match=r"what all ranks do together broke off on rank 3 \(always\)"):
+        Together().play(act)
+
+
+def test_a_response_is_never_played_twice() -> None:
+    together, changed = Together(), []
+
+    def response() -> None:
+        together.once(lambda: changed.append(1))  # a collective within it
+        raise ValueError("half way")
+
+    with pytest.raises(BrokeOff, match=r"the response at step 4 broke off on rank 3 \(half way\)"):
+        together.play(lambda: together.irrevocable("the response at step 4", response))
+    assert changed == [1]
+
+    def behind(plays: list[int]) -> int:
+        plays.append(1)
+        done = together.irrevocable("the response at step 5", lambda: changed.append(2) or len(changed))
+        if len(plays) == 1:
+            raise ValueError("after the response")
+        return done
+
+    assert together.play(behind, []) == 2
+    assert changed == [1, 2]
+
+
+def test_a_broken_process_group_ends_the_observation_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    together, calls = Together(), []
+
+    def collective() -> None:
+        calls.append(1)
+        raise RuntimeError("connection closed by peer")
+
+    with caplog.at_level(logging.WARNING, "ds_silent"):
+        assert together.play(lambda: together.once(collective)) is None
+        assert together.play(lambda: together.once(collective)) is None
+    assert len(calls) == 2  # once more, and then never again
+    assert "observation ends on this rank, the training goes on: connection closed by peer" in caplog.text

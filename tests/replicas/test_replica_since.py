@@ -1,0 +1,40 @@
+"""Which update left the replicas apart, where not every step is measured: a range, and it is told as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_silent.detectors.result import replicas as replicas_differ
+from ds_silent.replicas.checksums import Drift, Replicas
+from tests.distributed import run_distributed
+from tests.made_records import Run
+
+
+def drift_every_ten_steps() -> Drift | None:
+    weight = torch.ones(8)
+    replicas = Replicas([("weight", weight)], list, history=4)
+    for step in (10, 20, 30):
+        if step == 30 and dist.get_rank() == 1:
+            weight[3] = 2.0  # after the update of some step from 20 to 29
+        replicas.remember(step)
+    replicas.check(30)
+    return replicas.localise(dist.group.WORLD)
+
+
+def test_the_update_lies_between_the_last_equal_and_the_first_different_checksum() -> None:
+    found: list[Any] = run_distributed(drift_every_ten_steps, 2)
+    assert [(drift.names, drift.earliest, drift.since) for drift in found] == [(("weight",), 20, 29)] * 2
+
+
+def test_a_range_is_told_as_a_range() -> None:
+    def message(drift: Drift) -> str:
+        (finding,) = replicas_differ(Run().record(), drift.groups, drift)
+        return finding.message
+
+    groups = ((0, 1, 3), (2,))
+    assert "was that of step 4." in message(Drift(("weight",), groups, 4, 4))
+    assert "was one of those of steps 20 to 29." in message(Drift(("weight",), groups, 29, 20))
+    assert "first update" not in message(Drift(("buffer",), groups, None))

@@ -1,0 +1,256 @@
+"""Responses on real ranks: what is repaired is bit for bit what a training without the fault would have had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_silent.drill.verdicts.found import tells
+from ds_silent.frameworks.patches import Patches
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.collectives import Call, check_collectives, record_collectives
+from tests.distributed import run_distributed
+from tests.repairs import (
+    FAULT,
+    MAJORITY,
+    ODD,
+    RANKS,
+    RETRY,
+    Fault,
+    block,
+    broken,
+    corrupted,
+    drifted,
+    flip,
+    noise,
+    trained,
+)
+from tests.training import Case
+
+# -- retry ------------------------------------------------------------------------------------------------------------
+
+
+def retried(directory: str, case: Case) -> dict[str, Any]:
+    faults = {
+        "noise everywhere": corrupted(noise, tuple(range(RANKS))),
+        "flip on one rank": corrupted(flip, (ODD,)),
+        "nan on one rank": corrupted(broken, (ODD,)),
+        "twice": corrupted(noise, (0, ODD), times=2),
+    }
+    if case.dtype == "fp16":
+        del faults["nan on one rank"]  # looks like an overflow, which the loss scale answers by skipping the step
+    results = {"clean": trained(case, Path(directory), None), "guarded": trained(case, Path(directory, "on"), RETRY)}
+    for name, fault in faults.items():
+        results[name] = trained(case, Path(directory, name), RETRY, fault)
+    results["unmitigated"] = trained(case, Path(directory), None, faults["noise everywhere"])
+    return results
+
+
+SCHEDULED = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}}}
+SCALED = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(clipping=0.1, top=SCHEDULED),
+        Case(dtype="bf16", accumulation=2),
+        Case(stage=1, accumulation=2, clipping=0.1, top=SCHEDULED),
+        Case(stage=1, dtype="bf16"),
+        Case(stage=1, dtype="fp16", top=SCALED),
+    ],
+    ids=["0-fp32", "0-bf16", "1-fp32", "1-bf16", "1-fp16"],
+)
+def test_a_passing_fault_is_undone_bit_for_bit(case: Case, tmp_path: Path) -> None:
+    for result in run_distributed(retried, RANKS, (str(tmp_path), case), timeout=240):
+        clean, unmitigated = result.pop("clean"), result.pop("unmitigated")
+        assert result == dict.fromkeys(result, clean)
+        assert unmitigated != clean
+    notes = read_events(tmp_path / "on" / "events.jsonl")
+    assert [event for event in notes if event["severity"] != "info"] == []
+    grown = [event["step"] for event in notes if "next step's loss scale: 0.5 times" in event["message"]]
+    assert grown == ([3, 5] if case.dtype == "fp16" else [])  # the scale doubles every second step
+    for name, attempts in [("noise everywhere", "once"), ("flip on one rank", "once"), ("twice", "twice")]:
+        events = [
+            e
+            for e in read_events(tmp_path / name / "events.jsonl")
+            if e["severity"] != "info" or e["kind"] == "repaired"
+        ]
+        assert [e["kind"] for e in events[:2]] == ["aggregation-error", "repaired"], (name, events)
+        assert len(events) == 2
+        assert events[0]["step"] == events[1]["step"] == FAULT
+        assert f"was repeated {attempts} and is right now" in events[1]["message"]
+        errors = [r["integrity"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]
+        assert all(e["relative_error"] < e["rounding_bound"] for e in errors)  # of what was applied
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def kept(directory: str, case: Case) -> dict[str, str]:
+    """A skipped update, under every response; and no fault, under those that average."""
+    away = {"respond": {"on_replica_drift": "report"}, "integrity": {"replica_interval": 0}}
+    settings = {
+        "majority": MAJORITY,
+        "mean": block(respond={"on_replica_drift": "mean"}, integrity={"replica_interval": 2}),
+        "periodic": block(**away, resync={"mode": "periodic", "interval": 2}),
+        "weights": block(**away, resync={"mode": "periodic", "interval": 2, "state": "parameters"}),
+        "dynamic": block(**away, resync={"mode": "dynamic", "interval": 2}),
+    }
+    results = {"clean": trained(case, Path(directory), None), "drifted": trained(case, Path(directory), None, drifted)}
+    for name, chosen in settings.items():
+        results[f"healthy {name}"] = trained(case, Path(directory, f"healthy {name}"), chosen)
+        results[name] = trained(case, Path(directory, name), chosen, drifted)
+    return results
+
+
+@pytest.mark.parametrize("case", [Case(), Case(dtype="bf16", accumulation=2)], ids=["fp32", "bf16"])
+def test_replicas_are_made_equal_and_healthy_ones_left_alone(case: Case, tmp_path: Path) -> None:
+    results = run_distributed(kept, RANKS, (str(tmp_path), case), timeout=300)
+    clean = results[0]["clean"]
+    assert len({result["drifted"] for result in results}) == 2  # the fault is one
+    for name in ("majority", "mean", "periodic", "weights", "dynamic"):
+        assert {result[f"healthy {name}"] for result in results} == {clean}
+        assert [e["kind"] for e in read_events(tmp_path / f"healthy {name}" / "events.jsonl")] == []
+    assert {result["majority"] for result in results} == {clean}  # found in the step's own update: nothing is lost
+    for name in ("mean", "periodic", "dynamic"):
+        assert len({result[name] for result in results}) == 1
+        assert results[0][name] != clean
+    assert len({result["weights"] for result in results}) == 2  # the optimizer's state still differs
+    for name, step in [("majority", 3), ("mean", 4), ("periodic", 4), ("dynamic", 4)]:
+        events = [
+            e for e in read_events(tmp_path / name / "events.jsonl") if e["kind"] in ("replica-drift", "repaired")
+        ]
+        # a skipped update is told as such at its step, and the drift as what follows from it
+        first = [e for e in events if e["kind"] == "replica-drift" and tells(e)]
+        first += [e for e in events if e["kind"] == "repaired"]
+        assert [e["kind"] for e in first] == ["replica-drift", "repaired"], (name, events)
+        assert first[0]["ranks"] == [ODD]
+        assert first[1]["step"] == step
+        assert "all replicas are equal again" in first[1]["message"]
+
+
+def two_and_two(engine: Any, patches: Patches) -> None:
+    """Ranks 2 and 3 both leave out step ``FAULT``: no version has a majority."""
+
+    def skip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return None if engine.global_steps + 1 == FAULT and dist.get_rank() >= 2 else original(*args, **kwargs)
+
+    patches.wrap(engine.basic_optimizer, "step", skip)
+
+
+def damaged_on_the_way(times: int) -> Fault:
+    """A skipped update, and then the first broadcasts of the repair arrive with a wrong bit on the odd rank."""
+
+    def fault(engine: Any, patches: Patches) -> None:
+        drifted(engine, patches)
+        left = times
+
+        def damage(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            result = original(tensor, *args, **kwargs)
+            if dist.get_rank() == ODD and left:
+                left -= 1
+                tensor[0] ^= 1
+            return result
+
+        patches.wrap(dist, "broadcast", damage)
+
+    return fault
+
+
+def averaged_wrongly(times: int) -> Fault:
+    """A skipped update, and then the first averages arrive with a wrong number on the odd rank."""
+
+    def fault(engine: Any, patches: Patches) -> None:
+        drifted(engine, patches)
+        left = times
+
+        class Damaged:
+            def __init__(self, work: Any, tensor: Tensor):
+                self._work, self._tensor = work, tensor
+
+            def wait(self) -> None:
+                nonlocal left
+                self._work.wait()
+                if dist.get_rank() == ODD and left:
+                    left -= 1
+                    self._tensor[0] += 1
+
+        def damage(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = original(tensor, *args, **kwargs)
+            large = tensor.dtype == torch.float32 and tensor.numel() > 1000
+            return Damaged(result, tensor) if kwargs.get("async_op") and large else result
+
+        patches.wrap(dist, "all_reduce", damage)
+
+    return fault
+
+
+def repaired_with_trouble(directory: str) -> dict[str, str]:
+    mean = block(respond={"on_replica_drift": "mean"}, integrity={"replica_interval": 1})
+    runs = {
+        "tie": (MAJORITY, two_and_two),
+        "damaged": (MAJORITY, damaged_on_the_way(2)),
+        "always damaged": (MAJORITY, damaged_on_the_way(10**6)),
+        "averaged wrongly": (mean, averaged_wrongly(2)),
+        "always averaged wrongly": (mean, averaged_wrongly(10**6)),
+    }
+    results = {
+        "clean": trained(Case(), Path(directory), None),
+        "drifted": trained(Case(), Path(directory), None, drifted),
+    }
+    for name, (chosen, fault) in runs.items():
+        results[name] = trained(Case(), Path(directory, name), chosen, fault)
+    return results
+
+
+def test_nothing_is_called_repaired_that_is_not(tmp_path: Path) -> None:
+    results = run_distributed(repaired_with_trouble, RANKS, (str(tmp_path),), timeout=300)
+    clean = results[0]["clean"]
+
+    def events(name: str) -> list[dict[str, Any]]:
+        found = read_events(tmp_path / name / "events.jsonl")
+        return [e for e in found if e["kind"] == "repaired" or (e["kind"], e["severity"]) == ("replica-drift", "error")]
+
+    assert len({result["tie"] for result in results}) == 2
+    assert [e["kind"] for e in events("tie")][:2] == ["replica-drift", "replica-drift"]
+    assert "no version of" in events("tie")[1]["message"]
+    assert "repaired" not in [e["kind"] for e in events("tie")]
+
+    assert {result["damaged"] for result in results} == {clean}
+    assert [e["kind"] for e in events("damaged")] == ["replica-drift", "repaired"]
+    assert len({result["averaged wrongly"] for result in results}) == 1
+    assert [e["kind"] for e in events("averaged wrongly")] == ["replica-drift", "repaired"]
+    for result in results:
+        assert result["always damaged"] == result["drifted"]  # what arrives damaged is not written
+    for name in ("always damaged", "always averaged wrongly"):
+        assert len({result[name] for result in results}) == 2
+        assert "repaired" not in [e["kind"] for e in events(name)]
+        assert "could not be made equal" in events(name)[1]["message"]
+        assert "tried 3 times" in events(name)[1]["message"]
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def respond_in_every_way(directory: str) -> list[Call]:
+    seen = record_collectives()
+    mean = block(respond={"on_replica_drift": "mean"}, integrity={"replica_interval": 1})
+    dynamic = block(resync={"mode": "dynamic", "interval": 1}, integrity={"replica_interval": 0})
+    faults = {"retry": corrupted(noise, (0, 1, 2)), "majority": drifted, "mean": drifted, "dynamic": drifted}
+    for case in (Case(), Case(dtype="bf16")):
+        for (name, fault), settings in zip(faults.items(), (RETRY, MAJORITY, mean, dynamic), strict=True):
+            trained(case, Path(directory, f"{name}-{case.dtype}"), settings, fault)
+    return seen
+
+
+def test_repairs_use_what_every_backend_has(tmp_path: Path) -> None:
+    ranks = run_distributed(respond_in_every_way, 3, (str(tmp_path),))
+    check_collectives(ranks, {"all_gather_into_tensor", "all_reduce", "broadcast", "all_gather"})
