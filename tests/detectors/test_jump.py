@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_silent.detectors import drift
+from ds_silent.detectors import jump as drift
 from ds_silent.detectors.jump import _TILTS, BLOCK, FEWEST, SEGMENT, DriftTest, _log_gains, _Series
 from ds_silent.records import Event
 from tests.made_records import Run, make

@@ -79,9 +79,9 @@ class Injection:
     before the forward), ``loss``, ``gradient`` (parameter's name, gradient of one micro-batch, step). Behind the
     capture of the local gradient, see :mod:`ds_silent.drill.deepspeed.seams`: ``captured`` (name, gradient, step,
     whether the micro-batch is the last), ``reduction``, ``update`` (base optimizer, its step to be called, step),
-    ``gathering``, ``afterwards`` (engine, step); ``repetition`` (a reduction that a response repeats), ``pieces`` (what an ordered
-    reduction exchanges in a backward) and ``repair`` (what a collective of a repair has brought, step). ``change``:
-    how large the corruption was, relative to the aggregated gradient, where that is known.
+    ``gathering``, ``afterwards`` (engine, step); ``repetition`` (a reduction that a response repeats),
+    ``pieces`` (what an ordered reduction exchanges in a backward) and ``repair`` (what a collective of a repair has
+    brought, step). ``change``: how large the corruption was, relative to the aggregated gradient, where that is known.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
