@@ -40,7 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_silent
 from ds_silent.config import parse
-from ds_silent.frameworks.deepspeed import DeepSpeedCapture
+from ds_silent.frameworks.deepspeed import DeepSpeedFramework
 from ds_silent.ordered.exchange import LongVector, OrderedExchange
 
 MICRO_BATCHES, STEPS, ROWS, LENGTH = 8, 20, 2, 33
@@ -168,7 +168,7 @@ def time_worker(settings: Settings) -> dict[str, Any]:
     engine = engine_of(settings, model_shape(), None, 4)
     block = parse({"silent_consistency": {"reduction": "ordered", "ordered": {"micro_batches": "contiguous"}}})
     assert block is not None
-    reduction = DeepSpeedCapture(engine, block)._ordered
+    reduction = DeepSpeedFramework(engine, block)._ordered
     assert reduction is not None
     tokens = torch.randint(0, 8192, (4, settings.length), generator=torch.Generator().manual_seed(dist.get_rank()))
     turns: dict[str, list[tuple[float, float]]] = {"native": [], "ordered": []}

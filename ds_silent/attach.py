@@ -26,9 +26,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ds_silent.capture.data_facts import data_facts
+from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.frameworks.deepspeed import (
-    DeepSpeedCapture,
+    DeepSpeedFramework,
     has_optimizer,
     refuse_unsupported_config,
     refuse_unsupported_engine,
@@ -149,7 +150,7 @@ def _observe(
     if config is None:
         return None
     ds_config = _config_of(engine)
-    capture, unlike = start.agree_on_layout(engine, config, lambda: DeepSpeedCapture(engine, config))
+    capture, unlike = start.agree_on_layout(engine, config, lambda: _capture_of(engine, config))
     monitor = getattr(engine, "monitor", None)
     monitor_write = monitor.write_events if monitor is not None and monitor.enabled else None
     home = RunDirectory.open(config, capture.group, capture.device, monitor_write)
@@ -174,6 +175,10 @@ def _observe(
     if unlike is not None:
         observer.stand_down(unlike)
     return observer
+
+
+def _capture_of(engine: Any, config: SilentConsistencyConfig) -> StepCapture:
+    return StepCapture(DeepSpeedFramework(engine, config), config)
 
 
 def _refusal_of(engine: Any, config: SilentConsistencyConfig) -> ConfigError | None:

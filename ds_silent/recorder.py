@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ds_silent.capture.conduct import Unlike
+from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.exchange.gather import Gathered, Layout
 from ds_silent.measure.record import Context, measure
@@ -28,13 +29,70 @@ logger = logging.getLogger("ds_silent")
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
+def make_recorder(
+    sinks: Sink | None,
+    config: SilentConsistencyConfig | None = None,
+    audit: Audit | None = None,
+    layout: Layout | None = None,
+    ranks: int = 0,
+) -> Recorder:
+    """What writes into ``sinks``; without them, on all ranks but one, what does nothing."""
+    if sinks is None or config is None or audit is None or layout is None:
+        return NoWriter()
+    judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
+    return Writer(sinks, judge, audit, layout, ranks, config.detectors.stop_on)
+
+
+class Recorder(Protocol):
+    """What an observer tells of a step."""
+
+    writes: bool  # this is the rank that writes
+    last_record: StepRecord | None
+    ends: Event | None
+    unlike: tuple[Unlike, ...]
+
+    def sample(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None: ...
+    def settle(self, drift: Drift | None, step: int | None = None) -> None: ...
+    def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None: ...
+    def repairs(self, repairs: tuple[Repair, ...]) -> None: ...
+    def report(self, event: Event) -> None: ...
+    def on_event(self, function: Callable[[Event], None]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+    def state_dict(self, rows_waiting: bool) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NoWriter:
+    """On the ranks that do not write."""
+
+    writes = False
+    last_record: StepRecord | None = None
+    ends: Event | None = None
+
+    def __init__(self) -> None:
+        self.unlike: tuple[Unlike, ...] = ()
+
+    def _nothing(self, *args: Any, **named: Any) -> None:
+        pass
+
+    sample = settle = end_unlike = repairs = report = on_event = flush = close = load_state_dict = _nothing
+
+    def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
+
+
 class Writer:
     """Keeps what judging needs from step to step: baselines, rows seen, and a record that waits for more.
 
     Attributes:
         last_record: the newest one.
         ends: the event that is to end the training; None while there is none.
+        unlike: what ranks do not do alike, as all ranks have agreed when they came together last.
     """
+
+    writes = True
 
     def __init__(self, sink: Sink, judge: Judge | None, audit: Audit, layout: Layout, ranks: int, stop_on: str):
         self.last_record: StepRecord | None = None
@@ -44,7 +102,7 @@ class Writer:
         self._tracker = RowTracker()
         self._listeners: list[Callable[[Event], None]] = []
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
-        self.unlike: tuple[Unlike, ...] = ()  # as all ranks have agreed when they came together last
+        self.unlike: tuple[Unlike, ...] = ()
 
     def sample(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
         """Write one sample's record and judge it.

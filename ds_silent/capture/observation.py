@@ -23,12 +23,9 @@ from ds_silent.capture.handed import Remembered, differs, moved, remember
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.capture.row_ids import RowIds
 from ds_silent.exchange.gather import BROKE, LocalSample
+from ds_silent.frameworks.base import Part
 from ds_silent.maths.rounding_bound import multiple_of
 from ds_silent.ranks.together import Together
-
-Part = tuple[int, int, Tensor]
-"""(parameter, first element, values): a piece of a gradient."""
-
 
 _Taken = tuple[Tensor, Tensor]  # sketches and squared norms by layer
 

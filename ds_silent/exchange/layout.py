@@ -1,20 +1,29 @@
-"""What each rank sends and remembers, from what all ranks know: the configuration, their number and the adapter."""
+"""What each rank sends, from what all ranks know: the configuration, their number and what the framework reduces."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.gather import Layout, gathers_sketches
-from ds_silent.frameworks.base import Capture
 from ds_silent.maths.micro_batches import LARGEST
-from ds_silent.replicas.checksums import Replicas
-
-REMEMBERED = 10
-"""Times between two comparisons of the replicas at which checksums are remembered, to find the first bad step by."""
 
 
-def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> Layout:
-    """What each rank sends, from what all ranks know."""
-    direction, groups = config.direction, len(capture.layer_names)
+@dataclass(frozen=True)
+class Shape:
+    """What a layout follows from beside the configuration; the same on every rank."""
+
+    ranks: int
+    layers: int
+    ids: int  # numbers that a sample's row ids take
+    micro_batches: int  # per step
+    aggregate_replicated: bool  # every rank holds the whole aggregate, and sends its layers' checksums
+
+
+def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
+    """What each rank sends."""
+    ranks = shape.ranks
+    direction, groups = config.direction, shape.layers
     size = 0 if direction.method == "off" else direction.sketch_size
     exact = direction.method == "exact" or (direction.exact_interval > 0 and size > 0)
     aggregation = config.integrity.aggregation and size > 0
@@ -25,17 +34,17 @@ def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> 
     layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
     if layers and not direction.per_layer:
         layer_size = min(layer_size, place_size(size, ranks))
-    steps = capture.micro_batches if places else 0
+    steps = shape.micro_batches if places else 0
     return Layout(
         size,
         groups,
-        capture.id_size,
+        shape.ids,
         layers,
         min(layer_size, size),
         ranks * ranks if exact else 0,
         layer_aggregates=places,
         layer_records=direction.per_layer,
-        hashes=1 + (groups if capture.aggregate_replicated else 0),
+        hashes=1 + (groups if shape.aggregate_replicated else 0),
         micro_batches=steps if 1 < steps <= LARGEST // max(1, layers * layer_size) else 0,
     )
 
@@ -43,12 +52,3 @@ def layout_of(config: SilentConsistencyConfig, ranks: int, capture: Capture) -> 
 def place_size(sketch_size: int, ranks: int) -> int:
     """Numbers of a layer's sketch from which N ranks' shares in it can be solved, with some to spare."""
     return min(sketch_size, max(64, 1 << (4 * ranks - 1).bit_length()))
-
-
-def replicas_of(config: SilentConsistencyConfig, capture: Capture) -> Replicas | None:
-    """The checksums of the replica, or None where ranks have none, or nobody wants them."""
-    parameters, others = capture.replicated()
-    interval = config.integrity.replica_interval
-    if not interval or not parameters:
-        return None
-    return Replicas(parameters, others, history=REMEMBERED + 2)

@@ -1,81 +1,85 @@
-"""What an observer asks of an adapter, and what it offers in return: no framework here."""
+"""What a framework answers, and the moments at which it calls: all that an observer knows of it.
+
+    framework = DeepSpeedFramework(engine, config)      # answers; keeps nothing of a step but what the framework hides
+    capture = StepCapture(framework, config)            # the same for every framework: ds_silent.capture.step
+    framework.connect(capture.moments)                  # hooks, each of which calls a moment
+
+A new framework is one folder beside ``deepspeed`` with one class that has :class:`Framework`'s members, and those of
+the abilities that it has. Whatever a step remembers is in :mod:`ds_silent.capture.step`, once for all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_silent.capture.conduct import Conduct
-from ds_silent.capture.data_facts import Walk
-from ds_silent.exchange.gather import LocalSample
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.together import Together
 from ds_silent.replicas.checksums import Items, Replica
 
+Part = tuple[int, int, Tensor]
+"""(parameter, first element, values): a piece of a gradient."""
 
-class Listener(Protocol):
-    """The observer, as an adapter sees it.
 
-    ``before_step`` and ``after_step`` are to be called by :meth:`ds_silent.ranks.together.Together.play`, the others
-    raise nothing.
+@dataclass(frozen=True)
+class Ranks:
+    """Who does what with whom. Communicators of our own: nothing of the training's pairs with them."""
+
+    reduced: dist.ProcessGroup  # whose gradients make one aggregate
+    replicated: dist.ProcessGroup  # who hold the same parameters
+    device: torch.device  # of what they exchange
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What a framework calls, each guarded already (:mod:`ds_silent.ranks.together`): none raises what is ours.
+
+    In the order of a step. A framework leaves out what it does not have: the observation says so then.
     """
 
-    @property
-    def closed(self) -> bool:
-        """Whether it ended for good, and not because it broke: then the engine must be as it was."""
-
-    def measures(self, step: int) -> bool:
-        """Whether optimizer step ``step`` is measured; the same answer on every rank."""
-
-    def measures_exactly(self, step: int) -> bool:
-        """Whether a measured step is also measured exactly; the same answer on every rank."""
-
-    @property
-    def scheduled(self) -> int:
-        """The step under way as all ranks count it, by which ``measures`` is asked."""
-
-    def before_reduction(self) -> None:
-        """A boundary's gradients are there; stages 0 and 1 reduce them next. Once per reduction."""
-
-    def before_step(self) -> None:
-        """The gradients are aggregated, the optimizer has not run."""
-
-    def after_step(self) -> None:
-        """The optimizer has run and the framework's counters have advanced."""
-
-    def before_checkpoint(self) -> None:
-        """A checkpoint is about to be written: put on disk what is known."""
-
-    def close(self) -> None:
-        """The training ends."""
+    together: Together  # for what a framework's own hooks do on the way to a moment
+    forward: Callable[..., object]  # (module, args, kwargs) before the module's forward: a micro-batch's rows
+    forwarded: Callable[..., object]  # (module, args, output) behind it: a loss, where nobody gives one
+    loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins
+    scaled: Callable[..., object]  # (factor, gradient) of the loss: together the factor on the step's gradients
+    gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated; from a hook
+    micro_batch_ended: Callable[[], bool | None]  # (): before a reduction; whether exact inner products are due
+    before_reduction: Callable[..., object]  # (*anything): the same, and they are exchanged here
+    reduced: Callable[..., object]  # (): the aggregate is there, and the script has not seen it yet
+    applying: Callable[..., object]  # (optimizer, args, kwargs) as it begins to apply the aggregate
+    before_update: Callable[..., object]  # (*anything): once per step, before the optimizer
+    updated: Callable[[], object]  # (): the optimizer has run, the framework's counters have advanced
+    before_checkpoint: Callable[..., object]  # (*anything)
+    ends: Callable[..., object]  # (*anything): the training is over
 
 
-class Capture(Protocol):
-    """One framework's gradients. Every rank calls every method at the same steps."""
+class Framework(Protocol):
+    """One training of one framework. Every rank asks the same at the same steps."""
 
-    group: dist.ProcessGroup
-    device: torch.device
-    together: Together
-    layer_names: tuple[str, ...]
-
-    id_size: int  # numbers that a sample's row ids take
-    arithmetic: Arithmetic  # of the reduction
+    ranks: Ranks
+    module: nn.Module  # a micro-batch is one forward of it
+    names: list[str]  # of the trainable parameters
+    numels: list[int]  # elements of each, whole
     micro_batches: int  # per step
-    aggregate_replicated: bool  # every rank holds the whole aggregated gradient; it sends its layers' checksums
-    conduct: Conduct  # what this rank's code does, for the comparison with the others
+    micro_batch_rows: int  # as configured, on each rank
+    additive: bool  # every micro-batch is reduced and freed: nobody accumulates the local gradient
+    overlapped: bool  # the reduction begins while the boundary's backward runs
+    aggregate_replicated: bool  # every rank holds the whole aggregated gradient where it accumulates
+    whole_at_hook: bool  # at the boundary, what is accumulated and the gradient in a hook make the local gradient
+    observes_applied: bool  # :meth:`applied` can tell
     clip: float  # largest norm of the applied gradient; 0 is none
+
+    def arithmetic(self, elements: int, width: int) -> Arithmetic:
+        """Of the reduction of ``elements`` numbers, seen through sketches of ``width``."""
 
     @property
     def step(self) -> int:
-        """The optimizer step that is being taken, counted from 1."""
-
-    @property
-    def came(self) -> bool:
-        """Whether a gradient has come, or a reduction has begun, since the last step."""
+        """The optimizer step under way, from 1."""
 
     @property
     def samples(self) -> int:
@@ -83,68 +87,71 @@ class Capture(Protocol):
 
     @property
     def batch(self) -> float:
-        """Rows per rank and optimizer step."""
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the optimizer did not apply the step that was just taken, in search of its loss scale."""
+        """Rows per rank and optimizer step, now."""
 
     @property
     def update_skipped(self) -> bool:
-        """Whether the optimizer did not apply the step that was just taken, whatever the reason."""
+        """Whether the optimizer did not apply the step just taken, whatever the reason."""
 
-    @property
-    def rows_waiting(self) -> bool:
-        """Whether ids of earlier steps wait for the next sample."""
+    def skipped(self, applied: bool | None) -> bool:
+        """Whether that was a search for the loss scale; ``applied``: whether ``applying`` came, None: not observed."""
 
-    @property
-    def walk(self) -> Walk:
-        """How the rows of the newest sample came to this rank."""
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch under way is the step's last."""
 
-    def observe_batch(self, sample_ids: Tensor) -> None:
-        """Ids of the rows of this rank's next micro-batch."""
+    def accumulated(self, index: int) -> Tensor | None:
+        """What this rank has accumulated of a parameter's gradient, until the reduction; never asked if additive."""
 
-    def connect(self, listener: Listener) -> None:
-        """Register every hook."""
+    def reduced(self, index: int) -> Tensor | None:
+        """Where every rank holds the whole aggregate: of one parameter, from the reduction until the optimizer."""
+
+    def aggregated(self) -> Iterator[Part] | None:
+        """This rank's share of the aggregated gradient: the ranks' shares make up the whole, once. None: hidden."""
+
+    def applied(self, optimizer: Any) -> Iterator[Part]:
+        """What an optimizer is about to apply, of this rank's share."""
+
+    def scale(self, seen: Tensor | None) -> float | Tensor:
+        """The factor on every gradient of this step; ``seen``: what the loss's own gradient said."""
+
+    def gram(self) -> Tensor | None:
+        """This rank's part of the exact inner products, where the framework's reduction has made them by the way."""
+
+    def optimizers(self) -> list[Any]:
+        """The ``torch.optim`` optimizers at the bottom."""
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Parameters that every rank holds whole, and a function that names all else that is replicated."""
 
-    def sample(self, exact: bool, replica: Tensor | None = None) -> LocalSample:
-        """This rank's observation of the current step; also when something broke here."""
+    def connect(self, moments: Moments) -> None:
+        """Register every hook."""
 
-    def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
-        """Everything that makes one replica; its tensors may be written between two steps.
+    def close(self, ended: bool) -> None:
+        """Remove every hook; ``ended``: for good, and not because an observer broke."""
 
-        Args:
-            optimizer_state: with what the optimizer keeps, beside fp32 masters.
-            buffers: with the model's buffers, which a forward may change.
-        """
+
+@runtime_checkable
+class Repeats(Protocol):
+    """A reduction that can be run again from the same local gradients."""
+
+    def keep_for_again(self, *args: Any, **kwargs: Any) -> None:
+        """At the boundary, before the reduction, with what ``before_reduction`` was called with."""
 
     def reduce_again(self) -> int:
-        """Repeat the step's reduction from the local gradients that were kept, and say how many bytes. A collective."""
+        """Run it again; bytes of the gradients. A collective."""
 
-    def sample_again(self) -> LocalSample:
-        """The same observation with what the repeated reduction has brought."""
 
-    def gradient_sample(self, stride: int) -> Tensor:
-        """fp32 (2,) on the host: sum of squares and number of every ``stride``-th element of the aggregate."""
+@runtime_checkable
+class HasReplica(Protocol):
+    """What makes one replica can be named, and written between two steps."""
+
+    def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
+        """Its tensors: with what the optimizer keeps beside fp32 masters, and the buffers that a forward may change."""
+
+
+@runtime_checkable
+class SavesSuspect(Protocol):
+    """The framework's own checkpoint can be written to a place that is named."""
 
     def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, Any]) -> None:
-        """The framework's own checkpoint. A collective."""
-
-    def keep_micro_batches(self) -> None:
-        """Keep a sketch of each micro-batch of the next measured step; every rank calls it at the same step."""
-
-    @property
-    def keeps_micro_batches(self) -> bool:
-        """Whether they were kept in this step; the same on every rank."""
-
-    def take_micro_batches(self, layer_size: int) -> Tensor:
-        """(A, L, layer_size) fp32 sketches of this step's micro-batches, where they were kept."""
-
-    def end_step(self) -> None:
-        """Forget the step."""
-
-    def close(self) -> None:
-        """Remove every hook: the engine is as it was."""
+        """A collective."""

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import layout_of
-from ds_silent.frameworks.deepspeed import DeepSpeedCapture, data_parallel_group, engine_facts
+from ds_silent.frameworks.deepspeed import data_parallel_group, engine_facts
 from ds_silent.ranks.agreement import Statement, Verdict, agree, flat
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event
@@ -63,8 +64,8 @@ def agree_on_block(
 
 
 def agree_on_layout(
-    engine: Any, config: SilentConsistencyConfig, make: Callable[[], DeepSpeedCapture]
-) -> tuple[DeepSpeedCapture, Event | None]:
+    engine: Any, config: SilentConsistencyConfig, make: Callable[[], StepCapture]
+) -> tuple[StepCapture, Event | None]:
     """The capture, and where the ranks are unlike in what they would send, the event that says so.
 
     Raises:
@@ -76,7 +77,7 @@ def agree_on_layout(
     values = engine_facts(engine)
     try:
         capture = make()
-        layout = asdict(layout_of(config, dist.get_world_size(group), capture))
+        layout = asdict(layout_of(config, capture.shape))
         values |= {"layout": hashlib.sha256(repr(layout).encode()).hexdigest()[:8]}
     except ConfigError as error:
         refusal = error

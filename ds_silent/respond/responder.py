@@ -25,9 +25,10 @@ from typing import Literal, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.gather import Exchange
-from ds_silent.frameworks.base import Capture
+from ds_silent.frameworks.base import HasReplica, Repeats
 from ds_silent.measure.reduction import Audit, Examined, Told
 from ds_silent.records import Repair, RepairMethod
 from ds_silent.replicas.checksums import Bits, Drift, Groups, Replica, gathered, groups_of
@@ -76,24 +77,24 @@ class Responder:
         stop: why the training has to end now, the same on every rank; None when it may go on.
     """
 
-    def __init__(self, capture: Capture, exchange: Exchange, audit: Audit, config: SilentConsistencyConfig):
+    def __init__(self, capture: StepCapture, exchange: Exchange, audit: Audit, config: SilentConsistencyConfig):
         self.stop: str | None = None
         self._together = capture.together
         self._notes = _Notes()
         guarded = config.respond.on_aggregation_error != "report"
         self._guard = _Guard(capture, exchange, audit, config) if guarded else None
+        framework = capture.framework
         keepers: list[_Keeper] = []
         on_drift, resync, attempts = config.respond.on_replica_drift, config.resync, config.respond.retries
         whole = resync.state == "all"
         if on_drift != "report":
             interval = config.integrity.replica_interval
-            keepers.append(_Compare(capture, lambda: capture.replica(True, buffers=True), interval, on_drift, attempts))
+            keepers.append(_Compare(capture, partial(_replica_of, framework, True, True), interval, on_drift, attempts))
         if resync.mode == "periodic":
-            keepers.append(
-                _Compare(capture, lambda: capture.replica(whole, buffers=True), resync.interval, "mean", attempts)
-            )
+            replica = partial(_replica_of, framework, whole, True)
+            keepers.append(_Compare(capture, replica, resync.interval, "mean", attempts))
         if resync.mode == "dynamic":
-            keepers.append(_Dynamic(capture, lambda: capture.replica(whole, buffers=False), resync.interval))
+            keepers.append(_Dynamic(capture, partial(_replica_of, framework, whole, False), resync.interval))
         self._keepers = keepers
 
     @property
@@ -133,7 +134,7 @@ class Responder:
 class _Guard:
     """Before an optimizer may use a reduction, all ranks know that it is right."""
 
-    def __init__(self, capture: Capture, exchange: Exchange, audit: Audit, config: SilentConsistencyConfig):
+    def __init__(self, capture: StepCapture, exchange: Exchange, audit: Audit, config: SilentConsistencyConfig):
         self._capture, self._exchange, self._audit, self._respond = capture, exchange, audit, config.respond
 
     def protect(self, step: int, notes: _Notes) -> str | None:
@@ -153,9 +154,11 @@ class _Guard:
         if self._anyone(None if seen is None else seen.changed):
             # by the script, since the reduction: a repetition would apply what it has not changed
             return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
+        framework = self._capture.framework
+        assert isinstance(framework, Repeats)  # others are refused
         started, sent = time.perf_counter(), 0
         for attempt in range(1, self._respond.retries + 1):
-            sent += self._capture.reduce_again()
+            sent += framework.reduce_again()
             self._exchange.post(step, self._capture.sample_again(), self._capture.together)
             again = self._examine()
             right = self._anyone(None if again is None else again.wrong) is False
@@ -202,7 +205,7 @@ class _Compare:
 
     def __init__(
         self,
-        capture: Capture,
+        capture: StepCapture,
         replica: Callable[[], Replica],
         interval: int,
         response: Literal["majority", "mean", "stop"],
@@ -259,7 +262,7 @@ class _Dynamic:
     left alone, because the forward beside the averaging may have changed them.
     """
 
-    def __init__(self, capture: Capture, replica: Callable[[], Replica], interval: int):
+    def __init__(self, capture: StepCapture, replica: Callable[[], Replica], interval: int):
         self._capture, self._replica, self._interval = capture, replica, interval
         self._bits, self._next, self._last = Bits(), 1, 0  # the first update tells when the next is to be compared
         self._under_way: tuple[int, float, Replica, Comparison, Averaging] | None = None
@@ -302,6 +305,11 @@ class _Dynamic:
         drift, gradient = (everybody[:, k] / everybody[:, k + 1].clamp(min=1.0) for k in (0, 2))
         mean = float((gradient / drift).sqrt().mean())  # infinite where the sampled elements do not differ
         return 1 if math.isnan(mean) else int(max(1.0, min(float(self._interval), mean)))
+
+
+def _replica_of(framework: object, optimizer_state: bool, buffers: bool) -> Replica:
+    assert isinstance(framework, HasReplica)  # others are refused
+    return framework.replica(optimizer_state, buffers)
 
 
 def _drift(replica: Replica, found: Comparison, first: int, step: int) -> Drift:

@@ -244,14 +244,14 @@ def perform(send: Callable[[Any], None], directory: str) -> None:
 
 
 def _break(how: str) -> Callable[[], None]:
-    from ds_silent.frameworks.deepspeed.engine import DeepSpeedCapture
+    from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
     from ds_silent.respond import responder as respond
 
     kept = [
         (respond._Guard, "protect", respond._Guard.protect),
         (respond._Compare, "_repair", respond._Compare._repair),
         (respond._Compare, "after_update", respond._Compare.after_update),
-        (DeepSpeedCapture, "replica", DeepSpeedCapture.replica),
+        (DeepSpeedFramework, "replica", DeepSpeedFramework.replica),
     ]
 
     def claim_reduction(guard: Any, step: int, notes: Any) -> None:
@@ -278,7 +278,7 @@ def _break(how: str) -> Callable[[], None]:
             (respond._Compare, "_repair", lambda *given: None),
         ],
         "claims": [(respond._Guard, "protect", claim_reduction), (respond._Compare, "_repair", claim_replicas)],
-        "forgets the optimizer": [(DeepSpeedCapture, "replica", without_state)],
+        "forgets the optimizer": [(DeepSpeedFramework, "replica", without_state)],
         "averages the healthy": [(respond._Compare, "after_update", average_always)],
     }
     for owner, name, function in mutations[how]:

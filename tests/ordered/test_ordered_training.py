@@ -288,8 +288,8 @@ def retry_of(engine: Any, capture: Any) -> Any:
     def retry(*args: Any, **kwargs: Any) -> Any:
         for _, _, part in capture._aggregated():
             part.fill_(7.0)
-        assert capture._ordered.local_bytes > 0
-        capture._ordered.reduce()
+        assert capture.framework._ordered.local_bytes > 0
+        capture.framework._ordered.reduce()
         return original(*args, **kwargs)
 
     return retry

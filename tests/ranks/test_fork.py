@@ -45,7 +45,7 @@ def fork_and_leave(observer: Any, how: str) -> int:
             observer.flush()
             observer.state_dict()
             observer.close()
-            os._exit(1 if observer.measures(0) or ds_silent.observer_of(observer._capture._engine) else 0)
+            os._exit(1 if observer.measures(0) or ds_silent.observer_of(observer._capture.framework._engine) else 0)
         sys.exit(0)  # through every frame of the rank, as in a user's script; its end is caught in `forked`
     return os.waitpid(child, 0)[1]
 

@@ -5,7 +5,7 @@ what it relies on; all were read in 0.16.9 and 0.19.8.
 """
 
 from ds_silent.frameworks.deepspeed.applied import base_optimizers
-from ds_silent.frameworks.deepspeed.engine import DeepSpeedCapture
+from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.groups import data_parallel_group, engine_facts
 from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
 from ds_silent.frameworks.deepspeed.refusals import (
@@ -16,7 +16,7 @@ from ds_silent.frameworks.deepspeed.refusals import (
 )
 
 __all__ = [
-    "DeepSpeedCapture",
+    "DeepSpeedFramework",
     "base_optimizers",
     "data_parallel_group",
     "engine_facts",

@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
-from ds_silent.capture.observation import Part
+from ds_silent.frameworks.base import Part
 from ds_silent.frameworks.deepspeed.gradients import Slice, pieces_dealt
 
 Places = dict[int, list[tuple[Slice, int]]]

@@ -11,7 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 from ds_silent.capture.local_gradient import Accumulated
-from ds_silent.capture.observation import Part
+from ds_silent.frameworks.base import Part
 
 
 def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:

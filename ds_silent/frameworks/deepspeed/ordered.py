@@ -2,7 +2,7 @@
 
     reduction = OrderedReduction(engine, parameters, share, config, group)
     reduction.connect()              # from the first step on, whether a step is measured or not
-    reduction.look = function        # optional: look(boundary) is called before the exchange
+    reduction.look = function        # optional: look() is called before the exchange
     reduction.reduce()               # once more, as long as the step's local sums are kept
     reduction.close()                # DeepSpeed reduces again
 
@@ -32,8 +32,8 @@ from ds_silent.ordered.exchange import LongVector, OrderedExchange, covers, gath
 from ds_silent.ordered.norm import global_norm
 from ds_silent.ordered.tree import Gradients, LocalTree
 
-Look = Callable[[bool], bool]
-"""``look(boundary)``: all gradients of a micro-batch are there; whether the ranks' inner products are wanted."""
+Look = Callable[[], bool | None]
+"""``look()``: all gradients of a micro-batch are there; whether the ranks' inner products are wanted."""
 
 
 class OrderedReduction:
@@ -147,7 +147,7 @@ class OrderedReduction:
         """Called at the end of every backward, after all gradients have been accumulated (0.16.9 to 0.19.8)."""
         boundary = bool(self._engine.is_gradient_accumulation_boundary())
         self._take_leaf(boundary)
-        exact = self.look(boundary) if self.look is not None else False
+        exact = bool(self.look()) if self.look is not None else False
         if boundary:
             self.gram = None
         if self._partitioned:
