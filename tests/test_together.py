@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -112,3 +114,30 @@ def test_a_broken_process_group_ends_the_observation_and_not_the_training(caplog
         assert together.play(lambda: together.once(collective)) is None
     assert len(calls) == 2  # once more, and then never again
     assert "observation ends on this rank, the training goes on: connection closed by peer" in caplog.text
+
+
+@pytest.mark.parametrize("line", range(1, 40))
+def test_whichever_line_of_a_play_breaks_its_calls_are_made_once(line: int) -> None:
+    """The last one too: an act that has ended must not be played again with its calls forgotten."""
+    together, made, struck = Together(), [], []
+    code = Together.play.__code__
+
+    def act() -> str:
+        return str(together.once(lambda: made.append(1)))
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code is not code:
+            return None
+        if event == "line" and frame.f_lineno == code.co_firstlineno + line and not struck:
+            if linecache.getline(code.co_filename, frame.f_lineno).strip() != "try:":  # stands outside of any guard
+                struck.append(line)
+                raise MemoryError("injected")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        assert together.play(act) == "None"
+    finally:
+        sys.settrace(None)
+    assert made == [1]
+    assert (together.failure is not None) == bool(struck)
