@@ -113,9 +113,8 @@ class Together:
             if self.over:
                 return None
             self._made, self._place = [], 0
-            result = act(*arguments, **named)
-            self._made = []
-            return result
+            # in one statement: an act that has ended is never played again, with its calls forgotten
+            return (act(*arguments, **named), self._made.clear())[0]
         except BrokeOff:
             raise
         except Exception as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
+import sys
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from ds_silent.ranks import together
 from ds_silent.ranks.together import BrokeOff, Together
 
 
@@ -112,3 +115,32 @@ def test_a_broken_process_group_ends_the_observation_and_not_the_training(caplog
         assert together.play(lambda: together.once(collective)) is None
     assert len(calls) == 2  # once more, and then never again
     assert "observation ends on this rank, the training goes on: connection closed by peer" in caplog.text
+
+
+LINES = sorted({line for *_, line in Together.play.__code__.co_lines() if line is not None})[1:]
+
+
+@pytest.mark.parametrize("line", [n for n in LINES if linecache.getline(together.__file__, n).strip() != "try:"])
+def test_whichever_line_of_a_play_breaks_its_calls_are_made_once(line: int) -> None:
+    """The last one too: an act that has ended must not be played again with its calls forgotten."""
+    one, made, struck = Together(), [], []
+    code = Together.play.__code__
+
+    def act() -> str:
+        return str(one.once(lambda: made.append(1)))
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code is not code:
+            return None
+        if event == "line" and frame.f_lineno == line and not struck:
+            struck.append(line)
+            raise MemoryError("injected")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        assert one.play(act) == "None"
+    finally:
+        sys.settrace(None)
+    assert made == [1]
+    assert (one.failure is not None) == bool(struck)
