@@ -1,6 +1,6 @@
 """One step, from backward to sinks.
 
-    backward -> capture -> LocalSample -> exchange -> measure -> judge -> respond -> sinks
+    backward -> capture -> Observation -> exchange -> measure -> judge -> respond -> sinks
 
 The observer only orders the others. Whether anything communicates depends on the step and the configuration, and on
 what all ranks have read, never on what happened on one rank: a rank whose part broke still sends a sample, which says
@@ -17,17 +17,21 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ds_silent.capture.conduct import Unlike
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
-from ds_silent.exchange.gather import LEFT, Gathered, LocalSample, gather_on_host, make_exchange
+from ds_silent.exchange.collectives import gather_on_host
+from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import layout_of
+from ds_silent.exchange.observation import LEFT, Gathered, Observation, Status, Wishes, on_any
 from ds_silent.exchange.row_ids import as_ids
 from ds_silent.frameworks.base import SavesSuspect
 from ds_silent.measure.context import Contexts
@@ -154,7 +158,7 @@ class Observer:
         """Whether a rank has said with this step's sample that it will not be there; waits for the sample."""
         if self._posted != step or not self._observing:
             return False
-        return bool((self._once(self._exchange.peek).scalars["failed"] > 0).any())
+        return bool((self._once(self._exchange.peek).status.failed > 0).any())
 
     def _respond(self, step: int, act: Callable[[], None]) -> None:
         """Nobody goes on after a response that broke off, see :class:`ds_silent.ranks.together.BrokeOff`."""
@@ -165,27 +169,22 @@ class Observer:
         if why is not None:
             self._end_suspect(step, why)
 
-    def _sample(self, step: int, due: int) -> LocalSample:
-        sample = LocalSample({"nothing": 1.0})
+    def _sample(self, step: int, due: int) -> Observation:
+        sample = Observation(Status(nothing=1.0))
         if self.measures(due):
             replica = self._alone(self._replicas.capture, step)
             whole = self._capture.sample(exact=self.measures_exactly(due), replica=replica)
             sample = whole if self._lockstep.whole else _only_words(whole)
-            self._alone(self._ask, sample)
-        words = self._decided(lambda: self._lockstep.words(step))
+            sample = replace(sample, wishes=self._alone(self._wishes) or Wishes())
+        status = self._decided(lambda: self._lockstep.status(step, sample.status))
         self._lockstep = self._decided(lambda: self._lockstep.told())
-        sample.scalars.update({**words, **sample.scalars})
-        return sample
+        return replace(sample, status=status)
 
-    def _ask(self, sample: LocalSample) -> None:
-        """What this rank wants of all ranks."""
-        if self._replicas.wanted:
-            sample.scalars["compare"] = 1.0
-            self._replicas.wanted = False
-        if self._recorder.ends is not None:
-            sample.scalars["stop"] = 1.0
-        if self._audit.wants_micro_batches:  # on the writing rank
-            sample.scalars["diagnose"] = 1.0
+    def _wishes(self) -> Wishes[float | Tensor]:
+        """What this rank wants of all ranks; the last two on the writing rank."""
+        compare, self._replicas.wanted = self._replicas.wanted, False
+        stop, diagnose = self._recorder.ends is not None, self._audit.wants_micro_batches
+        return Wishes(float(stop), float(diagnose), float(compare))
 
     def _gather_micro_batches(self, step: int) -> None:
         """A collective, in a step before which every rank has read that micro-batches are wanted."""
@@ -211,18 +210,18 @@ class Observer:
         if apart is not None:
             self._switch_off(apart)
             return
-        if bool((gathered.scalars["compare"] > 0).any()):
+        if on_any(gathered.wishes.compare):
             self._replicas.due = True
-        if bool((gathered.scalars["nothing"] > 0).any()):
+        if on_any(gathered.status.nothing):
             self._contexts.drop(gathered.step)
             return
-        if bool((gathered.scalars["diagnose"] > 0).any()):
+        if on_any(gathered.wishes.diagnose):
             self._once(self._capture.keep_micro_batches)
         unlike = self._conduct.agree(gathered, self._capture.group, self._capture.device, self._together)
         self._alone(self._tell_conduct, gathered, unlike)
         drift = self._replicas.localise(self._once) if self._replicas.differ(gathered) else None
         self._alone(self._write, gathered, drift)
-        if bool((gathered.scalars["stop"] > 0).any()):
+        if on_any(gathered.wishes.stop):
             event = self._recorder.ends
             self.close()
             raise end_by_event(event, self._config.detectors.stop_on)
@@ -260,7 +259,7 @@ class Observer:
                 if self._closed:  # nobody comes to that step any more
                     self._switch_off(apart)
                 return
-            if bool((gathered.scalars["nothing"] > 0).any()):
+            if on_any(gathered.status.nothing):
                 continue
             if gathered.step > self._written:
                 self._write(gathered, None, wait=self._replicas.differ(gathered))
@@ -373,7 +372,7 @@ class Observer:
     def _say_goodbye(self) -> None:
         """If the other ranks go on, their next sample must not wait for this one. Nobody waits for it here either."""
         if self._observing and not self._together.over and dist.is_initialized():
-            step, goodbye = self._capture.step, LocalSample({"failed": LEFT})
+            step, goodbye = self._capture.step, Observation(Status(failed=LEFT))
             self._together.play(lambda: self._exchange.post(step, goodbye, self._together))
 
     def forked(self) -> None:
@@ -415,6 +414,6 @@ def _leave_to_the_parent(reference: weakref.ref[Observer]) -> None:
         observer.forked()
 
 
-def _only_words(sample: LocalSample) -> LocalSample:
+def _only_words(sample: Observation) -> Observation:
     """Where a part of the step was not seen: only whether this rank broke."""
-    return LocalSample({"nothing": 1.0, **{name: word for name, word in sample.scalars.items() if name == "failed"}})
+    return Observation(Status(nothing=1.0, failed=sample.status.failed))

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from ds_silent.capture.conduct import Unlike
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Evidence, Judge
-from ds_silent.exchange.gather import Gathered, Layout
+from ds_silent.exchange.layout import Layout
+from ds_silent.exchange.observation import Gathered
 from ds_silent.measure.record import Context, measure
 from ds_silent.measure.reduction import Audit, Told
 from ds_silent.measure.rows import RowTracker, testimony

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange import gather as exchange
+from ds_silent.exchange import layout
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.collectives import Call, check_collectives, record_collectives
 from tests.distributed import run_distributed
@@ -89,7 +89,7 @@ def test_when_a_rank_is_killed_the_others_end_and_the_records_stay(tmp_path: Pat
 
 
 def constant_size(directory: str) -> Trace:
-    exchange.GATHER_LIMIT = 1
+    layout.GATHER_LIMIT = 1
     return train(Case(stage=1, accumulation=2, per_layer=False), Path(directory), 6, enabled=True, oracle=True)
 
 
@@ -122,7 +122,7 @@ def observe_everything(directory: str) -> list[Call]:
         train(case, Path(directory) / f"ordered-{case.stage}", 2, enabled=True)
     assert "all_to_all_single" in {name for name, _, _ in seen}
     for limit in (64, 1):
-        exchange.GATHER_LIMIT = limit
+        layout.GATHER_LIMIT = limit
         for case in (Case(method="exact"), Case(stage=2, per_layer=limit == 64, exact_interval=2)):
             train(case, Path(directory) / f"{limit}{case.stage}", 3, enabled=True)
         engine = build(Case(), Path(directory) / f"drift-{limit}")

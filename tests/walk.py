@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange import gather as exchange
+from ds_silent.exchange import layout
 from ds_silent.sinks.jsonl import read_events
 from tests.training import Case, Probe, one_step
 from tests.training import _hash_weights as hash_weights
@@ -180,7 +180,7 @@ def statements(pair: _Pair) -> list[Place]:
 
 def walk(cell: Cell, directory: str, share: float) -> list[Outcome]:
     """A seeded share of the statements that the ranks execute, on the rank that executes them."""
-    exchange.GATHER_LIMIT = cell.limit
+    layout.GATHER_LIMIT = cell.limit
     logging.getLogger("ds_silent").setLevel(logging.CRITICAL)
     pair = _Pair(cell, Path(directory))
     everybody: list[Any] = [None] * dist.get_world_size()

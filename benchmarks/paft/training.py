@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
+import ds_silent.exchange.constant_size
 import ds_silent.exchange.gather
 from ds_silent.drill.deepspeed.seams import Seams
 from ds_silent.drill.faults.inputs import Injection
@@ -37,7 +38,8 @@ from .tasks import TASKS
 RANKS = 4
 COLLECTIVES = (
     *((dist, name) for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")),
-    (ds_silent.exchange.gather, "_all_gather"),  # the samples' own, under whichever name this torch has
+    (ds_silent.exchange.gather, "all_gather"),  # the observations' own, under whichever name this torch has
+    (ds_silent.exchange.constant_size, "all_gather"),
 )
 
 

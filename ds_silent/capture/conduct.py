@@ -2,7 +2,7 @@
 
     conduct = Conduct(module, optimizers)        # optimizers(): the torch optimizers that really step
     conduct.look_at_modes()                      # at the first gradient of a measured step
-    sample.scalars |= conduct.scalars(step)      # between the reduction and the optimizer: small hashes
+    observation = replace(observation, code=conduct.code(step))     # between the reduction and the optimizer
     told = conduct.agree(gathered, group, device, together)   # on all ranks alike, once per gathered sample
 
 Each is a few hundred numbers on the host, hashed to 24 bits (fp32 carries them exactly; two settings look alike by
@@ -33,7 +33,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_silent.capture.local_gradient import layers_of
-from ds_silent.exchange.gather import Gathered
+from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.compare import Item, read_item
 from ds_silent.ranks.parts import Parts, outvoted, parts_of
@@ -49,7 +49,7 @@ HYPER_PARAMETERS = {
 }
 """What param_groups may hold and every rank must share. Other entries may be an optimizer's own state, of its shard."""
 KINDS = ("hyper_parameters", "device_hyper_parameters", "training_modes", "trainable")
-"""Names of :data:`ds_silent.exchange.gather.SCALARS`: 0 is not known."""
+"""Fields of :class:`ds_silent.exchange.observation.Code`: 0 is not known."""
 _REMEDIES = {  # by group of the preflight
     "optimizer": "Change hyper-parameters on every rank alike: look for a scheduler or callback that skips ranks.",
     "parameters": "Call train(), eval() and requires_grad_() on every rank alike: look for an evaluation or a freezing "
@@ -139,7 +139,7 @@ class Conduct:
             used = [before for before, now in zip(self._state, _generators(), strict=True) if before != now]
             self.draws, self._state = _short_hash(used) if used else 0.0, ()
 
-    def scalars(self, step: int) -> dict[str, float | Tensor]:
+    def code(self, step: int) -> Code[float | Tensor]:
         """Hashes of ``step``, between its reduction and its optimizer. Values on a device are not waited for."""
         if not self._modes:
             self.look_at_modes()
@@ -147,17 +147,17 @@ class Conduct:
         self._looks[step] = look
         while len(self._looks) > _REMEMBERED:
             del self._looks[min(self._looks)]
-        scalars: dict[str, float | Tensor] = {
-            "hyper_parameters": self._hashed("hyper_parameters", look.hyper_parameters),
-            "training_modes": self._hashed("training_modes", look.modes),
-            "trainable": self._hashed("trainable", look.trainable),
-        }
+        on_device: float | Tensor = 0.0
         if look.on_device:
             values = torch.stack([value.detach().float().reshape(()) for value in look.on_device])
-            scalars["device_hyper_parameters"] = (values * torch.arange(1, 1 + len(values), device=values.device)).sum()
-        if self.draws:
-            scalars["first_draws"] = self.draws
-        return scalars
+            on_device = (values * torch.arange(1, 1 + len(values), device=values.device)).sum()
+        return Code(
+            hyper_parameters=self._hashed("hyper_parameters", look.hyper_parameters),
+            device_hyper_parameters=on_device,
+            training_modes=self._hashed("training_modes", look.modes),
+            trainable=self._hashed("trainable", look.trainable),
+            first_draws=self.draws or 0.0,
+        )
 
     def items(self, step: int) -> list[Item]:
         """What is compared when the ranks differ, as it was at ``step``; as many on every rank."""
@@ -213,7 +213,7 @@ class Conduct:
 
     def _news(self, gathered: Gathered) -> _News | None:
         """What is known, asked, and how often, where other ranks differ than before; the same on every rank."""
-        parts = {kind: found for kind in KINDS if (found := differing(gathered.scalars, kind))}
+        parts = {kind: found for kind in KINDS if (found := differing(gathered.code, kind))}
         known = {kind: self._known.get(kind, set()) & {parts.get(kind, ())} for kind in KINDS}
         new = {kind: found for kind, found in parts.items() if found not in known[kind]}
         if new == self._asked:
@@ -223,13 +223,13 @@ class Conduct:
 
     def unasked(self, gathered: Gathered) -> tuple[Unlike, ...]:
         """The same without asking, where the ranks do not come together any more; nothing where it is told already."""
-        parts = {kind: found for kind in KINDS if (found := differing(gathered.scalars, kind))}
+        parts = {kind: found for kind in KINDS if (found := differing(gathered.code, kind))}
         new = {kind: found for kind, found in parts.items() if found not in self._known.get(kind, ())}
         return () if new == self._asked else unlike(new, gathered.step)
 
     def note(self, gathered: Gathered) -> Event | None:
         """Once: that the first forward drew the same random numbers on all ranks."""
-        draws = gathered.scalars["first_draws"]
+        draws = gathered.code.first_draws
         if self._noted or len(draws) < 2 or not bool((draws > 0).all()):
             return None
         self._noted = True
@@ -246,9 +246,9 @@ class Conduct:
         return Event(gathered.step, "seed-mismatch", "info", (), "first forward", None, None, message, remedy)
 
 
-def differing(scalars: Mapping[str, Tensor], kind: str) -> Parts | None:
+def differing(code: Code[Tensor], kind: str) -> Parts | None:
     """Ranks by equal value, the largest part first; None where all are equal, or where some rank's is not known."""
-    values = scalars[kind]
+    values: Tensor = getattr(code, kind)
     if not bool((values != 0).all()) or bool((values == values[0]).all()):
         return None
     return parts_of(values.tolist())

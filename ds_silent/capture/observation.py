@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_silent.capture.handed import Remembered, differs, moved, remember
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.capture.row_ids import RowIds
-from ds_silent.exchange.gather import BROKE, LocalSample
+from ds_silent.exchange.observation import BROKE, Applied, Local, Loss, Observation, Reduced, Status
 from ds_silent.frameworks.base import Part
 from ds_silent.maths.rounding_bound import multiple_of
 from ds_silent.ranks.together import Together
@@ -52,9 +52,9 @@ class StepSampler:
 
     def __init__(self, local: LocalGradient, rows: RowIds, sends: Sends, together: Together):
         self._local, self._rows, self._sends, self._together = local, rows, sends, together
-        self._before: LocalSample | None = None  # of the step's reduction
+        self._before: Observation | None = None  # of the step's reduction
         self._aggregate: Tensor | None = None  # sketch of this rank's share, until the optimizer has run
-        self._of_last_step: dict[str, float | Tensor] = {}
+        self._of_last_step: Applied[float | Tensor] = Applied()
         self._start()
 
     def _start(self) -> None:
@@ -99,29 +99,29 @@ class StepSampler:
 
     def sample(
         self, aggregated: Iterable[Part] | None, scale: float | Tensor, gram: Tensor | None, hashes: Tensor | None
-    ) -> LocalSample:
+    ) -> Observation:
         """This rank's observation of the step.
 
         Args:
             aggregated: this rank's share of the aggregated gradient; None where it is hidden.
             scale: factor on all gradients of this step.
             gram: this rank's part of the exact inner products.
-            hashes: int64, see :mod:`ds_silent.replicas.checksums`; the first is the replica's where ``scalars`` say so.
+            hashes: int64, see :mod:`ds_silent.replicas.checksums`; the first is the replica's, where that is due.
         """
         self._before = self._together.alone(self._sample, scale, gram)
         return self._completed(aggregated, hashes, self._reduced)
 
-    def sample_again(self, aggregated: Iterable[Part] | None, hashes: Tensor | None) -> LocalSample:
+    def sample_again(self, aggregated: Iterable[Part] | None, hashes: Tensor | None) -> Observation:
         """The step's observation with what has come out of the reduction that was repeated."""
         return self._completed(aggregated, hashes, None)
 
     def _completed(
         self, aggregated: Iterable[Part] | None, hashes: Tensor | None, reduced: _Reduced | None
-    ) -> LocalSample:
+    ) -> Observation:
         before = self._before
         alone = self._together.alone
         sample = None if before is None else alone(self._with_aggregate, before, aggregated, hashes, reduced)
-        return LocalSample({"failed": BROKE}) if sample is None else sample
+        return Observation(Status(failed=BROKE)) if sample is None else sample
 
     def apply(self, parts: Iterable[Part]) -> None:
         """What the optimizer is about to apply, of this rank's share of the parameters."""
@@ -136,9 +136,9 @@ class StepSampler:
         Args:
             observed: whether this step was measured and its applied gradient can be seen.
         """
-        self._of_last_step = {}
+        self._of_last_step = Applied()
         if observed and self._sends.applied and self._aggregate is not None:
-            self._of_last_step = self._together.alone(self._compare_applied) or {}
+            self._of_last_step = self._together.alone(self._compare_applied) or Applied()
         self._aggregate = None
         self._local.start_step()
         self._rows.end_step()
@@ -146,31 +146,28 @@ class StepSampler:
 
     # -- putting it together ----------------------------------------------------------------------------------------
 
-    def _sample(self, scale: float | Tensor, gram: Tensor | None) -> LocalSample:
+    def _sample(self, scale: float | Tensor, gram: Tensor | None) -> Observation:
         """What was there before the reduction."""
-        local = self._local
-        scalars: dict[str, float | Tensor] = {
-            "gradient_seen": float(local.seen),
-            "norm_seen": float(local.norm_seen),
-            "fired": float(local.fired),
-            "loss_scale": scale,
-            **self._of_last_step,
-        }
+        local, tokens = self._local, self._rows.take_label_tokens()
         losses = self._losses or self._forward_losses
-        if losses:
-            scalars["loss_sum"] = torch.stack([loss.float().reshape(()) for loss in losses]).sum()
-            scalars["loss_count"] = float(len(losses))
-        for name, value in (
-            ("leftover_squared", local.leftover),
-            ("micro_squared", local.micro_squared),
-            ("label_tokens", self._rows.take_label_tokens()),
-        ):
-            if value is not None:
-                scalars[name] = value
         sketches, squares = self._local_taken or local.accumulator.take()
-        scalars["squared_norm"] = squares.sum()
-        return LocalSample(
-            scalars=scalars,
+        return Observation(
+            loss=Loss(
+                total=torch.stack([loss.float().reshape(()) for loss in losses]).sum() if losses else 0.0,
+                count=float(len(losses)),
+                scale=scale,
+                tokens=0.0 if tokens is None else tokens,
+            ),
+            local=Local(
+                seen=float(local.seen),
+                norm_seen=float(local.norm_seen),
+                gram_seen=float(gram is not None),
+                squared=squares.sum(),
+                leftover_squared=0.0 if local.leftover is None else local.leftover,
+                micro_squared=0.0 if local.micro_squared is None else local.micro_squared,
+                fired=float(local.fired),
+            ),
+            applied=self._of_last_step,
             sketch=sketches.sum(0) if local.sketching else None,
             layer_squares=squares,
             ids=self._rows.take(squares.device),
@@ -180,53 +177,48 @@ class StepSampler:
 
     def _with_aggregate(
         self,
-        before: LocalSample,
+        before: Observation,
         aggregated: Iterable[Part] | None,
         hashes: Tensor | None,
         reduced: _Reduced | None,
-    ) -> LocalSample:
+    ) -> Observation:
         """With what the reduction brought, and whether the script has changed it since."""
-        local, scalars = self._local, dict(before.scalars)
+        local = self._local
+        found: Reduced[float | Tensor] = Reduced()
         aggregates: Tensor | None = None
         aggregate: Tensor | None = None
         if aggregated is not None:
             parts = list(aggregated)
             aggregates, squares = self._read(parts) if reduced is None else reduced.taken
-            scalars["aggregate_squared"] = squares.sum()
+            found = Reduced(seen=1.0, squared=squares.sum())
             aggregate = self._aggregate = aggregates.sum(0) if local.sketching else None
             if reduced is not None:
-                scalars |= self._handed(reduced, parts)
-        scalars["aggregate_seen"] = float(aggregated is not None)
+                found = self._handed(reduced, parts, found)
         return replace(
             before,
-            scalars=scalars,
+            reduced=found,
             aggregate=aggregate,
             layer_aggregates=aggregates if self._sends.layer_aggregates and local.sketching else None,
             hashes=hashes,
         )
 
-    def _handed(self, reduced: _Reduced, parts: list[Part]) -> dict[str, float | Tensor]:
+    def _handed(self, reduced: _Reduced, parts: list[Part], found: Reduced[float | Tensor]) -> Reduced[float | Tensor]:
         """What is applied is compared with what the step began with; a second look only where a script changed that."""
         values = [part for _, _, part in parts]
         if not moved(reduced.remembered, values):
             changed = differs(reduced.remembered, values)
-            return {} if changed is None else {"handed_seen": -changed}
+            return found if changed is None else replace(found, handed_seen=-changed)
         sketches, squares = self._read(parts)
         if self._local.sketching:
             self._aggregate = sketches.sum(0)
-        return {"handed_seen": 1.0, "handed_squared": squares.sum()}
+        return replace(found, handed_seen=1.0, handed_squared=squares.sum())
 
-    def _compare_applied(self) -> dict[str, float | Tensor]:
+    def _compare_applied(self) -> Applied[float | Tensor]:
         """Applied = factor * aggregate + error, of this rank's share; all of it stays on the device."""
         assert self._aggregate is not None
         if not self._applied:
-            return {"applied_seen": -1.0}
+            return Applied(seen=-1.0)
         applied, _ = self._local.accumulator.take()
         total, aggregate = applied.sum(0), self._aggregate
         factor, error = multiple_of(total, aggregate)
-        return {
-            "applied_seen": 1.0,
-            "applied_factor": factor,
-            "applied_error": torch.dot(error, error),
-            "applied_squared": torch.dot(total, total),
-        }
+        return Applied(1.0, factor, torch.dot(error, error), torch.dot(total, total))

@@ -14,6 +14,7 @@ disable buffer stealing).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -29,8 +30,8 @@ from ds_silent.capture.local_gradient import LocalGradient, layers_of, loss_in
 from ds_silent.capture.observation import Sends, StepSampler
 from ds_silent.capture.row_ids import RowIds, id_capacity
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.gather import LocalSample
 from ds_silent.exchange.layout import Shape
+from ds_silent.exchange.observation import Code, Observation
 from ds_silent.exchange.row_ids import packed_size
 from ds_silent.frameworks.base import Framework, Moments, Part, Repeats
 from ds_silent.maths.sketch import fold
@@ -187,7 +188,7 @@ class StepCapture:
         """Ids of the rows of this rank's next micro-batch."""
         self._rows.given(sample_ids)
 
-    def sample(self, exact: bool, replica: Tensor | None = None) -> LocalSample:
+    def sample(self, exact: bool, replica: Tensor | None = None) -> Observation:
         """This rank's observation of the step, taken between the reduction and the optimizer.
 
         Args:
@@ -202,15 +203,13 @@ class StepCapture:
         scale = self.together.alone(self.framework.scale, self._scale)
         hashes = self.together.alone(self._hashes, replica)
         sample = self._sampler.sample(self._aggregated(), 1.0 if scale is None else scale, self._gram, hashes)
-        if replica is not None:
-            sample.scalars["replica_seen"] = 1.0
-        sample.scalars.update(self.together.alone(self.conduct.scalars, self.step) or {})
-        return sample
+        reduced = replace(sample.reduced, replica_seen=float(replica is not None))
+        return replace(sample, reduced=reduced, code=self.together.alone(self.conduct.code, self.step) or Code())
 
     def _aggregated(self) -> Iterator[Part] | None:
         return self.together.alone(self.framework.aggregated)
 
-    def sample_again(self) -> LocalSample:
+    def sample_again(self) -> Observation:
         """The same observation with what a repeated reduction has brought."""
         return self._sampler.sample_again(self._aggregated(), self.together.alone(self._hashes, None))
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from ds_silent.commands.units import size_text
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
-from ds_silent.exchange.gather import GATHER_LIMIT, Layout, gathers_sketches
-from ds_silent.exchange.layout import place_size
+from ds_silent.exchange.layout import GATHER_LIMIT, Layout, gathers_sketches, place_size
 from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
 from ds_silent.maths.sketch import make_plan
 

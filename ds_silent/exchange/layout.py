@@ -5,8 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.gather import Layout, gathers_sketches
+from ds_silent.exchange.observation import FIELDS
 from ds_silent.maths.micro_batches import LARGEST
+
+GATHER_LIMIT = 64  # ranks up to which everybody gets everybody's sketch
+WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries exactly
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of what one rank sends; equal on all ranks."""
+
+    size: int  # k of the sketch
+    groups: int = 0  # layers, of which squared norms travel
+    ids: int = 0  # numbers that hold the ids of the step's rows, see ds_silent.exchange.row_ids
+    layers: int = 0  # per-layer sketches, 0 when off
+    layer_size: int = 0
+    gram: int = 0  # N * N when exact inner products may travel too, else 0
+    layer_aggregates: bool = False  # per-layer sketches of the aggregate too
+    layer_records: bool = False  # layers are measured for the record, not only for finding a fault's place
+    hashes: int = 0  # bit hashes of 64 bits, see ds_silent.replicas.checksums
+    micro_batches: int = 0  # per step, where their sketches can be asked for; else 0
+
+    @property
+    def scalars(self) -> int:
+        """Scalars of an observation, then squared norms per layer, ids and hashes."""
+        return sum(self.scalar_parts)
+
+    @property
+    def scalar_parts(self) -> list[int]:
+        return [len(FIELDS), self.groups, self.ids, WORDS * self.hashes]
+
+    @property
+    def vectors(self) -> int:
+        """All of :attr:`parts` but the scalars."""
+        return sum(self.parts[1:])
+
+    @property
+    def parts(self) -> list[int]:
+        """Lengths of scalars, local sketch, aggregate's sketch, both per layer, and Gram matrix."""
+        of_layers = self.layers * self.layer_size
+        return [self.scalars, self.size, self.size, of_layers, of_layers * self.layer_aggregates, self.gram]
 
 
 @dataclass(frozen=True)
@@ -52,3 +91,8 @@ def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
 def place_size(sketch_size: int, ranks: int) -> int:
     """Numbers of a layer's sketch from which N ranks' shares in it can be solved, with some to spare."""
     return min(sketch_size, max(64, 1 << (4 * ranks - 1).bit_length()))
+
+
+def gathers_sketches(ranks: int) -> bool:
+    """Whether everybody gets everybody's sketch."""
+    return ranks <= GATHER_LIMIT

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_silent.capture.data_facts import Walk
-from ds_silent.exchange.gather import Gathered, Layout
+from ds_silent.exchange.layout import Layout
+from ds_silent.exchange.observation import EachRank, Gathered, Sums, on_all
 from ds_silent.maths import statistics
 from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, Seconds, StepRecord
 
@@ -46,9 +47,8 @@ class _Gradients:
 
 def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
     """The record of one step, from (N, ...) float64 values of all ranks."""
-    scalars = gathered.scalars
-    ranks = len(scalars["failed"])
-    losses = scalars["loss_sum"] / scalars["loss_count"] if on_all(scalars["loss_count"]) else None
+    ranks = gathered.ranks
+    losses = gathered.loss.total / gathered.loss.count if on_all(gathered.loss.count) else None
     seen = _gradients(gathered, layout)
     noise = None
     if seen.squared_mean is not None and seen.norms.per_rank is not None:
@@ -71,16 +71,15 @@ def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
 
 
 def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
-    scalars = gathered.scalars
-    scale = scalars["loss_scale"]
+    scale = gathered.loss.scale
     aggregated = None
-    if on_all(scalars["aggregate_seen"]):
-        aggregated = float(scalars["aggregate_squared"].sum().sqrt() / scale[0])
-    if not on_all(scalars["gradient_seen"]):
+    if on_all(gathered.reduced.seen):
+        aggregated = float(gathered.reduced.squared.sum().sqrt() / scale[0])
+    if not on_all(gathered.local.seen):
         return _Gradients(GradNormStats(aggregated=aggregated), DirectionStats())
     # With something left over from the last step the accumulated gradient's norm is not the step's; its sketch is.
-    exact_norms = on_all(scalars["norm_seen"]) and not _any(scalars["leftover_squared"])
-    norms = scalars["squared_norm"].sqrt() / scale if exact_norms else None
+    exact_norms = on_all(gathered.local.norm_seen) and not _any(gathered.local.leftover_squared)
+    norms = gathered.local.squared.sqrt() / scale if exact_norms else None
 
     if gathered.gram is not None:
         gram = gathered.gram / torch.outer(scale, scale)
@@ -91,7 +90,7 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
             direction,
             float(gram.mean()),
             cosines,
-            _exact_check(gathered.sketches, direction.mean_cosine),
+            _exact_check(gathered.each, direction.mean_cosine),
         )
     if layout.size == 0:  # direction off
         stats = GradNormStats(aggregated=aggregated)
@@ -99,10 +98,11 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
             stats if norms is None else statistics.norm_stats(norms, "exact", aggregated), DirectionStats()
         )
 
-    if gathered.sketches is not None:
-        cosines = statistics.cosines_of(gathered.sketches)
-        method: Method = "sketch" if norms is None else "exact"
-        norms = gathered.sketches.norm(dim=1) / scale if norms is None else norms
+    method: Method = "sketch" if norms is None else "exact"
+    if gathered.each is not None:
+        sketches = gathered.each.sketches
+        cosines = statistics.cosines_of(sketches)
+        norms = sketches.norm(dim=1) / scale if norms is None else norms
         gram = statistics.gram_of(cosines, norms)
         return _Gradients(
             statistics.norm_stats(norms, method, aggregated),
@@ -111,37 +111,37 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
             cosines,
         )
 
-    assert gathered.unit_sum is not None
-    assert gathered.mean_sketch is not None
-    method = "sketch" if norms is None else "exact"
-    own = scalars["sketch_squared"]
+    sums = gathered.directions
+    assert isinstance(sums, Sums)
+    own = gathered.local.sketch_squared
     norms = own.sqrt() / scale if norms is None else norms
     direction = statistics.constant_size_direction(
-        gathered.unit_sum,
-        scalars.get("cosine_with_rest"),
+        sums.units,
+        sums.cosines_with_rest,
         len(scale),
         layout.size,
         known=bool((own.isfinite() & (own > 0.0)).all()),
     )
-    squared_mean = float((gathered.mean_sketch @ gathered.mean_sketch) / scale[0] ** 2)
+    squared_mean = float((sums.mean @ sums.mean) / scale[0] ** 2)
     return _Gradients(statistics.norm_stats(norms, method, aggregated), direction, squared_mean)
 
 
-def _exact_check(sketches: Tensor | None, exact: float | None) -> float | None:
+def _exact_check(each: EachRank | None, exact: float | None) -> float | None:
     """Mean cosine by sketch minus the exact one: what the sketch's error really was at this step."""
-    if sketches is None or exact is None or sketches.shape[1] == 0:
+    if each is None or exact is None or each.sketches.shape[1] == 0:
         return None
-    cosines = statistics.cosines_of(sketches)
+    cosines = statistics.cosines_of(each.sketches)
     first, second = torch.triu_indices(len(cosines), len(cosines), offset=1)
     return float(cosines[first, second].mean()) - exact
 
 
 def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple[LayerStats, ...]:
-    if gathered.layer_sketches is None or not layout.layer_records or not on_all(gathered.scalars["gradient_seen"]):
+    each = gathered.each
+    if each is None or each.layer_sketches is None or not layout.layer_records or not on_all(gathered.local.seen):
         return ()
-    scale = gathered.scalars["loss_scale"]
-    sketches = gathered.layer_sketches / scale[:, None, None]
-    exact = gathered.layer_squares.sqrt() / scale[:, None] if on_all(gathered.scalars["norm_seen"]) else None
+    scale = gathered.loss.scale
+    sketches = each.layer_sketches / scale[:, None, None]
+    exact = gathered.layer_squares.sqrt() / scale[:, None] if on_all(gathered.local.norm_seen) else None
     layers = []
     for index, name in enumerate(names):
         norms = sketches[:, index].norm(dim=1) if exact is None else exact[:, index]
@@ -153,11 +153,6 @@ def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple
         cv = std / mean if mean != 0.0 else float("nan")
         layers.append(LayerStats(name, mean, cv, direction.mean_cosine, direction.standard_error))
     return tuple(layers)
-
-
-def on_all(flags: Tensor) -> bool:
-    """Whether every rank says so."""
-    return bool((flags > 0).all())
 
 
 def _any(values: Tensor) -> bool:

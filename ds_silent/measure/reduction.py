@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ds_silent.exchange.gather import Gathered, Layout
+from ds_silent.exchange.layout import Layout
+from ds_silent.exchange.observation import Gathered, Sums, on_all
 from ds_silent.maths.causes import Cause, Pieces, explain
 from ds_silent.maths.micro_batches import MicroBatches, explain_micro_batches
 from ds_silent.maths.rounding_bound import (
@@ -29,7 +30,6 @@ from ds_silent.maths.rounding_bound import (
     terms_of,
     terms_of_sums,
 )
-from ds_silent.measure.record import on_all
 from ds_silent.records import IntegrityStats, Repair
 from ds_silent.replicas.checksums import Drift, Groups, groups_of
 
@@ -172,7 +172,7 @@ class Audit:
         check = examined.check
         micro_batches = self._diagnose(gathered, check)
         replicas = told.replicas
-        if gathered.hashes is not None and bool((gathered.scalars["replica_seen"] > 0).all()):
+        if gathered.hashes is not None and on_all(gathered.reduced.replica_seen):
             replicas = groups_of(gathered.hashes[:, 0])
         applied = self._applied(gathered)
         self._remember(gathered, alike=not examined.received)
@@ -192,7 +192,7 @@ class Audit:
             self._layers,
             repeated,
             micro_batches,
-            self._arithmetic.result(len(gathered.scalars["failed"])),
+            self._arithmetic.result(len(gathered.status.failed)),
         )
 
     # -- the reduction -------------------------------------------------------------------------------------------------
@@ -200,49 +200,49 @@ class Audit:
     def examine(self, gathered: Gathered) -> Examined:
         """The reduction of one sample, without remembering anything of it."""
         overflows = self._arithmetic.communication == torch.float16
-        changed = bool((gathered.scalars["handed_seen"] != 0.0).any())
+        changed = bool((gathered.reduced.handed_seen != 0.0).any())
         return Examined(*self._aggregation(gathered), self._received(gathered), overflows, changed)
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
-        scalars = gathered.scalars
-        if not self._layout.size or not on_all(scalars["gradient_seen"]) or not on_all(scalars["aggregate_seen"]):
+        if not self._layout.size or not on_all(gathered.local.seen) or not on_all(gathered.reduced.seen):
             return None, None
         terms, squared = self._terms(gathered)
         spread = 1.0
         if self._arithmetic.reductions > 1 and squared > 0.0:
-            spread = float(scalars["micro_squared"].sum()) / (squared * terms.ranks)
+            spread = float(gathered.local.micro_squared.sum()) / (squared * terms.ranks)
         check = check_aggregate(terms, gathered.aggregate, self._arithmetic, self._log_rate, spread)
         return check, self._cause(gathered, terms, spread) if check.wrong else None
 
     def _terms(self, gathered: Gathered) -> tuple[Terms, float]:
         """And the ranks' mean squared norm."""
-        if gathered.sketches is not None:
-            squared = float(gathered.sketches.square().sum()) / len(gathered.sketches)
-            return terms_of(gathered.sketches, self._arithmetic.total), squared
-        assert gathered.mean_sketch is not None
-        squared = float(gathered.scalars["sketch_squared"].mean())
-        ranks = len(gathered.scalars["failed"])
-        return terms_of_sums(gathered.mean_sketch, squared, ranks, self._arithmetic.total), squared
+        if gathered.each is not None:
+            sketches = gathered.each.sketches
+            squared = float(sketches.square().sum()) / len(sketches)
+            return terms_of(sketches, self._arithmetic.total), squared
+        sums = gathered.directions
+        assert isinstance(sums, Sums)
+        squared = float(gathered.local.sketch_squared.mean())
+        ranks = len(gathered.status.failed)
+        return terms_of_sums(sums.mean, squared, ranks, self._arithmetic.total), squared
 
     def _cause(self, gathered: Gathered, whole: Terms, spread: float) -> Cause | None:
-        if gathered.layer_sketches is None or gathered.layer_aggregate is None:
+        each = gathered.each
+        if each is None or each.layer_sketches is None or each.layer_aggregate is None:
             return None
-        layers, total = gathered.layer_sketches, self._arithmetic.total
+        layers, total = each.layer_sketches, self._arithmetic.total
         tolerances = [
             rounding_tolerance(terms_of(layers[:, layer], total), self._arithmetic, self._log_rate, spread)
             for layer in range(layers.shape[1])
         ]
-        leftover = bool((gathered.scalars["leftover_squared"] != 0.0).any())
+        leftover = bool((gathered.local.leftover_squared != 0.0).any())
         error = gathered.aggregate - whole.expected
-        sketches = None if gathered.sketches is None else gathered.sketches * total
-        pieces = Pieces(
-            layers * total, gathered.layer_aggregate, error, whole.expected, self._previous, sketches, total
-        )
+        sketches = each.sketches * total
+        pieces = Pieces(layers * total, each.layer_aggregate, error, whole.expected, self._previous, sketches, total)
         return explain(pieces, torch.tensor(tolerances), leftover)
 
     def _received(self, gathered: Gathered) -> dict[int, Groups] | None:
         """Bits are compared, so no threshold is needed; a NaN equals itself here."""
-        if self._layout.hashes < 2 or gathered.hashes is None or not on_all(gathered.scalars["aggregate_seen"]):
+        if self._layout.hashes < 2 or gathered.hashes is None or not on_all(gathered.reduced.seen):
             return None
         layers = gathered.hashes[:, 1:]
         apart = (layers != layers[0]).any(0).nonzero().flatten().tolist()
@@ -260,13 +260,14 @@ class Audit:
         self._micro_batches = step, sketches
 
     def _diagnose(self, gathered: Gathered, check: AggregateCheck | None) -> MicroBatches | None:
-        if check is None or not check.wrong or gathered.layer_aggregate is None:
+        aggregate = None if gathered.each is None else gathered.each.layer_aggregate
+        if check is None or not check.wrong or aggregate is None:
             self._wanted, self._diagnosed, self._found = False, False, None
             return None
         if self._micro_batches is not None and self._micro_batches[0] == gathered.step and not self._diagnosed:
             step, sketches = self._micro_batches
             expected = sketches * self._arithmetic.total
-            self._found = explain_micro_batches(step, expected, gathered.layer_aggregate, check.tolerance)
+            self._found = explain_micro_batches(step, expected, aggregate, check.tolerance)
             self._diagnosed = True
         self._wanted = self._layout.micro_batches > 0 and not self._diagnosed
         return self._found
@@ -274,8 +275,7 @@ class Audit:
     # -- the optimizer's input -----------------------------------------------------------------------------------
 
     def _applied(self, gathered: Gathered) -> Applied | None:
-        past, scalars = self._past, gathered.scalars
-        seen = scalars["applied_seen"]
+        past, seen = self._past, gathered.applied.seen
         if past is None or not bool((seen != 0.0).all()) or not past.known or past.norm == 0.0:
             return None
         stepped = seen > 0
@@ -283,12 +283,12 @@ class Audit:
             return None  # its calls were never seen: not observed
         self._applied_before |= bool(stepped.any())
         expected = self._factor(past, past.scale)
-        scale = float(scalars["loss_scale"][0])
+        scale = float(gathered.loss.scale[0])
         rescaled = self._factor(past, scale) if scale not in (0.0, past.scale) else None
-        squares, errors = scalars["applied_squared"], scalars["applied_error"]
+        squares, errors = gathered.applied.squared, gathered.applied.error
         factors = [
             float(factor) if square > 0.0 and ok else None
-            for factor, square, ok in zip(scalars["applied_factor"], squares, stepped, strict=True)
+            for factor, square, ok in zip(gathered.applied.factor, squares, stepped, strict=True)
         ]
         total = float(squares[stepped].sum())
         error = math.sqrt(float(errors[stepped].sum()) / total) if total > 0.0 else 0.0
@@ -310,12 +310,12 @@ class Audit:
 
     def _remember(self, gathered: Gathered, alike: bool) -> None:
         """``alike``: all ranks hold the same aggregate; else each clips by a norm of its own, which nobody knows."""
-        self._previous = gathered.layer_aggregate
+        self._previous = None if gathered.each is None else gathered.each.layer_aggregate
         self._past = None
-        if self._layout.size and on_all(gathered.scalars["aggregate_seen"]):
-            scale = float(gathered.scalars["loss_scale"][0])
-            handed = gathered.scalars["handed_seen"]
-            squares = torch.where(handed > 0, gathered.scalars["handed_squared"], gathered.scalars["aggregate_squared"])
+        if self._layout.size and on_all(gathered.reduced.seen):
+            scale = float(gathered.loss.scale[0])
+            handed = gathered.reduced.handed_seen
+            squares = torch.where(handed > 0, gathered.reduced.handed_squared, gathered.reduced.squared)
             norm = math.sqrt(float(squares.sum())) / scale
             known, changed = math.isfinite(norm) and alike, bool((handed < 0).any())
             self._past = _Past(gathered.step, gathered.aggregate, norm, scale, known, changed)

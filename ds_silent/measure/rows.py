@@ -18,11 +18,11 @@ from torch import Tensor
 from ds_silent.capture.data_facts import Walk
 from ds_silent.detectors import Coverage, Evidence
 from ds_silent.detectors.finding import LayerValues
-from ds_silent.exchange.gather import Gathered
+from ds_silent.exchange.observation import Gathered, on_all
 from ds_silent.exchange.row_ids import Ids, unpack_ids
 from ds_silent.measure.coverage import EpochCoverage, duplicates, epoch_is_over, last_of_epoch
 from ds_silent.measure.recent_rows import RecentRows
-from ds_silent.measure.record import Context, on_all
+from ds_silent.measure.record import Context
 from ds_silent.measure.same_order import OrderAgain, SameOrder
 from ds_silent.records import CoverageStats
 
@@ -159,8 +159,7 @@ class RowTracker:
 
 def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
     """Coverage for the record, and what the detectors need besides the record."""
-    scalars = gathered.scalars
-    tokens, fired = scalars["label_tokens"], scalars["fired"]
+    tokens, fired = gathered.loss.tokens, gathered.local.fired
     told = None
     if gathered.ids.numel():
         told = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk)
@@ -180,7 +179,7 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
         step_skipped=context.skipped,
         update_skipped=context.update_skipped,
-        micro_batches=tuple(int(n) for n in scalars["loss_count"].tolist()),
+        micro_batches=tuple(int(n) for n in gathered.loss.count.tolist()),
         layers=_layer_values(gathered, context.layer_names),
     )
 
@@ -193,11 +192,11 @@ def _shuffles(walk: Walk, order: OrderAgain) -> bool:
 
 def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | None:
     """Each layer's norm, exact or from its sketch, and its cosine with the others' mean, where sketches were sent."""
-    if len(names) < 2 or not on_all(gathered.scalars["gradient_seen"]):
+    if len(names) < 2 or not on_all(gathered.local.seen):
         return None
     squares, cosines = gathered.layer_squares, None
-    sketches = gathered.layer_sketches
-    exact = on_all(gathered.scalars["norm_seen"]) and not bool((gathered.scalars["leftover_squared"] != 0).any())
+    sketches = None if gathered.each is None else gathered.each.layer_sketches
+    exact = on_all(gathered.local.norm_seen) and not bool((gathered.local.leftover_squared != 0).any())
     if sketches is not None:
         rest = sketches.sum(0) - sketches
         own = sketches.square().sum(2)
@@ -211,15 +210,15 @@ def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | N
 def _broken(gathered: Gathered, names: tuple[str, ...]) -> tuple[dict[int, str | None], dict[int, str | None]]:
     """Rank -> layer of non-finite and of zero gradients. Backward runs from the last layer to the first, so a NaN is
     born in the last layer that has one."""
-    if not bool((gathered.scalars["gradient_seen"] > 0).all()):
+    if not on_all(gathered.local.seen):
         return {}, {}
-    norms_known = bool((gathered.scalars["norm_seen"] > 0).all())
+    norms_known = on_all(gathered.local.norm_seen)
     squares: Tensor = gathered.layer_squares
-    whole = gathered.scalars["squared_norm"]
+    whole = gathered.local.squared
     if not norms_known:
-        if gathered.sketches is None:
+        if gathered.each is None:
             return {}, {}
-        squares, whole = squares[:, :0], gathered.sketches.square().sum(dim=1)
+        squares, whole = squares[:, :0], gathered.each.sketches.square().sum(dim=1)
     non_finite: dict[int, str | None] = {}
     zero: dict[int, str | None] = {}
     for rank, total in enumerate(whole.tolist()):

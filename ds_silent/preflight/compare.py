@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
-from ds_silent.exchange.gather import gather_on_host
+from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.maths.fingerprint import Hash, hash_text
 from ds_silent.measure.coverage import expected_coverage
 from ds_silent.ranks.parts import Parts, outvoted, parts_of, ranks_of

@@ -2,7 +2,7 @@
 
     lockstep = Lockstep(step)                    # the same step on every rank, agreed before
     lockstep.scheduled                           # the step by which everything that communicates is timed
-    lockstep.words(step)                         # travel with every sample
+    lockstep.status(step, own)                   # travels with every observation
     lockstep, event = lockstep.read(gathered)    # why all ranks stop observing, or None; the same on every rank
 
 A framework's own step is one rank's affair: a checkpoint loaded there, a step left out. What pairs between ranks, by
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ds_silent.exchange.gather import ASTRAY, BROKE, LEFT, UNSEEN, Gathered
+from torch import Tensor
+
+from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNSEEN, Gathered, Status
 from ds_silent.records import Event
 
 EXACT = 1 << 24  # whole numbers below it are exact in fp32
@@ -61,17 +63,18 @@ class Lockstep:
         return replace(self, reductions=0)
 
     def told(self) -> Lockstep:
-        """The :meth:`words` have been sent."""
+        """The :meth:`status` has been sent."""
         return replace(self, astray=False)
 
-    def words(self, step: int) -> dict[str, float]:
-        """Scalars of a sample; ``step`` is the framework's own."""
-        words = {"step": float(step % EXACT), "boundary": float(self.count % EXACT)}
-        return {**words, "failed": ASTRAY} if self.astray else words
+    def status(self, step: int, own: Status[float | Tensor]) -> Status[float | Tensor]:
+        """Travels with an observation whose status so far is ``own``; ``step`` is the framework's own."""
+        failed = own.failed if own.failed or not self.astray else ASTRAY
+        return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.count % EXACT))
 
     def read(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
         """What a sample says of all ranks; every rank reads every sample, in the same order."""
-        failed, steps, boundaries = (gathered.scalars[name].tolist() for name in ("failed", "step", "boundary"))
+        status = gathered.status
+        failed, steps, boundaries = (values.tolist() for values in (status.failed, status.step, status.boundary))
         if all(word == ASTRAY for word in failed):  # all alike: several backward passes make one step here
             return replace(self, next_allowed=self.allowed + 1), None
         if any(failed):

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.exchange.gather import gather_on_host
+from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.exchange.row_ids import mix64
 from ds_silent.ranks.together import Once, at_once
 

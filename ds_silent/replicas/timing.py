@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.gather import Gathered
+from ds_silent.exchange.observation import Gathered, on_all
 from ds_silent.ranks.together import Once
 from ds_silent.records import Event
 from ds_silent.replicas.checksums import Drift, Items, Replicas
@@ -71,7 +71,7 @@ class ReplicaChecks:
 
     def differ(self, gathered: Gathered) -> bool:
         """Whether the replicas were compared and hold different bits."""
-        if self._replicas is None or gathered.hashes is None or not bool((gathered.scalars["replica_seen"] > 0).all()):
+        if self._replicas is None or gathered.hashes is None or not on_all(gathered.reduced.replica_seen):
             return False
         replicas = gathered.hashes[:, 0]
         return bool((replicas != replicas[0]).any())

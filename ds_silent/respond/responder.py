@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.gather import Exchange
+from ds_silent.exchange.observation import on_any
 from ds_silent.frameworks.base import HasReplica, Repeats
 from ds_silent.measure.reduction import Audit, Examined, Told
 from ds_silent.records import Repair, RepairMethod
@@ -174,7 +175,7 @@ class _Guard:
     def _examine(self) -> Examined | None:
         """None where the observation itself broke, here or, as the samples' status words say, on another rank."""
         sample = self._exchange.peek()
-        if bool((sample.scalars["failed"] > 0).any()):
+        if on_any(sample.status.failed):
             return None
         return self._capture.together.alone(self._audit.examine, sample)
 

@@ -14,9 +14,10 @@ from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.detectors.finding import LayerValues
 from ds_silent.detectors.layers import CLIP, WITHIN, LayerTest
-from ds_silent.exchange.gather import SCALARS, Gathered
+from ds_silent.exchange.observation import EachRank, Gathered
 from ds_silent.measure.rows import _layer_values
 from ds_silent.records import Event
+from tests.made_observations import gathered_of
 from tests.made_records import Run, make
 
 LOG_STEPS = math.log(8e6)
@@ -232,11 +233,9 @@ def test_both_share_one_detectors_rate() -> None:
 
 def gathered(squares: torch.Tensor, sketches: torch.Tensor | None, norm_seen: bool = True) -> Gathered:
     ranks = len(squares)
-    scalars = {name: torch.zeros(ranks, dtype=torch.float64) for name in SCALARS}
-    scalars["gradient_seen"] += 1.0
-    scalars["norm_seen"] += float(norm_seen)
-    nothing = torch.zeros(0)
-    return Gathered(1, scalars, nothing, squares, nothing, None, None, sketches)
+    seen = {"local.seen": [1.0] * ranks, "local.norm_seen": [float(norm_seen)] * ranks}
+    made = gathered_of(1, ranks, **seen)
+    return replace(made, layer_squares=squares, directions=EachRank(torch.zeros(ranks, 0), sketches, None))
 
 
 def test_layer_values_are_norms_and_cosines_with_the_others() -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.exchange import gather as exchange
+from ds_silent.exchange import layout
 from tests.distributed import run_distributed
 from tests.training import LENGTH, VOCABULARY, Case, Probe
 
@@ -111,7 +111,7 @@ def train(script: Script, folder: Path) -> tuple[list[dict[str, Any]], list[dict
 
 
 def train_all(scripts: dict[str, Script], directory: str, limit: int = 64) -> dict[str, Any]:
-    exchange.GATHER_LIMIT = limit
+    layout.GATHER_LIMIT = limit
     return {name: train(script, Path(directory, name)) for name, script in scripts.items()}
 
 

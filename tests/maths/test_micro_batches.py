@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_silent
-from ds_silent.exchange import gather as exchange
+from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.maths.micro_batches import explain_micro_batches
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed
@@ -103,12 +103,11 @@ def dropping(case: Case, drop: Drop, directory: str, steps: int, enabled: bool) 
         if parameter.requires_grad:
             parameter.register_hook(behind_the_observer)
     gathered = 0
-    original = exchange.gather_on_host
 
     def counted(*arguments: Any) -> Tensor:
         nonlocal gathered
         gathered += 1
-        return original(*arguments)
+        return gather_on_host(*arguments)
 
     from ds_silent import observer as observing
 
@@ -120,7 +119,7 @@ def dropping(case: Case, drop: Drop, directory: str, steps: int, enabled: bool) 
             tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
             engine.backward(engine(tokens, False))
             engine.step()
-    observing.gather_on_host = original
+    observing.gather_on_host = gather_on_host
     observer = ds_silent.observer_of(engine)
     if observer is not None:
         observer.close()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import ds_silent
-from ds_silent.exchange import gather as exchange
+from ds_silent.exchange import layout
 from tests.distributed import run_distributed
 from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, one_step
 
@@ -51,7 +51,7 @@ def fork_and_leave(observer: Any, how: str) -> int:
 
 
 def forked(directory: str, how: str, limit: int) -> dict[str, Any]:
-    exchange.GATHER_LIMIT = limit
+    layout.GATHER_LIMIT = limit
     config = Case(stage=1).config(Path(directory, "on"), enabled=True)
     config["silent_consistency"]["tensorboard"] = True
     torch.manual_seed(1234)

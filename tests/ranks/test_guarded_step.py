@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange import gather as exchange
+from ds_silent.exchange import constant_size, gather, layout, packing
 from ds_silent.frameworks.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
@@ -28,9 +28,9 @@ def run(directory: Path, broken: int | None, where: str) -> dict[str, Any]:
         observer.load_state_dict({"weights": "0" * 16})  # a resume: verified at the first step
     if observer is not None and dist.get_rank() == broken:
         owner, name = {
-            "pack": (exchange, "_pack_scalars"),
+            "pack": (packing if layout.GATHER_LIMIT > 1 else constant_size, "pack_scalars"),
             "weights": (observer._replicas, "weights"),
-            "read": (exchange, "_unpack_scalars"),
+            "read": (gather if layout.GATHER_LIMIT > 1 else constant_size, "unpack"),
         }[where]
         original, calls = getattr(owner, name), []
 
@@ -53,7 +53,7 @@ def run(directory: Path, broken: int | None, where: str) -> dict[str, Any]:
 
 
 def broken_before_the_collective(directory: str, where: str, limit: int) -> list[dict[str, Any]]:
-    exchange.GATHER_LIMIT = limit
+    layout.GATHER_LIMIT = limit
     plain = run(Path(directory, "off"), None, where)
     return [plain] + [run(Path(directory, str(rank)), rank, where) for rank in range(dist.get_world_size())]
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange.gather import ASTRAY, BROKE, LEFT, SCALARS, Gathered
+from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, Gathered, Status
 from ds_silent.ranks.lockstep import Lockstep
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
+from tests.made_observations import gathered_of
 from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
 
 ITERATIONS = 9
@@ -184,9 +185,7 @@ def test_under_zero_too(stage: int, tmp_path: Path) -> None:
 
 def gathered(**words: list[float]) -> Gathered:
     ranks = len(next(iter(words.values())))
-    scalars = {name: torch.tensor(words.get(name, [0.0] * ranks), dtype=torch.float64) for name in SCALARS}
-    empty = torch.zeros(ranks, 0)
-    return Gathered(7, scalars, torch.zeros(0), empty, empty, None, None, None)
+    return gathered_of(7, ranks, **{f"status.{name}": values for name, values in words.items()})
 
 
 def test_what_ranks_say_of_themselves() -> None:
@@ -222,8 +221,8 @@ def test_several_backward_passes_per_step_are_learned_where_all_ranks_make_them(
     once = Lockstep(1).reduction()
     twice = once.reduction()
     assert (once.whole, twice.whole) == (True, False)
-    assert twice.words(1)["failed"] == ASTRAY
-    assert "failed" not in twice.told().words(1)
+    assert twice.status(1, Status()).failed == ASTRAY
+    assert twice.told().status(1, Status()).failed == 0.0
     lockstep, event = twice.told().passed().read(gathered(failed=[ASTRAY] * 4))
     assert event is None
     lockstep = lockstep.passed().stepped().reduction()

@@ -1,0 +1,54 @@
+"""A collective's result on its way to the host, beside the training.
+
+landing = Landing(source)
+landing.start(work)              # source is being filled by an asynchronous collective
+values = landing.result()        # a step later: no waiting in practice
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+
+class Landing:
+    """Brings one collective's result to the host beside the training: no stream of the training waits for it."""
+
+    def __init__(self, source: Tensor):
+        self._source = source
+        self._accelerator = get_accelerator()
+        self._on_host = source.device.type == "cpu"
+        self._work: dist.Work | None = None
+        self._copying = False
+        if not self._on_host:
+            self._host = self._accelerator.pin_memory(torch.empty(source.shape, dtype=source.dtype))
+            self._stream = self._accelerator.Stream()
+            self._event = self._accelerator.Event()
+
+    def start(self, work: dist.Work | None) -> None:
+        """``work`` is under way; on a device, its result is copied as soon as it is there."""
+        self._work, self._copying = work, False
+        if not self._on_host:
+            self._copy()
+
+    def _copy(self) -> None:
+        with self._accelerator.stream(self._stream):
+            if self._work is not None:
+                self._work.wait()  # orders the side stream after the collective; the host goes on
+            self._host.copy_(self._source, non_blocking=True)
+            self._event.record(self._stream)
+        self._copying = True
+
+    def result(self) -> Tensor:
+        """The landed fp32 values; the copy was started a step ago."""
+        if not self._on_host:
+            if not self._copying:  # starting it broke
+                self._copy()
+            self._event.synchronize()
+            host: Tensor = self._host
+            return host
+        if self._work is not None:
+            self._work.wait()
+        return self._source

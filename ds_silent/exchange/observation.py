@@ -1,0 +1,190 @@
+"""What one rank knows of a step, and what all ranks know of it once it was exchanged. Numbers, and no behaviour.
+
+    observation = Observation(status=Status(step=7.0), local=Local(seen=1.0, squared=norm_squared), sketch=sketch)
+    gathered.status.failed                       # (N,): the same groups, of all ranks
+
+The groups hold a ``float`` or a 0-dim tensor on the training's device for one rank, and a (N,) float64 tensor on the
+host for all. What a rank does not know is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T", float | Tensor, Tensor)
+_0: Any = 0.0
+
+BROKE, LEFT, ASTRAY, UNSEEN = 1.0, 2.0, 3.0, 4.0
+"""Values of ``failed``: an internal error; the observer was closed there; gradients were reduced and no step taken; a
+gradient that cannot be observed. See :mod:`ds_silent.ranks.lockstep`."""
+
+
+@dataclass(frozen=True)
+class Status(Generic[T]):
+    """Where a rank is."""
+
+    failed: T = _0  # not 0 when this rank's observer broke or ended: everybody switches off
+    nothing: T = _0  # 1 in an observation that only says where this rank is
+    step: T = _0  # by this rank's framework
+    boundary: T = _0  # reductions that this rank has passed
+
+
+@dataclass(frozen=True)
+class Wishes(Generic[T]):
+    """What a rank wants all ranks to do; 1 each."""
+
+    stop: T = _0  # the writing rank: end the training
+    diagnose: T = _0  # the writing rank: exchange the micro-batches' own sketches
+    compare: T = _0  # any rank: compare the replicas after the next step
+
+
+@dataclass(frozen=True)
+class Loss(Generic[T]):
+    """Of the micro-batches of the step."""
+
+    total: T = _0
+    count: T = _0
+    scale: T = _0  # factor on all gradients of the step
+    tokens: T = _0  # label tokens; 0 when not known
+
+
+@dataclass(frozen=True)
+class Local(Generic[T]):
+    """The local accumulated gradient."""
+
+    seen: T = _0  # 1 when it was captured whole
+    norm_seen: T = _0  # 1 when ``squared`` is the exact one; else norms come from the sketch, on all ranks
+    gram_seen: T = _0  # 1 when the exact inner products were exchanged at this step
+    squared: T = _0  # norm
+    leftover_squared: T = _0  # of what an earlier step left in the gradients
+    micro_squared: T = _0  # sum over micro-batches of squared norms, where each is reduced on its own
+    fired: T = _0  # trainable parameters that got a gradient
+    sketch_squared: T = _0  # of the sketch; only above the gather limit
+    late_cosine: T = _0  # with the rest, of the observation before; only above the gather limit
+
+
+@dataclass(frozen=True)
+class Reduced(Generic[T]):
+    """The part of the aggregate that a rank answers for, and its replica."""
+
+    seen: T = _0
+    squared: T = _0
+    handed_seen: T = _0  # 1 when it was changed before the step and looked at again; -1 when it was changed unseen
+    handed_squared: T = _0  # as the step began, where it was looked at again
+    replica_seen: T = _0  # 1 when the first hash is that of the replica
+
+
+@dataclass(frozen=True)
+class Applied(Generic[T]):
+    """What the optimizer used of that part in the step before."""
+
+    seen: T = _0  # -1 when it applied nothing
+    factor: T = _0  # applied over aggregated
+    error: T = _0  # squared length of what no factor explains
+    squared: T = _0
+
+
+@dataclass(frozen=True)
+class Code(Generic[T]):
+    """Short hashes of what :mod:`ds_silent.capture.conduct` compares; 0 when not known."""
+
+    hyper_parameters: T = _0
+    device_hyper_parameters: T = _0
+    training_modes: T = _0
+    trainable: T = _0
+    first_draws: T = _0  # of the random numbers that the first training forward drew; 0 when it drew none
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One rank's observation of one step. Tensors are fp32 on the training device; nothing here was waited for."""
+
+    status: Status[float | Tensor] = Status()
+    wishes: Wishes[float | Tensor] = Wishes()
+    loss: Loss[float | Tensor] = Loss()
+    local: Local[float | Tensor] = Local()
+    reduced: Reduced[float | Tensor] = Reduced()
+    applied: Applied[float | Tensor] = Applied()
+    code: Code[float | Tensor] = Code()
+    sketch: Tensor | None = None  # (k,) of the local accumulated gradient
+    aggregate: Tensor | None = None  # (k,) of the owned part of the aggregated gradient
+    layer_squares: Tensor | None = None  # (G,)
+    ids: Tensor | None = None  # packed ids of the rows since the last observation
+    layer_sketches: Tensor | None = None  # (L, k); sent folded to layer_size
+    gram: Tensor | None = None  # (N, N) this rank's part of the exact inner products
+    layer_aggregates: Tensor | None = None  # (L, k) of the owned part of the aggregate; sent folded
+    hashes: Tensor | None = None  # int64 (H,) bit hashes, see ds_silent.replicas.checksums
+
+
+@dataclass(frozen=True)
+class EachRank:
+    """Up to the gather limit everybody gets everybody's sketches."""
+
+    sketches: Tensor  # (N, k)
+    layer_sketches: Tensor | None  # (N, L, layer_size)
+    layer_aggregate: Tensor | None  # (L, layer_size) sketch of the aggregated gradient
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Above it, sums over the ranks."""
+
+    units: Tensor  # (k,) of the sketches divided by their lengths
+    mean: Tensor  # (k,)
+    cosines_with_rest: Tensor | None = None  # (N,); None until the next observation has brought them
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All ranks' observations of one step, float64 on the host."""
+
+    step: int
+    status: Status[Tensor]
+    wishes: Wishes[Tensor]
+    loss: Loss[Tensor]
+    local: Local[Tensor]
+    reduced: Reduced[Tensor]
+    applied: Applied[Tensor]
+    code: Code[Tensor]
+    aggregate: Tensor  # (k,) sketch of the aggregated gradient
+    layer_squares: Tensor  # (N, G)
+    ids: Tensor  # (N, layout.ids)
+    gram: Tensor | None = None  # (N, N) exact inner products, summed over pieces
+    directions: EachRank | Sums | None = None  # None where nothing is sketched
+    hashes: Tensor | None = None  # int64 (N, layout.hashes)
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return len(self.status.failed)
+
+    @property
+    def each(self) -> EachRank | None:
+        """What there is of each rank's direction."""
+        return self.directions if isinstance(self.directions, EachRank) else None
+
+
+GROUPS: dict[str, Any] = {
+    "status": Status,
+    "wishes": Wishes,
+    "loss": Loss,
+    "local": Local,
+    "reduced": Reduced,
+    "applied": Applied,
+    "code": Code,
+}
+FIELDS = tuple(f"{name}.{one.name}" for name, group in GROUPS.items() for one in fields(group))
+"""In the order in which they travel."""
+
+
+def on_all(flags: Tensor) -> bool:
+    """Whether every rank says so."""
+    return bool((flags > 0).all())
+
+
+def on_any(flags: Tensor) -> bool:
+    """Whether some rank says so."""
+    return bool((flags > 0).any())

@@ -1,0 +1,85 @@
+"""Observations as numbers, and back.
+
+pack(layout, observation, out)                        # fp32, in the order of the fields
+gathered = unpack(layout, step, rows, aggregate, gram)
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from ds_silent.exchange.layout import WORDS, Layout
+from ds_silent.exchange.observation import BROKE, FIELDS, GROUPS, UNSEEN, Gathered, Observation, on_all
+from ds_silent.maths.sketch import fold
+
+_values = attrgetter(*FIELDS)
+
+
+def failed_rows(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a rank sends that has nothing to send: it broke, or its gradient cannot be observed."""
+    rows = torch.zeros(2, width, device=device)
+    rows[:, FIELDS.index("status.failed")] = torch.tensor([BROKE, UNSEEN], device=device)
+    return rows[0], rows[1]
+
+
+def pack(layout: Layout, observation: Observation, out: Tensor) -> Tensor:
+    """Fill the row of one rank, (scalars + vectors,) fp32, and give it back."""
+    scalars, *vectors = torch.split(out, layout.parts)
+    pack_scalars(layout, observation, scalars)
+    layers, aggregates = (
+        None if sketches is None else fold(sketches, layout.layer_size)
+        for sketches in (observation.layer_sketches, observation.layer_aggregates)
+    )
+    values = (observation.sketch, observation.aggregate, layers, aggregates, observation.gram)
+    for part, value in zip(vectors, values, strict=True):
+        part.zero_() if value is None else part.copy_(value.reshape(-1))
+    return out
+
+
+def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
+    """Fill ``out``, (layout.scalars,) fp32: one copy for what is known on the host, one for each value on a device."""
+    values = _values(observation)
+    out.zero_()
+    scalars, squares, ids, hashes = torch.split(out, layout.scalar_parts)
+    known = torch.tensor([0.0 if isinstance(value, Tensor) else value for value in values], dtype=torch.float32)
+    scalars.copy_(known, non_blocking=True)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            scalars[place].copy_(value)
+    if observation.layer_squares is not None:
+        squares.copy_(observation.layer_squares)
+    if observation.ids is not None:
+        ids.copy_(observation.ids)
+    if observation.hashes is not None:
+        words = torch.stack([(observation.hashes >> 16 * word) & 0xFFFF for word in range(WORDS)], 1)
+        hashes.view(-1, WORDS).copy_(words)
+
+
+def unpack(layout: Layout, step: int, rows: Tensor, aggregate: Tensor, gram: Tensor) -> Gathered:
+    """What all ranks' scalars say.
+
+    Args:
+        rows: (N, layout.scalars) float64.
+        aggregate: (k,) sum over the ranks.
+        gram: (layout.gram,) sum over the ranks; used where all have exchanged their inner products.
+    """
+    scalars, squares, ids, words = torch.split(rows, layout.scalar_parts, dim=1)
+    hashes = torch.zeros(len(rows), layout.hashes, dtype=torch.int64)
+    for word in range(WORDS):
+        hashes |= words[:, word::WORDS].nan_to_num(0.0).to(torch.int64) << 16 * word
+    columns = iter(scalars.t().contiguous().unbind())
+    groups = {name: group(*(next(columns) for _ in fields(group))) for name, group in GROUPS.items()}
+    exact = on_all(groups["local"].gram_seen)
+    return Gathered(
+        step,
+        **groups,
+        aggregate=aggregate,
+        layer_squares=squares.clone(),
+        ids=ids.clone(),
+        gram=gram.view(len(rows), len(rows)).clone() if exact else None,
+        hashes=hashes,
+    )
