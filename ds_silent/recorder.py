@@ -18,8 +18,9 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
+from ds_silent.measure.evidence import Told
 from ds_silent.measure.record import Context, measure
-from ds_silent.measure.reduction import Audit, Told
+from ds_silent.measure.reduction import Audit
 from ds_silent.measure.rows import RowTracker, testimony
 from ds_silent.records import Event, Repair, Severity, StepRecord
 from ds_silent.replicas.checksums import Drift

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.capture.conduct import Unlike
-from ds_silent.measure.reduction import Integrity
+from ds_silent.measure.evidence import ReductionEvidence
 from ds_silent.measure.same_order import OrderAgain
 from ds_silent.records import Event, Severity
 
@@ -56,7 +56,7 @@ class Evidence:
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
     zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
-    integrity: Integrity | None = None  # of the reduction, the optimizer's input and the replicas
+    integrity: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed

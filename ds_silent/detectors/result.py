@@ -14,7 +14,7 @@ from ds_silent.detectors.linked import APPLIED
 from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.reduction import Applied, Integrity
+from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
 from ds_silent.records import Event, Severity, StepRecord
 from ds_silent.replicas.checksums import Drift, Groups
 
@@ -29,7 +29,7 @@ _REPEATED = (
 )
 
 
-def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
+def integrity(record: StepRecord, seen: ReductionEvidence | None) -> list[Finding]:
     """What is wrong with this step's aggregate, and with what an optimizer applied."""
     if seen is None:
         return []
@@ -47,7 +47,7 @@ def integrity(record: StepRecord, seen: Integrity | None) -> list[Finding]:
     return findings
 
 
-def notes(seen: Integrity | None) -> list[Event]:
+def notes(seen: ReductionEvidence | None) -> list[Event]:
     """Once: the script changes gradients so that what is applied cannot be compared with what was reduced."""
     applied = None if seen is None else seen.applied
     if applied is None or not applied.note:
@@ -78,7 +78,7 @@ def minority(groups: Groups, world_size: int) -> tuple[int, ...]:
     return tuple(sorted(rank for group in groups[1:] for rank in group))
 
 
-def _aggregation(record: StepRecord, seen: Integrity, check: AggregateCheck) -> Finding:
+def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCheck) -> Finding:
     cause, layers, received = seen.cause, seen.layers, seen.received
     error, bound = check.relative_error, check.rounding_bound
     finite = error is not None and bound is not None and math.isfinite(error)
@@ -217,7 +217,7 @@ def _who_received(groups: Groups, world_size: int) -> str:
     return f"There are {len(groups)} versions among {world_size} ranks, and none of them has a majority."
 
 
-def _applied(record: StepRecord, seen: Applied) -> list[Finding]:
+def _applied(record: StepRecord, seen: AppliedCheck) -> list[Finding]:
     world_size, findings = record.world_size, []
 
     def add(

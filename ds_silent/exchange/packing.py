@@ -45,10 +45,10 @@ def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
     values = _values(observation)
     out.zero_()
     scalars, squares, ids, hashes = torch.split(out, layout.scalar_parts)
-    known = torch.tensor([0.0 if isinstance(value, Tensor) else value for value in values], dtype=torch.float32)
+    known = torch.tensor([value if type(value) is float else 0.0 for value in values], dtype=torch.float32)
     scalars.copy_(known, non_blocking=True)
     for place, value in enumerate(values):
-        if isinstance(value, Tensor):
+        if type(value) is not float:  # isinstance of a Tensor is Python, once for each
             scalars[place].copy_(value)
     if observation.layer_squares is not None:
         squares.copy_(observation.layer_squares)

@@ -30,7 +30,8 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.gather import Exchange
 from ds_silent.exchange.observation import on_any
 from ds_silent.frameworks.base import HasReplica, Repeats
-from ds_silent.measure.reduction import Audit, Examined, Told
+from ds_silent.measure.evidence import Examined, Told
+from ds_silent.measure.reduction import Audit
 from ds_silent.records import Repair, RepairMethod
 from ds_silent.replicas.checksums import Bits, Drift, Groups, Replica, gathered, groups_of
 from ds_silent.replicas.restore import Averaging, Comparison, average, compare, restore

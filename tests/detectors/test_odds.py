@@ -17,7 +17,7 @@ from ds_silent.detectors.finding import with_odds
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.maths.rounding_bound import Arithmetic, check_aggregate, rounding_tolerance, terms_of
-from ds_silent.measure.reduction import Integrity
+from ds_silent.measure.evidence import ReductionEvidence
 from ds_silent.records import Event, to_json
 from tests.made_records import NOTHING, Run, make
 
@@ -99,7 +99,7 @@ def test_the_odds_of_an_error_are_those_at_which_rounding_just_explains_it() -> 
     huge = check_aggregate(terms, 3.0 * terms.expected, arithmetic, log_rate)
     assert huge.log_excess == 700.0
     record = make(5, [2.0] * 4, [1.0] * 4, [0.1] * 4)
-    (event,) = Judge(DetectorsConfig()).step(record, Evidence(integrity=Integrity(check=huge, layers=("a",))))
+    (event,) = Judge(DetectorsConfig()).step(record, Evidence(integrity=ReductionEvidence(check=huge, layers=("a",))))
     assert event.kind == "aggregation-error"
     assert 0.0 < (event.false_alarms_per_million_steps or 0.0) < 1e-280
     assert event.message.endswith("By chance alone: at most once in more than a thousand trillion steps.")

@@ -9,7 +9,7 @@ import pytest
 from ds_silent.detectors.result import integrity
 from ds_silent.maths.causes import Cause, Kind
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.reduction import Integrity
+from ds_silent.measure.evidence import ReductionEvidence
 from tests.made_records import Run
 
 LAYERS = ("embedding", "layers.0", "head")
@@ -21,7 +21,7 @@ def test_every_kind_is_told(kind: Kind, ranks: tuple[int, ...]) -> None:
     if kind == "unreduced" and not ranks:
         return  # it is this rank's gradient by definition
     cause = Cause(kind, (1,), 0.5, ranks, (1.0, 1.0, 0.0, 1.0))
-    seen = Integrity(AggregateCheck(0.75, 1.0, 1e-6), cause, layers=LAYERS)
+    seen = ReductionEvidence(AggregateCheck(0.75, 1.0, 1e-6), cause, layers=LAYERS)
     (finding,) = integrity(Run().record(), seen)
     assert finding.kind == ("unreduced-gradient" if kind == "unreduced" else "aggregation-error")
     assert finding.ranks == ranks
@@ -38,7 +38,7 @@ def test_an_error_that_no_rule_explains_is_one_fault_whatever_the_guess() -> Non
         Cause("scale", (1,), 0.25, unexplained=(0, 2)),
         None,
     )
-    keys = {integrity(Run(2).record(), Integrity(check, guess, layers=LAYERS))[0].key for guess in guesses}
+    keys = {integrity(Run(2).record(), ReductionEvidence(check, guess, layers=LAYERS))[0].key for guess in guesses}
     assert len(keys) == 1
-    ruled = integrity(Run(2).record(), Integrity(check, Cause("scale", (1,), 0.25), layers=LAYERS))[0].key
+    ruled = integrity(Run(2).record(), ReductionEvidence(check, Cause("scale", (1,), 0.25), layers=LAYERS))[0].key
     assert ruled not in keys

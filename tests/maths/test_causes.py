@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_silent.detectors.result import integrity
 from ds_silent.maths.causes import Cause, Pieces, explain
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.reduction import Applied, Integrity
+from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
 from tests.made_records import Run
 
 RANKS, LAYERS, SMALL, LARGE = 4, 5, 64, 16_384
@@ -38,7 +38,7 @@ def changed(layers: dict[int, Tensor]) -> Tensor:
 
 
 def told(cause: Cause) -> str:
-    seen = Integrity(AggregateCheck(0.75, 1.0, 1e-6), cause, layers=NAMES)
+    seen = ReductionEvidence(AggregateCheck(0.75, 1.0, 1e-6), cause, layers=NAMES)
     (finding,) = integrity(Run().record(), seen)
     assert finding.ranks == cause.blamed
     return finding.message
@@ -72,7 +72,7 @@ def test_two_ranks_that_hold_different_bits_need_not_be_unreduced() -> None:
     groups = {1: ((0,), (1,))}
     for kind, expected in (("noise", "aggregation-error"), ("unreduced", "unreduced-gradient")):
         cause = Cause(kind, (1,), 0.5, (0,) if kind == "unreduced" else ())
-        seen = Integrity(AggregateCheck(0.75, 1.0, 1e-6), cause, groups, layers=NAMES)
+        seen = ReductionEvidence(AggregateCheck(0.75, 1.0, 1e-6), cause, groups, layers=NAMES)
         (finding,) = integrity(Run(ranks=2).record(), seen)
         assert (finding.kind, finding.ranks) == (expected, ())
 
@@ -129,8 +129,8 @@ def test_a_rule_that_only_helps_noise_below_rounding_explains_nothing() -> None:
 
 
 def test_noise_in_what_was_applied_is_not_called_a_factor_as_well() -> None:
-    def applied(factors: tuple[float, ...], error: float) -> Applied:
-        return Applied(4, 1.0, factors, 1e-6, error, 1e-6, (2,), ())
+    def applied(factors: tuple[float, ...], error: float) -> AppliedCheck:
+        return AppliedCheck(4, 1.0, factors, 1e-6, error, 1e-6, (2,), ())
 
     assert applied((1.0, 1.0, 1.001, 1.0), 0.02).wrong_factor == ()
     assert applied((1.0, 1.0, 1.001, 1.0), 1e-8).wrong_factor == (2,)
