@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.capture.conduct import MOST_QUESTIONS, differing
+from ds_silent.exchange.observation import Code
 from ds_silent.preflight.compare import judge
 from ds_silent.preflight.compare import verdict as verdict_of
 from ds_silent.preflight.inventory import dropout_modules, generator_items
@@ -389,7 +390,10 @@ def test_samples_that_were_published_early_are_asked_about_at_the_next_step() ->
 
 
 def test_unknown_hashes_differ_from_nothing() -> None:
-    assert differing({"lr": torch.tensor([1.0, 0.0, 2.0])}, "lr") is None
-    assert differing({"lr": torch.tensor([3.0, 3.0, 3.0])}, "lr") is None
-    assert differing({"lr": torch.tensor([3.0, 4.0, 3.0])}, "lr") == ((0, 2), (1,))
+    def found(*hashes: float) -> object:
+        return differing(Code(trainable=torch.tensor(hashes)), "trainable")
+
+    assert found(1.0, 0.0, 2.0) is None
+    assert found(3.0, 3.0, 3.0) is None
+    assert found(3.0, 4.0, 3.0) == ((0, 2), (1,))
     assert MOST_QUESTIONS > 1
