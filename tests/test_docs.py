@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from ds_silent.config import parse
+from ds_silent.records import Event, to_json
 from ds_silent.sinks.jsonl import JsonlSink
 from tests.pages import DOCS, PAGES, ROOT, anchors, commands, fences, links, paths
 from tests.sinks.example_records import full_record
@@ -54,6 +56,15 @@ def test_the_example_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     exec(example, {"print": lambda *values: printed.append(values)})
     record = full_record()
     assert printed == [(record.step, record.loss.std, record.direction.mean_cosine)]
+
+
+def test_every_field_of_the_records_is_explained() -> None:
+    record = to_json(full_record())
+    named = {*record, *(key for part in record.values() if isinstance(part, dict) for key in part)}
+    text = (DOCS / "records.md").read_text(encoding="utf-8")
+    assert {name for name in named if f"`{name}`" not in text} == set()
+    text = (DOCS / "events.md").read_text(encoding="utf-8")
+    assert {field.name for field in dataclasses.fields(Event) if f"`{field.name}`" not in text} == set()
 
 
 def test_the_index_names_every_page() -> None:

@@ -23,6 +23,7 @@ RUN_BY: dict[str, str] = {
     "make test": "tests/test_readme.py",  # you are in it
     "make test-matrix": "tests/frameworks/test_oracle.py",
     "make readme": "tests/test_readme.py",
+    "pip install .": ".ci/setup.sh",  # which makes .venv so
     "make docs": "tests/commands/test_block_table.py",
     "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile
     "deepspeed --num_gpus 8 --module ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
@@ -91,7 +92,7 @@ def has_typer(command: str) -> bool:
     return script.suffix == ".py" and "typer.run(main)" in script.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", filter(has_typer, sorted(SLOW)))
+@pytest.mark.parametrize("command", [command for command in sorted(SLOW) if has_typer(command)])
 def test_options_of_the_benchmarks_are_known(command: str) -> None:
     """Without running them: a mistake here would be seen after hours."""
     script, *options = shlex.split(command.removeprefix("python "))
