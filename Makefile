@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo test test-matrix test-real-bugs readme lint format clean
+.PHONY: help demo test test-matrix test-real-bugs readme docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -35,6 +35,9 @@ test-real-bugs: $(READY) ## released DeepSpeed versions that train wrongly: what
 readme: $(READY) ## every command of the documentation that takes minutes, as it stands (hours)
 	@sh .ci/setup.sh unlock
 	@$(PYTHON_IN_VENV) -m pytest -m readme -rA
+
+docs: $(READY) ## write the parts of the pages that come from the code: the table of the block's keys
+	@$(PYTHON_IN_VENV) -m ds_silent.commands.block_table docs/block.md
 
 lint: $(READY) ## ruff, mypy and shellcheck
 	@echo "lint: ruff, mypy, shellcheck ..."

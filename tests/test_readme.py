@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
+import runpy
 import shlex
 import socket
 import subprocess
@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 import typer
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-PROGRAMS = ("make ", "python ", "pytest ", "ds-silent ", "deepspeed ", "torchrun ", "launch/", "tensorboard ")
+from tests.pages import PAGES, ROOT, commands
 
 RUN_BY: dict[str, str] = {
     "make demo": "tests/launch/test_demo.py",
     "make test": "tests/test_readme.py",  # you are in it
     "make test-matrix": "tests/frameworks/test_oracle.py",
     "make readme": "tests/test_readme.py",
+    "pip install .": ".ci/setup.sh",  # which makes .venv so
+    "make docs": "tests/commands/test_block_table.py",
     "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile
     "deepspeed --num_gpus 8 --module ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
     "torchrun --nproc_per_node 8 -m ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
@@ -45,7 +45,9 @@ SLOW: dict[str, float] = {
     "ds-silent numerics": 10,
     "pytest tests/ordered/test_ordered_training.py -m matrix": 30,
     "python benchmarks/acts.py": 15,
+    "python benchmarks/detection.py --part false-alarms --ranks 4 --ranks 8 --steps 20000": 120,
     "python benchmarks/detection.py --part power": 120,
+    "python benchmarks/detection.py --part power --rate 1 --rate 1e-3": 240,
     "python benchmarks/false_alarms.py --steps 100": 60,
     "python benchmarks/false_alarms.py --scratch --steps 600": 120,
     "python benchmarks/integrity.py": 60,
@@ -53,22 +55,14 @@ SLOW: dict[str, float] = {
     "python benchmarks/ordered.py --part time --rounds 5": 30,
     "python benchmarks/overhead.py": 90,
     "python benchmarks/overhead.py --ranks 4 --variant retry --variant majority": 180,
-    "python benchmarks/paft.py": 240,
+    "python benchmarks/paft.py --part bursts": 120,
+    "python benchmarks/paft.py --part cost": 30,
+    "python benchmarks/paft.py --part divergence": 60,
+    "python benchmarks/paft.py --part language": 90,
+    "python benchmarks/paft.py --part noise": 120,
     "python benchmarks/real_bugs.py --survey": 90,
 }
 """What takes minutes, and after how many of them, on two busy cores, it counts as hanging."""
-
-
-def commands(text: str) -> list[str]:
-    """The command lines of a Markdown page: indented and fenced ones, and code spans."""
-    lines = []
-    for block in re.findall(r"(?:^    .*\n)+", text, re.MULTILINE):
-        lines += block.replace("\\\n", " ").splitlines()
-    fences = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines += [line for fence in fences for line in fence.replace("\\\n", " ").splitlines()]
-    lines += re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
-    plain = (re.sub(r"\s+", " ", line.split("  #")[0].split(" # ")[0]).strip() for line in lines)
-    return [line for line in plain if line.startswith(PROGRAMS)]
 
 
 def test_every_command_is_run_somewhere() -> None:
@@ -93,9 +87,19 @@ def test_options_of_the_fine_tune_are_known() -> None:
         assert (ROOT / options["deepspeed_config"]).is_file()
 
 
-def test_commands_are_found_in_every_form() -> None:
-    page = "`make demo`, `no`\n\n    ds-silent check \\\n        a.json    # why\n\n```sh\npython x.py --a\n```\n"
-    assert sorted(commands(page)) == ["ds-silent check a.json", "make demo", "python x.py --a"]
+def has_typer(command: str) -> bool:
+    script = ROOT / command.split()[1]
+    return script.suffix == ".py" and "typer.run(main)" in script.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", [command for command in sorted(SLOW) if has_typer(command)])
+def test_options_of_the_benchmarks_are_known(command: str) -> None:
+    """Without running them: a mistake here would be seen after hours."""
+    script, *options = shlex.split(command.removeprefix("python "))
+    main = runpy.run_path(str(ROOT / script), run_name="read")["main"]
+    program = typer.Typer()
+    program.command()(main)
+    typer.main.get_command(program).make_context(script, options)
 
 
 @pytest.mark.readme

@@ -1,0 +1,121 @@
+"""What the pages say leads somewhere: links, anchors, names of files, examples, and the index of docs/."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_silent.config import parse
+from ds_silent.records import Event, to_json
+from ds_silent.sinks.jsonl import JsonlSink
+from tests.pages import DOCS, PAGES, ROOT, anchors, commands, fences, links, paths
+from tests.sinks.example_records import full_record
+
+LONGEST_README = 200
+PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page.read_text(encoding="utf-8")):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{link} of {page.name} is not there"
+        if anchor:
+            known = anchors(target.read_text(encoding="utf-8"))
+            assert anchor in known, f"{link} of {page.name}: the headings there are {known}"
+
+
+@PAGE
+def test_files_that_are_named_exist(page: Path) -> None:
+    missing = [path for path in paths(page.read_text(encoding="utf-8")) if not (ROOT / path).exists()]
+    assert missing == []
+
+
+@PAGE
+def test_examples_can_be_copied(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for example in fences(text, "python"):
+        compile(example, str(page), "exec")
+    for example in fences(text, "json"):
+        assert parse(json.loads(f"{{{example}}}")) is not None
+
+
+def test_the_example_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [example] = fences((DOCS / "records.md").read_text(encoding="utf-8"), "python")
+    monkeypatch.chdir(tmp_path)
+    sink = JsonlSink(tmp_path / "runs" / "my-run")
+    sink.write(full_record())
+    sink.close()
+    printed: list[tuple[object, ...]] = []
+    exec(example, {"print": lambda *values: printed.append(values)})
+    record = full_record()
+    assert printed == [(record.step, record.loss.std, record.direction.mean_cosine)]
+
+
+def test_every_field_of_the_records_is_explained() -> None:
+    record = to_json(full_record())
+    named = {*record, *(key for part in record.values() if isinstance(part, dict) for key in part)}
+    text = (DOCS / "records.md").read_text(encoding="utf-8")
+    assert {name for name in named if f"`{name}`" not in text} == set()
+    text = (DOCS / "events.md").read_text(encoding="utf-8")
+    assert {field.name for field in dataclasses.fields(Event) if f"`{field.name}`" not in text} == set()
+
+
+def test_the_index_names_every_page() -> None:
+    index = links((DOCS / "README.md").read_text(encoding="utf-8"))
+    assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= set(index)
+
+
+def test_the_first_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= LONGEST_README
+
+
+def test_commands_are_found_in_every_form() -> None:
+    page = """
+`make demo`, `no`, [`launch/gpu.sh`](x) and `torchrun
+-m x`
+
+    ds-silent check \\
+        a.json    # why
+    no command
+
+```python
+import x
+```
+
+make no command of a line between two fences
+
+```sh
+# a remark
+python x.py --a
+srun anything
+```
+
+```json
+make nothing
+```
+"""
+    assert commands(page) == [
+        "make demo",
+        "launch/gpu.sh",
+        "torchrun -m x",
+        "ds-silent check a.json",
+        "python x.py --a",
+        "srun anything",
+    ]
+
+
+def test_anchors_are_those_of_github() -> None:
+    page = "# What it costs?\n\n## `interval` & *more*\n\n## Twice\n\n## Twice\n\n```sh\n# no heading\n```\n"
+    assert anchors(page) == ["what-it-costs", "interval--more", "twice", "twice-1"]
+
+
+def test_links_are_found_in_every_form() -> None:
+    page = "[a](b.md#c)\n\n![d](e.png)\n\n| [f](g) |\n|---|\n| [`h`](i) |\n\n`[no](link)`\n"
+    assert links(page) == ["b.md#c", "e.png", "g", "i"]
