@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.scalars import scalars
 
 MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
@@ -27,6 +27,9 @@ class MonitorSink:
         points = [(self._prefix + tag, value, record.samples) for tag, value in scalars(record) if math.isfinite(value)]
         if points:
             self._write_events(points)
+
+    def write_scores(self, scores: Scores) -> None:
+        """They are in scores.jsonl."""
 
     def write_event(self, event: Event) -> None:
         """The monitor draws numbers only; events are in events.jsonl and on the console."""

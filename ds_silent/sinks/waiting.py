@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import Sink
 
 
@@ -11,20 +11,31 @@ class WaitingSink:
 
     def __init__(self) -> None:
         self._inner: Sink | None = None
-        self._early: list[Event | StepRecord] = []
+        self._early: list[Event | Scores | StepRecord] = []
 
     def open(self, inner: Sink) -> None:
         """Hand everything to ``inner`` from now on, and first what has waited."""
         self._inner = inner
         early, self._early = self._early, []
         for one in early:
-            self.write_event(one) if isinstance(one, Event) else self.write(one)
+            if isinstance(one, Event):
+                self.write_event(one)
+            elif isinstance(one, Scores):
+                self.write_scores(one)
+            else:
+                self.write(one)
 
     def write(self, record: StepRecord) -> None:
         if self._inner is None:
             self._early.append(record)
         else:
             self._inner.write(record)
+
+    def write_scores(self, scores: Scores) -> None:
+        if self._inner is None:
+            self._early.append(scores)
+        else:
+            self._inner.write_scores(scores)
 
     def write_event(self, event: Event) -> None:
         if self._inner is None:
