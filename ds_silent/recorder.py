@@ -78,7 +78,11 @@ class Writer:
             self._judged(record, dataclasses.replace(evidence, integrity=integrity))
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
-        for event in self._judge.step(record, evidence) if self._judge is not None else []:
+        if self._judge is None:
+            return
+        events = self._judge.step(record, evidence)
+        self._sink.write_scores(self._judge.scores)
+        for event in events:
             self.report(event)
 
     def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
