@@ -121,7 +121,8 @@ class Writer:
         self._sink.close()
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
-        """JSON values, for a checkpoint."""
+        """JSON values, for a checkpoint, whose records are on disk then."""
+        self.flush()
         judge = None if self._judge is None else self._judge.state_dict()
         return {"rows": self._tracker.state_dict(rows_waiting), "judge": judge}
 

@@ -15,6 +15,9 @@ MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
 class MonitorSink:
     """Hands the scalars to ``write_events``. The x-axis is the monitor's own: samples, not steps.
 
+    On the training thread, unlike the other sinks: the engine writes to the same monitor from there, and Weights &
+    Biases drops a point that comes after one of more samples.
+
     A ``label`` stands before the tags: the engines of one process may share a monitor's run.
     """
 

@@ -12,7 +12,7 @@ import pytest
 
 from ds_silent.config import parse
 from ds_silent.records import Event, Scores, StepRecord
-from ds_silent.sinks import FanOut, SinkError, open_sinks
+from ds_silent.sinks import Background, FanOut, SinkError, open_sinks
 from ds_silent.sinks.jsonl import JsonlSink, read_metrics
 from tests.sinks.example_records import empty_record, event, full_record
 
@@ -107,7 +107,10 @@ def make_config(directory: Path, **more: object) -> object:
 
 
 def names(sinks: FanOut) -> list[str]:
-    return [type(sink).__name__ for sink in sinks.sinks]
+    found: list[str] = []
+    for sink in sinks.sinks:
+        found += [type(one).__name__ for one in sink.sinks] if isinstance(sink, Background) else [type(sink).__name__]
+    return found
 
 
 def test_the_configuration_decides_which_sinks_open(tmp_path: Path) -> None:
