@@ -138,7 +138,11 @@ class Writer:
             self._judged(record, dataclasses.replace(evidence, integrity=integrity))
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
-        for event in self._judge.step(record, evidence) if self._judge is not None else []:
+        if self._judge is None:
+            return
+        events = self._judge.step(record, evidence)
+        self._sink.write_scores(self._judge.scores)
+        for event in events:
             self.report(event)
 
     def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
@@ -177,7 +181,8 @@ class Writer:
         self._sink.close()
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
-        """JSON values, for a checkpoint."""
+        """JSON values, for a checkpoint, whose records are on disk then."""
+        self.flush()
         judge = None if self._judge is None else self._judge.state_dict()
         return {"rows": self._tracker.state_dict(rows_waiting), "judge": judge}
 

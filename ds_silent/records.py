@@ -3,6 +3,7 @@
     record = StepRecord(step=12, samples=768, ...)
     json.dumps(to_json(record))            # one line of metrics.jsonl
     json.dumps(to_json(event))             # one line of events.jsonl
+    StepRecord.from_json(json.loads(line)) # and back
 
 Two conventions hold for every record: a metric that was not measured is ``None`` (JSON ``null``), never 0; a
 number that was measured and is not finite stays what it is and is written as ``"nan"``, ``"inf"`` or ``"-inf"``,
@@ -14,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Method = Literal["exact", "sketch"]
 Severity = Literal["info", "warning", "error"]
@@ -123,6 +126,11 @@ class StepRecord:
     layers: tuple[LayerStats, ...] = field(default=(), metadata={"json": False})
     exact_check: float | None = field(default=None, metadata={"json": False})
 
+    @classmethod
+    def from_json(cls, value: Any) -> StepRecord:
+        """What :func:`to_json` has written; see :func:`from_json`."""
+        return from_json(cls, value)
+
 
 @dataclass(frozen=True)
 class Event:
@@ -139,6 +147,42 @@ class Event:
     remedy: str
     false_alarms_per_million_steps: float | None = field(default=None, metadata={"absent": True})
     """Where chance is judged: the stated rate at which this would just still be told. None, and no key: a fact."""
+
+    @classmethod
+    def from_json(cls, value: Any) -> Event:
+        """What :func:`to_json` has written; see :func:`from_json`."""
+        return from_json(cls, value)
+
+
+@dataclass(frozen=True)
+class CosineMatrix:
+    """The cosines between the ranks' gradients at a step at which they are drawn: one line of ``matrices.jsonl``."""
+
+    step: int
+    method: Method | None
+    cosines: Matrix  # N x N, ranks as rows
+
+
+@dataclass(frozen=True)
+class Score:
+    """How near one detector was to saying something: it does when the score reaches the threshold."""
+
+    detector: str
+    score: float
+    threshold: float
+    rank: int | None = field(default=None, metadata={"absent": True})  # whose score it is, the largest of the ranks'
+    where: str | None = field(default=None, metadata={"absent": True})  # which of several numbers was judged
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the detectors that judge by evidence saw at one step: one line of ``scores.jsonl``.
+
+    A detector that had nothing to judge at this step is not among them.
+    """
+
+    step: int
+    scores: tuple[Score, ...]
 
 
 @dataclass(frozen=True)
@@ -179,6 +223,62 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value
+
+
+R = TypeVar("R")
+
+
+def from_json(kind: type[R], value: Any) -> R:
+    """The record behind a JSON object written by :func:`to_json`; each number comes back as it was.
+
+    Keys that this version does not know are left out. Keys that an older version did not write get the field's
+    default, or None where None is a value of theirs. What is not written as JSON gets its default.
+
+    Raises:
+        ValueError: it is no such record.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"a {kind.__name__} is an object, got {type(value).__name__}")
+    found = {}
+    for name, hint, has_default in _fields(kind):  # type: ignore[arg-type]  # a class is hashable
+        if name in value or not has_default:
+            found[name] = _from_json(hint, value.get(name))
+    return kind(**found)
+
+
+@cache
+def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """Name, type and whether there is a default, of each field that is written as JSON."""
+    hints = get_type_hints(kind)
+    defaults = (dataclasses.MISSING, dataclasses.MISSING)
+    return tuple(
+        (f.name, hints[f.name], (f.default, f.default_factory) != defaults)
+        for f in dataclasses.fields(kind)
+        if f.metadata.get("json", True)
+    )
+
+
+def _from_json(hint: Any, value: Any) -> Any:
+    """``value`` as a field's type says."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):  # the only unions here are "or None"
+        return None if value is None else _from_json(arguments[0], value)
+    if dataclasses.is_dataclass(hint):
+        return from_json(hint, value)  # type: ignore[arg-type]  # of a class, not of a record
+    if origin is tuple and isinstance(value, list):
+        if arguments[-1] is Ellipsis:
+            return tuple(_from_json(arguments[0], item) for item in value)
+        return tuple(_from_json(one, item) for one, item in zip(arguments, value, strict=True))
+    if hint is float and (type(value) in (int, float) or value in _NOT_FINITE):
+        return float(value)
+    if hint is int and type(value) is int:
+        return value
+    if (hint is str or origin is Literal) and isinstance(value, str):  # a newer version may know more words
+        return value
+    raise ValueError(f"{value!r} is no {hint}")
+
+
+_NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def from_json_number(value: float | str | None) -> float | None:

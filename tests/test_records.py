@@ -9,16 +9,21 @@ import math
 import pytest
 
 from ds_silent.records import (
+    CosineMatrix,
     DirectionStats,
     Event,
     GradNormStats,
     IntegrityStats,
     LayerStats,
     LossStats,
+    Score,
+    Scores,
     StepRecord,
+    from_json,
     from_json_number,
     to_json,
 )
+from tests.sinks.example_records import empty_record, event, full_record
 
 NAN = float("nan")
 
@@ -132,3 +137,87 @@ def test_records_are_frozen() -> None:
     record = StepRecord(step=1, samples=8, epoch=None, world_size=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         record.step = 2  # type: ignore[misc]
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
+
+
+def read_back(record: object) -> object:
+    return from_json(type(record), json.loads(json.dumps(to_json(record), allow_nan=False)))
+
+
+def unwritten(record: StepRecord) -> StepRecord:
+    """As a line holds it."""
+    return dataclasses.replace(record, cosine_matrix=None, layers=(), exact_check=None)
+
+
+@pytest.mark.parametrize("record", [full_record(), full_record(7, ranks=2), empty_record()])
+def test_a_record_reads_back_as_it_was(record: StepRecord) -> None:
+    assert StepRecord.from_json(to_json(record)) == read_back(record) == unwritten(record)
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf, 0.0, -0.0, 5e-324, 1 / 3, 1.7976931348623157e308, None])
+def test_each_number_reads_back_bit_for_bit_and_null_stays_null(value: float | None) -> None:
+    record = StepRecord(
+        step=1,
+        samples=8,
+        epoch=value,
+        world_size=2,
+        loss=LossStats(mean=value, per_rank=(1.0, value)) if value is not None else LossStats(),
+        integrity=IntegrityStats(relative_error=value),
+    )
+    back = read_back(record)
+    assert repr(back) == repr(record)  # as ==, but a NaN is a NaN and -0.0 is not 0.0
+    assert value is None or type(back.epoch) is float
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        event(),
+        event(ranks=()),
+        Event(0, "nan", "info", (), None, None, -math.inf, "inf", "", 1e-290),
+        Event(3, "outlier-rank", "warning", (1,), "nan", 16.0, 15.0, "nan", "-inf"),
+        CosineMatrix(5, "exact", ((1.0, -0.25), (-0.25, 1.0))),
+        Scores(5, (Score("outlier", -math.inf, 17.5, 2), Score("order", 3.25, 16.0))),
+        Scores(5, ()),
+    ],
+)
+def test_the_other_records_read_back_as_they_were(record: object) -> None:
+    assert read_back(record) == record  # text that looks like a number stays text
+
+
+def test_what_a_newer_or_an_older_version_has_written() -> None:
+    written = to_json(full_record())
+    newer = {**written, "more": 1, "loss": {**written["loss"], "median": 2.0}, "cosine_matrix": "elsewhere"}
+    assert StepRecord.from_json(newer) == unwritten(full_record())
+    older = {key: value for key, value in written.items() if key not in ("epoch", "coverage", "noise_scale")}
+    back = StepRecord.from_json(older)
+    assert (back.epoch, back.noise_scale) == (None, None)
+    assert set(dataclasses.asdict(back.coverage).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": None},
+        {"step": 1.5},
+        {"step": True},
+        {"step": "1"},
+        {"samples": None},
+        {"epoch": "much"},
+        {"epoch": True},
+        {"epoch": []},
+        {"loss": 2.0},
+        {"loss": None},
+        {"loss": {"per_rank": [1.0, None]}},
+        {"loss": {"per_rank": 1.0}},
+        {"direction": {"min_pair": [1, 2, 3]}},
+        {"direction": {"method": 3}},
+    ],
+)
+def test_what_is_no_record_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"is no|is an object|zip"):
+        StepRecord.from_json({**to_json(full_record()), **changes})
+    with pytest.raises(ValueError, match="is an object"):
+        StepRecord.from_json([])

@@ -14,7 +14,7 @@ ends.
 layers, drift and the rounding bounds of ``integrity``. The derivations are in ``sequential``, ``layers`` and
 ``ds_silent.maths.rounding_bound``. The others state facts. Scores and thresholds of the first three are natural
 logarithms of evidence: a threshold of 16 says that chance reaches it once in e^16 steps. Their events carry the rate at
-which they would just still be told.
+which they would just still be told; ``judge.scores`` is what they saw at the newest step, told or not.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ds_silent.detectors.layers import LayerTest
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
-from ds_silent.detectors.result import integrity, notes, replicas
+from ds_silent.detectors.result import bounds, integrity, notes, replicas
 from ds_silent.detectors.same_order import SameOrderTest
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Event, Scores, StepRecord
 
 __all__ = ["Coverage", "Evidence", "Finding", "Judge"]
 
@@ -55,9 +55,13 @@ class Judge:
     Args:
         config: ``enabled`` is the caller's business.
         interval: optimizer steps between measurements; the rate is per million *optimizer* steps.
+
+    Attributes:
+        scores: what those that judge by evidence saw at the newest step.
     """
 
     def __init__(self, config: DetectorsConfig, interval: int = 1):
+        self.scores = Scores(0, ())
         self._log_steps = log_steps(config, interval)
         self._rate = config.false_alarms_per_million_steps
         self._episodes = Episodes(self._rate)
@@ -96,6 +100,7 @@ class Judge:
         again += self._order.step(record, extras, bool(same), self._repeats.attributed)
         findings += again
         findings += self._same_order.step(record, extras, bool(again) or self._repeats.attributed > 0)
+        saw = [*bounds(extras.integrity), *self._repeats.saw, *self._order.saw, *self._same_order.saw]
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
                 self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0))
@@ -104,12 +109,17 @@ class Judge:
             # ranks that hold the same rows are not exchangeable with the others
             outliers = self._outlier.standing() if same else self._outlier.step(record, extras)
             outliers = self._with_layers(record, extras, outliers, bool(same), {r for f in stale for r in f.ranks})
+            if not same:
+                assert self._layers is not None
+                saw += [*self._outlier.saw, *self._layers.saw]
             findings = _without_consequences(findings + outliers, unlike)
             if not impaired and not findings:  # never learn from a flagged step
                 for note in self._drift.step(record):
                     assert note.score is not None
                     assert note.threshold is not None
                     told.append(with_odds(note, self._rate, note.score - note.threshold))
+                saw += self._drift.saw
+        self.scores = Scores(record.step, tuple(saw))
         return self._episodes.update(record.step, findings) + told
 
     def _with_layers(

@@ -63,6 +63,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.detectors.sequential import Array, Flags
+from ds_silent.records import Score
 
 Ranks = npt.NDArray[np.intp]
 
@@ -107,9 +108,13 @@ class AtOnce:
     Args:
         ranks: N, at least 2.
         log_threshold: log of the mean number of measured steps between false alarms.
+
+    Attributes:
+        saw: of each quantity judged at the newest step, the rank that is above all others.
     """
 
     def __init__(self, ranks: int, log_threshold: float):
+        self.saw: tuple[Score, ...] = ()
         self.ranks, self._threshold = ranks, log_threshold + math.log(len(QUANTITIES))
         self._gaps: list[deque[float]] = [deque(maxlen=MEMORY) for _ in QUANTITIES]
         self._highest = [-math.inf] * len(QUANTITIES)  # log, of all ranks that were not flagged
@@ -124,6 +129,7 @@ class AtOnce:
             label_tokens: (N,); NaN where not known, then nothing is taken off.
             healthy: (N,) ranks that are not flagged already.
         """
+        self.saw = ()
         found: list[StandsOut] = []
         for index, values in enumerate((losses, norms)):
             if index == 0:
@@ -154,6 +160,7 @@ class AtOnce:
         length = 1 if run is None else len(run.gaps)
         threshold = self._threshold + math.log(2.0 if length == 1 else 2.0 * (LASTS - 1))
         score = _score(excess if run is None else run.excess, *spread)
+        self.saw += (Score("at-once", score, threshold, rank, QUANTITIES[index]),)
         if score >= threshold:
             self._runs[index] = None  # never learnt from
             return StandsOut(rank, QUANTITIES[index], score, threshold, step if run is None else run.since)

@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.sequential import Array
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Event, Score, StepRecord
 
 SEGMENT = 128  # values
 REFERENCE = 64  # of them, on which nothing is bet
@@ -134,10 +134,15 @@ class DriftTest:
 
     Args:
         log_threshold: log of the mean number of measured steps between false notes.
+
+    Attributes:
+        saw: of each number known at the newest step, the largest score of its segments; evidence is not all that a
+            note needs.
     """
 
     def __init__(self, log_threshold: float):
         bets = (SEGMENT - REFERENCE) / SEGMENT  # of the steps
+        self.saw: tuple[Score, ...] = ()
         self._threshold = log_threshold + math.log(len(_NAMES) * len(_STARTS) * bets)
         self._deviations = math.sqrt(2.0 * log_threshold)
         self._series = {name: [_Series(start) for start in _STARTS] for name in _NAMES}
@@ -148,21 +153,26 @@ class DriftTest:
     def step(self, record: StepRecord) -> list[Event]:
         """At most one note per number."""
         values = (record.noise_scale, _log(record.loss.std), _log(record.grad_norm.cv))
-        events = []
+        events, saw = [], []
         for name, value in zip(_NAMES, values, strict=True):
             if value is None or not math.isfinite(value):
                 continue
             usual = self._levels[name].usual()
             self._levels[name].add(value)
+            largest = _NOTHING
             for number, series in enumerate(self._series[name]):
                 series.add(self._counts[name], value, usual)
-                if series.score() < self._threshold or not series.jumped(self._deviations):
+                score = series.score()
+                largest = max(largest, score)
+                if score < self._threshold or not series.jumped(self._deviations):
                     continue
                 if self._counts[name] - self._noted[name] >= SEGMENT:
                     self._noted[name] = self._counts[name]
                     events.append(self._note(record.step, name, series))
                 self._series[name][number] = _Series(series.start)  # begins anew, so that each jump is told once
             self._counts[name] += 1
+            saw.append(Score("jump", largest if largest > _NOTHING else -math.inf, self._threshold, where=name))
+        self.saw = tuple(saw)
         return events
 
     def _note(self, step: int, name: str, series: _Series) -> Event:

@@ -44,6 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.detectors.finding import Finding, LayerValues, named
+from ds_silent.records import Score
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -73,9 +74,13 @@ class LayerTest:
     Args:
         ranks: N, at least 2.
         log_threshold: log A of the mean number of measured steps between false alarms of this detector.
+
+    Attributes:
+        saw: the largest score of the ranks compared at the newest step.
     """
 
     def __init__(self, ranks: int, log_threshold: float):
+        self.saw: tuple[Score, ...] = ()
         self.ranks = ranks
         self._threshold = log_threshold + math.log(ranks)
         self._series = 0  # known with the first values
@@ -86,6 +91,7 @@ class LayerTest:
 
     def step(self, step: int, seen: LayerValues | None, label_tokens: Sequence[float] | None) -> list[Finding]:
         """Findings of one step: one per flagged rank."""
+        self.saw = ()
         if seen is None or len(seen.names) < 2:
             return self.standing()
         values = self._values(seen, label_tokens)
@@ -232,6 +238,7 @@ class LayerTest:
     def _flag(self, names: tuple[str, ...], healthy: Flags) -> None:
         score = np.where(healthy, self.score(), -np.inf)
         rank = int(np.argmax(score))
+        self.saw = (Score("layers", float(score[rank]), self._threshold, rank),)
         if not score[rank] >= self._threshold:
             return
         series = int(np.argmax(self._of_series[:-1, rank]))

@@ -21,7 +21,7 @@ import numpy as np
 
 from ds_silent.detectors.finding import Coverage, Evidence, Finding
 from ds_silent.detectors.sequential import Array
-from ds_silent.records import StepRecord
+from ds_silent.records import Score, StepRecord
 
 TOLERATED, TOLERATED_BY_CONTENT = 0.01, 0.1
 _RATES = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.99])
@@ -32,9 +32,13 @@ class OrderTest:
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms.
+
+    Attributes:
+        saw: what was weighed at the newest step, if anything.
     """
 
     def __init__(self, log_threshold: float):
+        self.saw: tuple[Score, ...] = ()
         self._threshold = log_threshold
         self._evidence = np.full(len(_RATES), -np.inf)
         self._score = -math.inf
@@ -50,6 +54,7 @@ class OrderTest:
             duplicated: ranks share rows now, which explains repeats by itself.
             attributed: repeats of this step that single ranks make by themselves: ``repeats`` weighs those.
         """
+        self.saw = ()
         now, last = extras.coverage, self._last
         if now is None or not all(math.isfinite(v) for v in (now.epoch, now.seen, now.repeated)):
             return self._findings(record)
@@ -74,6 +79,7 @@ class OrderTest:
         cap = self._threshold + math.log(len(_RATES))
         grown = np.logaddexp(0.0, self._evidence) + gain
         self._evidence, self._score = np.minimum(grown, cap), _mean(grown)
+        self.saw = (Score("order", self._score, self._threshold),)
         score = _mean(self._evidence)
         if score >= self._threshold - 1e-9:  # the cap of a single rate, with its rounding, is an alarm
             self._mismatch_since = self._mismatch_since or step

@@ -38,7 +38,7 @@ from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.detectors.likely_causes import causes_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, SequentialTest, strongest_tilt
 from ds_silent.detectors.symptoms import Recent
-from ds_silent.records import StepRecord
+from ds_silent.records import Score, StepRecord
 
 AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
 STATISTICS = ("loss", "gradient norm", "gradient direction")
@@ -67,9 +67,13 @@ class OutlierTest:
     Args:
         ranks: N, at least 2.
         log_threshold: log A of the mean number of measured steps between false alarms of this detector.
+
+    Attributes:
+        saw: the largest score of the ranks compared at the newest step; and what ``at_once`` saw.
     """
 
     def __init__(self, ranks: int, log_threshold: float):
+        self.saw: tuple[Score, ...] = ()
         self.ranks = ranks
         self._threshold = log_threshold - math.log1p(-AT_ONCE_SHARE) + math.log(ranks)
         cap = 2.0 * self._threshold  # room for a rank whose tokens, by chance, were odd just before its fault
@@ -90,6 +94,7 @@ class OutlierTest:
             cosine = _column(record.direction.per_rank, self.ranks)
             norms = _column(record.grad_norm.per_rank, self.ranks)
             apart = self._at_once.step(record.step, loss, norms, tokens, healthy)
+            self.saw = self._at_once.saw
             if apart is not None:  # before anything is learnt from it
                 self._flag_at_once(apart, record.step, healthy)
                 healthy[apart.rank] = False
@@ -128,6 +133,7 @@ class OutlierTest:
     def _flag(self, score: Array, healthy: Any) -> None:
         candidates = np.where(healthy, score, -np.inf)
         rank = int(np.argmax(candidates))
+        self.saw += (Score("outlier", float(candidates[rank]), self._threshold, rank),)
         if not candidates[rank] >= self._threshold:
             return
         strongest = int(np.argmax(self._test.log_evidence()[:-1, rank]))

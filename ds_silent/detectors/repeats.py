@@ -19,7 +19,7 @@ import numpy as np
 from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.detectors.order import TOLERATED
 from ds_silent.detectors.sequential import Array
-from ds_silent.records import StepRecord
+from ds_silent.records import Score, StepRecord
 
 _RATES = np.array([0.5, 0.99])  # who is stuck repeats all rows, or those of one of two workers
 _MEMORY = 64  # measured steps
@@ -33,10 +33,12 @@ class RepeatTest:
 
     Attributes:
         attributed: repeats of the newest step by ranks that these speak against.
+        saw: the largest of the ranks' scores at the newest step, if rows are known.
     """
 
     def __init__(self, log_threshold: float):
         self.attributed = 0.0
+        self.saw: tuple[Score, ...] = ()
         self._threshold = log_threshold
         self._start(0)
 
@@ -47,7 +49,7 @@ class RepeatTest:
 
     def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         """The finding of one step, if any; without ids nothing changes."""
-        self.attributed = 0.0
+        self.attributed, self.saw = 0.0, ()
         if extras.own_repeats is None or extras.own_rows is None or len(extras.own_rows) < 2:
             return []
         repeats, rows = np.array(extras.own_repeats, dtype=float), np.array(extras.own_rows, dtype=float)
@@ -63,6 +65,8 @@ class RepeatTest:
         grown = np.logaddexp(0.0, self._evidence) + gain
         self._evidence = np.minimum(grown, threshold + math.log(len(_RATES)))
         scores, uncut = (np.logaddexp.reduce(log, axis=1) - math.log(len(_RATES)) for log in (self._evidence, grown))
+        nearest = int(np.argmax(uncut))
+        self.saw = (Score("repeats", float(uncut[nearest]), threshold, nearest),)
         for rank, score in enumerate(scores.tolist()):
             if score >= threshold - 1e-9:  # the cap itself is an alarm
                 self._since.setdefault(rank, record.step)

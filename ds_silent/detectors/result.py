@@ -15,7 +15,7 @@ from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
-from ds_silent.records import Event, Severity, StepRecord
+from ds_silent.records import Event, Score, Severity, StepRecord
 from ds_silent.replicas.checksums import Drift, Groups
 
 SHOWN_LAYERS = 3
@@ -45,6 +45,21 @@ def integrity(record: StepRecord, seen: ReductionEvidence | None) -> list[Findin
     if seen.applied is not None:
         findings += _applied(record, seen.applied)
     return findings
+
+
+def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
+    """The errors of this step beside what rounding explains of them, where they could be measured."""
+    check, applied = (None, None) if seen is None else (seen.check, seen.applied)
+    scores = []
+    if check is not None and check.relative_error is not None and check.rounding_bound is not None:
+        scores.append(Score("rounding", check.relative_error, check.rounding_bound, where="aggregated gradient"))
+    if applied is not None and not applied.changed:
+        scores.append(Score("rounding", applied.relative_error, applied.bound, where=APPLIED))
+        expected = applied.expected
+        off = [abs(factor / expected - 1.0) for factor in applied.factors if factor is not None and expected > 0.0]
+        if off and not applied.unscaled_late:
+            scores.append(Score("rounding", max(off), applied.tolerance, where="factor of the applied gradient"))
+    return tuple(scores)
 
 
 def notes(seen: ReductionEvidence | None) -> list[Event]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_silent.detectors.finding import Evidence, Finding
-from ds_silent.records import StepRecord
+from ds_silent.records import Score, StepRecord
 
 
 class SameOrderTest:
@@ -17,9 +17,13 @@ class SameOrderTest:
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms.
+
+    Attributes:
+        saw: the odds at the newest step, where a pass has ended there.
     """
 
     def __init__(self, log_threshold: float):
+        self.saw: tuple[Score, ...] = ()
         self._threshold = log_threshold
         self._since: int | None = None
         self._score, self._rows = 0.0, 0
@@ -31,6 +35,7 @@ class SameOrderTest:
             explained: rows come again for another reason.
         """
         seen = extras.same_order
+        self.saw = () if seen is None else (Score("same-order", seen.log_odds, self._threshold),)
         if seen is not None and not seen.again:
             self._since = None
         elif seen is not None and seen.log_odds >= self._threshold and not explained:

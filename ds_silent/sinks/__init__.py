@@ -1,4 +1,4 @@
-"""Where the records go: JSON lines, TensorBoard, the console, DeepSpeed's own monitor.
+"""Where the records go: JSON lines, TensorBoard and the console by a thread, and DeepSpeed's own monitor.
 
 sinks = open_sinks(config, monitor_write=engine.monitor.write_events)    # on rank 0 only
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_silent.sinks.background import Background
 from ds_silent.sinks.base import FanOut, Sink, SinkError
 from ds_silent.sinks.console import ConsoleSink
 from ds_silent.sinks.jsonl import JsonlSink
@@ -16,7 +17,7 @@ from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
 if TYPE_CHECKING:  # the configuration imports DeepSpeed, and who only reads records should not wait for that
     from ds_silent.config import SilentConsistencyConfig
 
-__all__ = ["FanOut", "Sink", "SinkError", "open_files", "open_sinks"]
+__all__ = ["Background", "FanOut", "Sink", "SinkError", "open_files", "open_sinks"]
 
 
 def open_sinks(
@@ -41,7 +42,7 @@ def open_sinks(
     """
     files = open_files(config.output_dir, config.tensorboard, resume_step=resume_step)
     monitor = [] if monitor_write is None else [MonitorSink(monitor_write)]
-    return FanOut([*files.sinks, ConsoleSink(every=console_every), *monitor])
+    return FanOut([Background([*files.sinks, ConsoleSink(every=console_every)]), *monitor])
 
 
 def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | None = None) -> FanOut:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Event, Scores, StepRecord
 
 logger = logging.getLogger("ds_silent")
 
@@ -27,6 +27,9 @@ class Sink(Protocol):
 
     def write(self, record: StepRecord) -> None:
         """Write one measured step; called once per measured step, in the order of the steps."""
+
+    def write_scores(self, scores: Scores) -> None:
+        """Write what the detectors saw at one step; called once per judged step, in the order of the steps."""
 
     def write_event(self, event: Event) -> None:
         """Write one event; called at any time, also before the first step."""
@@ -51,6 +54,9 @@ class FanOut:
 
     def write(self, record: StepRecord) -> None:
         self._each(lambda sink: sink.write(record))
+
+    def write_scores(self, scores: Scores) -> None:
+        self._each(lambda sink: sink.write_scores(scores))
 
     def write_event(self, event: Event) -> None:
         self._each(lambda sink: sink.write_event(event))

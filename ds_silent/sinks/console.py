@@ -15,7 +15,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from ds_silent.records import Event, Severity, StepRecord
+from ds_silent.records import Event, Scores, Severity, StepRecord
 
 _COLOURS: Mapping[Severity, str] = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "info": "\x1b[36m"}
 _PLAIN = "\x1b[0m"
@@ -39,6 +39,9 @@ class ConsoleSink:
         self._written += 1
         if self._every and (self._written == 1 or self._written % self._every == 0):
             _print(self._named(step_line(record)))
+
+    def write_scores(self, scores: Scores) -> None:
+        """They are in scores.jsonl."""
 
     def write_event(self, event: Event) -> None:
         line = self._named(event_line(event))

@@ -1,22 +1,28 @@
 """``metrics.jsonl`` and ``events.jsonl``: the records that everything else can be made from again.
 
     sink = JsonlSink("runs/my-run")
-    records = read_metrics("runs/my-run/metrics.jsonl")     # sorted, one per step, torn lines skipped
+    records = read_metrics("runs/my-run/metrics.jsonl")            # dictionaries by step, one each, torn lines skipped
+    for record in read_records("runs/my-run/metrics.jsonl"):       # the same as StepRecord
+    for event in read_event_records("runs/my-run/events.jsonl"):
+    for matrix in read_matrices("runs/my-run/matrices.jsonl"):     # of the steps at which it is drawn
+    for scores in read_scores("runs/my-run/scores.jsonl"):         # what the detectors saw at each step
 
 A file is only ever appended to. A run that resumes at step s writes the steps after s again: the readers keep what was
-written last. With ``direction.per_layer`` the layers go to ``layers.jsonl``, one object per step.
+written last. With ``direction.per_layer`` the layers go to ``layers.jsonl``, one object per step. That file,
+``matrices.jsonl`` and ``scores.jsonl`` come with their first line.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ds_silent.records import Event, StepRecord, to_json
+from ds_silent.records import CosineMatrix, Event, Scores, StepRecord, from_json, to_json
 from ds_silent.sinks.base import logger
+from ds_silent.sinks.drawn import is_drawn
 from ds_silent.sinks.files import LineFile, make_directory
 
 
@@ -30,33 +36,38 @@ class JsonlSink:
     def __init__(self, output_dir: str | Path) -> None:
         self._directory = Path(output_dir)
         make_directory(self._directory)
-        self._metrics = LineFile(self._directory / "metrics.jsonl")
-        self._events = LineFile(self._directory / "events.jsonl")
-        self._layers: LineFile | None = None
+        self._files = {name: LineFile(self._directory / name) for name in ("metrics.jsonl", "events.jsonl")}
+        self._matrices = 0
 
     def write(self, record: StepRecord) -> None:
-        self._metrics.append(_line(to_json(record)))
+        self._append("metrics.jsonl", to_json(record))
         if record.layers:
-            if self._layers is None:
-                self._layers = LineFile(self._directory / "layers.jsonl")
-            self._layers.append(_line({"step": record.step, "layers": to_json(record.layers)}))
+            self._append("layers.jsonl", {"step": record.step, "layers": to_json(record.layers)})
+        if record.cosine_matrix is not None:
+            self._matrices += 1
+            if is_drawn(self._matrices):
+                matrix = CosineMatrix(record.step, record.direction.method, record.cosine_matrix)
+                self._append("matrices.jsonl", to_json(matrix))
+
+    def write_scores(self, scores: Scores) -> None:
+        if scores.scores:
+            self._append("scores.jsonl", to_json(scores))
 
     def write_event(self, event: Event) -> None:
-        self._events.append(_line(to_json(event)))
+        self._append("events.jsonl", to_json(event))
 
     def flush(self) -> None:
-        for file in self._files():
+        for file in self._files.values():
             file.flush()
 
     def close(self) -> None:
-        for file in self._files():
+        for file in self._files.values():
             file.close()
 
-    def _files(self) -> Iterator[LineFile]:
-        yield self._metrics
-        yield self._events
-        if self._layers is not None:
-            yield self._layers
+    def _append(self, name: str, value: Any) -> None:
+        if name not in self._files:
+            self._files[name] = LineFile(self._directory / name)
+        self._files[name].append(json.dumps(value, allow_nan=False, ensure_ascii=False))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -95,8 +106,47 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     return sorted(kept.values(), key=lambda event: int(event["step"]))
 
 
-def _line(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+def read_records(path: str | Path) -> Iterator[StepRecord]:
+    """The records of a ``metrics.jsonl`` as :func:`read_metrics` chooses them; without what only the sinks draw.
+
+    Of lines of an older or a newer version what this one knows, see :func:`ds_silent.records.from_json`.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return _as(StepRecord, read_metrics(path), path)
+
+
+def read_event_records(path: str | Path) -> Iterator[Event]:
+    """The events of an ``events.jsonl`` as :func:`read_events` chooses them."""
+    return _as(Event, read_events(path), path)
+
+
+def read_matrices(path: str | Path) -> Iterator[CosineMatrix]:
+    """The matrices of a ``matrices.jsonl``, by step; what a resumed run has retired is left out, as everywhere."""
+    return _as(CosineMatrix, read_metrics(path), path)
+
+
+def read_scores(path: str | Path) -> Iterator[Scores]:
+    """What the detectors saw, from a ``scores.jsonl``, by step."""
+    return _as(Scores, read_metrics(path), path)
+
+
+R = TypeVar("R")
+
+
+def _as(kind: type[R], objects: Iterable[dict[str, Any]], path: str | Path) -> Iterator[R]:
+    """Those that are such a record; counts the others."""
+    broken = 0
+    for value in objects:
+        try:
+            record = from_json(kind, value)
+        except ValueError:
+            broken += 1
+            continue
+        yield record
+    if broken:
+        logger.warning("ds_silent: %s: %d lines are no %s, skipped", ascii(os.fspath(path)), broken, kind.__name__)
 
 
 def _objects(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:

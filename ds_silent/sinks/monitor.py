@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.scalars import scalars
 
 MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
@@ -14,6 +14,9 @@ MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
 
 class MonitorSink:
     """Hands the scalars to ``write_events``. The x-axis is the monitor's own: samples, not steps.
+
+    On the training thread, unlike the other sinks: the engine writes to the same monitor from there, and Weights &
+    Biases drops a point that comes after one of more samples.
 
     A ``label`` stands before the tags: the engines of one process may share a monitor's run.
     """
@@ -27,6 +30,9 @@ class MonitorSink:
         points = [(self._prefix + tag, value, record.samples) for tag, value in scalars(record) if math.isfinite(value)]
         if points:
             self._write_events(points)
+
+    def write_scores(self, scores: Scores) -> None:
+        """They are in scores.jsonl."""
 
     def write_event(self, event: Event) -> None:
         """The monitor draws numbers only; events are in events.jsonl and on the console."""

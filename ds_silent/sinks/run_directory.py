@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.ranks.together import Once
-from ds_silent.sinks import FanOut, SinkError, open_files
+from ds_silent.sinks import Background, FanOut, SinkError, open_files
 from ds_silent.sinks.claims import (
     Claim,
     claim_unused,
@@ -35,7 +35,6 @@ from ds_silent.sinks.claims import (
 )
 from ds_silent.sinks.console import ConsoleSink
 from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
-from ds_silent.sinks.waiting import WaitingSink
 
 logger = logging.getLogger("ds_silent")
 LONGEST = 4096
@@ -58,7 +57,7 @@ class RunDirectory:
         self._base = Path(config.output_dir)
         self._engine = 1
         self._undecided = False
-        self._files: WaitingSink | None = None
+        self._background: Background | None = None  # writes everything but what the monitor gets
         self._claim: Claim | None = None
         self._preflight: str | None = None
         self._stepped = False
@@ -109,14 +108,14 @@ class RunDirectory:
             from ds_silent.sinks.tensorboard import summary_writer_type  # slow: only who wants it pays
 
             summary_writer_type()
-        self._files = WaitingSink()
+        label = None if self._engine == 1 else f"engine-{self._engine}"
+        self._background = Background([ConsoleSink(label=label)], more=True)
         claim = claim_unused(self._base, first_only=True)
         self._undecided = claim is None
         if claim is not None:
             self._write_into(claim, None)
-        label = None if self._engine == 1 else f"engine-{self._engine}"
         monitor = [] if monitor_write is None else [MonitorSink(monitor_write, label)]
-        self.sinks = FanOut([self._files, ConsoleSink(label=label), *monitor])
+        self.sinks = FanOut([self._background, *monitor])
 
     def says(self) -> str:
         """For the console, at the start."""
@@ -139,11 +138,11 @@ class RunDirectory:
         self._stepped = True
         if not once(lambda: self._undecided):
             return
-        if self._files is not None and self._claim is None:
+        if self._background is not None and self._claim is None:
             try:
                 self._decide(done, samples, records)
             except Exception as error:  # the others wait for the answer
-                self._files.open(FanOut([]))
+                self._background.add(())
                 logger.warning("ds_silent: this run's records are not written, the training goes on: %s", error)
         once(self._agree)
         self._undecided = False
@@ -176,7 +175,7 @@ class RunDirectory:
         return done > 0 and holds_step(directory, done, samples, self._config.interval)
 
     def _write_into(self, claim: Claim, done: int | None) -> None:
-        assert self._files is not None
+        assert self._background is not None
         try:
             files = open_files(claim.directory, self._config.tensorboard, resume_step=done or None)
         except SinkError:
@@ -184,7 +183,8 @@ class RunDirectory:
             raise
         self._claim = claim
         self.directory = str(claim.directory)
-        self._files.open(files)
+        self._background.add(files.sinks)
+        self._background.drain()  # what has waited comes before the preflight's file, which looks at it
         if self._preflight is not None:
             self.write_preflight(self._preflight)
 
@@ -204,7 +204,10 @@ class RunDirectory:
 
     def identity(self) -> str | None:
         """For a checkpoint: which records a training that resumes from it continues; on the writing rank."""
-        return None if self._claim is None else identity(self._claim.directory)
+        if self._claim is None or self._background is None:
+            return None
+        self._background.drain()
+        return identity(self._claim.directory)
 
     def close(self) -> None:
         """Others may write here; an engine that never stepped leaves no empty records. No collective."""

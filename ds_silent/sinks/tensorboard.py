@@ -12,16 +12,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
+from ds_silent.sinks.drawn import is_drawn
 from ds_silent.sinks.files import make_directory
 from ds_silent.sinks.scalars import scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-IMAGE_RECORDS = (1, 2, 5, 10, 20, 50)  # then each IMAGE_INTERVAL-th: drawing one takes 0.1 s
-IMAGE_INTERVAL = 100
 FLUSH_SECONDS = 10  # what a killed run loses here at most; metrics.jsonl loses nothing
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
@@ -77,11 +76,14 @@ class TensorBoardSink:
         file_writer.add_summary(summary, record.step)
         if record.cosine_matrix is not None:
             self._matrices += 1
-            if self._matrices in IMAGE_RECORDS or self._matrices % IMAGE_INTERVAL == 0:
+            if is_drawn(self._matrices):
                 from ds_silent.sinks.matrix_image import matrix_image  # imports matplotlib, which is slow
 
                 image = matrix_image(record.cosine_matrix, step=record.step, method=record.direction.method)
                 writer.add_image("silent/direction/matrix", image, record.step, dataformats="HWC")
+
+    def write_scores(self, scores: Scores) -> None:
+        """They are in scores.jsonl."""
 
     def write_event(self, event: Event) -> None:
         if self._writer is None and self._purge_step is None:

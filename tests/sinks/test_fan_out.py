@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ds_silent.config import parse
-from ds_silent.records import Event, StepRecord
-from ds_silent.sinks import FanOut, SinkError, open_sinks
+from ds_silent.records import Event, Scores, StepRecord
+from ds_silent.sinks import Background, FanOut, SinkError, open_sinks
 from ds_silent.sinks.jsonl import JsonlSink, read_metrics
 from tests.sinks.example_records import empty_record, event, full_record
 
@@ -33,6 +33,9 @@ class Recorder:
     def write(self, record: StepRecord) -> None:
         self._call(f"write {record.step}")
 
+    def write_scores(self, scores: Scores) -> None:
+        self._call(f"write_scores {scores.step}")
+
     def write_event(self, event: Event) -> None:
         self._call(f"write_event {event.step}")
 
@@ -46,12 +49,13 @@ class Recorder:
 def use(sinks: FanOut) -> None:
     sinks.write(empty_record(1))
     sinks.write_event(event(1))
+    sinks.write_scores(Scores(1, ()))
     sinks.flush()
     sinks.write(empty_record(2))
     sinks.close()
 
 
-ALL = ["write 1", "write_event 1", "flush", "write 2", "close"]
+ALL = ["write 1", "write_event 1", "write_scores 1", "flush", "write 2", "close"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,8 @@ ALL = ["write 1", "write_event 1", "flush", "write 2", "close"]
         ("", ALL),
         ("write", ["write 1", "close"]),
         ("write_event", ["write 1", "write_event 1", "close"]),
-        ("flush", ["write 1", "write_event 1", "flush", "close"]),
+        ("write_scores", ["write 1", "write_event 1", "write_scores 1", "close"]),
+        ("flush", ["write 1", "write_event 1", "write_scores 1", "flush", "close"]),
         ("close", [*ALL, "close"]),
     ],
 )
@@ -102,7 +107,10 @@ def make_config(directory: Path, **more: object) -> object:
 
 
 def names(sinks: FanOut) -> list[str]:
-    return [type(sink).__name__ for sink in sinks.sinks]
+    found: list[str] = []
+    for sink in sinks.sinks:
+        found += [type(one).__name__ for one in sink.sinks] if isinstance(sink, Background) else [type(sink).__name__]
+    return found
 
 
 def test_the_configuration_decides_which_sinks_open(tmp_path: Path) -> None:

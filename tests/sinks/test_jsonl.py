@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ds_silent.records import to_json
+from ds_silent.records import CosineMatrix, Score, Scores, to_json
 from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.files import LineFile
-from ds_silent.sinks.jsonl import JsonlSink, read_events, read_metrics
+from ds_silent.sinks.jsonl import (
+    JsonlSink,
+    read_event_records,
+    read_events,
+    read_matrices,
+    read_metrics,
+    read_records,
+    read_scores,
+)
 from tests.sinks.example_records import empty_record, event, full_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +44,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     for record in records:
         sink.write(record)
     sink.write_event(event())
+    sink.write_scores(scores(3))
     sink.flush()
     sink.close()
     directory = tmp_path / "deep" / "er"
@@ -41,7 +52,65 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_events(directory / "events.jsonl") == [to_json(event())]
     layers = read_metrics(directory / "layers.jsonl")
     assert layers == [{"step": step, "layers": to_json(records[0].layers)} for step in (1, 3)]
-    assert sorted(path.name for path in directory.iterdir()) == ["events.jsonl", "layers.jsonl", "metrics.jsonl"]
+    names = ["events", "layers", "matrices", "metrics", "scores"]
+    assert sorted(path.name for path in directory.iterdir()) == [f"{name}.jsonl" for name in names]
+
+
+def scores(step: int) -> Scores:
+    return Scores(
+        step, (Score("outlier", -math.inf, 17.5, 2), Score("rounding", 1e-7, 2e-6, where="aggregated gradient"))
+    )
+
+
+def test_what_is_written_is_read_back_as_records(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    records = [full_record(1), empty_record(2), full_record(3, noise_scale=math.inf)]
+    for record in records:
+        sink.write(record)
+        sink.write_scores(scores(record.step))
+    sink.write_event(event())
+    sink.write_event(replace(event(13), false_alarms_per_million_steps=1e-3, score=None))
+    sink.close()
+    lines = [replace(record, cosine_matrix=None, layers=(), exact_check=None) for record in records]
+    assert list(read_records(tmp_path / "metrics.jsonl")) == lines
+    events = [event(), replace(event(13), false_alarms_per_million_steps=1e-3, score=None)]
+    assert list(read_event_records(tmp_path / "events.jsonl")) == events
+    assert list(read_scores(tmp_path / "scores.jsonl")) == [scores(step) for step in (1, 2, 3)]
+    matrices = list(read_matrices(tmp_path / "matrices.jsonl"))
+    assert matrices == [
+        CosineMatrix(1, "sketch", records[0].cosine_matrix),
+        CosineMatrix(3, "sketch", matrices[1].cosines),
+    ]
+
+
+def test_what_is_no_record_is_counted_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_steps(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        path.read_text() + '{"step": 3}\n{"step": 4, "samples": 1, "world_size": 2, "newer": 1}\n{"step": 5'
+    )
+    assert [record.step for record in read_records(path)] == [1, 2, 4]
+    assert "1 torn or foreign lines skipped" in caplog.text
+    assert "1 lines are no StepRecord, skipped" in caplog.text
+    assert len(read_metrics(path)) == 4
+
+
+def test_the_matrix_is_kept_at_the_records_at_which_it_is_drawn(tmp_path: Path) -> None:
+    write_steps(tmp_path, list(range(10, 2020, 10)), ranks=2)
+    drawn = [10, 20, 50, 100, 200, 500, 1000, 2000]
+    assert [matrix.step for matrix in read_matrices(tmp_path / "matrices.jsonl")] == drawn
+    write_steps(tmp_path, [110, 120])  # a run that resumes after step 100 draws its first ones again
+    torn = (tmp_path / "matrices.jsonl").read_bytes()
+    (tmp_path / "matrices.jsonl").write_bytes(torn[:-5])
+    assert [matrix.step for matrix in read_matrices(tmp_path / "matrices.jsonl")] == [*drawn[:4], 110]
+
+
+def test_without_matrices_and_scores_there_are_no_such_files(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(full_record(1, cosine_matrix=None, layers=()))
+    sink.write_scores(Scores(1, ()))
+    sink.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
 
 
 def test_a_record_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> None:

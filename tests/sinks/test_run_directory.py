@@ -127,7 +127,7 @@ def test_a_used_directory_goes_on_only_as_a_resume_of_its_own_run(tmp_path: Path
         assert steps_in(root / "out" / "run-3") == [1]
         assert steps_in(root / "other") == [1, 2, 3, 4, 5, 6, 7]
         assert steps_in(root / "other" / "run-2") == [3]
-        fresh = {"metrics.jsonl", "events.jsonl", "preflight.json"}
+        fresh = {"metrics.jsonl", "events.jsonl", "matrices.jsonl", "scores.jsonl", "preflight.json"}
         assert {path.name for path in (root / "other").iterdir()} == {*fresh, "run-2"}
         assert {path.name for path in (root / "out" / "run-2").iterdir()} == {*fresh, "preflight-1.json"}
 

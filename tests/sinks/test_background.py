@@ -1,0 +1,520 @@
+"""Records are written by a thread: none is lost or out of order, and no step waits longer than is stated."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_silent.records import Event, Scores, StepRecord
+from ds_silent.sinks import background as module
+from ds_silent.sinks.background import Background
+from ds_silent.sinks.base import FanOut
+from ds_silent.sinks.jsonl import JsonlSink, read_event_records, read_records
+from tests.sinks.example_records import empty_record, event, full_record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Recorder:
+    """Keeps what it is given, in order; ``act`` is done before each call."""
+
+    def __init__(self, act: Callable[[str], None] = lambda call: None) -> None:
+        self.calls: list[str] = []
+        self.threads: set[int] = set()
+        self.act = act
+
+    def _call(self, name: str) -> None:
+        self.act(name)
+        self.threads.add(threading.get_ident())
+        self.calls.append(name)
+
+    def write(self, record: StepRecord) -> None:
+        self._call(f"write {record.step}")
+
+    def write_scores(self, scores: Scores) -> None:
+        self._call(f"scores {scores.step}")
+
+    def write_event(self, event: Event) -> None:
+        self._call(f"event {event.step} {event.kind}")
+
+    def flush(self) -> None:
+        self._call("flush")
+
+    def close(self) -> None:
+        self._call("close")
+
+
+class Gate:
+    """Lets no call through while it is closed."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, call: str) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+
+
+def note(step: int, kind: str = "drift", severity: str = "info") -> Event:
+    return replace(event(step, kind), severity=severity)  # type: ignore[arg-type]
+
+
+def run_of(sinks: Any, steps: range) -> list[str]:
+    """What a training hands out, and what each sink should have been called with."""
+    calls = []
+    for step in steps:
+        sinks.write(empty_record(step))
+        sinks.write_scores(Scores(step, ()))
+        calls += [f"write {step}", f"scores {step}"]
+        if step % 7 == 0:
+            sinks.write_event(note(step))
+            calls.append(f"event {step} drift")
+    return calls
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    began = time.monotonic()
+    act()
+    return time.monotonic() - began
+
+
+SLACK = 3.0  # seconds by which a busy machine may be late
+
+
+@pytest.fixture
+def bounds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def set_bounds(**values: float) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(module, name.upper(), value)
+
+    return set_bounds
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# -- healthy sinks -----------------------------------------------------------------------------------------------------
+
+
+def test_every_sink_gets_everything_in_order_from_one_other_thread() -> None:
+    first, second = Recorder(), Recorder()
+    sinks = Background([first, second])
+    expected = run_of(sinks, range(1, 1001))
+    sinks.flush()
+    assert first.calls == second.calls == [*expected, "flush"]
+    expected = first.calls + run_of(sinks, range(1001, 1010))
+    sinks.close()
+    assert first.calls == second.calls == [*expected, "close"]
+    assert len(first.threads) == 1
+    assert first.threads == second.threads != {threading.get_ident()}
+    sinks.write(empty_record(2000))  # after the end: as a closed fan-out, nothing
+    sinks.flush()
+    sinks.close()
+    assert first.calls[-1] == "close"
+
+
+def test_what_comes_later_gets_everything_from_the_beginning() -> None:
+    console, lines = Recorder(), Recorder()
+    sinks = Background([console], more=True)
+    sinks.write_event(note(0, severity="error"))
+    expected = ["event 0 drift", *run_of(sinks, range(1, 20))]
+    sinks.drain()
+    assert console.calls == expected
+    sinks.add([lines])
+    expected += run_of(sinks, range(20, 40))
+    sinks.close()
+    assert lines.calls == console.calls == [*expected, "close"]
+
+
+def test_the_thread_ends_when_it_has_nothing_to_do_and_another_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_IDLE", 0.01)
+    before, sink = threading.active_count(), Recorder()
+    sinks = Background([sink])
+    for step in range(3):
+        sinks.write(empty_record(step))
+        sinks.drain()
+        until = time.monotonic() + 10
+        while threading.active_count() > before and time.monotonic() < until:
+            time.sleep(0.01)
+        assert threading.active_count() == before
+    assert sink.calls == ["write 0", "write 1", "write 2"]
+
+
+def test_a_sink_that_raises_is_dropped_with_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(call: str) -> None:
+        if call == "write 3":
+            raise OSError(28, "No space left on device")
+
+    broken, sound = Recorder(fails), Recorder()
+    sinks = Background([broken, sound])
+    expected = run_of(sinks, range(1, 20))
+    sinks.close()
+    assert sound.calls == [*expected, "close"]
+    assert broken.calls == ["write 1", "scores 1", "write 2", "scores 2", "close"]
+    (sentence,) = told(caplog)
+    assert sentence.startswith("ds_silent: Recorder stops writing for the rest of this run, the training goes on: ")
+
+
+# -- slow and hanging sinks --------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_costs_a_step_no_more_than_the_bound_and_loses_nothing(bounds: Callable[..., None]) -> None:
+    bounds(longest=8, wait=0.2)
+    gate = Gate()
+    slow, sound = Recorder(gate), Recorder()
+    sinks = Background([sound, slow])
+    seconds, expected = [], []
+    for step in range(1, 9):
+        seconds.append(seconds_of(lambda step=step: expected.extend(run_of(sinks, range(step, step + 1)))))  # type: ignore[misc]
+    gate.opened.set()
+    sinks.flush()  # of a queue that is fuller than full
+    assert slow.calls == sound.calls == [*expected, "flush"]
+    assert max(seconds) < 0.2 + SLACK
+    assert sum(second > 0.19 for second in seconds) >= 4  # it did wait, before it grew
+    sinks.close()
+
+
+def test_a_slow_sink_slows_the_training_down_before_the_queue_grows(bounds: Callable[..., None]) -> None:
+    bounds(longest=8, wait=60.0)
+    slow = Recorder(lambda call: time.sleep(0.005))
+    sinks = Background([slow])
+    longest, expected = 0, []
+    for step in range(1, 60):
+        expected += run_of(sinks, range(step, step + 1))
+        longest = max(longest, len(sinks._lines[0].entries))
+    sinks.close()
+    assert slow.calls == [*expected, "close"]
+    assert longest <= 8
+
+
+def test_a_sink_that_hangs_takes_no_other_with_it(
+    bounds: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    bounds(longest=8, wait=0.2, stuck=0.5)
+    gate = Gate()
+    sound, hangs, other = Recorder(), Recorder(gate), Recorder()
+    sinks = Background([sound, hangs, other])
+    expected = run_of(sinks, range(1, 3))
+    assert gate.reached.wait(10)
+    assert seconds_of(sinks.flush) < 0.5 + SLACK
+    expected.append("flush")
+    assert sound.calls == other.calls == expected
+    (sentence,) = told(caplog)
+    assert "Recorder has not returned for 0 s" in sentence
+    seconds = seconds_of(lambda: expected.extend(run_of(sinks, range(3, 100))))
+    assert seconds < 0.2 * 97 / 2  # nobody waits for it any more
+    sinks.flush()
+    expected.append("flush")
+    assert sound.calls == other.calls == expected
+    assert hangs.calls == []
+    gate.opened.set()
+    until = time.monotonic() + 10
+    while len(hangs.calls) < len(expected) and time.monotonic() < until:
+        sinks.drain()
+        time.sleep(0.01)
+    assert hangs.calls == expected  # what has waited, in order
+    assert len(told(caplog)) == 1
+    sinks.close()
+    assert hangs.calls == [*expected, "close"]
+
+
+def test_a_sink_that_hangs_until_the_end_is_told_with_what_is_lost(
+    bounds: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    bounds(stuck=0.5)
+    gate = Gate()
+    sound, hangs = Recorder(), Recorder(gate)
+    sinks = Background([sound, hangs])
+    expected = run_of(sinks, range(1, 5))
+    assert seconds_of(sinks.close) < 1.0 + SLACK
+    assert sound.calls == [*expected, "close"]
+    assert told(caplog)[-1] == "ds_silent: Recorder is stuck: its last 9 entries are lost"
+    gate.opened.set()
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:
+    sinks = Background([JsonlSink(tmp_path), Recorder()])
+    for step in range(1, 100):
+        sinks.write(empty_record(step))
+        if step % 10 == 0:
+            sinks.write_event(note(step, severity="error"))
+            assert [one.step for one in read_event_records(tmp_path / "events.jsonl")] == list(range(10, step + 1, 10))
+            assert [one.step for one in read_records(tmp_path / "metrics.jsonl")] == list(range(1, step + 1))
+    sinks.close()
+
+
+def test_an_error_overtakes_what_the_other_sinks_wait_for(bounds: Callable[..., None]) -> None:
+    bounds(wait=60.0)
+    order: list[str] = []
+    gate = Gate()
+    lines, slow = Recorder(lambda call: order.append(f"lines {call}")), Recorder(order.append)
+    sinks = Background([lines, slow, Recorder(gate)])
+    for step in range(1, 4):
+        sinks.write(empty_record(step))
+    assert gate.reached.wait(10)  # the thread is at the first record in the last sink
+    caller = threading.Thread(target=sinks.write_event, args=(note(3, severity="error"),))
+    caller.start()
+    while len(sinks._lines[0].entries) < 3:
+        time.sleep(0.001)
+    gate.opened.set()
+    caller.join(60)
+    assert order[:5] == ["lines write 1", "write 1", "lines write 2", "lines write 3", "lines event 3 drift"]
+    sinks.close()
+    assert slow.calls == lines.calls == ["write 1", "write 2", "write 3", "event 3 drift", "close"]
+
+
+def test_an_error_waits_for_slow_lines_no_longer_than_the_bound(bounds: Callable[..., None]) -> None:
+    bounds(wait=0.2)
+    gate = Gate()
+    slow = Recorder(gate)
+    sinks = Background([slow])
+    sinks.write(empty_record(1))
+    assert 0.19 < seconds_of(lambda: [sinks.write_event(note(1, severity="error")) for _ in range(30)]) < 0.2 + SLACK
+    gate.opened.set()
+    sinks.close()
+    assert slow.calls == ["write 1", *["event 1 drift"] * 30, "close"]
+
+
+# -- without the thread ------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_dies_is_told_and_the_caller_writes(caplog: pytest.LogCaptureFixture) -> None:
+    def leaves(call: str) -> None:
+        if call == "write 3" and threading.current_thread() is not threading.main_thread():
+            raise SystemExit(7)
+
+    leaver, sound = Recorder(leaves), Recorder()
+    sinks = Background([leaver, sound])
+    expected = run_of(sinks, range(1, 30))
+    sinks.flush()
+    expected += ["flush", *run_of(sinks, range(30, 60))]
+    assert sound.calls == expected  # at once
+    sinks.close()
+    assert sound.calls == [*expected, "close"]
+    assert leaver.calls == [call for call in sound.calls if call != "write 3"]
+    assert told(caplog) == [
+        "ds_silent: the thread that writes the records is gone (SystemExit: 7); the training thread writes from now on"
+    ]
+
+
+def interrupted(call: str) -> None:
+    raise KeyboardInterrupt
+
+
+def test_where_no_thread_can_be_started_the_caller_writes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    sink = Recorder()
+    sinks = Background([sink])
+    expected = run_of(sinks, range(1, 30))
+    assert sink.calls == expected
+    assert sink.threads == {threading.get_ident()}
+    sinks.close()
+    assert len(told(caplog)) == 1
+    with pytest.raises(KeyboardInterrupt):  # and an interrupt is not swallowed there
+        Background([Recorder(interrupted)]).write(empty_record(1))
+
+
+# -- the end of a process ----------------------------------------------------------------------------------------------
+
+HEAD = """
+import os, sys, time
+from pathlib import Path
+from ds_silent.sinks.background import Background
+from ds_silent.sinks.jsonl import JsonlSink
+from tests.sinks.example_records import event, full_record
+from tests.sinks.test_background import Recorder, note
+directory = Path(sys.argv[1])
+slow = Recorder(lambda call: time.sleep(0.002))
+sinks = Background([JsonlSink(directory), slow])
+"""
+
+
+def program(text: str, directory: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HEAD + text, str(directory)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Raw lines: a reader would drop what is there twice."""
+    return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_process_that_just_ends_has_written_everything(tmp_path: Path) -> None:
+    text = """
+for step in range(1, 200):
+    sinks.write(full_record(step, layers=()))
+sinks.write_event(note(199))
+sys.exit(3)
+"""
+    with program(text, tmp_path) as process:
+        assert process.wait(60) == 3
+    assert steps_in(tmp_path) == list(range(1, 200))
+    assert [one.step for one in read_event_records(tmp_path / "events.jsonl")] == [199]
+
+
+def child_that_ends(directory: str) -> None:
+    sinks = Background([JsonlSink(directory), Recorder(lambda call: time.sleep(0.001))])
+    for step in range(1, 200):
+        sinks.write(full_record(step, layers=()))
+
+
+def test_a_child_of_multiprocessing_has_written_everything(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=child_that_ends, args=(str(tmp_path),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert steps_in(tmp_path) == list(range(1, 200))
+
+
+def test_kill_9_takes_the_last_lines_at_most_and_no_error(tmp_path: Path) -> None:
+    text = """
+step = 0
+while True:
+    step += 1
+    sinks.write(full_record(step, layers=()))
+    if step % 50 == 0:
+        sinks.write_event(note(step, severity="error"))
+        print(step, flush=True)
+"""
+    process = program(text, tmp_path)
+    assert process.stdout is not None
+    for _ in range(10):
+        told = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    process.stdout.close()
+    *whole, last = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
+    assert last == b""
+    assert [json.loads(line)["step"] for line in whole] == list(range(1, len(whole) + 1))
+    assert len(whole) >= told == 500  # the error came after them
+    assert [one.step for one in read_event_records(tmp_path / "events.jsonl")][:10] == list(range(50, 501, 50))
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+def forked(act: Callable[[], None]) -> int:
+    """Exit status of a child; one that hangs is ended by an alarm."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            act()
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_child_neither_writes_nor_hangs_and_the_parent_goes_on(tmp_path: Path) -> None:
+    other = Recorder(lambda call: time.sleep(0.001))
+    sinks = Background([JsonlSink(tmp_path), other])
+
+    def uses() -> None:
+        sinks.write(empty_record(1000))
+        sinks.write_event(note(1000, severity="error"))
+        sinks.flush()
+        sinks.add([Recorder()])
+        sinks.drain()
+        sinks.close()
+        module._drain_all()
+        os._exit(0)
+
+    for step in range(1, 10):
+        sinks.write(full_record(step, layers=()))
+        assert forked(uses) == 0
+    sinks.close()
+    assert steps_in(tmp_path) == list(range(1, 10))
+    assert other.calls == [*(f"write {step}" for step in range(1, 10)), "close"]
+    assert (tmp_path / "events.jsonl").read_bytes() == b""
+
+
+def test_no_fork_in_the_middle_of_a_write(bounds: Callable[..., None]) -> None:
+    """Where a library holds a lock that the child could never open."""
+    bounds(wait=60.0)
+    lock = threading.Lock()
+
+    def locks(call: str) -> None:
+        with lock:
+            time.sleep(0.01)
+
+    def takes_the_lock() -> None:
+        os._exit(0 if lock.acquire(timeout=5) else 1)
+
+    sink = Recorder(locks)
+    sinks = Background([sink])
+    for step in range(15):
+        sinks.write(empty_record(2 * step))
+        sinks.write(empty_record(2 * step + 1))
+        time.sleep(0.003)  # it is in the middle of one
+        assert forked(takes_the_lock) == 0
+    sinks.close()
+    assert sink.calls == [*(f"write {step}" for step in range(30)), "close"]
+
+
+def test_a_fork_waits_for_a_hanging_sink_no_longer_than_the_bound(bounds: Callable[..., None]) -> None:
+    bounds(wait=0.2)
+    gate = Gate()
+    sink = Recorder(gate)
+    sinks = Background([sink])
+    sinks.write(empty_record(1))
+    assert gate.reached.wait(10)
+    assert seconds_of(lambda: forked(lambda: os._exit(0))) < 0.2 + SLACK
+    gate.opened.set()
+    sinks.close()
+    assert sink.calls == ["write 1", "close"]
+
+
+def test_a_sink_that_forks_does_not_wait_for_itself(bounds: Callable[..., None]) -> None:
+    bounds(wait=60.0)
+
+    def forks(call: str) -> None:
+        assert forked(lambda: os._exit(0)) == 0
+
+    sink = Recorder(forks)
+    sinks = Background([sink])
+    sinks.write(empty_record(1))
+    assert seconds_of(sinks.close) < 30.0
+    assert sink.calls == ["write 1", "close"]
+
+
+# -- the same files ----------------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_those_that_the_caller_would_write(tmp_path: Path) -> None:
+    for name, sinks in (
+        ("caller", FanOut([JsonlSink(tmp_path / "caller")])),
+        ("thread", Background([JsonlSink(tmp_path / "thread")])),
+    ):
+        for step in range(1, 120):
+            sinks.write(full_record(step, noise_scale=float(step)))
+            sinks.write_event(note(step, severity="error" if step % 9 == 0 else "info"))
+        sinks.close()
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [
+            f"{file}.jsonl" for file in ("events", "layers", "matrices", "metrics")
+        ]
+    for path in (tmp_path / "caller").iterdir():
+        assert path.read_bytes() == (tmp_path / "thread" / path.name).read_bytes()
