@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import ds_silent
 import ds_silent.exchange.gather
 from ds_silent.drill.deepspeed.seams import Seams
-from ds_silent.drill.faults.inputs import Injection
+from ds_silent.drill.faults.injection import Injection
 from ds_silent.frameworks.patches import Patches
 
 from .errors import Error, Errors
