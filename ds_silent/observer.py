@@ -38,7 +38,7 @@ from ds_silent.measure.reduction import Audit
 from ds_silent.ranks.lockstep import Lockstep
 from ds_silent.recorder import Writer
 from ds_silent.records import Event, Seconds, StepRecord
-from ds_silent.replicas.checksums import Drift
+from ds_silent.replicas.compare import Drift
 from ds_silent.respond.responder import Responder
 from ds_silent.sinks.run_directory import RunDirectory
 

@@ -20,7 +20,7 @@ from ds_silent.measure.record import Context, measure
 from ds_silent.measure.reduction import Audit, Told
 from ds_silent.measure.rows import RowTracker, testimony
 from ds_silent.records import Event, Repair, Severity, StepRecord
-from ds_silent.replicas.checksums import Drift
+from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
 from ds_silent.sinks import Sink
 

@@ -6,7 +6,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.gather import Layout, gathers_sketches
 from ds_silent.frameworks.base import Capture
 from ds_silent.maths.micro_batches import LARGEST
-from ds_silent.replicas.checksums import Replicas
+from ds_silent.replicas.history import Replicas
 
 REMEMBERED = 10
 """Times between two comparisons of the replicas at which checksums are remembered, to find the first bad step by."""

@@ -30,8 +30,9 @@ from ds_silent.maths.rounding_bound import (
     terms_of_sums,
 )
 from ds_silent.measure.record import on_all
+from ds_silent.ranks.parts import Parts, parts_of
 from ds_silent.records import IntegrityStats, Repair
-from ds_silent.replicas.checksums import Drift, Groups, groups_of
+from ds_silent.replicas.compare import Drift
 
 CLIP_EPSILON = 1e-6  # DeepSpeed and torch.nn.utils.clip_grad_norm_ add it to the norm
 
@@ -81,7 +82,7 @@ class Examined:
 
     check: AggregateCheck | None
     cause: Cause | None  # where the check failed
-    received: dict[int, Groups] | None  # layer -> ranks by equal bits of the aggregate, where they differ
+    received: dict[int, Parts] | None  # layer -> ranks by equal bits of the aggregate, where they differ
     overflows: bool = False
     changed: bool = False  # the script has changed it since: a repetition would lose that
 
@@ -99,7 +100,7 @@ class Told:
     """What :mod:`ds_silent.respond.responder` has found and done since the last record."""
 
     reduction: Examined | None = None  # the first attempt, where it was wrong
-    replicas: Groups | None = None  # of the last comparison, or of the first that found a difference
+    replicas: Parts | None = None  # of the last comparison, or of the first that found a difference
     drift: Drift | None = None
     repairs: tuple[Repair, ...] = ()
 
@@ -110,9 +111,9 @@ class Integrity:
 
     check: AggregateCheck | None = None
     cause: Cause | None = None  # where the check failed
-    received: dict[int, Groups] | None = None  # layer -> ranks by equal bits of the aggregate, where they differ
+    received: dict[int, Parts] | None = None  # layer -> ranks by equal bits of the aggregate, where they differ
     applied: Applied | None = None
-    replicas: Groups | None = None
+    replicas: Parts | None = None
     drift: Drift | None = None
     layers: tuple[str, ...] = ()  # names
     repeated: bool | None = None  # whether the reduction was right when it was repeated; None: it was not
@@ -173,7 +174,7 @@ class Audit:
         micro_batches = self._diagnose(gathered, check)
         replicas = told.replicas
         if gathered.hashes is not None and bool((gathered.scalars["replica_seen"] > 0).all()):
-            replicas = groups_of(gathered.hashes[:, 0])
+            replicas = parts_of(gathered.hashes[:, 0].tolist())
         applied = self._applied(gathered)
         self._remember(gathered, alike=not examined.received)
         stats = IntegrityStats(
@@ -240,13 +241,13 @@ class Audit:
         )
         return explain(pieces, torch.tensor(tolerances), leftover)
 
-    def _received(self, gathered: Gathered) -> dict[int, Groups] | None:
+    def _received(self, gathered: Gathered) -> dict[int, Parts] | None:
         """Bits are compared, so no threshold is needed; a NaN equals itself here."""
         if self._layout.hashes < 2 or gathered.hashes is None or not on_all(gathered.scalars["aggregate_seen"]):
             return None
         layers = gathered.hashes[:, 1:]
         apart = (layers != layers[0]).any(0).nonzero().flatten().tolist()
-        return {layer: groups_of(layers[:, layer]) for layer in apart}
+        return {layer: parts_of(layers[:, layer].tolist()) for layer in apart}
 
     # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
 

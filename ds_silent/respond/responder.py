@@ -29,9 +29,12 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.gather import Exchange
 from ds_silent.frameworks.base import Capture
 from ds_silent.measure.reduction import Audit, Examined, Told
+from ds_silent.ranks.parts import Parts
 from ds_silent.records import Repair, RepairMethod
-from ds_silent.replicas.checksums import Bits, Drift, Groups, Replica, gathered, groups_of
-from ds_silent.replicas.restore import Averaging, Comparison, average, compare, restore
+from ds_silent.replicas.average import Averaging, average
+from ds_silent.replicas.checksums import Bits, Replica
+from ds_silent.replicas.compare import Comparison, Drift, compare, gathered
+from ds_silent.replicas.restore import restore
 
 _Result = TypeVar("_Result")
 _UNKNOWN = 2  # beats every other vote
@@ -43,13 +46,13 @@ class _Notes:
 
     def __init__(self) -> None:
         self._reductions: list[tuple[int, Examined]] = []
-        self._comparisons: list[tuple[int, Groups, Drift | None]] = []
+        self._comparisons: list[tuple[int, Parts, Drift | None]] = []
         self._repairs: list[Repair] = []
 
     def reduction(self, step: int, wrong: Examined) -> None:
         self._reductions.append((step, wrong))
 
-    def comparison(self, step: int, groups: Groups, drift: Drift | None) -> None:
+    def comparison(self, step: int, groups: Parts, drift: Drift | None) -> None:
         self._comparisons.append((step, groups, drift))
 
     def repair(self, repair: Repair) -> None:
@@ -305,7 +308,7 @@ class _Dynamic:
 
 
 def _drift(replica: Replica, found: Comparison, first: int, step: int) -> Drift:
-    return Drift(tuple(replica.items[place][0] for place in found.apart), found.groups, step, first)
+    return found.drift([name for name, _ in replica.items], step, first)
 
 
 def _repair_of(
@@ -320,17 +323,6 @@ def _repair_of(
     next_interval: int | None = None,
 ) -> Repair:
     names = tuple(replica.items[place][0] for place in found.apart)
-    ranks = _outvoted(found) if method == "majority" else ()
+    ranks = found.outvoted if method == "majority" else ()
     seconds = time.perf_counter() - started
     return Repair(step, method, still.equal, attempts, sent, seconds, names, ranks, next_interval=next_interval)
-
-
-def _outvoted(found: Comparison) -> tuple[int, ...]:
-    """Ranks outside of a tensor's majority. Of whole replicas there may be none, and nobody is named without one."""
-    ranks: set[int] = set()
-    for place in found.apart:
-        assert found.values is not None
-        held = groups_of(found.values[:, place])
-        if 2 * len(held[0]) > len(found.values):
-            ranks.update(rank for group in held[1:] for rank in group)
-    return tuple(sorted(ranks))
