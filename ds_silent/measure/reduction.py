@@ -1,6 +1,6 @@
 """From what all ranks sent to what is known of the reduction, the optimizer's input and the replicas.
 
-    audit = Audit(layout, arithmetic, clip, log_rate)        # on the writing rank
+    audit = Audit(layout, arithmetic, clip, log_rate)        # on every rank: each may examine
     stats, findings = audit.step(gathered, drift)            # once per gathered sample, in order
 
 What the optimizer applied is known one measurement later than the rest: it is compared with the aggregate of the step

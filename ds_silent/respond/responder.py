@@ -1,9 +1,9 @@
 """Acts on what is wrong: the only code that changes a training, and only where the configuration asks for it.
 
     responder = Responder(capture, exchange, audit, config)
-    responder.before_update(step)    # repeat the reduction until it is right; bring an averaging to its end
-    responder.after_update(step)     # replicas are compared and made equal
-    responder.take(step)             # what was found and done up to a step, for its record and the events
+    responder.before_update(step, due)   # repeat the reduction until it is right; bring an averaging to its end
+    responder.after_update(step, due)    # replicas are compared and made equal
+    responder.take(step)                 # what was found and done up to a step, for its record and the events
 
 Every rank calls every method at the same steps, and every decision is taken by all ranks alike: from what was gathered,
 or by a vote, in which a rank whose own examination broke says so, and nobody responds. From the decision on a response
