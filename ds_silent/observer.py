@@ -39,7 +39,7 @@ from ds_silent.measure.reduction import Audit
 from ds_silent.ranks.lockstep import Lockstep
 from ds_silent.recorder import make_recorder
 from ds_silent.records import Event, StepRecord
-from ds_silent.replicas.checksums import Drift
+from ds_silent.replicas.compare import Drift
 from ds_silent.replicas.timing import ReplicaChecks
 from ds_silent.respond.responder import Responder
 from ds_silent.respond.stop import end_by_event, end_suspect, save_suspect

@@ -1,6 +1,6 @@
 """On the writing rank: a gathered sample becomes a record, the record events, and both are written.
 
-writer = Writer(sink, judge, audit, layout, stop_on="error")
+writer = Writer(sink, judge, audit, layout, ranks=4, stop_on="error")
 writer.sample(gathered, context, drift, told, wait=False)      # once per measured step, in order
 writer.report(event)                                           # what others have found
 writer.ends                                                    # the event that is to end the training, if any
@@ -23,7 +23,7 @@ from ds_silent.measure.record import Context, measure
 from ds_silent.measure.reduction import Audit
 from ds_silent.measure.rows import RowTracker, testimony
 from ds_silent.records import Event, Repair, Severity, StepRecord
-from ds_silent.replicas.checksums import Drift
+from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
 from ds_silent.sinks import Sink
 

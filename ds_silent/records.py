@@ -108,7 +108,7 @@ class StepRecord:
     """Everything measured at one optimizer step: one line of ``metrics.jsonl``.
 
     ``cosine_matrix`` (N x N, ranks as rows) and ``layers`` are for the sinks that draw; they are not part of the
-    fixed ``metrics.jsonl`` format. ``exact_check`` is |mean cosine by sketch - exact|, when both were measured.
+    fixed ``metrics.jsonl`` format. ``exact_check`` is the mean cosine by sketch minus the exact one, where both are.
     """
 
     step: int  # the optimizer step, counted from 1

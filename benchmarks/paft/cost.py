@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.drill.deepspeed.seams import Collective, Seams
-from ds_silent.drill.faults.inputs import NOTHING, Injection
+from ds_silent.drill.deepspeed.seams import Seams
+from ds_silent.drill.faults.injection import NOTHING, Collective, Injection
 from ds_silent.practice.ranks import on_ranks
 
 from .methods import METHODS, NO_COMPARISON, Method

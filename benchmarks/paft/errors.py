@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_silent.drill.deepspeed.seams import Collective
-
-TOP_EXPONENT_BIT = 30  # of fp32; zero in every |x| < 2: a flip multiplies by 2^128
+from ds_silent.drill.faults.damage import flip_bit, top_exponent_bit
+from ds_silent.drill.faults.injection import Collective
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Errors:
             self._add_noise(values, error.variance, stream=1)
         elif error.kind == "flip":
             element = int(torch.randint(len(values), (1,), generator=self._generator(stream=2)))
-            flip_bit(values, element, TOP_EXPONENT_BIT)
+            flip_bit(values, element, top_exponent_bit(values))
         elif error.kind == "dropped":
             values.copy_(own)
         elif error.kind == "stale":
@@ -117,9 +116,3 @@ class Errors:
 def mixed(seed: int, step: int, rank: int, attempt: int, stream: int) -> int:
     """One number for each combination: below 10^6 steps, 1,000 ranks, 100 attempts and 10 streams."""
     return (((seed * 1_000_000 + step) * 1_000 + rank) * 100 + attempt) * 10 + stream
-
-
-def flip_bit(values: Tensor, element: int, bit: int) -> None:
-    """In place, of a contiguous fp32 vector; bit 0 is the lowest, 31 the sign."""
-    mask = torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
-    values.view(torch.int32)[element] ^= mask

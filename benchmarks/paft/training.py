@@ -28,7 +28,7 @@ import ds_silent
 import ds_silent.exchange.constant_size
 import ds_silent.exchange.gather
 from ds_silent.drill.deepspeed.seams import Seams
-from ds_silent.drill.faults.inputs import Injection
+from ds_silent.drill.faults.injection import Injection
 from ds_silent.frameworks.patches import Patches
 
 from .errors import Error, Errors

@@ -1,9 +1,9 @@
 """One rank's gradient of one step, put together from what the hooks of any framework see.
 
     local = LocalGradient(...)
-    local.observe(index, gradient, boundary=True)      # from a leaf hook: one micro-batch's gradient of one parameter
-    local.observe_silent()                             # at the boundary, before the reduction
-    local.accumulator.take()                           # its sketch and squared norm
+    local.observe(index, gradient, boundary=True, exact=False)     # from a leaf hook: of one micro-batch and parameter
+    local.observe_silent(exact=False)                              # at the boundary, before the reduction
+    local.accumulator.take()                                       # its sketch and squared norm
 
 There are two kinds of rooms. Where the gradient accumulates in a buffer of its own until the reduction, one look at
 the boundary suffices: what the buffer holds plus what is coming in, rounded as the addition will round it. Where every

@@ -3,9 +3,9 @@
     sampler = StepSampler(local, rows, sends, together)
     sampler.loss(loss)                                   # per micro-batch
     sampler.reduced(aggregated)                          # the reduction has ended; the script may change its result now
-    sampler.sample(aggregated, scale, hashes)            # the step begins
-    sampler.apply(index, start, values)                  # from inside the optimizer's step: what it is about to use
-    sampler.end_step(applied=True)                       # the comparison of the two travels with the next sample
+    sampler.sample(aggregated, scale, gram, hashes)      # the step begins
+    sampler.apply(parts)                                 # from inside the optimizer's step: what it is about to use
+    sampler.end_step(observed=True)                      # the comparison of the two travels with the next sample
 
 Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.ranks.together`: the next sample says "failed", and
 all ranks switch off together.

@@ -6,12 +6,12 @@
 Every detector is a file: what is no number or is missing (``broken``), equal rows (``duplicates``), the order of the
 data (``order``), the same order in every epoch (``same_order``), a rank that takes the same rows again (``repeats``)
 or another number of rows (``batch_size``), a rank that differs (``outlier``) or one of its layers (``layers``), a rank
-whose code does something else (``conduct``), a jump against the run's past (``drift``), a result that is wrong
-(``integrity``). They say what they see at this step; ``episodes`` makes one event of it when it starts and one when it
+whose code does something else (``conduct``), a jump against the run's past (``jump``), a result that is wrong
+(``result``). They say what they see at this step; ``episodes`` makes one event of it when it starts and one when it
 ends.
 
 ``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier with
-layers, drift and the rounding bounds of ``integrity``. The derivations are in ``sequential``, ``layers`` and
+layers, drift and the rounding bounds of ``result``. The derivations are in ``sequential``, ``layers`` and
 ``ds_silent.maths.rounding_bound``. The others state facts. Scores and thresholds of the first three are natural
 logarithms of evidence: a threshold of 16 says that chance reaches it once in e^16 steps. Their events carry the rate at
 which they would just still be told; ``judge.scores`` is what they saw at the newest step, told or not.

@@ -1,6 +1,6 @@
 """One rank whose gradient is off in some layers only: what the whole gradient's norm and direction hardly show.
 
-    test = LayerTest(ranks=4, names=("embedding", "layers.0", "layers.1"), log_threshold=16.6)
+    test = LayerTest(ranks=4, log_threshold=16.6)
     findings = test.step(record.step, evidence.layers, evidence.label_tokens)      # one per flagged rank
 
 Two statistics of each layer l and rank r are followed, both *against the rank's own other layers*:

@@ -15,8 +15,9 @@ from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
+from ds_silent.ranks.parts import Parts, outvoted
 from ds_silent.records import Event, Score, Severity, StepRecord
-from ds_silent.replicas.checksums import Drift, Groups
+from ds_silent.replicas.compare import Drift
 
 SHOWN_LAYERS = 3
 _REDUCTION = (
@@ -81,16 +82,9 @@ def notes(seen: ReductionEvidence | None) -> list[Event]:
     return [Event(step, kind, "info", (), where, None, None, message, remedy)]
 
 
-def replicas(record: StepRecord, groups: Groups, drift: Drift | None) -> list[Finding]:
+def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Finding]:
     """What a comparison of the replicas says; until the next one, it stands."""
     return [_drift(record, groups, drift)] if len(groups) > 1 else []
-
-
-def minority(groups: Groups, world_size: int) -> tuple[int, ...]:
-    """The ranks outside a group of more than half of all; none without such a group."""
-    if 2 * len(groups[0]) <= world_size:
-        return ()
-    return tuple(sorted(rank for group in groups[1:] for rank in group))
 
 
 def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCheck) -> Finding:
@@ -113,7 +107,7 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     if received:
         groups = next(iter(received.values()))
         message += f" {_who_received(groups, record.world_size)}"
-        odd = minority(groups, record.world_size)
+        odd = outvoted(groups)
         apart = len(groups) == record.world_size > 1
         if apart and (what == "unreduced" or (record.world_size > 2 and what != "leftover")):
             kind, what, ranks = "unreduced-gradient", "unreduced", ()
@@ -211,10 +205,10 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _received(record: StepRecord, received: dict[int, Groups], layers: tuple[str, ...], result: str) -> Finding:
+def _received(record: StepRecord, received: dict[int, Parts], layers: tuple[str, ...], result: str) -> Finding:
     """The checked slices add up to the mean or sum, and yet ranks hold different bits elsewhere."""
     groups, where = next(iter(received.values())), _where(tuple(received), layers)
-    odd = minority(groups, record.world_size)
+    odd = outvoted(groups)
     message = (
         f"The ranks hold different aggregated gradients in {where}: {_who_received(groups, record.world_size)} The "
         "difference is within rounding, or outside of what each rank checks."
@@ -225,8 +219,8 @@ def _received(record: StepRecord, received: dict[int, Groups], layers: tuple[str
     )
 
 
-def _who_received(groups: Groups, world_size: int) -> str:
-    odd = minority(groups, world_size)
+def _who_received(groups: Parts, world_size: int) -> str:
+    odd = outvoted(groups)
     if odd:
         return f"{named(odd, world_size).capitalize()} received something else than the other {world_size - len(odd)}."
     return f"There are {len(groups)} versions among {world_size} ranks, and none of them has a majority."
@@ -290,8 +284,8 @@ def _applied(record: StepRecord, seen: AppliedCheck) -> list[Finding]:
     return findings
 
 
-def _drift(record: StepRecord, groups: Groups, drift: Drift | None) -> Finding:
-    odd = minority(groups, record.world_size)
+def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
+    odd = outvoted(groups)
     message = f"The replicas hold different bits: {_versions(groups, odd, record.world_size)}"
     where, since = "replica", record.step
     if drift is not None and drift.names:
@@ -312,7 +306,7 @@ def _drift(record: StepRecord, groups: Groups, drift: Drift | None) -> Finding:
     return Finding(key, "replica-drift", "error", odd, where, None, None, message, remedy, since)
 
 
-def _versions(groups: Groups, odd: tuple[int, ...], world_size: int) -> str:
+def _versions(groups: Parts, odd: tuple[int, ...], world_size: int) -> str:
     if odd:
         return f"{named(odd, world_size)} {'differs' if len(odd) == 1 else 'differ'} from the others."
     listed = "; ".join(named(group) for group in groups[:4])

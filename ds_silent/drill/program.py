@@ -20,8 +20,9 @@ from typing import Any
 from ds_silent.config import ConfigError
 from ds_silent.drill.deepspeed.rehearsal import Run, Trial, prepare, rehearse
 from ds_silent.drill.deepspeed.setting import Dtype, Setting, make_setting
-from ds_silent.drill.faults.catalogue import FAULTS, WARM, Fault
-from ds_silent.drill.faults.inputs import Strike
+from ds_silent.drill.faults.catalogue import FAULTS
+from ds_silent.drill.faults.fault import WARM, Fault
+from ds_silent.drill.faults.injection import Strike
 from ds_silent.drill.faults.responses import ORDERED, Response
 from ds_silent.drill.verdicts.found import Verdict, due, judge, judge_healthy, loss_shift
 from ds_silent.drill.verdicts.repaired import RepairVerdict, judge_repair

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_silent.drill.faults.catalogue import FAULTS, Fault
+from ds_silent.drill.faults.catalogue import FAULTS
+from ds_silent.drill.faults.fault import Fault
 from ds_silent.drill.program import Outcome, Result
 from ds_silent.drill.verdicts.found import due
 

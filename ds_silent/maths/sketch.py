@@ -1,9 +1,9 @@
 """A linear sketch of a gradient: k numbers from which norms, cosines and checksums follow.
 
     plan = make_plan(numel=total, size=16384, device=device)
-    table = plan.new_table()
+    table, scratch = plan.new_table(), plan.new_scratch()
     for piece in plan.pieces(offset, flat.numel()):     # flat: one parameter's gradient, at its global offset
-        add(plan, table, piece, flat[piece.begin : piece.end])
+        add(plan, table, piece, flat[piece.begin : piece.end], scratch)
     sketch = plan.fold(table)                           # (k,) fp32
 
 All parameters of a model are seen as one long vector x of D elements. Element p lies in row p // T and column

@@ -1,4 +1,4 @@
-"""Which rows the ranks saw: duplicates within a step, and how much of the epoch was seen, once or again.
+"""Which rows the ranks saw: duplicates within a step, and how much of the epoch was seen.
 
 step = unpack_ids(gathered)                        # sample_ids: every rank's ids
 duplicates(step.per_rank).count                    # exact
@@ -32,62 +32,24 @@ MAX_PAIR_RANKS = 512  # above, the N x N table of shared rows is not made
 class Duplicates:
     """Rows of one step that more than one rank holds. Exact for the ids that were given."""
 
-    rows: int  # distinct rows of the step
     count: int  # distinct rows that two or more ranks hold
-    shared: tuple[int, ...]  # per rank: distinct rows that another rank holds too
-    distinct: tuple[int, ...]  # per rank: distinct rows
-    groups: tuple[tuple[int, ...], ...]  # ranks connected by shared rows, two or more each
     pairs: tuple[tuple[int, int, int], ...]  # (rank, rank, rows shared), most first; empty above MAX_PAIR_RANKS ranks
-    within: tuple[int, ...]  # per rank: visits of this step that repeat one of its own rows
 
 
 def duplicates(ids: Sequence[Ids]) -> Duplicates:
     """Compares one step's ids of all ranks; ``ids[rank]`` int64 (rows,), of any length."""
-    ranks = len(ids)
-    lengths = np.array([len(one) for one in ids], dtype=np.int64)
     values = np.concatenate([*ids, np.empty(0, np.int64)])
-    owners = np.repeat(np.arange(ranks), lengths)
+    owners = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
     order = np.lexsort((owners, values))
     values, owners = values[order], owners[order]
     first = np.ones(len(values), dtype=bool)
     first[1:] = (values[1:] != values[:-1]) | (owners[1:] != owners[:-1])
     values, owners = values[first], owners[first]  # one entry per (row, rank)
-    distinct = np.bincount(owners, minlength=ranks)
     starts = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1]))) if len(values) else np.empty(0, int)
     holders = np.diff(np.concatenate((starts, [len(values)])))
     many = np.repeat(holders > 1, holders)
     row_of, owners = np.repeat(np.arange(len(holders)), holders)[many], owners[many]
-    return Duplicates(
-        rows=len(starts),
-        count=int((holders > 1).sum()),
-        shared=tuple(np.bincount(owners, minlength=ranks).tolist()),
-        distinct=tuple(distinct.tolist()),
-        groups=_groups(row_of, owners),
-        pairs=_pairs(row_of, owners, ranks),
-        within=tuple((lengths - distinct).tolist()),
-    )
-
-
-def _groups(row_of: Ids, owners: Ids) -> tuple[tuple[int, ...], ...]:
-    """Connected ranks: neighbours in a row's list of holders are connected."""
-    same = row_of[1:] == row_of[:-1]
-    edges = (
-        np.unique(np.stack((owners[:-1][same], owners[1:][same]), 1), axis=0) if same.any() else np.empty((0, 2), int)
-    )
-    parent: dict[int, int] = {int(rank): int(rank) for rank in np.unique(owners)}
-
-    def root(rank: int) -> int:
-        while parent[rank] != rank:
-            parent[rank] = parent[parent[rank]]
-            rank = parent[rank]
-        return rank
-
-    for a, b in edges.tolist():
-        parent[max(root(a), root(b))] = min(root(a), root(b))
-    groups: dict[int, list[int]] = {}
-    for rank in sorted(parent):
-        groups.setdefault(root(rank), []).append(rank)
-    return tuple(tuple(group) for group in groups.values())
+    return Duplicates(int((holders > 1).sum()), _pairs(row_of, owners, len(ids)))
 
 
 def _pairs(row_of: Ids, owners: Ids, ranks: int) -> tuple[tuple[int, int, int], ...]:
@@ -116,7 +78,7 @@ class Estimate:
 
 
 class EpochCoverage:
-    """Distinct and repeated rows of one epoch in constant memory: exact for ``capacity`` rows, sampled beyond.
+    """Distinct rows of one epoch in constant memory: exact for ``capacity`` rows, sampled beyond.
 
     Rows are kept whose 64-bit hash starts with m zero bits: a sample of *rows* (not of visits) at rate p = 2^-m, the
     same on every rank and after a resume, because the hash is fixed. m is 0 until more than ``capacity`` distinct rows
@@ -124,7 +86,7 @@ class EpochCoverage:
     1990). With S kept rows, D = S / p; S is binomial(D, p), so D has standard error sqrt(S (1 - p)) / p: relative to
     D at most sqrt(2 / capacity), 0.6 % at the default.
 
-    Memory: two sets of at most ``capacity`` integers, about 12 MB at the default, on the host.
+    Memory: a set of at most ``capacity`` integers, about 6 MB at the default, on the host.
     """
 
     def __init__(self, capacity: int = 65536) -> None:
@@ -138,7 +100,6 @@ class EpochCoverage:
         self._level = 0  # m
         self._visits = 0
         self._seen: set[int] = set()  # hashes
-        self._repeated: set[int] = set()  # those of the seen that came again
 
     @property
     def visits(self) -> int:
@@ -166,18 +127,11 @@ class EpochCoverage:
         hashes = mix64(np.ascontiguousarray(ids, dtype=np.int64).view(np.uint64))  # no two ids share one
         if self._level:
             hashes = hashes[hashes <= _threshold(self._level)]
-        listed = hashes.tolist()
-        batch = set(listed)
-        if len(batch) < len(listed):
-            values, counts = np.unique(hashes, return_counts=True)
-            self._repeated.update(values[counts > 1].tolist())
-        self._repeated |= batch & self._seen
-        self._seen |= batch
+        self._seen.update(hashes.tolist())
         while len(self._seen) > self._capacity:
             self._level += 1
             limit = int(_threshold(self._level))
             self._seen = {one for one in self._seen if one <= limit}
-            self._repeated = {one for one in self._repeated if one <= limit}
 
     def seen(self, rows_in_epoch: int | None) -> Estimate:
         """Share of the epoch's rows that were visited.
@@ -186,24 +140,16 @@ class EpochCoverage:
             rows_in_epoch: rows of the data set; None when nobody knows (iterable data): then the share of the visits
                 that brought a new row, which is 1 as long as nothing came twice.
         """
-        return self._share(len(self._seen), rows_in_epoch)
-
-    def repeated(self, rows_in_epoch: int | None) -> Estimate:
-        """Share of the epoch's rows (of the visits, without ``rows_in_epoch``) that were visited more than once."""
-        return self._share(len(self._repeated), rows_in_epoch)
-
-    def _share(self, kept: int, rows_in_epoch: int | None) -> Estimate:
         whole = self._visits if rows_in_epoch is None else rows_in_epoch
         if whole <= 0:
             return Estimate(0.0, 0.0)
-        rate = 2.0**-self._level
+        kept, rate = len(self._seen), 2.0**-self._level
         return Estimate(min(kept / rate / whole, 1.0), math.sqrt(kept * (1 - rate)) / rate / whole)
 
     def state_dict(self) -> dict[str, Any]:
         """What continues the epoch: JSON values, the same on every rank; at most 0.7 MB of text at the default."""
         hashes = np.array(sorted(self._seen), dtype="<u8")
-        again = np.array([one in self._repeated for one in hashes.tolist()], dtype=bool)
-        packed = hashes.tobytes() + np.packbits(again).tobytes()
+        packed = hashes.tobytes()
         return {
             "capacity": self._capacity,
             "level": self._level,
@@ -227,14 +173,13 @@ class EpochCoverage:
             raise ValueError(
                 f"the coverage in the checkpoint cannot be read ({error}): start its epoch again"
             ) from error
-        expected = rows * 8 + (rows + 7) // 8
+        lengths = (rows * 8, rows * 8 + (rows + 7) // 8)  # older versions wrote a bit more for each row
         sane = capacity >= 2 and 0 <= level < 64 and 0 <= rows <= min(capacity, visits)
-        if not sane or len(packed) != expected or zlib.crc32(packed) != crc:
+        if not sane or len(packed) not in lengths or zlib.crc32(packed) != crc:
             raise ValueError("the coverage in the checkpoint is damaged (its checksum differs): start its epoch again")
         hashes = np.frombuffer(packed, dtype="<u8", count=rows)
-        again = np.unpackbits(np.frombuffer(packed, dtype=np.uint8, offset=8 * rows), count=rows).astype(bool)
         self._capacity, self._level, self._visits = capacity, level, visits
-        self._seen, self._repeated = set(hashes.tolist()), set(hashes[again].tolist())
+        self._seen = set(hashes.tolist())
 
 
 def epoch_is_over(visits: int, step_rows: int, rows_in_epoch: int, ranks: int) -> bool:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
+from ds_silent.ranks.parts import Parts
 from ds_silent.records import Repair
-from ds_silent.replicas.checksums import Drift, Groups
+from ds_silent.replicas.compare import Drift
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Examined:
 
     check: AggregateCheck | None
     cause: Cause | None  # where the check failed
-    received: dict[int, Groups] | None  # layer -> ranks by equal bits of the aggregate, where they differ
+    received: dict[int, Parts] | None  # layer -> ranks by equal bits of the aggregate, where they differ
     overflows: bool = False
     changed: bool = False  # the script has changed it since: a repetition would lose that
 
@@ -79,7 +80,7 @@ class Told:
     """What :mod:`ds_silent.respond.responder` has found and done since the last record."""
 
     reduction: Examined | None = None  # the first attempt, where it was wrong
-    replicas: Groups | None = None  # of the last comparison, or of the first that found a difference
+    replicas: Parts | None = None  # of the last comparison, or of the first that found a difference
     drift: Drift | None = None
     repairs: tuple[Repair, ...] = ()
 
@@ -90,9 +91,9 @@ class ReductionEvidence:
 
     check: AggregateCheck | None = None
     cause: Cause | None = None  # where the check failed
-    received: dict[int, Groups] | None = None  # layer -> ranks by equal bits of the aggregate, where they differ
+    received: dict[int, Parts] | None = None  # layer -> ranks by equal bits of the aggregate, where they differ
     applied: AppliedCheck | None = None
-    replicas: Groups | None = None
+    replicas: Parts | None = None
     drift: Drift | None = None
     layers: tuple[str, ...] = ()  # names
     repeated: bool | None = None  # whether the reduction was right when it was repeated; None: it was not

@@ -1,6 +1,6 @@
 """From what all ranks sent to what is known of the reduction, the optimizer's input and the replicas.
 
-    audit = Audit(layout, arithmetic, clip, log_rate)        # on the writing rank
+    audit = Audit(layout, arithmetic, clip, log_rate)        # on every rank: each may examine
     stats, findings = audit.step(gathered, drift)            # once per gathered sample, in order
 
 What the optimizer applied is known one measurement later than the rest: it is compared with the aggregate of the step
@@ -31,8 +31,9 @@ from ds_silent.maths.rounding_bound import (
     terms_of_sums,
 )
 from ds_silent.measure.evidence import AppliedCheck, Examined, ReductionEvidence, Told
+from ds_silent.ranks.parts import Parts, parts_of
 from ds_silent.records import IntegrityStats
-from ds_silent.replicas.checksums import Drift, Groups, groups_of
+from ds_silent.replicas.compare import Drift
 
 CLIP_EPSILON = 1e-6  # DeepSpeed and torch.nn.utils.clip_grad_norm_ add it to the norm
 
@@ -90,7 +91,7 @@ class Audit:
         micro_batches = self._diagnose(gathered, check)
         replicas = told.replicas
         if gathered.hashes is not None and on_all(gathered.reduced.replica_seen):
-            replicas = groups_of(gathered.hashes[:, 0])
+            replicas = parts_of(gathered.hashes[:, 0].tolist())
         applied = self._applied(gathered)
         self._remember(gathered, alike=not examined.received)
         stats = IntegrityStats(
@@ -157,13 +158,13 @@ class Audit:
         pieces = Pieces(layers * total, each.layer_aggregate, error, whole.expected, self._previous, sketches, total)
         return explain(pieces, torch.tensor(tolerances), leftover)
 
-    def _received(self, gathered: Gathered) -> dict[int, Groups] | None:
+    def _received(self, gathered: Gathered) -> dict[int, Parts] | None:
         """Bits are compared, so no threshold is needed; a NaN equals itself here."""
         if self._layout.hashes < 2 or gathered.hashes is None or not on_all(gathered.reduced.seen):
             return None
         layers = gathered.hashes[:, 1:]
         apart = (layers != layers[0]).any(0).nonzero().flatten().tolist()
-        return {layer: groups_of(layers[:, layer]) for layer in apart}
+        return {layer: parts_of(layers[:, layer].tolist()) for layer in apart}
 
     # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Gradients to reduce: the user's own files, or those of the practice model.
 
 gradients = read_gradients("gradients/")          # one safetensors file per rank
-gradients = practice_gradients(8, seed=1, folder=folder)
+gradients = practice_gradients(model, count=8, seed=1, folder=folder)
 gradients.micro_batches                           # (M, D) fp32
 read_flat(gradients.files[3])                     # (D,): the same, from the file, on another process
 """

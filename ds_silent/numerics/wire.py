@@ -1,6 +1,7 @@
 """The real thing: all-reduces of N gloo processes on this machine, their bits and their time.
 
-    for found in reduce_for_real(job, world_size=4): ...     # a RealReduction for each dtype, then a Timing for each
+    for found in reduce_for_real(job, micro_batches, world_size=4):
+        ...                                    # a RealReduction for each dtype, then a Timing for each
 
 The processes read their own gradients from the files, so nothing of the size of the model is sent to them.
 """

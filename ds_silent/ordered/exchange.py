@@ -1,6 +1,8 @@
 """The exchange of an ordered reduction: whoever answers for a piece gets it from every rank and adds it up.
 
-    exchange = OrderedExchange(runs, group, device, memory_mb=64, micro_batches="contiguous", gathered=torch.float32)
+    exchange = OrderedExchange(
+        runs, group, device, memory_mb=64, micro_batches="contiguous", gathered=torch.float32, gram=True
+    )
     gram = exchange.mean(own, result, gram=False)      # a collective
 
 The gradients of all parameters, one after the other, are one long vector. Each rank answers for some runs of it. In a

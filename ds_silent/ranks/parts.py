@@ -1,7 +1,7 @@
 """Which ranks have the same, who is the odd one out, and how a sentence names ranks. Pure.
 
 parts = parts_of(values)          # ((0, 2, 3), (1,)): ranks of equal value, the largest part first
-outvoted(parts)                   # (1,): nobody where no more than half of all agree
+majority(parts), outvoted(parts)  # (0, 2, 3), (1,): nobody where no more than half of all agree
 ranks_of((0, 2))                  # "ranks 0, 2"
 """
 
@@ -22,10 +22,14 @@ def parts_of(values: Iterable[Hashable]) -> Parts:
     return tuple(sorted((tuple(part) for part in members.values()), key=lambda part: (-len(part), part)))
 
 
+def majority(parts: Parts) -> tuple[int, ...]:
+    """More than half of all ranks, where so many have the same; else nobody."""
+    return parts[0] if 2 * len(parts[0]) > sum(map(len, parts)) else ()
+
+
 def outvoted(parts: Parts) -> tuple[int, ...]:
     """Those that differ from more than half of all ranks; nobody without such a majority."""
-    ranks = sum(len(part) for part in parts)
-    return () if 2 * len(parts[0]) <= ranks else tuple(sorted(rank for part in parts[1:] for rank in part))
+    return tuple(sorted(rank for part in parts[1:] for rank in part)) if majority(parts) else ()
 
 
 def ranks_of(ranks: Sequence[int]) -> str:

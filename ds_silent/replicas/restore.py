@@ -1,75 +1,34 @@
-"""Makes replicas equal again: a healthy rank's bits, or the mean of all ranks. Committed only when it is proven equal.
+"""Gives every rank the bits that more than half of the ranks hold. Written only when they have arrived intact.
 
-    bits = Bits()
-    found = compare(items, bits, group)                   # a collective: every rank calls it at the same step
+    found = compare(items, bits, group)
     restore(items, found, group, device)                  # a majority's bits to the ranks outside of it
-    average(tensors_that_differ, group, device)           # PAFT (openreview cPZepCZlFW): mean over the ranks
     still = compare(items, bits, group)                   # only this says that it is repaired
 
-``items`` are names and tensors of one rank's replica, in the same order on every rank. What arrives is checked before
-it is written: restored tensors against the checksum that the majority's own had, averages against those that the other
-ranks have received. A collective that is corrupted under way is repeated, never committed; a rank that dies under way
-leaves every tensor either as it was or right.
-
-Only tensors that differ are touched. The mean of N equal numbers is not always that number in floating point (the sum
-of three may round), so averaging healthy replicas would change the training.
+``items`` are names and tensors of one rank's replica, in the same order on every rank. What arrives is checked against
+the checksum that the majority's own had, before it is written: a broadcast that is corrupted under way is repeated,
+never committed; a rank that dies under way leaves every tensor either as it was or right. Only tensors that differ are
+touched.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.replicas.checksums import Bits, Groups, Items, checksum, combined, gathered, groups_of
-
-BUCKET = 1 << 24  # elements that are averaged at once
-ATTEMPTS = 3
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What a comparison of the replicas says; the same on every rank.
-
-    ``apart``: positions of the tensors that differ; ``values``: (N, n) int64 checksums on the host, where some do.
-    ``comparable``: False when ranks do not even hold the same number of tensors.
-    """
-
-    groups: Groups
-    apart: tuple[int, ...] = ()
-    values: Tensor | None = None
-    comparable: bool = True
-
-    @property
-    def equal(self) -> bool:
-        return len(self.groups) == 1
-
-
-def compare(items: Items, bits: Bits, group: dist.ProcessGroup) -> Comparison:
-    """Compare the ranks' replicas. A collective of 16 bytes per rank, and of 8 per tensor where they differ."""
-    values = bits(items)
-    whole = gathered(torch.stack((combined(values), torch.full_like(values[0], len(items)))), group)
-    if bool((whole[:, 1] != whole[0, 1]).any()):
-        return Comparison(groups_of(combined(whole)), comparable=False)
-    groups = groups_of(whole[:, 0])
-    if len(groups) == 1:
-        return Comparison(groups)
-    table = gathered(values, group)
-    apart = (table != table[0]).any(0).nonzero().flatten().tolist()
-    return Comparison(groups, tuple(apart), table)
+from ds_silent.ranks.parts import majority
+from ds_silent.replicas.checksums import Items, checksum
+from ds_silent.replicas.compare import Comparison
 
 
 def restore(items: Items, found: Comparison, group: dist.ProcessGroup, device: torch.device) -> int:
     """Give each tensor that differs the bits that more than half of the ranks hold. A collective.
 
-    A tensor without such a majority is left alone, and so is one whose bits arrive damaged: :func:`compare` tells.
+    A tensor without such a majority is left alone, and so is one whose bits arrive damaged: ``compare`` tells.
 
     Args:
         items: of this rank's replica.
-        found: what :func:`compare` has said of them.
+        found: what ``compare`` has said of them.
         group: the ranks.
         device: of the group's buffers; the tensors may lie elsewhere, as step counts do.
 
@@ -79,11 +38,9 @@ def restore(items: Items, found: Comparison, group: dist.ProcessGroup, device: t
     assert found.values is not None
     sent = 0
     for place in found.apart:
-        held = groups_of(found.values[:, place])
-        if 2 * len(held[0]) <= len(found.values):
-            continue
-        healthy = held[0]
-        sent += _copy_bits(items[place][1], healthy, int(found.values[healthy[0], place]), group, device)
+        healthy = majority(found.parts_at(place))
+        if healthy:
+            sent += _copy_bits(items[place][1], healthy, int(found.values[healthy[0], place]), group, device)
     return sent
 
 
@@ -106,149 +63,3 @@ def _copy_bits(
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-class Averaging:
-    """The mean over the ranks of a few tensors: started, and finished later or at once. Every rank calls both.
-
-    Args:
-        tensors: of this rank's replica, in the same order on every rank. Between start and finish they may be read.
-        group: the ranks.
-        device: of the group's buffers.
-
-    A floating-point tensor is averaged in fp32 over those ranks whose own is finite, because one infinite weight would
-    make all of them infinite. Counts (integers, and single numbers such as an optimizer's step) take the
-    largest, because a mean of counts is no count.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device):
-        self._group = group
-        self._buckets = [_Bucket(bucket, group, device) for bucket in _buckets(tensors)]
-
-    @property
-    def bytes(self) -> int:
-        """That go into the reductions."""
-        return sum(bucket.wire.numel() * bucket.wire.element_size() for bucket in self._buckets)
-
-    def start(self) -> Averaging:
-        """Fill the buffers and start the reductions, in order."""
-        for bucket in self._buckets:
-            bucket.start()
-        return self
-
-    def drift(self, stride: int) -> Tensor:
-        """fp32 (2,): squared distance of this rank from the mean, and elements, over every ``stride``-th element.
-
-        Between the end of the reductions and :meth:`finish`.
-        """
-        distance = torch.zeros(2)
-        for bucket in self._buckets:
-            distance += bucket.drift(stride).cpu()
-        return distance
-
-    def finish(self, attempts: int = ATTEMPTS) -> int:
-        """Wait, verify that every rank received the same bits, and write; repeat what was not.
-
-        Returns:
-            the repetitions that were needed; ``attempts`` when some buckets never came out alike and were not written.
-        """
-        waiting = self._buckets
-        for attempt in range(attempts if waiting else 0):
-            if attempt:
-                for bucket in waiting:
-                    bucket.start()
-            table = gathered(torch.stack([bucket.received() for bucket in waiting]), self._group)
-            alike = (table == table[0]).all(0).tolist()
-            for bucket, same in zip(waiting, alike, strict=True):
-                if same:
-                    bucket.commit()
-            waiting = [bucket for bucket, same in zip(waiting, alike, strict=True) if not same]
-            if not waiting:
-                return attempt
-        return attempts if waiting else 0
-
-
-def average(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:
-    """The mean over the ranks, bucket by bucket, so that the memory is bounded by one bucket. A collective.
-
-    Returns:
-        bytes that went into the reductions, and repetitions that were needed.
-    """
-    sent = repeated = 0
-    for bucket in _buckets(tensors):
-        averaging = Averaging(bucket, group, device).start()
-        repeated += averaging.finish()
-        sent += averaging.bytes
-    return sent, repeated
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """In order, alike in how they are reduced, of at most ``BUCKET`` elements or one tensor."""
-    buckets: dict[tuple[torch.dtype, bool], list[list[Tensor]]] = {}
-    for tensor in tensors:
-        own = buckets.setdefault((_wire_dtype(tensor), _counts(tensor)), [[]])
-        if own[-1] and sum(t.numel() for t in own[-1]) + tensor.numel() > BUCKET:
-            own.append([])
-        own[-1].append(tensor)
-    return [bucket for own in buckets.values() for bucket in own if bucket]
-
-
-def _wire_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype.is_floating_point else torch.int32
-
-
-def _counts(tensor: Tensor) -> bool:
-    return tensor.ndim == 0 or not tensor.dtype.is_floating_point
-
-
-class _Bucket:
-    """Some tensors on their way through one all-reduce."""
-
-    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, device: torch.device):
-        self._tensors, self._group = tensors, group
-        self._largest = _counts(tensors[0])
-        numels = [tensor.numel() for tensor in tensors]
-        # behind the tensors, for each the number of ranks whose values enter
-        self.wire = torch.zeros(sum(numels) + len(numels), dtype=_wire_dtype(tensors[0]), device=device)
-        *self._parts, self._entered = torch.split(self.wire, [*numels, len(numels)])
-        self._work: dist.Work | None = None
-
-    def start(self) -> None:
-        for tensor, part in zip(self._tensors, self._parts, strict=True):
-            part.copy_(tensor.detach().reshape(-1))
-        if not self._largest:
-            # one pass, and finite only where every element is; a replica whose sum overflows has nothing to give
-            finite = torch.isfinite(torch.stack([part.sum() for part in self._parts]))
-            self._entered.copy_(finite)
-            for part, usable in zip(self._parts, finite.tolist(), strict=True):
-                if not usable:
-                    part.zero_()
-        operation = dist.ReduceOp.MAX if self._largest else dist.ReduceOp.SUM
-        self._work = dist.all_reduce(self.wire, op=operation, group=self._group, async_op=True)
-
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-    def received(self) -> Tensor:
-        """int64 () checksum of what came out."""
-        self._wait()
-        return checksum(self.wire)
-
-    def drift(self, stride: int) -> Tensor:
-        self._wait()
-        total = torch.zeros(2, device=self.wire.device)
-        for place, (tensor, part) in enumerate(zip(self._tensors, self._parts, strict=True)):
-            if not self._largest:
-                mean = part[::stride] / self._entered[place].clamp(min=1.0)
-                own = tensor.detach().reshape(-1)[::stride].to(mean)
-                total += torch.stack(((own - mean).square().sum(), mean.new_tensor(float(mean.numel()))))
-        return total
-
-    def commit(self) -> None:
-        entered = self._entered.tolist()
-        for tensor, part, ranks in zip(self._tensors, self._parts, entered, strict=True):
-            if self._largest or ranks >= 1.0:  # else no rank holds finite numbers
-                with torch.no_grad():
-                    tensor.copy_((part if self._largest else part.div_(ranks)).view(tensor.shape))

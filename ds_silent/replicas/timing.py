@@ -21,7 +21,9 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.observation import Gathered, on_all
 from ds_silent.ranks.together import Once
 from ds_silent.records import Event
-from ds_silent.replicas.checksums import Drift, Items, Replicas
+from ds_silent.replicas.checksums import Items
+from ds_silent.replicas.compare import Drift
+from ds_silent.replicas.history import Replicas
 
 REMEMBERED = 10
 """Times between two comparisons of the replicas at which checksums are remembered, to find the first bad step by."""

@@ -1,9 +1,9 @@
 """Acts on what is wrong: the only code that changes a training, and only where the configuration asks for it.
 
     responder = Responder(capture, exchange, audit, config)
-    responder.before_update(step)    # repeat the reduction until it is right; bring an averaging to its end
-    responder.after_update(step)     # replicas are compared and made equal
-    responder.take(step)             # what was found and done up to a step, for its record and the events
+    responder.before_update(step, due)   # repeat the reduction until it is right; bring an averaging to its end
+    responder.after_update(step, due)    # replicas are compared and made equal
+    responder.take(step)                 # what was found and done up to a step, for its record and the events
 
 Every rank calls every method at the same steps, and every decision is taken by all ranks alike: from what was gathered,
 or by a vote, in which a rank whose own examination broke says so, and nobody responds. From the decision on a response
@@ -32,9 +32,12 @@ from ds_silent.exchange.observation import on_any
 from ds_silent.frameworks.base import HasReplica, Repeats
 from ds_silent.measure.evidence import Examined, Told
 from ds_silent.measure.reduction import Audit
+from ds_silent.ranks.parts import Parts
 from ds_silent.records import Repair, RepairMethod
-from ds_silent.replicas.checksums import Bits, Drift, Groups, Replica, gathered, groups_of
-from ds_silent.replicas.restore import Averaging, Comparison, average, compare, restore
+from ds_silent.replicas.average import Averaging, average
+from ds_silent.replicas.checksums import Bits, Replica
+from ds_silent.replicas.compare import Comparison, Drift, compare, gathered
+from ds_silent.replicas.restore import restore
 
 _Result = TypeVar("_Result")
 _UNKNOWN = 2  # beats every other vote
@@ -46,13 +49,13 @@ class _Notes:
 
     def __init__(self) -> None:
         self._reductions: list[tuple[int, Examined]] = []
-        self._comparisons: list[tuple[int, Groups, Drift | None]] = []
+        self._comparisons: list[tuple[int, Parts, Drift | None]] = []
         self._repairs: list[Repair] = []
 
     def reduction(self, step: int, wrong: Examined) -> None:
         self._reductions.append((step, wrong))
 
-    def comparison(self, step: int, groups: Groups, drift: Drift | None) -> None:
+    def comparison(self, step: int, groups: Parts, drift: Drift | None) -> None:
         self._comparisons.append((step, groups, drift))
 
     def repair(self, repair: Repair) -> None:
@@ -315,7 +318,7 @@ def _replica_of(framework: object, optimizer_state: bool, buffers: bool) -> Repl
 
 
 def _drift(replica: Replica, found: Comparison, first: int, step: int) -> Drift:
-    return Drift(tuple(replica.items[place][0] for place in found.apart), found.groups, step, first)
+    return found.drift([name for name, _ in replica.items], step, first)
 
 
 def _repair_of(
@@ -330,17 +333,6 @@ def _repair_of(
     next_interval: int | None = None,
 ) -> Repair:
     names = tuple(replica.items[place][0] for place in found.apart)
-    ranks = _outvoted(found) if method == "majority" else ()
+    ranks = found.outvoted if method == "majority" else ()
     seconds = time.perf_counter() - started
     return Repair(step, method, still.equal, attempts, sent, seconds, names, ranks, next_interval=next_interval)
-
-
-def _outvoted(found: Comparison) -> tuple[int, ...]:
-    """Ranks outside of a tensor's majority. Of whole replicas there may be none, and nobody is named without one."""
-    ranks: set[int] = set()
-    for place in found.apart:
-        assert found.values is not None
-        held = groups_of(found.values[:, place])
-        if 2 * len(held[0]) > len(found.values):
-            ranks.update(rank for group in held[1:] for rank in group)
-    return tuple(sorted(ranks))

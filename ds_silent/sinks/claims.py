@@ -1,7 +1,7 @@
 """Which run a directory belongs to: claimed by one process at a time, continued by a resume, and by nothing else.
 
     claim = claim_unused(Path("runs/my-run"))              # that directory, or run-2, run-3 ... below it
-    claim = claim_used(Path("runs/my-run"))                # to go on there; None while somebody else writes
+    claim = claim_used(Path("runs/my-run"), number=2)      # to go on there; None while somebody else writes
     claim.release()
 
 A directory is used when one of its files of lines holds a byte. While a process writes, it holds a lock on

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.paft import cells
-from benchmarks.paft.errors import TOP_EXPONENT_BIT, Error, Errors, Noise, Sparse, flip_bit
+from benchmarks.paft.errors import Error, Errors, Noise, Sparse
 from benchmarks.paft.methods import METHODS
 from benchmarks.paft.store import Store
 from benchmarks.paft.tables import mean_of
@@ -22,8 +22,8 @@ from benchmarks.paft.tasks import TASKS, shard_of
 from benchmarks.paft.theory import expected_divergence
 from benchmarks.paft.training import Training, make_engine, train
 from ds_silent.config import BLOCK, parse
-from ds_silent.drill.deepspeed.seams import Collective, Seams
-from ds_silent.drill.faults.inputs import Injection
+from ds_silent.drill.deepspeed.seams import Seams
+from ds_silent.drill.faults.injection import Collective, Injection
 from tests.distributed import run_distributed
 
 ELEMENTS, VARIANCE, RATE = 20_000, 0.04, 0.05
@@ -74,12 +74,6 @@ def test_what_a_lost_reduction_leaves(kind: str, result: float) -> None:
     errors = Errors(Sparse(kind, 4, all_ranks=True), 0, 0, 4)
     reduced(errors, 3, 5.0)
     assert torch.equal(reduced(errors, 4), torch.full((ELEMENTS,), result))
-
-
-def test_a_flip_of_the_top_exponent_bit_is_a_factor_of_two_to_the_128() -> None:
-    values = torch.tensor([0.75, 2.0**-20, 3.0])
-    flip_bit(values, 1, TOP_EXPONENT_BIT)
-    assert values.tolist() == [0.75, 2.0**108, 3.0]
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -147,7 +147,7 @@ def test_a_line_is_short_however_many_ranks_there_are() -> None:
             own_repeats=(0,) * 64,
             layers=Layers(64, 28).values(),
             integrity=ReductionEvidence(
-                AggregateCheck(1e-9, 1.0, 1e-6), applied=Applied(1, 1.0, (1.0,), 1e-3, 0.0, 1e-6, (), ())
+                AggregateCheck(1e-9, 1.0, 1e-6), applied=AppliedCheck(1, 1.0, (1.0,), 1e-3, 0.0, 1e-6, (), ())
             ),
         )
         scores, _ = judged(run.judge, run.record(), evidence)

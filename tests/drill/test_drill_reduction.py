@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ds_silent.drill.deepspeed.rehearsal import Run, Trial, rehearse
-from ds_silent.drill.deepspeed.seams import Collective
 from ds_silent.drill.deepspeed.setting import Dtype, Setting, make_setting
-from ds_silent.drill.faults import reduction as corrupt
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.inputs import Injection, Strike
+from ds_silent.drill.faults.damage import WORDS, flip_bit, top_exponent_bit
+from ds_silent.drill.faults.injection import Collective, Injection, Strike
 from ds_silent.drill.program import DrillOptions, Outcome, exit_code, judged, trial_of
 from ds_silent.maths.causes import Cause
 from ds_silent.practice.ranks import on_ranks
@@ -149,9 +148,15 @@ def test_every_bit_can_be_flipped() -> None:
     for dtype, width in ((torch.float32, 32), (torch.bfloat16, 16)):
         for bit in range(width):
             values = torch.tensor([1.5, 1.5], dtype=dtype)
-            corrupt.flip_bit(values, 1, bit)
-            integers = values.view(corrupt.BITS[values.element_size()])
+            flip_bit(values, 1, bit)
+            integers = values.view(WORDS[values.element_size()])
             assert int(integers[0] ^ integers[1]) & (2**width - 1) == 1 << bit
+
+
+def test_a_flip_of_the_top_exponent_bit_is_a_factor_of_two_to_the_128() -> None:
+    values = torch.tensor([0.75, 2.0**-20, 3.0])
+    flip_bit(values, 1, top_exponent_bit(values))
+    assert values.tolist() == [0.75, 2.0**108, 3.0]
 
 
 # -- in real trainings -------------------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from rich.console import Console
 from torch import Tensor
 
 from ds_silent.drill.deepspeed.rehearsal import Run, Trial, rehearse
-from ds_silent.drill.deepspeed.seams import Collective
 from ds_silent.drill.deepspeed.setting import Dtype, Setting, make_setting
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.inputs import NOTHING, Injection, Strike
+from ds_silent.drill.faults.injection import NOTHING, Collective, Injection, Strike
 from ds_silent.drill.faults.responses import DYNAMIC, MAJORITY, MEAN, RETRY
 from ds_silent.drill.program import DrillOptions, Outcome, exit_code, judged, to_json, trial_of, trials_of
 from ds_silent.drill.report import print_report, sentence

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.replicas.checksums import ROW, Replicas, checksum, combined, groups_of, keys_of
+from ds_silent.ranks.parts import parts_of
+from ds_silent.replicas.checksums import ROW, checksum, combined, keys_of
+from ds_silent.replicas.history import Replicas
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed
 from tests.training import Case
@@ -64,8 +66,8 @@ def test_order_of_rows_and_of_tensors_counts() -> None:
 
 
 def test_groups_are_by_value_largest_first() -> None:
-    assert groups_of(torch.tensor([7, 3, 7, 7, 3])) == ((0, 2, 3), (1, 4))
-    assert groups_of(torch.tensor([1, 2])) == ((0,), (1,))
+    assert parts_of([7, 3, 7, 7, 3]) == ((0, 2, 3), (1, 4))
+    assert parts_of([1, 2]) == ((0,), (1,))
 
 
 def drift(interval: int, bad_step: int, struck: str) -> tuple[int, Any]:

@@ -29,11 +29,11 @@ from torch.utils.data import DistributedSampler
 
 import ds_silent
 from ds_silent.config import BLOCK
-from ds_silent.drill.deepspeed.seams import Seams
+from ds_silent.drill.deepspeed.seams import Seams, reach_below
 from ds_silent.drill.deepspeed.setting import Setting
 from ds_silent.drill.deepspeed.state import state_hash
-from ds_silent.drill.faults.catalogue import Fault
-from ds_silent.drill.faults.inputs import NOTHING, Batch, Injection, Shard, Strike
+from ds_silent.drill.faults.fault import Fault
+from ds_silent.drill.faults.injection import NOTHING, Batch, Injection, Shard, Strike
 from ds_silent.drill.faults.responses import Response
 from ds_silent.drill.verdicts.found import alarms, judge
 from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
@@ -148,14 +148,11 @@ def _engine(stage: Stage, trial: Trial, injection: Injection, output_dir: Path) 
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
     if trial.own_seeds:
         _seed(SEED + dist.get_rank())
-    pieces = (
-        (injection.model, engine.module),
-        (injection.optimizer, engine.optimizer),
-        (injection.engine, engine),
-    )
-    for change, piece in pieces:
-        if change is not None:
-            change(piece)
+    if injection.model is not None:
+        injection.model(engine.module)
+    if injection.optimizer is not None:
+        injection.optimizer(engine.optimizer)
+    reach_below(engine, injection)
     if injection.seed is not None:
         injection.seed()
     if injection.gradient is not None:
@@ -175,8 +172,7 @@ def _corrupting(injection: Injection, name: str, engine: Any) -> Any:
 
 def _step(engine: Any, observer: Any, deal: _Deal, injection: Injection, seams: Seams, step: int, ids: bool) -> float:
     """One optimizer step; the loss of this rank, averaged over its micro-batches."""
-    if injection.mode is not None:
-        injection.mode(engine.module, step)
+    seams.forward(step)
     total = 0.0
     batches = deal.batches(step)
     for number, batch in enumerate(batches):
@@ -249,9 +245,9 @@ class _Deal:
         self._order = lru_cache(maxsize=16)(self._shuffled)
 
     def batches(self, step: int) -> list[Batch]:
-        injection = self._injection
-        rows = injection.rows(self.rows_of, step) if injection.rows else self.rows_of(self._me, step)
-        content = injection.content_of(self.rows_of, step) if injection.content_of else rows
+        injection, me = self._injection, self._me
+        rows = self.rows_of(*(injection.rows(me, step) if injection.rows else (me, step)))
+        content = self.rows_of(*injection.content(me, step)) if injection.content else rows
         size, known = self._stage.setting.micro_batch, self._stage.rows
         parts = zip(torch.split(rows, size), torch.split(content, size), strict=True)
         batches = [Batch(ids, known.tokens[own], known.labels[own]) for ids, own in parts]

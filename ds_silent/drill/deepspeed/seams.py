@@ -1,6 +1,8 @@
 """Where the drill reaches into a running DeepSpeed: between the reduction's input and output, and around the update.
 
+    reach_below(engine, injection)               # before the observer is attached
     with Seams(engine, injection) as seams:
+        seams.forward(step)
         with seams.backward(step, micro_batch, last=True):
             engine.backward(loss)
         with seams.update(step):
@@ -23,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -31,29 +32,8 @@ import deepspeed.comm
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.drill.faults.inputs import Injection
+from ds_silent.drill.faults.injection import Collective, Injection
 from ds_silent.frameworks.patches import Patches
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective under way on this rank; it runs when ``run`` is called, and not at all when nobody does.
-
-    ``tensor`` is flat: input and result of a reduction, result of an all-gather. ``place`` counts micro-batches and,
-    within one, buckets from 0; ``last`` says that the micro-batch is the step's last one; ``attempt`` counts the
-    repetitions of the step's reduction, 0 is the first.
-    """
-
-    tensor: Tensor
-    run: Callable[[], Any]
-    step: int
-    place: tuple[int, int]
-    last: bool
-    attempt: int = 0
-
-    @property
-    def bucket(self) -> int:
-        return self.place[1]
 
 
 class _Arriving:
@@ -92,7 +72,7 @@ class Seams:
             self._patches.wrap(dist, "all_reduce", self._average)
         if injection.gathering is not None:
             self._patches.wrap(deepspeed.comm, "all_gather_into_tensor", self._gather)
-        if injection.update is not None:
+        if injection.update is not None or injection.updated is not None:
             self._patches.wrap(self._engine.basic_optimizer, "step", self._apply)
         if injection.captured is not None:  # hooks run in the order of registration: the observer has seen the gradient
             for name, parameter in self._engine.module.named_parameters():
@@ -102,6 +82,11 @@ class Seams:
 
     def __exit__(self, *error: object) -> None:
         self._patches.undo()
+
+    def forward(self, step: int) -> None:
+        """Before a step's first forward."""
+        if self._injection.before is not None:
+            self._injection.before(self._engine.module, self._engine.basic_optimizer, step)
 
     @contextmanager
     def backward(self, step: int, micro_batch: int, last: bool) -> Iterator[None]:
@@ -118,7 +103,7 @@ class Seams:
         yield
         self._inside = None
         if self._last and self._injection.afterwards is not None:
-            self._injection.afterwards(self._engine, step)
+            self._injection.afterwards(self._engine.module, self._engine.basic_optimizer, step)
 
     def _reduce(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         injection = self._injection
@@ -171,33 +156,48 @@ class Seams:
         return None
 
     def _apply(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._injection.update is not None
+        injection, optimizer = self._injection, self._engine.basic_optimizer
         run = partial(original, *args, **kwargs)
-        return self._injection.update(self._engine.basic_optimizer, run, self._step)
+        result = run() if injection.update is None else injection.update(optimizer, run, self._step)
+        if injection.updated is not None:
+            injection.updated(self._engine.module, optimizer, self._step)
+        return result
 
     def _after_capture(self, name: str) -> Callable[[Tensor], Tensor | None]:
         captured = self._injection.captured
         assert captured is not None
-        return lambda gradient: captured(name, gradient, self._step, self._last)
+        return lambda gradient: captured(name, gradient, self._last, self._step)
 
 
-def leave_out_of_the_reduction(engine: Any, name: str, due: Callable[[], bool]) -> None:
-    """One parameter takes no part in the reduction: each rank goes on with its own gradient.
+def reach_below(engine: Any, injection: Injection) -> None:
+    """What is changed before the observer comes, so that it lies below the observer: until the engine's end."""
+    if injection.left_out is not None:
+        _leave_out(engine, injection.left_out)
+    if injection.kept is not None:
+        _keep_gradients(engine, injection.kept)
+
+
+def _leave_out(engine: Any, left_out: Callable[[str, int], bool]) -> None:
+    """Some parameters take no part in the reduction: each rank goes on with its own gradient.
 
     Stage 0 (and ``BF16_Optimizer``, which has buffers of its own and is not reached): the list that
     ``DeepSpeedEngine._get_gradients_for_reduction`` makes. Stages 1 and 2:
     ``DeepSpeedZeroOptimizer.reduce_independent_p_g_buckets_and_remove_grads``, called once per parameter.
     """
-    parameter = engine.module.get_parameter(name)
     patches = Patches()  # on this engine, which ends with the training
+
+    def left() -> list[Any]:
+        step = engine.global_steps + 1
+        return [parameter for name, parameter in engine.module.named_parameters() if left_out(name, step)]
 
     def without(original: Callable[..., Any]) -> Any:
         dense, experts = original()
-        held = None if parameter.grad is None else parameter.grad.data_ptr()
-        return ([g for g in dense if g.data_ptr() != held] if due() else dense), experts
+        held = {parameter.grad.data_ptr() for parameter in left() if parameter.grad is not None}
+        return [gradient for gradient in dense if gradient.data_ptr() not in held], experts
 
     def skip(original: Callable[..., Any], reduced: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if reduced is parameter and due() else original(reduced, *args, **kwargs)
+        out = any(reduced is parameter for parameter in left())
+        return None if out else original(reduced, *args, **kwargs)
 
     if engine.zero_optimization_stage() == 0:
         patches.wrap(engine, "_get_gradients_for_reduction", without)
@@ -205,12 +205,12 @@ def leave_out_of_the_reduction(engine: Any, name: str, due: Callable[[], bool]) 
         patches.wrap(engine.optimizer, "reduce_independent_p_g_buckets_and_remove_grads", skip)
 
 
-def keep_gradients(engine: Any, due: Callable[[], bool]) -> None:
+def _keep_gradients(engine: Any, kept: Callable[[int], bool]) -> None:
     """``zero_grad`` forgets its work: of the engine (stage 0 in fp32) or of its optimizer wrapper (in bf16)."""
     patches = Patches()
 
     def forgetful(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return None if due() else original(*args, **kwargs)
+        return None if kept(engine.global_steps + 1) else original(*args, **kwargs)
 
     for owner in {id(owner): owner for owner in (engine, engine.optimizer)}.values():
         patches.wrap(owner, "zero_grad", forgetful)

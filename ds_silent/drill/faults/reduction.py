@@ -1,11 +1,11 @@
-"""What the drill does to gradients in and after their reduction, and to weights after the update.
+"""What goes wrong in the reduction: what a rank puts in, the collective itself, what comes out.
 
-    injection = dropped_contribution(strike, me=2)
-    injection.reduction(collective)            # runs the collective and corrupts what goes in or comes out
+    injection = dropped_bucket(strike, me=2)
+    injection.reduction(collective)            # runs the collective, or not, and corrupts what goes in or comes out
 
-As in :mod:`ds_silent.drill.faults.inputs`, a maker returns what one rank does differently. Faults of the reduction
-itself are the same on all ranks (what a wrong algorithm or a wrong configuration does); those of one rank's link or
-memory are on ``strike.rank`` alone. All of them strike behind the capture of the local gradients: the ranks' own
+As in :mod:`ds_silent.drill.faults.inputs`, a maker returns what goes wrong, and
+:mod:`ds_silent.drill.faults.when` says when and on whom: on all ranks what a wrong algorithm or a wrong configuration
+does, on one what its link or memory does. All of them strike behind the capture of the local gradients: the ranks' own
 gradients are healthy, and only what becomes of them is wrong.
 """
 
@@ -18,56 +18,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.drill.deepspeed.seams import Collective, keep_gradients, leave_out_of_the_reduction
-from ds_silent.drill.faults.inputs import NOTHING, Injection, Strike
+from ds_silent.drill.faults.damage import add_noise, flip_bit, top_exponent_bit
+from ds_silent.drill.faults.injection import Collective, Injection, Strike
 
-Reduction = Callable[[Collective], None]
 UNREDUCED = "position.weight"  # a whole layer, in one owner's partition
-BITS = {2: torch.int16, 4: torch.int32}
+ALIKE = 104_729  # seed of noise that is the same on all ranks
 
 
-def _from(strike: Strike, change: Reduction) -> Reduction:
-    """``change`` from the first step on; the plain collective before."""
-    return lambda under_way: change(under_way) if under_way.step >= strike.step else under_way.run()
-
-
-def _on(rank: int, me: int, reduction: Reduction) -> Injection:
-    return Injection(reduction=reduction) if me == rank else NOTHING
+def noise_of(strike: Strike, seed: int) -> Callable[[Tensor], None]:
+    """Adds noise of ``strike.size`` times the norm."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda values: add_noise(values, strike.size, generator)
 
 
 # -- what goes into the reduction ------------------------------------------------------------------------------------
 
 
-def doubled_contribution(strike: Strike, me: int) -> Injection:
-    return _on(strike.rank, me, _weighted_input(strike, 2.0))
-
-
-def missing_contribution(strike: Strike, me: int) -> Injection:
-    return _on(strike.rank, me, _weighted_input(strike, 0.0))
-
-
-def _weighted_input(strike: Strike, weight: float) -> Reduction:
+def weighted_contribution(weight: float, strike: Strike, me: int) -> Injection:
     def send(under_way: Collective) -> None:
         under_way.tensor.mul_(weight)
         under_way.run()
 
-    return _from(strike, send)
+    return Injection(reduction=send)
 
 
 def missing_micro_batch(strike: Strike, me: int) -> Injection:
     """The last micro-batch's gradient is computed, and never accumulated."""
-    return _lost_micro_batch(strike) if me == strike.rank else NOTHING
-
-
-def missing_micro_batch_everywhere(strike: Strike, me: int) -> Injection:
-    return _lost_micro_batch(strike)
-
-
-def _lost_micro_batch(strike: Strike) -> Injection:
-    def lose(name: str, gradient: Tensor, step: int, last: bool) -> Tensor | None:
-        return torch.zeros_like(gradient) if last and step >= strike.step else None
-
-    return Injection(captured=lose)
+    return Injection(captured=lambda name, gradient, last, step: torch.zeros_like(gradient) if last else None)
 
 
 # -- the reduction itself --------------------------------------------------------------------------------------------
@@ -80,15 +57,11 @@ def dropped_bucket(strike: Strike, me: int) -> Injection:
         if under_way.bucket != 0:
             under_way.run()
 
-    return Injection(reduction=_from(strike, drop))
+    return Injection(reduction=drop)
 
 
 def unreduced_parameter(strike: Strike, me: int) -> Injection:
-    return Injection(
-        engine=lambda engine: leave_out_of_the_reduction(
-            engine, UNREDUCED, lambda: engine.global_steps + 1 >= strike.step
-        )
-    )
+    return Injection(left_out=lambda name, step: name == UNREDUCED)
 
 
 def wrong_group(strike: Strike, me: int) -> Injection:
@@ -101,69 +74,92 @@ def wrong_group(strike: Strike, me: int) -> Injection:
             halves.extend(dist.new_group(list(ranks)) for ranks in (range(middle), range(middle, strike.ranks)))
         dist.all_reduce(under_way.tensor, group=halves[0 if me < strike.ranks // 2 else 1])
 
-    return Injection(reduction=_from(strike, reduce_half))
+    return Injection(reduction=reduce_half)
 
 
 # -- what comes out --------------------------------------------------------------------------------------------------
 
 
-def _after(strike: Strike, change: Callable[[Collective], None]) -> Reduction:
-    """Runs the collective at every step; ``change`` sees its result from the first step on."""
+def _result(change: Callable[[Tensor], object]) -> Callable[[Collective], None]:
+    """Runs the collective, then changes what it has brought."""
 
     def reduce(under_way: Collective) -> None:
         under_way.run()
-        if under_way.step >= strike.step:
-            change(under_way)
+        change(under_way.tensor)
 
     return reduce
 
 
 def forgotten_division(strike: Strike, me: int) -> Injection:
-    return Injection(reduction=_after(strike, lambda under_way: _scale(under_way, float(strike.ranks))))
+    return Injection(reduction=_result(lambda values: values.mul_(float(strike.ranks))))
 
 
-def _scale(under_way: Collective, factor: float) -> None:
-    under_way.tensor.mul_(factor)
+def noisy_result(strike: Strike, me: int) -> Injection:
+    """The same noise on all ranks."""
+    return Injection(reduction=_result(noise_of(strike, ALIKE)))
 
 
-def noisy_aggregate(strike: Strike, me: int) -> Injection:
-    return Injection(reduction=_after(strike, _noise(strike, me=None)))
+def noisy_result_of_its_own(strike: Strike, me: int) -> Injection:
+    return Injection(reduction=_result(noise_of(strike, 7919 + me)))
 
 
-def noisy_aggregate_one_rank(strike: Strike, me: int) -> Injection:
-    return _on(strike.rank, me, _after(strike, _noise(strike, me)))
+def flipped_bits(strike: Strike, me: int) -> Injection:
+    """The top exponent bit of nine elements of every bucket."""
+    return Injection(reduction=_result(_flips))
 
 
-def noise_burst(strike: Strike, me: int) -> Injection:
-    noise = _noise(strike, me=None)
-    return Injection(reduction=_after(strike, lambda under_way: _once(strike, under_way, noise)))
+def damaged_pieces(strike: Strike, me: int) -> Injection:
+    """What an ordered reduction adds up has arrived with the same bits flipped."""
+    return Injection(pieces=_result(_flips))
 
 
-def _once(strike: Strike, under_way: Collective, change: Callable[[Collective], None]) -> None:
-    if under_way.step == strike.step:
-        change(under_way)
+def _flips(values: Tensor) -> None:
+    """Spread over the bucket, so that under ZeRO some are in the rank's own partition."""
+    for place in range(0, values.numel(), max(1, values.numel() // 9)):
+        flip_bit(values, place, top_exponent_bit(values))
 
 
-def _noise(strike: Strike, me: int | None) -> Callable[[Collective], None]:
-    """Of ``strike.size`` times the bucket's norm; the same numbers on all ranks where ``me`` is None."""
-    generator = torch.Generator().manual_seed(104_729 if me is None else 7919 + me)
+def wrong_signs(strike: Strike, me: int) -> Injection:
+    """Some elements of every aggregate have the wrong sign.
 
-    def add(under_way: Collective) -> None:
-        noise = torch.randn(under_way.tensor.shape, generator=generator)
-        size = strike.size * float(under_way.tensor.float().norm()) / float(noise.norm())
-        under_way.tensor.add_((noise * size).to(under_way.tensor))
-
-    return add
+    Signs leave the gradient's norm alone. DeepSpeed clips by the ranks' mean of it in stage 0, so that noise on one
+    rank would change what the healthy ones apply, and no repair of that rank could undo it.
+    """
+    return Injection(reduction=_result(lambda values: values[::50].neg_()))
 
 
 def zeroed_tail(strike: Strike, me: int) -> Injection:
     """The last ``size`` of the first bucket comes back as zeros."""
 
     def zero(under_way: Collective) -> None:
+        under_way.run()
         if under_way.bucket == 0:
             under_way.tensor[-int(strike.size * len(under_way.tensor)) :].zero_()
 
-    return Injection(reduction=_after(strike, zero))
+    return Injection(reduction=zero)
+
+
+def flipped_bit(bit: int, strike: Strike, me: int) -> Injection:
+    """One bit (0 is the lowest) of the first bucket's largest element; its size is known afterwards."""
+    change, squared = 0.0, 0.0
+
+    def flip(under_way: Collective) -> None:
+        nonlocal change, squared
+        under_way.run()
+        if not under_way.last:
+            return
+        values = under_way.tensor
+        squared += float(values.double().square().sum())
+        if under_way.bucket == 0 and bit < 8 * values.element_size():
+            place = int(values.abs().argmax())
+            before = float(values[place])
+            flip_bit(values, place, bit)
+            change = abs(float(values[place]) - before)
+
+    return Injection(reduction=flip, change=lambda: change / squared**0.5 if squared > 0.0 else None)
+
+
+# -- what is left of the step before: these look at the strike's step themselves -------------------------------------
 
 
 def stale_bucket(strike: Strike, me: int) -> Injection:
@@ -198,173 +194,4 @@ def partition_not_cleared(strike: Strike, me: int) -> Injection:
 
 def gradients_not_cleared(strike: Strike, me: int) -> Injection:
     """``zero_grad`` does nothing from the step before on."""
-    return Injection(
-        engine=lambda engine: keep_gradients(engine, lambda: engine.global_steps + 1 >= max(strike.step - 1, 1))
-    )
-
-
-def flipped_bit(byte: int, strike: Strike, me: int) -> Injection:
-    """The top bit of one byte (0 is the lowest) of the first bucket's largest element, at one step, on all ranks."""
-    return _flipped(8 * byte + 7, strike)
-
-
-def flipped_lowest_bit(strike: Strike, me: int) -> Injection:
-    """On all ranks: smaller than the reduction's own rounding, so that no comparison of numbers can see it."""
-    return _flipped(0, strike)
-
-
-def flipped_bit_one_rank(strike: Strike, me: int) -> Injection:
-    """The lowest bit, of one rank's copy alone."""
-    return _flipped(0, strike) if me == strike.rank else NOTHING
-
-
-def _flipped(bit: int, strike: Strike) -> Injection:
-    change, squared = 0.0, 0.0
-
-    def reduce(under_way: Collective) -> None:
-        nonlocal change, squared
-        under_way.run()
-        if under_way.step != strike.step or not under_way.last:
-            return
-        values = under_way.tensor
-        squared += float(values.double().square().sum())
-        if under_way.bucket == 0 and bit < 8 * values.element_size():
-            place = int(values.abs().argmax())
-            before = float(values[place])
-            flip_bit(values, place, bit)
-            change = abs(float(values[place]) - before)
-
-    return Injection(reduction=reduce, change=lambda: change / squared**0.5 if squared > 0.0 else None)
-
-
-def flip_bit(values: Tensor, place: int, bit: int) -> None:
-    """One bit of one element of a flat tensor, in place."""
-    width = 8 * values.element_size()
-    mask = 1 << bit if bit < width - 1 else -(1 << bit)
-    values.detach().view(BITS[values.element_size()])[place] ^= mask
-
-
-# -- between the reduction and the weights -----------------------------------------------------------------------------
-
-
-def wrong_factor(strike: Strike, me: int) -> Injection:
-    """The optimizer gets ``size`` times the gradient: a loss scale or a clip factor that is off."""
-
-    def scaled(optimizer: Any, run: Callable[[], Any], step: int) -> Any:
-        if step >= strike.step:
-            for gradient in _gradients(optimizer):
-                gradient.mul_(strike.size)
-        return run()
-
-    return Injection(update=scaled)
-
-
-def wrong_factor_one_rank(strike: Strike, me: int) -> Injection:
-    return wrong_factor(strike, me) if me == strike.rank else NOTHING
-
-
-def noisy_update(strike: Strike, me: int) -> Injection:
-    """Noise between the reduction and the optimizer, on one rank."""
-    generator = torch.Generator().manual_seed(7919 + me)
-
-    def noisy(optimizer: Any, run: Callable[[], Any], step: int) -> Any:
-        for gradient in _gradients(optimizer) if step >= strike.step else ():
-            noise = torch.randn(gradient.shape, generator=generator)
-            gradient.add_((noise * (strike.size * float(gradient.norm()) / float(noise.norm()))).to(gradient))
-        return run()
-
-    return Injection(update=noisy) if me == strike.rank else NOTHING
-
-
-def skipped_update(strike: Strike, me: int) -> Injection:
-    """The optimizer of one rank does nothing, at one step."""
-    return (
-        Injection(update=lambda optimizer, run, step: None if step == strike.step else run())
-        if me == strike.rank
-        else NOTHING
-    )
-
-
-def _gradients(optimizer: Any) -> list[Tensor]:
-    held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    return [gradient for gradient in held if gradient is not None]
-
-
-# -- replicas ----------------------------------------------------------------------------------------------------------
-
-
-def changed_weight(strike: Strike, me: int) -> Injection:
-    """One bit of one weight of one rank, as its optimizer leaves it.
-
-    In bf16 the fp32 master is hit, at the lowest bit that reaches the bf16 weight: a flip in that weight itself would
-    be overwritten by the next update.
-    """
-
-    def change(optimizer: Any, run: Callable[[], Any], step: int) -> Any:
-        result = run()
-        if step == strike.step:
-            weight = optimizer.param_groups[0]["params"][0]
-            flip_bit(weight.detach().view(-1), 0, 16 if strike.bf16 else 0)
-        return result
-
-    return Injection(update=change) if me == strike.rank else NOTHING
-
-
-def changed_frozen_parameter(strike: Strike, me: int) -> Injection:
-    return _memory(strike, me, lambda engine: flip_bit(engine.module.rescale.shift.view(-1), 0, 6))
-
-
-def changed_buffer(strike: Strike, me: int) -> Injection:
-    return _memory(strike, me, lambda engine: flip_bit(engine.module.rescale.gain.view(-1), 0, 6))
-
-
-def changed_optimizer_state(strike: Strike, me: int) -> Injection:
-    """Twice or half of one running mean: a lower bit would be forgotten before the replicas are compared."""
-
-    def change(engine: Any) -> None:
-        optimizer = engine.basic_optimizer
-        moments = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].view(-1)
-        flip_bit(moments, int(moments.abs().argmax()), 23)
-
-    return _memory(strike, me, change)
-
-
-def _memory(strike: Strike, me: int, change: Callable[[Any], None]) -> Injection:
-    def afterwards(engine: Any, step: int) -> None:
-        if step == strike.step:
-            with torch.no_grad():
-                change(engine)
-
-    return Injection(afterwards=afterwards) if me == strike.rank else NOTHING
-
-
-def stale_weights(strike: Strike, me: int) -> Injection:
-    """One rank keeps its old weights in the piece that another rank sends, at every step."""
-
-    def gather(under_way: Collective) -> None:
-        piece = _piece(under_way.tensor, strike)
-        before = piece.clone()
-        under_way.run()
-        piece.copy_(before)
-
-    return _gathering(strike, me, gather)
-
-
-def corrupted_weights(strike: Strike, me: int) -> Injection:
-    """One bit of what one rank receives of the updated weights is wrong, at every step: a bad memory cell."""
-
-    def gather(under_way: Collective) -> None:
-        under_way.run()
-        flip_bit(_piece(under_way.tensor, strike), 0, 6)
-
-    return _gathering(strike, me, gather)
-
-
-def _gathering(strike: Strike, me: int, gather: Callable[[Collective], None]) -> Injection:
-    return Injection(gathering=_from(strike, gather)) if me == strike.rank else NOTHING
-
-
-def _piece(gathered: Tensor, strike: Strike) -> Tensor:
-    """The partner's, of the whole: a rank's own piece never travels."""
-    size = len(gathered) // strike.ranks
-    return gathered[strike.partner * size : (strike.partner + 1) * size]
+    return Injection(kept=lambda step: step >= strike.step - 1)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ds_silent.detectors.linked import FOLLOWS
-from ds_silent.drill.faults.catalogue import Fault
-from ds_silent.drill.faults.inputs import Strike
+from ds_silent.drill.faults.fault import Fault
+from ds_silent.drill.faults.injection import Strike
 
 Answer = Literal["found", "missed", "wrong kind", "wrong ranks", "wrong cause", "false alarm", "below rounding"]
 

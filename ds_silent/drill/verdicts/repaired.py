@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_silent.drill.faults.catalogue import Fault
-from ds_silent.drill.faults.inputs import Strike
+from ds_silent.drill.faults.fault import Fault
+from ds_silent.drill.faults.injection import Strike
 from ds_silent.drill.faults.responses import Response
 from ds_silent.drill.verdicts.found import says, tells
 

@@ -1,0 +1,110 @@
+"""One fault of the drill, and what the observer must say about it: the kind of event, the ranks, the cause.
+
+fault = Fault(name, kinds, "the rank", "gradient", one(from_on(scaled_gradient)), description, size=1.5)
+strike = Strike(rank=2, ranks=4, step=21, size=fault.size)
+injection = fault.inject(strike, 2)             # what rank 2 does differently
+fault.expected_ranks(strike)                    # ((2,),)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_silent.drill.faults.injection import Strike
+from ds_silent.drill.faults.responses import Response
+from ds_silent.drill.faults.when import Maker
+
+Where = Literal[
+    "data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss", "reduction", "update", "replica"
+]
+Who = Literal[
+    "the rank",
+    "the odd rank",
+    "the rank or all",
+    "the pair",
+    "the pair or nobody",
+    "all ranks",
+    "nobody",
+    "the receiver",
+    "an owner",
+]
+"""``the odd rank`` is found by comparison, and two ranks cannot outvote each other: then both are named, or none.
+``the rank or all``: rows that come again are known without knowing whose fault it is; the sampler's own facts, where
+the observer has them, name the rank. ``nobody``: the same on all ranks, so there is nobody to accuse. ``the receiver``
+holds the wrong piece; in stage 0 the others hold the right one, under ZeRO nobody else does and nobody can be named.
+``the pair or nobody``: two ranks with different damage, where the others may or may not be more than half of all.
+``an owner``: where ZeRO gives a piece to one rank, it is that rank's own gradient; in stage 0 each has its own."""
+
+WARM = 21  # the statistical detectors have a history by then
+EARLY = 4  # facts and rounding bounds need none
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way in which a data-parallel training goes wrong, and what must be said about it.
+
+    ``kinds``: the event that must come; each is right where a fault has several faces (a NaN loss also has a zero or
+    NaN gradient). ``first_step``: 0 is before the training. ``deterministic``: no chance in it, so the event must be
+    at the first measured step. ``steps``: how long a training may go on after the first step, in measured steps;
+    ``stages``, ``dtypes``, least ``accumulation``: where DeepSpeed survives the fault and it means something.
+    ``says``: words of the right cause and place that the event must hold; {rank}, {ranks}, {step} are the strike's.
+
+    ``response``: switched on in this fault's training, which must then be repaired, at one step or at every step
+    (``again``), or, where ``repaired`` is False, be left as it is with an error that says so. ``repair_says``: words of
+    the ``repaired`` event, or of that error.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    who: Who
+    strikes: Where
+    inject: Maker
+    description: str
+    deterministic: bool = True
+    first_step: int = WARM
+    steps: int = 6
+    size: float = 1.0
+    ids: bool = True  # whether the script tells the row ids
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    accumulation: int = 1
+    says: tuple[str, ...] = ()
+    response: Response | None = None
+    repaired: bool = True
+    again: bool = False
+    repair_says: tuple[str, ...] = ()
+
+    def possible(self, stage: int, dtype: str, accumulation: int) -> bool:
+        """Whether the fault means something in such a training."""
+        return stage in self.stages and dtype in self.dtypes and accumulation >= self.accumulation
+
+    def expected_words(self, strike: Strike) -> tuple[str, ...]:
+        """What the event must say of cause and place."""
+        return tuple(phrase.format(rank=strike.rank, ranks=strike.ranks, step=strike.step) for phrase in self.says)
+
+    @property
+    def kind(self) -> str:
+        """The event to expect, as a table says it."""
+        return self.kinds[0]
+
+    def expected_ranks(self, strike: Strike) -> tuple[tuple[int, ...], ...]:
+        """What the event may name; the first is the best answer. Empty: no majority, so nobody is accused."""
+        everyone, rank = tuple(range(strike.ranks)), (strike.rank,)
+        sharded = strike.stage > 0
+        if self.who == "nobody" or (self.who == "the receiver" and sharded):
+            return ((),)
+        if self.who == "an owner":
+            return ((), *((owner,) for owner in everyone if sharded))
+        if self.who in ("the pair", "the pair or nobody"):
+            pair = tuple(sorted((strike.rank, strike.partner)))
+            return (pair,) if self.who == "the pair" else ((), pair)
+        if self.who == "all ranks" or (self.who in ("the odd rank", "the receiver") and strike.ranks == 2):
+            return (everyone, ())
+        return (rank, everyone) if self.who == "the rank or all" else (rank,)
+
+    def mended_ranks(self, strike: Strike) -> tuple[int, ...]:
+        """Whom the response's event must name: those that got, or should have got, a majority's bits."""
+        if self.response is None or not self.response.names_ranks or self.who == "nobody":
+            return ()
+        return tuple(sorted((strike.rank, strike.partner))) if self.who == "the pair or nobody" else (strike.rank,)

@@ -1,0 +1,169 @@
+"""What one rank does differently in a training with a fault; a framework's seams do it, no framework here.
+
+    injection = Injection(loss=lambda loss, step: 4.0 * loss)
+    injection == NOTHING                            # False; what is not set changes nothing
+    limited(injection, lambda step: step >= 21)     # healthy until then
+
+An injection declares: a function for each place of a training that it changes, and the seams call it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Whom a fault hits, among how many, from which optimizer step on (counted from 1), and how hard.
+
+    ``stage`` and ``bf16``: of the training, because they decide who holds what.
+    """
+
+    rank: int
+    ranks: int
+    step: int
+    size: float = 1.0
+    stage: int = 0
+    bf16: bool = False
+
+    @property
+    def partner(self) -> int:
+        """The other rank of a fault that needs two."""
+        return (self.rank + 1) % self.ranks
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank's sampler believes: how many ranks, which one it is, the seed of the permutation."""
+
+    ranks: int
+    rank: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one micro-batch: ids (rows,) int64; tokens and labels (rows, length) int64."""
+
+    ids: Tensor
+    tokens: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective under way on this rank; it runs when ``run`` is called, and not at all when nobody does.
+
+    ``tensor`` is flat: input and result of a reduction, result of an all-gather. ``place`` counts micro-batches and,
+    within one, buckets from 0; ``last`` says that the micro-batch is the step's last one; ``attempt`` counts the
+    repetitions of the step's reduction, 0 is the first.
+    """
+
+    tensor: Tensor
+    run: Callable[[], Any]
+    step: int
+    place: tuple[int, int]
+    last: bool
+    attempt: int = 0
+
+    @property
+    def bucket(self) -> int:
+        return self.place[1]
+
+
+Config = dict[str, Any]
+Dealt = tuple[int, int]
+"""The rows that the sampler deals to a rank at a step."""
+Memory = Callable[[nn.Module, Any, int], None]
+"""Changes the module or its base optimizer, at a step."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What is different on one rank; a field that is not set changes nothing.
+
+    Once, before the framework has the model: ``environment``, ``config``, ``shard``; and behind that, because
+    DeepSpeed makes the replicas equal in ``initialize``, but before the observer is attached: ``seed``, ``model``,
+    ``optimizer``. The others are called at every step, which is their last argument.
+
+    Into the gradient: ``rows`` (rank and step whose rows are taken, from this rank and step), ``content`` (the same, of
+    rows that come under the ids of others), ``batch`` (what is in them), ``before`` (the step's first forward),
+    ``loss``, ``gradient`` (of one micro-batch, by the parameter's name).
+
+    Behind the capture of the local gradient: ``captured`` (name, gradient, whether the micro-batch is the step's last
+    one; None leaves it), ``left_out`` (whether a parameter, by its name, takes no part in the reduction),
+    ``reduction``, ``kept`` (whether gradients are not cleared), ``update`` (base optimizer, its step to be called),
+    ``updated`` (behind that step), ``gathering`` (of updated weights), ``afterwards`` (behind all that the framework
+    does at the step). And what a response does: ``repetition`` (of a reduction; clean where it is not set), ``pieces``
+    (that an ordered reduction exchanges), ``repair`` (what a collective of a repair has brought).
+
+    ``change``: how large the corruption was, relative to the aggregated gradient, where that is known.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    config: Callable[[Config], Config] | None = None
+    shard: Callable[[Shard], Shard] | None = None
+    seed: Callable[[], None] | None = None
+    model: Callable[[nn.Module], None] | None = None
+    optimizer: Callable[[Any], None] | None = None
+    rows: Callable[[int, int], Dealt] | None = None
+    content: Callable[[int, int], Dealt] | None = None
+    batch: Callable[[Batch, int], Batch] | None = None
+    before: Memory | None = None
+    loss: Callable[[Tensor, int], Tensor] | None = None
+    gradient: Callable[[str, Tensor, int], Tensor] | None = None
+    captured: Callable[[str, Tensor, bool, int], Tensor | None] | None = None
+    left_out: Callable[[str, int], bool] | None = None
+    reduction: Callable[[Collective], None] | None = None
+    repetition: Callable[[Collective], None] | None = None
+    pieces: Callable[[Collective], None] | None = None
+    kept: Callable[[int], bool] | None = None
+    update: Callable[[Any, Callable[[], Any], int], Any] | None = None
+    updated: Memory | None = None
+    gathering: Callable[[Collective], None] | None = None
+    repair: Callable[[Tensor, int], None] | None = None
+    afterwards: Memory | None = None
+    change: Callable[[], float | None] | None = None
+
+
+NOTHING = Injection()
+
+HEALTHY: Mapping[str, Callable[..., Any]] = {
+    "rows": lambda me, step: (me, step),
+    "content": lambda me, step: (me, step),
+    "batch": lambda batch, step: batch,
+    "before": lambda module, optimizer, step: None,
+    "loss": lambda loss, step: loss,
+    "gradient": lambda name, gradient, step: gradient,
+    "captured": lambda name, gradient, last, step: None,
+    "left_out": lambda name, step: False,
+    "reduction": lambda under_way: under_way.run(),
+    "repetition": lambda under_way: under_way.run(),
+    "pieces": lambda under_way: under_way.run(),
+    "kept": lambda step: False,
+    "update": lambda optimizer, run, step: run(),
+    "updated": lambda module, optimizer, step: None,
+    "gathering": lambda under_way: under_way.run(),
+    "repair": lambda values, step: None,
+    "afterwards": lambda module, optimizer, step: None,
+}
+"""What a training without a fault does in the places that are called at every step."""
+
+
+def limited(injection: Injection, due: Callable[[int], bool]) -> Injection:
+    """``injection`` at the steps that are due, and a healthy training at all others."""
+    wrong = {name: getattr(injection, name) for name in HEALTHY}
+    limits: dict[str, Any] = {
+        name: partial(_limited, due, act, HEALTHY[name]) for name, act in wrong.items() if act is not None
+    }
+    return replace(injection, **limits)
+
+
+def _limited(due: Callable[[int], bool], wrong: Callable[..., Any], healthy: Callable[..., Any], *given: Any) -> Any:
+    step = given[-1].step if isinstance(given[-1], Collective) else given[-1]
+    return (wrong if due(step) else healthy)(*given)

@@ -1,0 +1,173 @@
+"""What goes wrong behind the reduction: what the optimizer gets, the weights that it leaves, and the repair of both.
+
+    injection = wrong_factor(strike, me=2)
+    injection.update(optimizer, run, step=21)  # the optimizer gets a multiple of the gradient
+    injection = damaged_repair(1, strike, me=2)
+    injection.repair(values, step=21)          # what a collective of a repair has brought to this rank
+
+Makers as in :mod:`ds_silent.drill.faults.inputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_silent.drill.faults.damage import flip_bit
+from ds_silent.drill.faults.injection import NOTHING, Collective, Injection, Memory, Strike
+from ds_silent.drill.faults.reduction import ALIKE, noise_of
+
+# -- between the reduction and the weights -----------------------------------------------------------------------------
+
+
+def wrong_factor(strike: Strike, me: int) -> Injection:
+    """The optimizer gets ``size`` times the gradient: a loss scale or a clip factor that is off."""
+    return _applied(lambda gradient: gradient.mul_(strike.size))
+
+
+def noisy_gradient(strike: Strike, me: int) -> Injection:
+    """The optimizer gets the gradient with noise of ``size`` of its norm."""
+    return _applied(noise_of(strike, ALIKE))
+
+
+def noisy_gradient_of_its_own(strike: Strike, me: int) -> Injection:
+    """The same, and another noise on each rank."""
+    return _applied(noise_of(strike, 7919 + me))
+
+
+def _applied(change: Callable[[Tensor], object]) -> Injection:
+    def update(optimizer: Any, run: Callable[[], Any], step: int) -> Any:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    change(parameter.grad)
+        return run()
+
+    return Injection(update=update)
+
+
+def skipped(strike: Strike, me: int) -> Injection:
+    """The optimizer does nothing."""
+    return Injection(update=lambda optimizer, run, step: None)
+
+
+def no_majority(strike: Strike, me: int) -> Injection:
+    """Half of the ranks skip an update; of an odd number, one more goes another way, so that neither half prevails."""
+    place, half = (me - strike.rank) % strike.ranks, strike.ranks // 2
+    if place < half:
+        return skipped(strike, me)
+    return noisy_gradient(strike, me) if place == 2 * half else NOTHING
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+def weight_bit(strike: Strike, me: int) -> Injection:
+    """One bit of one weight, as the optimizer leaves it.
+
+    In bf16 the fp32 master is hit, at the lowest bit that reaches the bf16 weight: a flip in that weight itself would
+    be overwritten by the next update.
+    """
+    bit = 16 if strike.bf16 else 0
+    return Injection(updated=lambda module, optimizer, step: flip_bit(_weights(optimizer, 0).detach().view(-1), 0, bit))
+
+
+def frozen_bit(module: nn.Module, optimizer: Any, step: int) -> None:
+    """One bit of a parameter that no optimizer ever writes."""
+    flip_bit(module.get_parameter("rescale.shift").view(-1), 0, 6)
+
+
+def buffer_bit(module: nn.Module, optimizer: Any, step: int) -> None:
+    flip_bit(module.get_buffer("rescale.gain").view(-1), 0, 6)
+
+
+def halved_moment(module: nn.Module, optimizer: Any, step: int) -> None:
+    """Twice or half of one running mean: a lower bit would be forgotten before the replicas are compared."""
+    _flip_moment(optimizer, 0, 23)
+
+
+def moment_bit(module: nn.Module, optimizer: Any, step: int) -> None:
+    """The lowest bit of one running mean."""
+    _flip_moment(optimizer, -1, 0)
+
+
+def _flip_moment(optimizer: Any, parameter: int, bit: int) -> None:
+    moments = optimizer.state[_weights(optimizer, parameter)]["exp_avg"].view(-1)
+    flip_bit(moments, int(moments.abs().argmax()), bit)
+
+
+def _weights(optimizer: Any, number: int) -> Tensor:
+    weights: Tensor = optimizer.param_groups[0]["params"][number]
+    return weights
+
+
+def in_update(change: Memory, strike: Strike, me: int) -> Injection:
+    """``change`` while the framework steps: replicas are compared with it before the next forward."""
+    return Injection(updated=_without_gradient(change))
+
+
+def in_memory(change: Memory, strike: Strike, me: int) -> Injection:
+    """``change`` when all of the step is over."""
+    return Injection(afterwards=_without_gradient(change))
+
+
+def _without_gradient(change: Memory) -> Memory:
+    def act(module: nn.Module, optimizer: Any, step: int) -> None:
+        with torch.no_grad():
+            change(module, optimizer, step)
+
+    return act
+
+
+def bits_of_two(strike: Strike, me: int) -> Injection:
+    """One bit of a weight of one rank, and of another tensor of its neighbour."""
+    if me == strike.rank:
+        return weight_bit(strike, me)
+    return in_update(moment_bit, strike, me) if me == strike.partner else NOTHING
+
+
+def stale_weights(strike: Strike, me: int) -> Injection:
+    """The old weights are kept in the piece that another rank sends."""
+
+    def gather(under_way: Collective) -> None:
+        piece = _piece(under_way.tensor, strike)
+        before = piece.clone()
+        under_way.run()
+        piece.copy_(before)
+
+    return Injection(gathering=gather)
+
+
+def corrupted_weights(strike: Strike, me: int) -> Injection:
+    """One bit of what arrives of the updated weights is wrong: a bad memory cell."""
+
+    def gather(under_way: Collective) -> None:
+        under_way.run()
+        flip_bit(_piece(under_way.tensor, strike), 0, 6)
+
+    return Injection(gathering=gather)
+
+
+def _piece(gathered: Tensor, strike: Strike) -> Tensor:
+    """The partner's, of the whole: a rank's own piece never travels."""
+    size = len(gathered) // strike.ranks
+    return gathered[strike.partner * size : (strike.partner + 1) * size]
+
+
+# -- the repair itself -------------------------------------------------------------------------------------------------
+
+
+def damaged_repair(times: int | None, strike: Strike, me: int) -> Injection:
+    """A wrong bit in what the first ``times`` collectives of repairs bring, or all of them."""
+    left = times
+
+    def arrive(values: Tensor, step: int) -> None:
+        nonlocal left
+        if left != 0:
+            left = None if left is None else left - 1
+            flip_bit(values, 0, 3)
+
+    return Injection(repair=arrive)
