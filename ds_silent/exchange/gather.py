@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_silent.device import SideStream, pinned
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Once, SparseGradientError, Together, at_once
 
@@ -148,14 +148,12 @@ class _Landing:
 
     def __init__(self, source: Tensor):
         self._source = source
-        self._accelerator = get_accelerator()
         self._on_host = source.device.type == "cpu"
         self._work: dist.Work | None = None
         self._copying = False
         if not self._on_host:
-            self._host = self._accelerator.pin_memory(torch.empty(source.shape, dtype=source.dtype))
-            self._stream = self._accelerator.Stream()
-            self._event = self._accelerator.Event()
+            self._host = pinned(source)
+            self._side = SideStream(source.device)
 
     def start(self, work: dist.Work | None) -> None:
         """``work`` is under way; on a device, its result is copied as soon as it is there."""
@@ -164,11 +162,10 @@ class _Landing:
             self._copy()
 
     def _copy(self) -> None:
-        with self._accelerator.stream(self._stream):
+        with self._side.working():
             if self._work is not None:
                 self._work.wait()  # orders the side stream after the collective; the host goes on
             self._host.copy_(self._source, non_blocking=True)
-            self._event.record(self._stream)
         self._copying = True
 
     def result(self) -> Tensor:
@@ -176,9 +173,8 @@ class _Landing:
         if not self._on_host:
             if not self._copying:  # starting it broke
                 self._copy()
-            self._event.synchronize()
-            host: Tensor = self._host
-            return host
+            self._side.wait()
+            return self._host
         if self._work is not None:
             self._work.wait()
         return self._source
