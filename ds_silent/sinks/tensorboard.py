@@ -81,7 +81,8 @@ class TensorBoardSink:
                 from ds_silent.sinks.matrix_image import matrix_image  # imports matplotlib, which is slow
 
                 image = matrix_image(record.cosine_matrix, step=record.step, method=record.direction.method)
-                writer.add_image("silent/direction/matrix", image, record.step, dataformats="HWC")
+                if image is not None:
+                    writer.add_image("silent/direction/matrix", image, record.step, dataformats="HWC")
 
     def write_event(self, event: Event) -> None:
         if self._writer is None and self._purge_step is None:
