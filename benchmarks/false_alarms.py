@@ -71,9 +71,9 @@ def work(order: dict[str, Any]) -> None:
     import scratch
     import torch.distributed as dist
 
-    from finetune.ranks import join
-    from finetune.settings import Settings, checked
-    from finetune.trainer import train
+    from ds_silent.finetune.ranks import join
+    from ds_silent.finetune.settings import Settings, checked
+    from ds_silent.finetune.trainer import train
 
     ranks, folder = join(), Path(order["folder"])
     for number, cell in enumerate(CELLS):
@@ -153,7 +153,7 @@ def main(
         told = {"folder": str(folder), "seed": seed, "steps": steps, "scratch": scratch, "cells": cell or []}
         order = json.dumps(told)
         environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment |= {**os.environ, WORKER: order, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "launch")))}
+        environment |= {**os.environ, WORKER: order, "PYTHONPATH": str(ROOT)}
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS), __file__]
         code = subprocess.run([sys.executable, *launch], env=environment, check=False).returncode
         if code:

@@ -9,20 +9,17 @@ plain torch. Noisy micro-batches have a share of their labels replaced by unifor
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
-
+from ds_silent.finetune.data import Row
+from ds_silent.finetune.encoding import IGNORED, collate, encode
+from ds_silent.finetune.instructions import generate
+from ds_silent.finetune.models import load
 from ds_silent.maths.sketch import make_plan, offsets_of, sketch_of
-from finetune.data import Row
-from finetune.encoding import IGNORED, collate, encode
-from finetune.instructions import generate
-from finetune.models import load
 
 BATCH, SIZE = 4, 8192
 LABEL_NOISE = (0.05, 0.2, 1.0)

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -27,18 +25,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
-
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.config import DetectorsConfig, DirectionConfig
 from ds_silent.detectors import log_steps
+from ds_silent.finetune.data import Row
+from ds_silent.finetune.encoding import collate, encode
+from ds_silent.finetune.instructions import generate
+from ds_silent.finetune.models import load
 from ds_silent.maths.rounding_bound import AggregateCheck, Arithmetic, check_aggregate, terms_of
 from ds_silent.maths.sketch import SketchPlan, make_plan, offsets_of, sketch_of
 from ds_silent.replicas.checksums import Checksums, checksum
-from finetune.data import Row
-from finetune.encoding import collate, encode
-from finetune.instructions import generate
-from finetune.models import load
 
 CONSOLE = Console(width=120)
 BATCH, SKETCH = 4, 16_384

@@ -40,7 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_silent
 from ds_silent.config import parse
-from ds_silent.frameworks.deepspeed import DeepSpeedFramework
+from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.ordered.exchange import LongVector, OrderedExchange
 
 MICRO_BATCHES, STEPS, ROWS, LENGTH = 8, 20, 2, 33

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from finetune.instructions import generate
+from ds_silent.finetune.instructions import generate
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 256, 64, 4, 2, 64
 MICRO_BATCH = 8

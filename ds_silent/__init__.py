@@ -1,13 +1,22 @@
 """See every worker of a data-parallel training: a DeepSpeed extension switched on by one config block.
 
-engine, optimizer, loader, scheduler = ds_silent.initialize(model=model, config="ds_config.json")
+    engine, optimizer, loader, scheduler = ds_silent.initialize(model=model, config="ds_config.json")
+
+Each name is loaded when it is first asked for, so that who reads records or a configuration needs no framework. What
+does need one and does not find it says in one sentence which extra to install.
 """
 
-from ds_silent.attach import attach, initialize, observer_of
-from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.observer import Observer
-from ds_silent.records import Event, StepRecord
-from ds_silent.sinks import SinkError
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_silent.config import ConfigError, SilentConsistencyConfig
+    from ds_silent.frameworks.deepspeed.attach import attach, initialize, observer_of
+    from ds_silent.observer import Observer
+    from ds_silent.records import Event, StepRecord
+    from ds_silent.sinks import SinkError
 
 __all__ = [
     "ConfigError",
@@ -21,3 +30,32 @@ __all__ = [
     "observer_of",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "ConfigError": "config",
+    "Event": "records",
+    "Observer": "observer",
+    "SilentConsistencyConfig": "config",
+    "SinkError": "sinks",
+    "StepRecord": "records",
+    "attach": "frameworks.deepspeed.attach",
+    "initialize": "frameworks.deepspeed.attach",
+    "observer_of": "frameworks.deepspeed.attach",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = f"{__name__}.{_MODULES[name]}"
+    if ".deepspeed." in module:
+        from ds_silent.extras import needs
+
+        needs(f"{__name__}.{name}", "deepspeed")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

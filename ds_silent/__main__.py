@@ -21,9 +21,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-import deepspeed
-
-from ds_silent.attach import initialize
+from ds_silent.extras import MissingExtra, needs
 
 _USAGE = "usage: python -m ds_silent [-m package.module | train.py] [args]"
 _LOCAL_RANK = ("--local_rank", "--local-rank")  # DeepSpeed's launcher; torch.distributed.launch
@@ -40,7 +38,13 @@ class _Target:
 
 def main() -> None:
     target = _target_of(sys.argv[1:])
-    deepspeed.initialize = initialize
+    try:
+        needs("python -m ds_silent", "deepspeed")
+    except MissingExtra as error:
+        sys.exit(f"ds_silent: {error}")
+    from ds_silent.frameworks.deepspeed.attach import take_its_place
+
+    take_its_place()
     if target.is_module:
         _run_module(target)
     else:

@@ -24,6 +24,16 @@ def main() -> None:
     """
 
 
+def _needs(what: str, extra: str) -> None:
+    from ds_silent.extras import MissingExtra, needs
+
+    try:
+        needs(what, extra)
+    except MissingExtra as error:
+        typer.echo(f"ds-silent: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 @app.command()
 def check(
     ds_config: Annotated[
@@ -49,16 +59,13 @@ def check(
 
     Exit status: 0 when every configuration can be honoured, else 2.
     """
-    # Inside the command, because they import torch and DeepSpeed: `ds-silent --help` need not wait for that.
+    # Inside the command, because they import torch: `ds-silent --help` need not wait for that.
     from ds_silent.commands.forecast import plan_lines
     from ds_silent.config import ConfigError, parse
-    from ds_silent.frameworks.deepspeed import (
-        left_to_fill_in,
-        refuse_broken,
-        refuse_too_few_ranks,
-        refuse_unsupported_config,
-    )
+    from ds_silent.extras import installed, missing_sentence
     from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+    from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
+    from ds_silent.frameworks.deepspeed.refusals import refuse_too_few_ranks, refuse_unsupported_config
 
     refused = False
     for number, source in enumerate(ds_config):
@@ -83,6 +90,9 @@ def check(
             typer.echo(line)
         for note in left_to_fill_in(loaded):
             typer.echo(f"  {note}")
+    if not installed("deepspeed"):
+        note = missing_sentence("the check of DeepSpeed's own keys", ["deepspeed"], "deepspeed")
+        typer.echo(f"ds-silent: {note}", err=True)
     if refused:
         raise typer.Exit(2)
 
@@ -125,6 +135,7 @@ def drill(
 
     Exit status: 0 all found and the healthy runs silent, 1 not so, 2 a mistake in what was typed.
     """
+    _needs("ds-silent drill", "deepspeed")
     from ds_silent.drill.command import drill_command
 
     raise typer.Exit(drill_command(config, fault or [], list_faults, ranks, rank, steps, stage, dtype, json_path))

@@ -18,8 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 BLOCK = "silent_consistency"
 _SHORT_NAMES = ("silent", "dssilent")
@@ -54,10 +53,10 @@ def _choice(*values: str) -> Any:
     return Field(values[0], json_schema_extra={"must": f"be {listed}"})
 
 
-class _Block(DeepSpeedConfigModel):  # type: ignore[misc]
-    """DeepSpeed's own base (unknown keys are forbidden), frozen: nobody edits the configuration of a running job."""
+class _Block(BaseModel):
+    """Unknown keys are forbidden, and nobody edits the configuration of a running job."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
 
 class DirectionConfig(_Block):
@@ -208,9 +207,7 @@ def parse(ds_config: Mapping[str, Any]) -> SilentConsistencyConfig | None:
     errors = _spelling_errors(SilentConsistencyConfig, block, (BLOCK,))
     config = None
     try:
-        # strict=True is DeepSpeedConfigModel's switch against its dropping of "auto"; nested blocks do not inherit
-        # it, which is why _spelling_errors has looked for "auto" already.
-        config = SilentConsistencyConfig(strict=True, **_known(SilentConsistencyConfig, block))
+        config = SilentConsistencyConfig(**_known(SilentConsistencyConfig, block))
     except ValidationError as error:
         errors += [_value_error(item["loc"], item["input"]) for item in error.errors()]
     if config is not None:
@@ -244,7 +241,7 @@ def _is_auto(value: object) -> bool:
 
 
 def _spelling_errors(model: type[_Block], block: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    """Keys that do not exist, and ``"auto"``, which DeepSpeed's base class would drop without a word."""
+    """Keys that do not exist, and ``"auto"``, which other parts of a ``ds_config`` have filled in later."""
     errors = []
     for key, value in block.items():
         inner = _block_type(model, key) if isinstance(key, str) else None
@@ -275,7 +272,8 @@ def _value_error(location: tuple[int | str, ...], value: object) -> str:
     name = ".".join((BLOCK, *outer, key))
     if _block_type(model, key):
         return f'{name} must be an object in braces, got {shown(value)}; write "{key}": {{}} or leave it out'
-    must = model.model_fields[key].json_schema_extra["must"]
+    field: Any = model.model_fields[key]
+    must = str(field.json_schema_extra["must"])
     if type(value) is int and value > LARGEST and "at most" not in must:
         must += f" and at most {LARGEST}"
     return f"{name} must {must}, got {shown(value)}; {_remedy(model, key, value)}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from finetune.demo import main
+from ds_silent.finetune.demo import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

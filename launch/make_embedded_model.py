@@ -1,7 +1,7 @@
 """Makes the embedded default model: an openPangu-shaped Llama of about 2 M parameters with a tokenizer of its own.
 
-    python launch/make_embedded_model.py --output launch/finetune/embedded       # a few minutes on one CPU core
-    python launch/make_embedded_model.py --check launch/finetune/embedded        # what a healthy run looks like with it
+    python launch/make_embedded_model.py --output ds_silent/finetune/embedded    # a few minutes on one CPU core
+    python launch/make_embedded_model.py --check ds_silent/finetune/embedded     # what a healthy run looks like with it
 
 The model is warmed up on the embedded instruction set, made with another seed than the fine-tune's rows, and stopped
 early: random weights would show a loss dispersion far too small and gradients far too parallel, and a converged
@@ -23,13 +23,13 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from finetune.data import Row
-from finetune.encoding import Example, collate, encode, prompt_of
-from finetune.instructions import generate
-from finetune.models import LoadedModel, ModelError, load, save
-from finetune.settings import Template
-from finetune.tasks import Draw
-from finetune.vocabulary import COMMON
+from ds_silent.finetune.data import Row
+from ds_silent.finetune.encoding import Example, collate, encode, prompt_of
+from ds_silent.finetune.instructions import generate
+from ds_silent.finetune.models import LoadedModel, ModelError, load, save
+from ds_silent.finetune.settings import Template
+from ds_silent.finetune.tasks import Draw
+from ds_silent.finetune.vocabulary import COMMON
 
 VOCABULARY = 4096
 MAX_LENGTH = 384  # tokens of one row; the longest of the instruction set fit

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_silent.capture.local_gradient import layers_of
+from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.compare import Item, read_item
@@ -280,9 +280,7 @@ def _told(events: Sequence[Event]) -> tuple[Unlike, ...]:
 def _generators() -> tuple[bytes, ...]:
     """States of torch's generators, which both live on the host; nothing where a device does not give its own."""
     try:
-        return tuple(
-            state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), get_accelerator().get_rng_state())
-        )
+        return tuple(state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), generator_state()))
     except Exception:  # a note is not worth an internal error
         return ()
 

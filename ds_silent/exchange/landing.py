@@ -7,10 +7,10 @@ values = landing.result()        # a step later: no waiting in practice
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+
+from ds_silent.device import SideStream, pinned
 
 
 class Landing:
@@ -18,14 +18,12 @@ class Landing:
 
     def __init__(self, source: Tensor):
         self._source = source
-        self._accelerator = get_accelerator()
         self._on_host = source.device.type == "cpu"
         self._work: dist.Work | None = None
         self._copying = False
         if not self._on_host:
-            self._host = self._accelerator.pin_memory(torch.empty(source.shape, dtype=source.dtype))
-            self._stream = self._accelerator.Stream()
-            self._event = self._accelerator.Event()
+            self._host = pinned(source)
+            self._side = SideStream(source.device)
 
     def start(self, work: dist.Work | None) -> None:
         """``work`` is under way; on a device, its result is copied as soon as it is there."""
@@ -34,11 +32,10 @@ class Landing:
             self._copy()
 
     def _copy(self) -> None:
-        with self._accelerator.stream(self._stream):
+        with self._side.working():
             if self._work is not None:
                 self._work.wait()  # orders the side stream after the collective; the host goes on
             self._host.copy_(self._source, non_blocking=True)
-            self._event.record(self._stream)
         self._copying = True
 
     def result(self) -> Tensor:
@@ -46,9 +43,8 @@ class Landing:
         if not self._on_host:
             if not self._copying:  # starting it broke
                 self._copy()
-            self._event.synchronize()
-            host: Tensor = self._host
-            return host
+            self._side.wait()
+            return self._host
         if self._work is not None:
             self._work.wait()
         return self._source

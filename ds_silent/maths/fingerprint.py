@@ -15,9 +15,9 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_silent.device import generator_state
 from ds_silent.exchange.row_ids import GOLDEN, mix64
 
 Hash = tuple[int, int]
@@ -85,7 +85,7 @@ def rng_hashes() -> dict[str, Hash]:
         "python": hash_text(repr(random.getstate())),
         "numpy": hash_bytes(np.asarray(numbers).tobytes() + repr((kind, *position)).encode()),
         "torch": hash_bytes(torch.get_rng_state().numpy().tobytes()),
-        "device": hash_bytes(get_accelerator().get_rng_state().cpu().numpy().tobytes()),
+        "device": hash_bytes(generator_state().numpy().tobytes()),
     }
 
 

@@ -5,7 +5,7 @@
 
 The sketches of a step's micro-batches do not travel with a sample: they would be as many times larger. They are kept
 and gathered only where an aggregate was wrong, some steps later, when all ranks have read that they should
-(``diagnose`` in :data:`ds_silent.exchange.gather.SCALARS`).
+(``diagnose`` of :class:`ds_silent.exchange.observation.Wishes`).
 """
 
 from __future__ import annotations

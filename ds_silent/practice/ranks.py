@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ds_silent.extras import installed
+
 SILENCE_SECONDS = 240.0  # longer than any training of the drill, and than DeepSpeed's first compilation
 SETTLE_SECONDS = 0.5
 LINES_SHOWN = 12
@@ -39,7 +41,8 @@ def on_ranks(
         RankBroke: one of them did not end well.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "deepspeed", "ds_silent"])
+    # what is not installed is left out
+    context.set_forkserver_preload(["torch", "ds_silent.frameworks.deepspeed.attach", work.__module__])
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported, in the fork server
     with tempfile.TemporaryDirectory(prefix="ds_silent_drill_") as directory:
         receiver, sender = context.Pipe(duplex=False)
@@ -108,7 +111,6 @@ def _main(
         os.dup2(log, stream)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks))
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-    import deepspeed
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
@@ -118,7 +120,10 @@ def _main(
     status = 0
     try:
         dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        if installed("deepspeed"):
+            from ds_silent.frameworks.deepspeed.groups import join
+
+            join()
         work(sender.send if rank == 0 else _nowhere, *arguments)
         dist.barrier()
         dist.destroy_process_group()

@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
+from ds_silent.device import model_name
 from ds_silent.maths.fingerprint import hash_bytes, shown_hash
 from ds_silent.preflight.compare import Item, item_of, read_item
 
@@ -111,10 +111,9 @@ def _version_of(name: str) -> Callable[[], str]:
 
 
 def _device_model() -> str:
-    kind = get_accelerator().device_name()
-    name = getattr(getattr(torch, kind, None), "get_device_name", None)
+    name = model_name()
     if name is not None:
-        return str(name())
+        return name
     information = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*:\s*(.*)$", information.read_text(), re.M) if information.is_file() else []
     return models[0] if models else platform.machine()

@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ds_silent.device import initial_seed
 from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, shown_hash, tensor_hash
 from ds_silent.preflight.compare import Group, Item, check_item, item_of, read_item
 from ds_silent.preflight.environment import code_items, environment_items
@@ -184,7 +184,7 @@ def generator_items(module: nn.Module) -> list[Item]:
     """Seeds of torch and the device, and states of all generators: see the module docstring for ``alike``."""
     items = [
         read_item("torch seed", "generators", lambda: str(torch.initial_seed()), "alike", "warning"),
-        read_item("device seed", "generators", lambda: str(get_accelerator().initial_seed()), "alike", "warning"),
+        read_item("device seed", "generators", lambda: str(initial_seed()), "alike", "warning"),
     ]
     states = rng_hashes()
     for name, state in states.items():

@@ -1,7 +1,7 @@
 """The start of an observation: all ranks agree on the block, and then on the sizes that follow from it and the engine.
 
-    config = agree_on_block(engine, config, refusal)             # None: nobody observes; raises on all ranks or on none
-    capture, unlike = agree_on_layout(engine, config, make)      # unlike: why nothing is to be observed, on all ranks
+    config = agree_on_block(group, facts, config, refusal)       # None: nobody observes; raises on all ranks or on none
+    capture, unlike = agree_on_layout(group, facts, config, make)  # unlike: why nothing is to be observed, on all ranks
 
 A block is refused where ranks differ, because somebody meant something else. A training whose ranks are unlike in what
 would run without an observer - another number of micro-batches - goes on without one: its collectives would not meet.
@@ -20,11 +20,12 @@ import torch.distributed as dist
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import layout_of
-from ds_silent.frameworks.deepspeed import data_parallel_group, engine_facts
 from ds_silent.ranks.agreement import Statement, Verdict, agree, flat
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event
 
+Facts = Callable[[], dict[str, Any]]
+"""What the ranks' collectives follow from, by the names that a person would look for; JSON values."""
 _WRITERS_OWN = ("output_dir", "tensorboard")  # only the rank that writes looks at them
 
 
@@ -36,20 +37,25 @@ def alone() -> bool:
 
 
 def agree_on_block(
-    engine: Any, config: SilentConsistencyConfig | None, refusal: ConfigError | None
+    group: dist.ProcessGroup | None, facts: Facts, config: SilentConsistencyConfig | None, refusal: ConfigError | None
 ) -> SilentConsistencyConfig | None:
-    """This rank's block, when every rank of the engine's data-parallel group has the same one; None when nobody has.
+    """This rank's block, when every rank of the group has the same one; None when nobody has.
+
+    Args:
+        group: the ranks that average their gradients; None where the framework has no such group.
+        facts: asked for what their collectives follow from.
+        config: this rank's block; None without one.
+        refusal: why this rank cannot honour its block.
 
     Raises:
         ConfigError: on every rank, with one sentence that says who has what.
     """
-    group = data_parallel_group(engine)
     present = config is not None or refusal is not None
     if group is None:
         if present:
             raise refusal or ConfigError(f"{BLOCK} cannot find the data-parallel group of this engine")
         return None
-    values = {} if config is None else _compared(engine, config)
+    values = {} if config is None else _compared(facts, config)
     mine = Statement(
         present=present,
         absent="" if present else f'no {BLOCK} block, or "enabled": false',
@@ -64,17 +70,15 @@ def agree_on_block(
 
 
 def agree_on_layout(
-    engine: Any, config: SilentConsistencyConfig, make: Callable[[], StepCapture]
+    group: dist.ProcessGroup, facts: Facts, config: SilentConsistencyConfig, make: Callable[[], StepCapture]
 ) -> tuple[StepCapture, Event | None]:
     """The capture, and where the ranks are unlike in what they would send, the event that says so.
 
     Raises:
         ConfigError: on every rank, when one of them could not make its capture.
     """
-    group = data_parallel_group(engine)
-    assert group is not None  # it was there for the block
     capture, refusal = None, None
-    values = engine_facts(engine)
+    values = facts()
     try:
         capture = make()
         layout = asdict(layout_of(config, capture.shape))
@@ -118,7 +122,7 @@ def _unlike(verdict: Verdict, step: int) -> Event:
     return Event(step, "observer-off", "warning", verdict.odd, "start", None, None, message, remedy)
 
 
-def _compared(engine: Any, config: SilentConsistencyConfig) -> dict[str, Any]:
+def _compared(facts: Facts, config: SilentConsistencyConfig) -> dict[str, Any]:
     """What all ranks must have alike, by dotted names."""
     values = flat(config.model_dump(mode="json"), f"{BLOCK}.")
     if "stop" not in (
@@ -129,7 +133,7 @@ def _compared(engine: Any, config: SilentConsistencyConfig) -> dict[str, Any]:
         for name in _WRITERS_OWN:  # else every rank writes its part of a suspect checkpoint there
             del values[f"{BLOCK}.{name}"]
     if config.reduction == "ordered":  # the training's own arithmetic, which cannot be left out
-        values |= engine_facts(engine)
+        values |= facts()
     return values
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from ds_silent.extras import installed, missing_sentence
 from ds_silent.records import Matrix
+
+logger = logging.getLogger("ds_silent")
 
 MAX_RANKS_WITH_VALUES = 16  # beyond, the numbers would overlap
 MAX_LABELS = 32
 
 
-def matrix_image(matrix: Matrix, *, step: int, method: str | None = None) -> NDArray[np.uint8]:
+def matrix_image(matrix: Matrix, *, step: int, method: str | None = None) -> NDArray[np.uint8] | None:
     """The matrix as an RGB image, ranks on both axes, on a colour scale that is always -1 to 1.
 
     The scale is fixed so that two images can be compared; a healthy matrix is nearly white off the diagonal, one that
@@ -27,8 +30,14 @@ def matrix_image(matrix: Matrix, *, step: int, method: str | None = None) -> NDA
         method: how the cosines were measured, for the title.
 
     Returns:
-        (height, width, 3), uint8.
+        (height, width, 3), uint8; None, with one note for the whole run, where matplotlib is not installed.
     """
+    if not installed("matplotlib"):
+        _note()
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and not there without the extra
+    from matplotlib.figure import Figure
+
     values = np.asarray(matrix, dtype=np.float64)
     ranks = len(values)
     # Not pyplot: it is global state, and the training script may be using it.
@@ -53,3 +62,9 @@ def matrix_image(matrix: Matrix, *, step: int, method: str | None = None) -> NDA
     figure.colorbar(image, ax=axes, shrink=0.8)
     canvas.draw()
     return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
+
+
+@functools.cache
+def _note() -> None:
+    sentence = missing_sentence("the picture of the cosines in TensorBoard", ["matplotlib"], "plots")
+    logger.warning("ds_silent: %s; everything else is written", sentence)

@@ -80,7 +80,8 @@ class TensorBoardSink:
                 from ds_silent.sinks.matrix_image import matrix_image  # imports matplotlib, which is slow
 
                 image = matrix_image(record.cosine_matrix, step=record.step, method=record.direction.method)
-                writer.add_image("silent/direction/matrix", image, record.step, dataformats="HWC")
+                if image is not None:
+                    writer.add_image("silent/direction/matrix", image, record.step, dataformats="HWC")
 
     def write_scores(self, scores: Scores) -> None:
         """They are in scores.jsonl."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from finetune.demo_report import (
+from ds_silent.finetune.demo_report import (
     CASES,
     Case,
     Curves,

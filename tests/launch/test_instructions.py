@@ -10,7 +10,7 @@ from datetime import date, timedelta
 
 import pytest
 
-from finetune.instructions import TASKS, generate
+from ds_silent.finetune.instructions import TASKS, generate
 
 ROWS = generate()
 
@@ -144,7 +144,7 @@ def test_reading_is_answered_by_the_text() -> None:
 
 
 def test_odd_one_out_is_unique() -> None:
-    from finetune.vocabulary import GROUPS
+    from ds_silent.finetune.vocabulary import GROUPS
 
     for row in rows_of("odd_one_out"):
         listed = row["input"].split(", ")

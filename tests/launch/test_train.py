@@ -32,7 +32,7 @@ ENVIRONMENT = {
     **os.environ,
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": f"{ROOT}:{ROOT / 'launch'}",
+    "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -41,9 +41,9 @@ ENVIRONMENT = {
 
 
 def _worker(directory: Path) -> None:
-    from finetune import scenarios, trainer
-    from finetune.ranks import Ranks, join, reduce_int32
-    from finetune.settings import Settings, checked
+    from ds_silent.finetune import scenarios, trainer
+    from ds_silent.finetune.ranks import Ranks, join, reduce_int32
+    from ds_silent.finetune.settings import Settings, checked
 
     ranks: Ranks = join()
     found: dict[str, Any] = {}
@@ -237,8 +237,10 @@ def test_a_finished_run_has_nothing_left(cases: Cases) -> None:
 def test_the_saved_model_is_loaded_by_transformers(cases: Cases) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from ds_silent.finetune.models import EMBEDDED
+
     model = AutoModelForCausalLM.from_pretrained(cases.directory / "whole" / "model")
-    start = AutoModelForCausalLM.from_pretrained(ROOT / "launch" / "finetune" / "embedded")
+    start = AutoModelForCausalLM.from_pretrained(EMBEDDED)
     tokenizer = AutoTokenizer.from_pretrained(cases.directory / "whole" / "model")
     assert tokenizer("a")["input_ids"]
     changed = [bool((a != b).any()) for a, b in zip(model.parameters(), start.parameters(), strict=True)]

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ds_silent.exchange.row_ids import Ids, batch_tensors, pack_ids, row_hashes, unpack_ids
+from ds_silent.finetune.sampler import Plan, ResumableSampler, step_positions
 from ds_silent.measure.coverage import Duplicates, EpochCoverage, duplicates, epoch_is_over, expected_coverage
 from ds_silent.measure.recent_rows import RecentRows
 from ds_silent.measure.rows import RowsOfStep, RowTracker
-from finetune.sampler import Plan, ResumableSampler, step_positions
 from tests.distributed import run_distributed
 
 EXTREMES = [0, 1, -1, 2**63 - 1, -(2**63), 2**22, 2**22 - 1, 2**44, 2**44 - 1, -(2**22), 0x123456789ABCDEF]

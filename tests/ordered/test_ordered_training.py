@@ -358,7 +358,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(tmp_path: Path) -> None:
 )
 def test_refusals_name_what_and_the_remedy(change: dict[str, Any], named: str) -> None:
     from ds_silent.config import ConfigError, parse
-    from ds_silent.frameworks.deepspeed import refuse_unsupported_config
+    from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
 
     config = {"silent_consistency": {"reduction": "ordered"}, **change}
     with pytest.raises(ConfigError) as refused:
@@ -375,7 +375,7 @@ def test_refusals_name_what_and_the_remedy(change: dict[str, Any], named: str) -
 
 def test_what_can_work_is_not_refused() -> None:
     from ds_silent.config import parse
-    from ds_silent.frameworks.deepspeed import refuse_unsupported_config
+    from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
 
     for zero in ({"stage": 0, "overlap_comm": True}, {"stage": 1, "offload_optimizer": {"device": "none"}}):
         config = {"zero_optimization": zero, "silent_consistency": {"reduction": "ordered"}}

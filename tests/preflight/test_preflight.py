@@ -20,6 +20,8 @@ from rich.console import Console
 from torch.utils.data import DataLoader, DistributedSampler
 
 import ds_silent
+from ds_silent.finetune.sampler import Plan, ResumableSampler
+from ds_silent.finetune.scenarios import rank_seed
 from ds_silent.maths.fingerprint import hash_text, rng_hashes
 from ds_silent.preflight.compare import Expectation, Item, compare, events_of, item_of, judge, read_item, table, to_json
 from ds_silent.preflight.environment import environment_items, git_revision
@@ -33,8 +35,6 @@ from ds_silent.preflight.inventory import (
     weights_hash,
 )
 from ds_silent.records import Event
-from finetune.sampler import Plan, ResumableSampler
-from finetune.scenarios import rank_seed
 from tests.distributed import run_distributed
 from tests.training import Case, Probe
 

@@ -14,7 +14,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from ds_silent.records import DirectionStats, LossStats
 from ds_silent.sinks.base import SinkError
-from ds_silent.sinks.matrix_image import matrix_image
+from ds_silent.sinks.matrix_image import _note, matrix_image
 from ds_silent.sinks.scalars import MAX_RANKS_DRAWN
 from ds_silent.sinks.tensorboard import LAYOUT, TensorBoardSink, escaped
 from tests.sinks.example_records import empty_record, event, full_record
@@ -233,3 +233,19 @@ def test_the_colours_of_the_matrix_are_fixed() -> None:
 def test_any_number_of_ranks(ranks: int) -> None:
     matrix = tuple(tuple(float(i == j) for j in range(ranks)) for i in range(ranks))
     assert matrix_image(matrix, step=1).shape == (500, 560, 3)
+
+
+def test_without_matplotlib_the_picture_is_left_out_with_one_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ds_silent.sinks.matrix_image.installed", lambda package: False)
+    _note.cache_clear()
+    sink = TensorBoardSink(tmp_path)
+    for step in (1, 2):
+        sink.write(full_record(step))
+    sink.close()
+    [note] = [message for message in caplog.messages if "matplotlib" in message]
+    assert 'which is not installed: pip install "ds_silent[plots]"; everything else is written' in note
+    tags = read(tmp_path).Tags()
+    assert tags["images"] == []
+    assert "silent/loss/mean" in tags["scalars"]

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.drill.faults.responses import Response
-from ds_silent.frameworks.deepspeed import refuse_unsupported_config
+from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
 
 Dtype = Literal["fp32", "bf16"]
 KEPT = (

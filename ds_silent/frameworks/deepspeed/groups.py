@@ -6,12 +6,18 @@ import hashlib
 import logging
 from typing import Any
 
+import deepspeed
 import torch.distributed as dist
 
 from ds_silent.frameworks.deepspeed.gradients import numel_of
 
 logger = logging.getLogger("ds_silent")
 _own: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}  # of a training's group and its members
+
+
+def join() -> None:
+    """Make DeepSpeed use the gloo process group that is there, without a word."""
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
 def data_parallel_group(engine: Any) -> dist.ProcessGroup | None:

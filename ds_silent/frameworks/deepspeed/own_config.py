@@ -2,6 +2,8 @@
 
     refuse_broken(ds_config, ranks=8)            # ConfigError names the key, the value and the remedy
 
+Where DeepSpeed is not installed only the types of the values that are named here are checked.
+
 ``DeepSpeedConfig`` (deepspeed/runtime/config.py, 0.16.9 to 0.19.8) checks most sections with pydantic and leaves some
 values as they are, which fail in the middle of an initialisation or are multiplied as strings; those that are read
 here or decide about the gradients are checked first.
@@ -13,16 +15,14 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
-import deepspeed
 import torch
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
-from deepspeed.utils import logger as deepspeed_logger
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ds_silent.config import BLOCK, LARGEST, ConfigError, shown
+from ds_silent.extras import installed
 from ds_silent.frameworks.deepspeed.refusals import ONE_BIT_OPTIMIZERS
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -100,7 +100,7 @@ def refuse_broken(ds_config: Mapping[str, Any], ranks: int | None = None) -> int
             raise ConfigError(_sentence(key, value, error))
     without = [key for key in rest if _error({k: v for k, v in rest.items() if k != key}, 1) is None]
     found = " with ".join(f"{key} {shown(rest[key])}" for key in without) or "this configuration"
-    raise ConfigError(f"DeepSpeed {deepspeed.__version__} refuses {found} ({_reason(whole)}); change one of them")
+    raise ConfigError(f"DeepSpeed {_version()} refuses {found} ({_reason(whole)}); change one of them")
 
 
 def left_to_fill_in(ds_config: Mapping[str, Any]) -> list[str]:
@@ -137,20 +137,32 @@ def _suiting(ds_config: Mapping[str, Any], own: Mapping[str, Any], ranks: int | 
     )
 
 
-class _Sized(DeepSpeedConfig):  # type: ignore[misc]
+def _version() -> str:
+    import deepspeed
+
+    return str(deepspeed.__version__)
+
+
+def _reader(ranks: int) -> Callable[[dict[str, Any]], object]:
     """DeepSpeed's own, for a number of ranks that are not there."""
+    from deepspeed.runtime.config import DeepSpeedConfig
 
-    ranks = 1
+    class Sized(DeepSpeedConfig):  # type: ignore[misc]
+        def _configure_train_batch_size(self) -> None:
+            self.world_size = ranks
+            super()._configure_train_batch_size()
 
-    def _configure_train_batch_size(self) -> None:
-        self.world_size = self.ranks
-        super()._configure_train_batch_size()
+    return Sized
 
 
 def _error(own: Mapping[str, Any], ranks: int) -> Exception | None:
-    """What DeepSpeed raises."""
+    """What DeepSpeed raises; None where it is not there to be asked."""
+    if not installed("deepspeed"):
+        return None
+    from deepspeed.utils import logger as deepspeed_logger
+
     sizes = {} if any(key in own for key in BATCH) else {BATCH[1]: 1}
-    reader = type("_Sized", (_Sized,), {"ranks": ranks})
+    reader = _reader(ranks)
     disabled, deepspeed_logger.disabled = deepspeed_logger.disabled, True  # it would print what it reads
     try:
         with warnings.catch_warnings():
@@ -173,11 +185,11 @@ def _sentence(key: str, value: Any, error: Exception) -> str:
                 break
             name, value = f"{name}.{part}", value[part]
         if first["type"] == "extra_forbidden":
-            return f"{_plain(name)} is a key that DeepSpeed {deepspeed.__version__} refuses; correct or remove it"
+            return f"{_plain(name)} is a key that DeepSpeed {_version()} refuses; correct or remove it"
         reason = _one_line(first["msg"])
     else:
         reason = _reason(error)
-    return f"DeepSpeed {deepspeed.__version__} refuses {_plain(name)} {shown(value)} ({reason}); correct or remove it"
+    return f"DeepSpeed {_version()} refuses {_plain(name)} {shown(value)} ({reason}); correct or remove it"
 
 
 def _reason(error: Exception) -> str:
@@ -249,6 +261,10 @@ def _refuse_types(own: Mapping[str, Any]) -> None:
 
 def _refuse_unknown_optimizer(own: Mapping[str, Any]) -> None:
     """DeepSpeed takes its own and those of ``torch.optim`` (``DeepSpeedEngine._configure_basic_optimizer``)."""
+    if not installed("deepspeed"):
+        return
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
     name = (own.get("optimizer") or {}).get("type")
     plain = re.sub(r"[^a-z0-9]", "", str(name).lower())
     if name is None or name.lower() in DEEPSPEED_OPTIMIZERS or plain in ONE_BIT_OPTIMIZERS:

@@ -1,14 +1,13 @@
-"""What reduces gradients where they cannot be seen is refused with a sentence, the same on every rank."""
+"""What reduces gradients where they cannot be seen is refused with a sentence, the same on every rank.
+
+A configuration is judged without DeepSpeed, an engine with it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from typing import Any
-
-import deepspeed
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, shown
 from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
@@ -132,6 +131,9 @@ def _not_ordered(found: str, why: str, remedy: str) -> None:
 
 def _refuse_ordered_engine(engine: Any) -> None:
     """What only the engine knows: values that were derived, and which optimizer DeepSpeed has chosen."""
+    import deepspeed
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
     _refuse_accumulation(int(engine.gradient_accumulation_steps()))
     optimizer, basic = engine.optimizer, getattr(engine, "basic_optimizer", None)
     if isinstance(optimizer, BF16_Optimizer) or getattr(optimizer, "use_grad_accum_attribute", False):
@@ -172,6 +174,8 @@ def _refuse_sparse(engine: Any) -> None:
 
 def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> None:
     """Raise :class:`ConfigError` for parallelism whose ranks do not hold the same parameters; equal on all ranks."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
     refuse_too_few_ranks(config, int(engine.seq_dp_world_size))
     found = None
     if isinstance(engine, PipelineEngine):

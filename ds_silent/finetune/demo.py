@@ -13,15 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from finetune.demo_report import CASES, Case, report
-from finetune.settings import Settings, checked
+from ds_silent.finetune.demo_report import CASES, Case, report
+from ds_silent.finetune.settings import CONFIGS, Settings, checked
 
 RANKS = 4
 STEPS = 30
 OUTPUT = Path("runs/demo")
 WORKER = "--worker"
 MICRO_BATCH = 4
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def main(arguments: list[str]) -> int:
@@ -47,10 +46,10 @@ def main(arguments: list[str]) -> int:
 def _worker() -> int:
     import torch.distributed as dist
 
-    from finetune.ranks import join
-    from finetune.sampler import epoch_coverage
-    from finetune.scenarios import rank_seed
-    from finetune.trainer import train
+    from ds_silent.finetune.ranks import join
+    from ds_silent.finetune.sampler import epoch_coverage
+    from ds_silent.finetune.scenarios import rank_seed
+    from ds_silent.finetune.trainer import train
 
     ranks = join()
     for number, case in enumerate(CASES, start=1):

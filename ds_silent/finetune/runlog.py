@@ -10,7 +10,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from finetune.ranks import Ranks
+from ds_silent.finetune.ranks import Ranks
 
 
 class RunLog:

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ds_silent.extras import installed, missing_sentence
+from ds_silent.finetune.settings import SamplerMode, Scenario
 from ds_silent.records import from_json_number
 from ds_silent.sinks.jsonl import read_events
-from finetune.settings import SamplerMode, Scenario
 
 PICTURE = "scenarios.png"
 APART = 4.0  # standard errors from which two scenarios count as told apart; three metrics are compared at once
@@ -69,10 +70,13 @@ def report(directory: Path) -> None:
     curves = {case: read_curves(directory / case.name) for case in CASES}
     console = Console(soft_wrap=True)
     Console(width=max(console.width, 130)).print(table_of(curves))
-    draw(curves, directory / PICTURE)
+    drawable = installed("matplotlib")
+    if drawable:
+        draw(curves, directory / PICTURE)
     for sentence in (sharded_sentence(curves), replicated_sentence(curves)):
         console.print(sentence, highlight=False, markup=False)
-    console.print(f"picture:     {directory / PICTURE}", highlight=False)
+    picture = directory / PICTURE if drawable else missing_sentence("it", ["matplotlib"], "plots")
+    console.print(f"picture:     {picture}", highlight=False, markup=False)
     console.print(f"TensorBoard: .venv/bin/tensorboard --logdir {directory}", highlight=False)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.settings import UserError
+from ds_silent.finetune.settings import UserError
 
 COLUMNS = ("instruction", "input", "output")
 FILE_KINDS = (".json", ".jsonl", ".parquet")
@@ -64,7 +64,7 @@ def parse_row(row: object, number: int, source: str) -> Row:
 
 def _raw_rows(source: str) -> Iterable[object]:
     if source == "embedded":
-        from finetune.instructions import generate
+        from ds_silent.finetune.instructions import generate
 
         return generate()
     path = Path(source)

@@ -13,17 +13,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_silent.config import BLOCK, find_block, parse
+from ds_silent.device import kind
+from ds_silent.finetune.settings import CONFIGS, Settings, UserError
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
-from finetune.settings import Settings, UserError
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_CONFIG = {"cuda": "ds_gpu_zero1.json", "npu": "ds_ascend_zero1.json"}
 MICRO_BATCH, ACCUMULATION = 2, 4  # the paper's
 LEARNING_RATE, WEIGHT_DECAY = 5e-5, 0.01
@@ -50,7 +49,7 @@ def read_config(path: str | None) -> dict[str, Any]:
     Raises:
         ConfigError: it is missing, is no JSON object, or its ``silent_consistency`` block has a mistake.
     """
-    chosen = path or CONFIGS / DEFAULT_CONFIG.get(get_accelerator().device_name(), "ds_cpu_demo.json")
+    chosen = path or CONFIGS / DEFAULT_CONFIG.get(kind(), "ds_cpu_demo.json")
     config = load_ds_config(chosen)
     find_block(config)
     block = config.get(BLOCK)

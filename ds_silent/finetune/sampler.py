@@ -21,7 +21,7 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from finetune.settings import SamplerMode, UserError
+from ds_silent.finetune.settings import SamplerMode, UserError
 
 Positions = npt.NDArray[np.int64]
 
@@ -90,7 +90,8 @@ def step_positions(plan: Plan, seed: int, rank: int, epoch: int, step: int) -> P
         offsets = step * plan.global_batch + (micro * plan.world_size + rank) * plan.micro_batch + within
     else:
         offsets = step * plan.per_rank + micro * plan.micro_batch + within
-    return permutation(seed, epoch, plan.rows)[offsets % plan.rows]
+    positions: Positions = permutation(seed, epoch, plan.rows)[offsets % plan.rows]
+    return positions
 
 
 def epoch_coverage(plan: Plan, seeds: Sequence[int], epoch: int = 0) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from finetune.encoding import IGNORED, Example, collate
-from finetune.ranks import Ranks, sum_float32
+from ds_silent.finetune.encoding import IGNORED, Example, collate
+from ds_silent.finetune.ranks import Ranks, sum_float32
 
 
 def evaluate(engine: Any, examples: Sequence[Example], micro_batch: int, pad_id: int, ranks: Ranks) -> float:
@@ -35,5 +35,5 @@ def evaluate(engine: Any, examples: Sequence[Example], micro_batch: int, pad_id:
                 tokens = int((batch.labels[:, 1:] != IGNORED).sum())
                 totals += torch.tensor([float(outputs.loss) * tokens, tokens], dtype=torch.float64)
     engine.train()
-    loss, tokens = sum_float32(ranks, totals)
-    return loss / tokens if tokens else math.nan
+    loss, counted = sum_float32(ranks, totals)
+    return loss / counted if counted else math.nan

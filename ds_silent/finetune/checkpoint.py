@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
-from finetune.ranks import Ranks
-from finetune.settings import UserError
+from ds_silent.device import generator_state, set_generator_state
+from ds_silent.finetune.ranks import Ranks
+from ds_silent.finetune.settings import UserError
 
 LATEST = "latest"
 FACTS = "run.json"
@@ -166,7 +166,7 @@ def _random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (name, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
-        "device": get_accelerator().get_rng_state(),
+        "device": generator_state(),
     }
 
 
@@ -176,4 +176,4 @@ def _restore_random_state(state: Mapping[str, Any]) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    get_accelerator().set_rng_state(state["device"])
+    set_generator_state(state["device"])

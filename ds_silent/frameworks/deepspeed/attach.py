@@ -1,4 +1,4 @@
-"""From an engine and a block to an observer, and the refusals on the way.
+"""From a DeepSpeed engine and a block to an observer, and the refusals on the way.
 
 A refusal reaches every rank, whichever rank it comes from: before anything communicates, all ranks agree on the block
 and then on what follows from it and the engine (:mod:`ds_silent.ranks.agreement`). ``deepspeed.initialize``
@@ -13,12 +13,10 @@ import atexit
 import inspect
 import json
 import logging
-import os
-import sys
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import deepspeed
@@ -28,13 +26,11 @@ from rich.console import Console
 from ds_silent.capture.data_facts import data_facts
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, parse
-from ds_silent.frameworks.deepspeed import (
-    DeepSpeedFramework,
-    has_optimizer,
-    refuse_unsupported_config,
-    refuse_unsupported_engine,
-)
+from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
+from ds_silent.frameworks.deepspeed.groups import data_parallel_group, engine_facts
+from ds_silent.frameworks.deepspeed.refusals import has_optimizer, refuse_unsupported_config, refuse_unsupported_engine
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight import compare as preflight
@@ -85,7 +81,7 @@ def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any
             raise
         _observe(result[0], config, sampler if sampler is not None else result[2], before, refusal)
     except (ConfigError, SinkError):
-        _print_without_traceback()
+        print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
         raise
     return result
 
@@ -120,7 +116,12 @@ def observer_of(engine: Any) -> Observer | None:
     return None if observer is None or observer.closed else observer
 
 
-_deepspeed_initialize = deepspeed.initialize  # kept, because `python -m ds_silent` puts ours in its place
+_deepspeed_initialize = deepspeed.initialize  # kept, because take_its_place puts ours there
+
+
+def take_its_place() -> None:
+    """From now on a script's own ``deepspeed.initialize`` is :func:`initialize`."""
+    deepspeed.initialize = initialize
 
 
 def _observe(
@@ -146,11 +147,13 @@ def _observe(
         return None
     if config is not None and refusal is None:
         refusal = _refusal_of(engine, config)
-    config = start.agree_on_block(engine, config, refusal)
+    group, alike = data_parallel_group(engine), partial(engine_facts, engine)
+    config = start.agree_on_block(group, alike, config, refusal)
     if config is None:
         return None
     ds_config = _config_of(engine)
-    capture, unlike = start.agree_on_layout(engine, config, lambda: _capture_of(engine, config))
+    assert group is not None  # all have agreed in it
+    capture, unlike = start.agree_on_layout(group, alike, config, lambda: _capture_of(engine, config))
     monitor = getattr(engine, "monitor", None)
     monitor_write = monitor.write_events if monitor is not None and monitor.enabled else None
     home = RunDirectory.open(config, capture.group, capture.device, monitor_write)
@@ -230,16 +233,3 @@ def _close_at_exit(observer: Observer) -> None:
             alive.close()
 
     atexit.register(close)
-
-
-def _print_without_traceback() -> None:
-    """From now on an uncaught refusal prints its one sentence, on one rank, and ends the process with status 1."""
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, (ConfigError, SinkError)):
-            previous(kind, error, traceback)
-        elif start.tells(error, default=os.environ.get("RANK", "0") == "0"):
-            print(f"ds_silent: {error}", file=sys.stderr)
-
-    sys.excepthook = hook

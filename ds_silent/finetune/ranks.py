@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from finetune.settings import EXIT_USER_ERROR, UserError
+from ds_silent.finetune.settings import EXIT_USER_ERROR, UserError
 
 T = TypeVar("T")
 SECONDS_FOR_RANK_0 = 5.0  # a launcher needs at most one to end the others when rank 0 leaves

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from deepspeed.accelerator import get_accelerator
 from rich.table import Table
 
-from finetune.sampler import Plan, step_positions
-from finetune.settings import SamplerMode, Scenario, UserError
+from ds_silent.device import initial_seed, seed_all
+from ds_silent.finetune.sampler import Plan, step_positions
+from ds_silent.finetune.settings import SamplerMode, Scenario, UserError
 
 SHOWN_IDS = 8
 SHOWN_RANKS = 16
@@ -47,14 +47,14 @@ def apply_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    get_accelerator().manual_seed_all(seed)
+    seed_all(seed)
 
 
 def proof_of(first_row_ids: Sequence[int]) -> Proof:
     """What this rank really holds now; ``first_row_ids`` are those its sampler hands out next."""
     shown = [int(row_id) for row_id in first_row_ids[:SHOWN_IDS]]
     # a generator seeded by something else may hold 64 bits: fold them, a scenario's own seed is unchanged by it
-    return [torch.initial_seed() % 2**31, int(get_accelerator().initial_seed()) % 2**31, *shown]
+    return [torch.initial_seed() % 2**31, initial_seed() % 2**31, *shown]
 
 
 def expected_proofs(

@@ -1,0 +1,113 @@
+"""The device that a training runs on, by torch alone: no framework is asked which one it has chosen.
+
+    kind()                                          # "cpu", "cuda", "npu", ...: of this process
+    seed_all(42), initial_seed(), generator_state() # of its generator; on the CPU torch's own
+    model_name()                                    # what stands on the device; None on the CPU
+    side = SideStream(tensor.device)                # brings values to the host beside the training
+    with side.working():
+        host.copy_(tensor, non_blocking=True)
+    side.wait()
+
+Each kind is a module of torch (``torch.cuda``, ``torch.npu`` and ``torch.xpu`` have the same functions), so that
+nothing newer than torch 2.4 is needed. ``DS_ACCELERATOR``, by which DeepSpeed is told its device, is read here too:
+both then mean the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VARIABLE = "DS_ACCELERATOR"
+
+
+@functools.cache
+def kind() -> str:
+    """What this process trains on. What ``DS_ACCELERATOR`` names, where torch has it; else the first that is there."""
+    _load_npu()
+    told = os.environ.get(VARIABLE, "")
+    if hasattr(getattr(torch, told, None), "device_count"):
+        return told
+    return next((name for name in ("xpu", "npu", "cuda") if _available(name)), "cpu")
+
+
+def _load_npu() -> None:
+    """``torch.npu`` comes with Ascend's package, which torch 2.5 and newer import by themselves."""
+    if not hasattr(torch, "npu"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch_npu")
+
+
+def _available(name: str) -> bool:
+    module = getattr(torch, name, None)
+    return module is not None and bool(module.is_available()) and module.device_count() > 0
+
+
+def module_of(name: str) -> Any:
+    """``torch.cuda`` for ``"cuda"``: streams, events and generators of that kind of device."""
+    return getattr(torch, name)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of all devices that this process sees."""
+    if kind() == "cpu":
+        torch.manual_seed(seed)
+    else:
+        module_of(kind()).manual_seed_all(seed)
+
+
+def initial_seed() -> int:
+    """What the device's generator was seeded with."""
+    return int(torch.initial_seed() if kind() == "cpu" else module_of(kind()).initial_seed())
+
+
+def generator_state() -> Tensor:
+    """State of the device's generator, uint8 on the host. Reading it may synchronise with the device."""
+    state: Tensor = torch.get_rng_state() if kind() == "cpu" else module_of(kind()).get_rng_state()
+    return state.cpu()
+
+
+def set_generator_state(state: Tensor) -> None:
+    """Put back what :func:`generator_state` gave."""
+    if kind() == "cpu":
+        torch.set_rng_state(state)
+    else:
+        module_of(kind()).set_rng_state(state)
+
+
+def model_name() -> str | None:
+    """The device's model as its driver names it; None on the CPU and where a device does not say."""
+    name = getattr(getattr(torch, kind(), None), "get_device_name", None)
+    return None if name is None else str(name())
+
+
+def pinned(like: Tensor) -> Tensor:
+    """Host memory of the same shape and dtype that a device copies into without the host's waiting."""
+    return torch.empty(like.shape, dtype=like.dtype).pin_memory()
+
+
+class SideStream:
+    """A stream of a device beside that of the training, and an event at the end of what was put on it."""
+
+    def __init__(self, device: torch.device):
+        self._module = module_of(device.type)
+        self._stream = self._module.Stream()
+        self._done = self._module.Event()
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """What is launched inside runs on this stream."""
+        with self._module.stream(self._stream):
+            yield
+            self._done.record(self._stream)
+
+    def wait(self) -> None:
+        """Block the host until what ran in the last :meth:`working` is done."""
+        self._done.synchronize()

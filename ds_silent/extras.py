@@ -1,0 +1,74 @@
+"""What is not installed with ``ds_silent`` alone, and the one sentence that says which extra brings it.
+
+    needs("ds-silent drill", "deepspeed")       # MissingExtra: "ds-silent drill needs DeepSpeed, which is not ..."
+    if installed("matplotlib"): ...
+
+Only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("deepspeed",),
+    "finetune": ("deepspeed", "transformers", "datasets", "safetensors", "tokenizers"),
+    "plots": ("matplotlib",),
+}
+"""Extra -> the packages of it that are imported."""
+
+_NAMES = {"deepspeed": "DeepSpeed"}
+
+
+class MissingExtra(ImportError):
+    """A package is not installed; the message is one sentence that names the extra which brings it."""
+
+
+def installed(package: str) -> bool:
+    """Whether ``import package`` finds something; nothing is imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def needs(what: str, extra: str) -> None:
+    """Raise :class:`MissingExtra` where a package of the extra is not there; ``what`` needs it.
+
+    Where nobody catches it, the process ends with its sentence and without a traceback.
+    """
+    missing = [package for package in EXTRAS[extra] if not installed(package)]
+    if missing:
+        print_without_traceback(MissingExtra, tells=lambda _: is_first())
+        raise MissingExtra(missing_sentence(what, missing, extra), name=missing[0])
+
+
+def missing_sentence(what: str, missing: list[str], extra: str) -> str:
+    """The sentence: what is missing, and what to type."""
+    named = ", ".join(_NAMES.get(package, package) for package in missing)
+    is_not = "is not" if len(missing) == 1 else "are not"
+    return f'{what} needs {named}, which {is_not} installed: pip install "ds_silent[{extra}]"'
+
+
+def is_first() -> bool:
+    """Whether a launcher has made this process rank 0, or there is no launcher."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print_without_traceback(*kinds: type[BaseException], tells: Callable[[BaseException], bool]) -> None:
+    """From now on an uncaught error of these kinds prints its one sentence and ends the process with status 1.
+
+    Args:
+        kinds: whose message is one sentence for the person who started this.
+        tells: whether it is this process that prints it: one of the ranks does.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, kinds):
+            previous(kind, error, traceback)
+        elif tells(error):
+            print(f"ds_silent: {error}", file=sys.stderr)
+
+    sys.excepthook = hook
