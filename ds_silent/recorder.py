@@ -1,6 +1,6 @@
-"""On the writing rank: a gathered sample becomes a record, the record events, and both are written.
+"""On the writing rank: a gathered sample becomes a record, the record events, and both are handed to the sinks.
 
-writer = Writer(sink, judge, audit, layout, ranks=4, stop_on="error")
+writer = Writer(sinks, judge, audit, layout, ranks, stop_on="error")
 writer.sample(gathered, context, drift, told, wait=False)      # once per measured step, in order
 writer.report(event)                                           # what others have found
 writer.ends                                                    # the event that is to end the training, if any
@@ -156,7 +156,7 @@ class Writer:
             self.report(repair_event(repair, self._ranks))
 
     def report(self, event: Event) -> None:
-        """Write an event and tell the callbacks."""
+        """Write an event and tell the callbacks, which find an error on disk."""
         if event.severity in _ENDS[self._stop_on]:
             self.ends = event
         if event.step == 0 and self._judge is not None:  # the preflight's

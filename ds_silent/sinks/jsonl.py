@@ -1,11 +1,11 @@
 """``metrics.jsonl`` and ``events.jsonl``: the records that everything else can be made from again.
 
     sink = JsonlSink("runs/my-run")
-    records = read_metrics("runs/my-run/metrics.jsonl")            # dictionaries by step, one each, torn lines skipped
-    for record in read_records("runs/my-run/metrics.jsonl"):       # the same as StepRecord
-    for event in read_event_records("runs/my-run/events.jsonl"):
-    for matrix in read_matrices("runs/my-run/matrices.jsonl"):     # of the steps at which it is drawn
-    for scores in read_scores("runs/my-run/scores.jsonl"):         # what the detectors saw at each step
+    values = read_metrics("runs/my-run/metrics.jsonl")        # dictionaries, sorted, one per step, torn lines skipped
+    records = list(read_records("runs/my-run/metrics.jsonl")) # the same, each a StepRecord
+    events = list(read_event_records("runs/my-run/events.jsonl"))
+    matrices = list(read_matrices("runs/my-run/matrices.jsonl"))     # of the steps at which it is drawn
+    scores = list(read_scores("runs/my-run/scores.jsonl"))           # what the detectors saw at each step
 
 A file is only ever appended to. A run that resumes at step s writes the steps after s again: the readers keep what was
 written last. With ``direction.per_layer`` the layers go to ``layers.jsonl``, one object per step. That file,
@@ -71,7 +71,7 @@ class JsonlSink:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl`` (or ``layers.jsonl``), one per step, by step.
+    """The records of a ``metrics.jsonl`` (or another file of one line per step), one per step, by step.
 
     A record of step s retires every record of step ≥ s that was written before it: it comes from a run that resumed,
     or started again, and what lay ahead of it then never happened to the weights that exist now. Lines that are not

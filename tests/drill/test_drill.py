@@ -197,11 +197,11 @@ TRIALS = (Trial("healthy", None, Strike(2, 3, 0), 4), Trial("nan-loss", FAULTS["
 
 def perform_with_fakes(send: Callable[[Any], None], directory: str) -> None:
     """Trains for real; in place of the detectors a judge that is right, or broken in a known way."""
-    from ds_silent.sinks.base import FanOut
+    from ds_silent.sinks import Background
 
-    write, fake = FanOut.write, FAKES[0]
+    write, fake = Background.write, FAKES[0]
 
-    def write_and_judge(sink: FanOut, record: StepRecord) -> None:
+    def write_and_judge(sink: Background, record: StepRecord) -> None:
         write(sink, record)
         assert record.loss.per_rank is not None
         bad = tuple(rank for rank, loss in enumerate(record.loss.per_rank) if not math.isfinite(loss))
@@ -212,7 +212,7 @@ def perform_with_fakes(send: Callable[[Any], None], directory: str) -> None:
             kind = "outlier-rank" if fake == "wrong kind" else "non-finite"
             sink.write_event(Event(record.step, kind, "error", ranks, "loss", None, None, "NaN.", ""))
 
-    FanOut.write = write_and_judge  # type: ignore[method-assign]  # this process ends with the test
+    Background.write = write_and_judge  # type: ignore[method-assign]  # this process ends with the test
     stage = cold_stage({}, 0, "fp32")
     for fake in FAKES:
         send((fake, [rehearse(stage, trial, Path(directory, fake, trial.name)) for trial in TRIALS]))
