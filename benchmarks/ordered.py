@@ -16,7 +16,6 @@ back as DeepSpeed does, against the ordered exchange, taking turns.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -42,6 +41,7 @@ import ds_silent
 from ds_silent.config import parse
 from ds_silent.frameworks.deepspeed import DeepSpeedCapture
 from ds_silent.ordered.exchange import LongVector, OrderedExchange
+from ds_silent.practice.hashing import hash_of
 
 MICRO_BATCHES, STEPS, ROWS, LENGTH = 8, 20, 2, 33
 CLIPPING = 0.05  # far below the gradient's norm: the norm's bits are in every weight
@@ -115,12 +115,10 @@ def hash_after(settings: Settings) -> str:
             tokens = torch.randint(0, 211, (ROWS, LENGTH), generator=seed)
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
-    digest = hashlib.sha256()
-    for parameter in engine.module.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    weights = hash_of(engine.module.parameters())
     ds_silent.observer_of(engine).close()
     engine.destroy()
-    return digest.hexdigest()
+    return weights
 
 
 def bits_worker(settings: Settings) -> dict[str, str]:

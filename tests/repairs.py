@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import ds_silent
+from ds_silent.drill.deepspeed.state import state_hash
 from ds_silent.frameworks.patches import Patches
+from ds_silent.practice.hashing import hash_of
 from tests.training import Case, Probe, one_step
 
 STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2
@@ -54,16 +55,9 @@ def trained(case: Case, output_dir: Path, settings: dict[str, Any] | None, fault
 
 
 def state_of(engine: Any) -> str:
-    digest = hashlib.sha256()
-    held = [parameter.detach() for parameter in engine.module.parameters()]
-    for state in engine.basic_optimizer.state.values():
-        held += [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
-    held += [p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]]
-    for tensor in held:
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    """The drill's hash, and the engine's counters."""
     scale = getattr(engine.optimizer, "loss_scale", None) or getattr(engine.optimizer, "cur_scale", None)
-    digest.update(repr((engine.global_steps, engine.skipped_steps, engine.get_lr(), scale)).encode())
-    return digest.hexdigest()
+    return hash_of((state_hash(engine), engine.global_steps, engine.skipped_steps, engine.get_lr(), scale))
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
