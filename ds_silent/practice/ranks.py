@@ -137,13 +137,13 @@ def _main(task: Task, rank: int, ranks: int, directory: str) -> None:
 
     tqdm.set_lock(threading.RLock())  # its own default is a semaphore that os._exit would leave behind
     torch.set_num_threads(1)
-    status = 0
+    barrier, leave, status = dist.barrier, dist.destroy_process_group, 0  # as they are before a task patches them
     try:
         dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         task()
-        dist.barrier()
-        dist.destroy_process_group()
+        barrier()
+        leave()
     except BaseException:
         status = 1
         Path(directory, f"raised_{rank}").write_text(str(time.monotonic()))
