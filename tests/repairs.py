@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ from torch import Tensor
 
 import ds_silent
 from ds_silent.drill.deepspeed.state import state_hash
+from ds_silent.drill.faults.damage import add_noise
+from ds_silent.drill.faults.injection import Strike
+from ds_silent.drill.faults.reduction import flip_some
+from ds_silent.drill.faults.update import skipped
+from ds_silent.drill.faults.when import Maker, once, one
 from ds_silent.frameworks.patches import Patches
 from ds_silent.practice.hashing import hash_of
 from tests.training import Case, Probe, one_step
@@ -84,24 +90,30 @@ def corrupted(change: Callable[[Tensor], None], ranks: tuple[int, ...], times: i
 
 
 def noise(tensor: Tensor) -> None:
-    tensor.add_(
-        (torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)) * tensor.float().std()).to(tensor)
-    )
+    add_noise(tensor, 1.0, torch.Generator().manual_seed(5))
 
 
 def flip(tensor: Tensor) -> None:
-    words = tensor.view(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-    words[:: len(words) // 9] ^= 1 << (8 * tensor.element_size() - 2)  # under stage 1, some in its own partition
+    flip_some(tensor.view(-1))
 
 
 def broken(tensor: Tensor) -> None:
     tensor.view(-1)[:: tensor.numel() // 9] = float("nan")
 
 
-def drifted(engine: Any, patches: Patches) -> None:
-    """The odd rank's optimizer leaves out step ``FAULT``."""
+def updated(make: Maker) -> Fault:
+    """A fault of the drill's that lies in the optimizer's step, at step ``FAULT``."""
 
-    def skip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return None if engine.global_steps + 1 == FAULT and dist.get_rank() == ODD else original(*args, **kwargs)
+    def fault(engine: Any, patches: Patches) -> None:
+        update = once(make)(Strike(ODD, RANKS, FAULT), dist.get_rank()).update
 
-    patches.wrap(engine.basic_optimizer, "step", skip)
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run = partial(original, *args, **kwargs)
+            return run() if update is None else update(engine.basic_optimizer, run, engine.global_steps + 1)
+
+        patches.wrap(engine.basic_optimizer, "step", step)
+
+    return fault
+
+
+drifted = updated(one(skipped))
