@@ -16,7 +16,6 @@ back as DeepSpeed does, against the ordered exchange, taking turns.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -29,22 +28,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import multiprocessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_silent
 from ds_silent.config import parse
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.ordered.exchange import LongVector, OrderedExchange
+from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.ranks import results_of
 
 MICRO_BATCHES, STEPS, ROWS, LENGTH = 8, 20, 2, 33
 CLIPPING = 0.05  # far below the gradient's norm: the norm's bits are in every weight
+DAY = 86_400.0  # seconds: a machine that is slow is no fault
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,10 @@ def hash_after(settings: Settings) -> str:
             tokens = torch.randint(0, 211, (ROWS, LENGTH), generator=seed)
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
-    digest = hashlib.sha256()
-    for parameter in engine.module.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    weights = hash_of(engine.module.parameters())
     ds_silent.observer_of(engine).close()
     engine.destroy()
-    return digest.hexdigest()
+    return weights
 
 
 def bits_worker(settings: Settings) -> dict[str, str]:
@@ -251,26 +249,8 @@ def run(worker: Worker, settings: Settings) -> dict[str, Any]:
     """What rank 0's ``worker`` returned."""
     with tempfile.TemporaryDirectory() as directory:
         own = replace(settings, directory=directory)
-        multiprocessing.spawn(rank_main, args=(worker, own), nprocs=settings.ranks)
-        result: dict[str, Any] = json.loads(Path(directory, "result.json").read_text())
+        result: dict[str, Any] = results_of(worker, (own,), settings.ranks, timeout=DAY)[0]
         return result
-
-
-def rank_main(rank: int, worker: Worker, settings: Settings) -> None:
-    size = str(settings.ranks)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_SIZE=size)
-    torch.set_num_threads(1)
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the tables are the parent's
-    sys.stderr = sys.stdout
-    dist.init_process_group(
-        "gloo", init_method=f"file://{settings.directory}/rendezvous", rank=rank, world_size=settings.ranks
-    )
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    result = worker(settings)
-    if rank == 0:
-        Path(settings.directory, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main(

@@ -150,7 +150,7 @@ def _once(setting: Setting, output_dir: Path, observed: bool) -> Outcome:
     import torch.distributed as dist
 
     import ds_silent
-    from tests.training import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
+    from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(SEED)
@@ -184,7 +184,7 @@ def _once(setting: Setting, output_dir: Path, observed: bool) -> Outcome:
 
 
 def _config(setting: Setting, ranks: int) -> dict[str, Any]:
-    from tests.training import ROWS
+    from ds_silent.practice.probe import ROWS
 
     return {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -206,7 +206,7 @@ def _true_mean(engine: Any, copy: Any, batches: list[Any]) -> Any:
     import torch
     import torch.distributed as dist
 
-    from tests.training import full_parameters
+    from ds_silent.practice.probe import full_parameters
 
     with torch.no_grad():
         for own, theirs in zip(copy.parameters(), full_parameters(engine), strict=True):
@@ -225,7 +225,7 @@ def _weights(engine: Any) -> Any:
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from tests.training import full_parameters
+    from ds_silent.practice.probe import full_parameters
 
     pairs = list(zip(engine.module.parameters(), full_parameters(engine), strict=True))
     wholes = [whole for own, whole in pairs if own.requires_grad]

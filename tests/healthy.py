@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_silent
 from ds_silent.frameworks.patches import Patches
+from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, WIDTH, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.repairs import state_of
-from tests.training import LENGTH, ROWS, VOCABULARY, WIDTH, Case, Probe
+from tests.training import Case
 
 STEPS = 6
 SUM = {"gradient_allreduce_op": "sum"}

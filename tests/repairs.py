@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import ds_silent
+from ds_silent.drill.deepspeed.state import state_hash
+from ds_silent.drill.faults.damage import add_noise
+from ds_silent.drill.faults.injection import Strike
+from ds_silent.drill.faults.reduction import flip_some
+from ds_silent.drill.faults.update import skipped
+from ds_silent.drill.faults.when import Maker, once, one
 from ds_silent.frameworks.patches import Patches
+from ds_silent.practice.hashing import hash_of
 from tests.training import Case, Probe, one_step
 
 STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2
@@ -54,16 +61,9 @@ def trained(case: Case, output_dir: Path, settings: dict[str, Any] | None, fault
 
 
 def state_of(engine: Any) -> str:
-    digest = hashlib.sha256()
-    held = [parameter.detach() for parameter in engine.module.parameters()]
-    for state in engine.basic_optimizer.state.values():
-        held += [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
-    held += [p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]]
-    for tensor in held:
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    """The drill's hash, and the engine's counters."""
     scale = getattr(engine.optimizer, "loss_scale", None) or getattr(engine.optimizer, "cur_scale", None)
-    digest.update(repr((engine.global_steps, engine.skipped_steps, engine.get_lr(), scale)).encode())
-    return digest.hexdigest()
+    return hash_of((state_hash(engine), engine.global_steps, engine.skipped_steps, engine.get_lr(), scale))
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -90,24 +90,30 @@ def corrupted(change: Callable[[Tensor], None], ranks: tuple[int, ...], times: i
 
 
 def noise(tensor: Tensor) -> None:
-    tensor.add_(
-        (torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)) * tensor.float().std()).to(tensor)
-    )
+    add_noise(tensor, 1.0, torch.Generator().manual_seed(5))
 
 
 def flip(tensor: Tensor) -> None:
-    words = tensor.view(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-    words[:: len(words) // 9] ^= 1 << (8 * tensor.element_size() - 2)  # under stage 1, some in its own partition
+    flip_some(tensor.view(-1))
 
 
 def broken(tensor: Tensor) -> None:
     tensor.view(-1)[:: tensor.numel() // 9] = float("nan")
 
 
-def drifted(engine: Any, patches: Patches) -> None:
-    """The odd rank's optimizer leaves out step ``FAULT``."""
+def updated(make: Maker) -> Fault:
+    """A fault of the drill's that lies in the optimizer's step, at step ``FAULT``."""
 
-    def skip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return None if engine.global_steps + 1 == FAULT and dist.get_rank() == ODD else original(*args, **kwargs)
+    def fault(engine: Any, patches: Patches) -> None:
+        update = once(make)(Strike(ODD, RANKS, FAULT), dist.get_rank()).update
 
-    patches.wrap(engine.basic_optimizer, "step", skip)
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run = partial(original, *args, **kwargs)
+            return run() if update is None else update(engine.basic_optimizer, run, engine.global_steps + 1)
+
+        patches.wrap(engine.basic_optimizer, "step", step)
+
+    return fault
+
+
+drifted = updated(one(skipped))

@@ -1,27 +1,23 @@
 """A small real training under DeepSpeed, and the naive float64 oracle of everything a record says about it.
 
-The model has what bites: weights tied between embedding and output, a frozen parameter, a layer that only some ranks
-(or only some micro-batches) use, a bias, a norm, and optional activation checkpointing of both kinds.
+The model is the package's own (``ds_silent.practice.probe``).
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import ds_silent
+from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, full_parameters
 
-VOCABULARY, WIDTH, LENGTH, ROWS = 61, 24, 12, 3
 REPLICA_INTERVAL = 4
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -79,35 +75,6 @@ class Case:
                 },
             }
         return config
-
-
-class Probe(nn.Module):
-    """A tiny language model; ``skip`` leaves one layer out."""
-
-    def __init__(self, checkpointing: str | None):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)
-        )
-        self.sometimes = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-        self.checkpointing = checkpointing
-
-    def forward(self, tokens: Tensor, skip: bool) -> Tensor:
-        hidden = self.embedding(tokens[:, :-1])
-        for layer in self.layers:
-            if self.checkpointing:
-                hidden = hidden + checkpoint(layer, hidden, use_reentrant=self.checkpointing == "reentrant")
-            else:
-                hidden = hidden + layer(hidden)
-        if not skip:
-            hidden = hidden + self.sometimes(hidden)
-        logits = self.head(self.norm(hidden + self.frozen(hidden)))
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def build(case: Case, output_dir: Path, enabled: bool = True) -> Any:
@@ -210,15 +177,6 @@ def _skips(case: Case, rank: int, micro: int) -> bool:
     return False
 
 
-def full_parameters(engine: Any) -> list[Tensor]:
-    """Clones of every parameter, whole, in their training dtype."""
-    parameters = []
-    for parameter in engine.module.parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
-            parameters.append(parameter.detach().clone())
-    return parameters
-
-
 def _oracle_step(engine: Any, copy: nn.Module, batches: list[Any], case: Case, step: int) -> dict[str, Any]:
     """Every rank's loss and gradient of this step by plain torch, gathered to rank 0, in float64."""
     copy.to(DTYPES[case.dtype])
@@ -288,21 +246,13 @@ def oracle(losses: list[float], gradients: list[dict[str, Tensor]], step: int, s
 
 
 def _hash_weights(engine: Any) -> str:
-    digest = hashlib.sha256()
-    for parameter in full_parameters(engine):
-        digest.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return hash_of(full_parameters(engine))
 
 
 def _hash_optimizer(engine: Any) -> str:
-    digest = hashlib.sha256()
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for state in optimizer.state.values():
-        for name, value in sorted(state.items()):
-            if isinstance(value, Tensor):
-                digest.update(name.encode())
-                digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    states = [item for state in optimizer.state.values() for item in sorted(state.items())]
+    return hash_of(part for name, value in states if isinstance(value, Tensor) for part in (name, value))
 
 
 def oracle_layers(gradients: list[dict[str, Tensor]]) -> dict[str, tuple[float, float, float]]:

@@ -8,7 +8,6 @@ learning rate falls linearly to zero unless it is said to be constant.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import tempfile
@@ -30,6 +29,7 @@ import ds_silent.exchange.gather
 from ds_silent.drill.deepspeed.seams import Seams
 from ds_silent.drill.faults.injection import Injection
 from ds_silent.frameworks.patches import Patches
+from ds_silent.practice.hashing import hash_of
 
 from .errors import Error, Errors
 from .methods import METHODS
@@ -100,7 +100,7 @@ def _train(training: Training, folder: str) -> dict[str, Any]:
     if observer is not None:
         observer.close()
     own = task.score(engine.module)
-    hashes = everywhere(hash_of(parameters))
+    hashes = everywhere(hash_of(parameters)[:16])
     apart = divergence(parameters)
     average_in_place(parameters)
     together = task.score(engine.module)
@@ -184,13 +184,6 @@ def divergence(parameters: list[nn.Parameter]) -> float:
 def average_in_place(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.data.copy_(mean_over_ranks(parameter.data))
-
-
-def hash_of(parameters: list[nn.Parameter]) -> str:
-    digest = hashlib.sha256()
-    for parameter in parameters:
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 @contextmanager

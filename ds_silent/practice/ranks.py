@@ -1,23 +1,29 @@
-"""Starts the ranks of the drill on this machine's CPU and brings home what rank 0 reports.
+"""The one spawner: runs a plain function on N real gloo ranks on this machine's CPU.
 
-    for message in on_ranks(work, arguments, ranks=4): ...     # in the order in which rank 0 sends them
+    results = results_of(function, arguments, ranks=2)             # results[rank] is what the rank returned
+    for message in on_ranks(work, arguments, ranks=4): ...         # in the order in which rank 0 sends them
 
-``work(send, *arguments)`` is a module-level function that every rank calls inside one gloo process group; what it
-sends must be picklable. The ranks come from a fork server that has imported torch and DeepSpeed once, meet through a
-file, and write what they print to a log whose end is shown when a rank breaks.
+``function(*arguments)`` and ``work(send, *arguments)`` are module-level functions that every rank calls inside one
+process group; arguments, results and messages must be picklable. The ranks come from a fork server that has imported
+torch and DeepSpeed once, so that a rank costs a fraction of a second; they meet through a file, never through a port,
+and write what they print to a log that is shown when a rank breaks.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,9 @@ from ds_silent.extras import installed
 SILENCE_SECONDS = 240.0  # longer than any training of the drill, and than DeepSpeed's first compilation
 SETTLE_SECONDS = 0.5
 LINES_SHOWN = 12
+
+Task = Callable[[], None]
+_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class RankBroke(Exception):
@@ -40,21 +49,76 @@ def on_ranks(
     Raises:
         RankBroke: one of them did not end well.
     """
-    context = multiprocessing.get_context("forkserver")
-    # what is not installed is left out
-    context.set_forkserver_preload(["torch", "ds_silent.frameworks.deepspeed.attach", work.__module__])
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    tasks: list[Task] = [partial(_report, work, arguments, sender, rank == 0) for rank in range(ranks)]
+    with _started(tasks, daemon=True) as (processes, folder):
+        sender.close()  # the ranks hold the only ends: when they are gone, the pipe ends
+        yield from _messages(receiver, processes, folder, silence)
+
+
+def results_of(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    ranks: int,
+    timeout: float = 120.0,
+    may_die: tuple[int, ...] = (),
+) -> list[Any]:
+    """What ``function(*arguments)`` returns on each rank.
+
+    Args:
+        function: may start processes of its own.
+        arguments: the same on every rank.
+        ranks: how many.
+        timeout: seconds for all ranks together; what is left then is killed.
+        may_die: ranks that may break; their result is then None.
+
+    Raises:
+        RankBroke: another rank did, or the time was over.
+    """
+    with tempfile.TemporaryDirectory(prefix="ds_silent_results_") as directory:
+        files = [Path(directory, f"result_{rank}") for rank in range(ranks)]
+        tasks: list[Task] = [partial(_keep, function, arguments, file) for file in files]
+        with _started(tasks, daemon=False) as (processes, folder):
+            deadline = time.monotonic() + timeout
+            while any(process.is_alive() for process in processes):
+                _refuse_broken(processes, folder, may_die, lines=None)
+                if time.monotonic() > deadline:
+                    slow = next(rank for rank, process in enumerate(processes) if process.is_alive())
+                    raise RankBroke(_last_words(folder, slow, f"did not end within {timeout:.0f} s", None))
+                time.sleep(0.02)
+            _refuse_broken(processes, folder, may_die, lines=None)
+        return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]  # written by _keep
+
+
+def _report(work: Callable[..., None], arguments: tuple[Any, ...], sender: Connection, first: bool) -> None:
+    work(sender.send if first else _nowhere, *arguments)
+
+
+def _nowhere(message: Any) -> None:
+    """Rank 0 alone reports."""
+
+
+def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], file: Path) -> None:
+    file.write_bytes(pickle.dumps(function(*arguments)))
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _started(tasks: list[Task], daemon: bool) -> Iterator[tuple[list[BaseProcess], Path]]:
+    """A process for each task, and the folder of their notes; those that are left at the end are killed."""
+    _CONTEXT.set_forkserver_preload(["torch", "ds_silent.frameworks.deepspeed.attach"])  # what is there
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported, in the fork server
-    with tempfile.TemporaryDirectory(prefix="ds_silent_drill_") as directory:
-        receiver, sender = context.Pipe(duplex=False)
-        processes = [
-            context.Process(target=_main, args=(work, arguments, rank, ranks, directory, sender), daemon=True)
-            for rank in range(ranks)
+    with tempfile.TemporaryDirectory(prefix="ds_silent_ranks_") as directory:
+        processes: list[BaseProcess] = [
+            _CONTEXT.Process(target=_main, args=(task, rank, len(tasks), directory), daemon=daemon)
+            for rank, task in enumerate(tasks)
         ]
         for process in processes:
             process.start()
-        sender.close()  # the ranks hold the only ends: when they are gone, the pipe ends
         try:
-            yield from _messages(receiver, processes, Path(directory), silence)
+            yield processes, Path(directory)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -62,50 +126,7 @@ def on_ranks(
                 process.join()
 
 
-def _messages(receiver: Connection, processes: list[Any], folder: Path, silence: float) -> Iterator[Any]:
-    heard = time.monotonic()
-    while True:
-        if receiver.poll(0.05):
-            try:
-                message = receiver.recv()
-            except EOFError:
-                break
-            heard = time.monotonic()
-            yield message
-            continue
-        if any(process.exitcode not in (None, 0) for process in processes):
-            time.sleep(SETTLE_SECONDS)  # the culprit may be slower to end than those that missed it
-            raise _broke(processes, folder)
-        if time.monotonic() - heard > silence:
-            raise RankBroke(_last_words(folder, 0, f"said nothing for {silence:.0f} s"))
-    for process in processes:
-        process.join(timeout=10.0)
-    if any(process.exitcode != 0 for process in processes):
-        raise _broke(processes, folder)
-
-
-def _broke(processes: list[Any], folder: Path) -> RankBroke:
-    """The rank that began it: one that died without a word, else the first that raised; its peers only miss it."""
-
-    def raised_at(rank: int) -> float:
-        note = folder / f"raised_{rank}"
-        return float(note.read_text() or "inf") if note.exists() else 0.0
-
-    broken = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
-    culprit = min(broken, key=raised_at, default=0)
-    return RankBroke(_last_words(folder, culprit, f"ended with exit code {processes[culprit].exitcode}"))
-
-
-def _last_words(folder: Path, rank: int, what: str) -> str:
-    log = folder / f"rank_{rank}.log"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    told = "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines[-LINES_SHOWN:])
-    return f"rank {rank} {what}\n{told}".rstrip()
-
-
-def _main(
-    work: Callable[..., None], arguments: tuple[Any, ...], rank: int, ranks: int, directory: str, sender: Connection
-) -> None:
+def _main(task: Task, rank: int, ranks: int, directory: str) -> None:
     log = os.open(f"{directory}/rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -117,16 +138,16 @@ def _main(
 
     tqdm.set_lock(threading.RLock())  # its own default is a semaphore that os._exit would leave behind
     torch.set_num_threads(1)
-    status = 0
+    barrier, leave, status = dist.barrier, dist.destroy_process_group, 0  # as they are before a task patches them
     try:
         dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
         if installed("deepspeed"):
             from ds_silent.frameworks.deepspeed.groups import join
 
             join()
-        work(sender.send if rank == 0 else _nowhere, *arguments)
-        dist.barrier()
-        dist.destroy_process_group()
+        task()
+        barrier()
+        leave()
     except BaseException:
         status = 1
         Path(directory, f"raised_{rank}").write_text(str(time.monotonic()))
@@ -136,5 +157,53 @@ def _main(
     os._exit(status)  # a rank whose peer died must not wait for it in a destructor
 
 
-def _nowhere(message: Any) -> None:
-    """Rank 0 alone reports."""
+# -- what becomes of them ----------------------------------------------------------------------------------------------
+
+
+def _messages(receiver: Connection, processes: list[BaseProcess], folder: Path, silence: float) -> Iterator[Any]:
+    heard = time.monotonic()
+    while True:
+        if receiver.poll(0.05):
+            try:
+                message = receiver.recv()
+            except EOFError:
+                break
+            heard = time.monotonic()
+            yield message
+            continue
+        _refuse_broken(processes, folder)
+        if time.monotonic() - heard > silence:
+            raise RankBroke(_last_words(folder, 0, f"said nothing for {silence:.0f} s"))
+    for process in processes:
+        process.join(timeout=10.0)
+    _refuse_broken(processes, folder)
+
+
+def _refuse_broken(
+    processes: list[BaseProcess], folder: Path, may_die: tuple[int, ...] = (), lines: int | None = LINES_SHOWN
+) -> None:
+    """Names the rank that began it: one that died without a word, else the first that raised; its peers only miss it.
+
+    Raises:
+        RankBroke: one has ended badly that may not.
+    """
+
+    def broken() -> list[int]:
+        return [r for r, process in enumerate(processes) if process.exitcode not in (None, 0) and r not in may_die]
+
+    def raised_at(rank: int) -> float:
+        note = folder / f"raised_{rank}"
+        return float(note.read_text() or "inf") if note.exists() else 0.0
+
+    if broken():
+        time.sleep(SETTLE_SECONDS)  # the culprit may be slower to end than those that missed it
+        culprit = min(broken(), key=raised_at)
+        raise RankBroke(_last_words(folder, culprit, f"ended with exit code {processes[culprit].exitcode}", lines))
+
+
+def _last_words(folder: Path, rank: int, what: str, count: int | None = LINES_SHOWN) -> str:
+    log = folder / f"rank_{rank}.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    shown = lines if count is None else lines[-count:]
+    told = "\n".join("".join(c if c.isprintable() else " " for c in line) for line in shown)
+    return f"rank {rank} {what}\n{told}".rstrip()

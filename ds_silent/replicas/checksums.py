@@ -8,7 +8,8 @@
 It reads the bits as 64-bit words and adds up rows of them (one pass at the speed of a sum), each row times an
 odd key of its own, modulo 2^64. One changed bit always changes it: the change is 2^b times an odd number. Several
 changes cancel with a probability of about 2^-64, unless they sit in the same row and add up to exactly nothing, as two
-swapped words would.
+swapped words would. :mod:`ds_silent.maths.fingerprint` sees swaps too, by a key for each word: that is for once, before
+the training, where ranks may hold the same numbers in another order; what drifts later does not swap.
 """
 
 from __future__ import annotations

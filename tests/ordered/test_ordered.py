@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from fractions import Fraction
@@ -15,6 +14,7 @@ from torch import Tensor
 from ds_silent.ordered.exchange import CPU_MEMORY_MB, LongVector, OrderedExchange, covers, gather_runs, joined
 from ds_silent.ordered.norm import exponent_of, global_norm, norm_of, square_sums
 from ds_silent.ordered.tree import LocalTree, sum_rows
+from ds_silent.practice.hashing import hash_of
 from tests.distributed import run_distributed
 
 PAIRINGS = ("contiguous", "interleaved")
@@ -205,7 +205,7 @@ def exchange_everywhere(pairing: str) -> list[str]:
             assert bool((result[others] == -1.0).all())
         else:
             assert torch.equal(result, expected.to(gathered).float())
-            found.append(hashlib.sha256(result.numpy().tobytes()).hexdigest())
+            found.append(hash_of([result]))
     norm = global_norm([part for begin, n in own for part in (whole[0][begin : begin + n],)], group, device)
     assert norm == pytest.approx(float(whole[0].double().norm()), rel=1e-6)
     bad = torch.tensor([math.nan if rank == 1 else 1.0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
+from ds_silent.practice.hashing import hash_of
 from tests.distributed import run_distributed
 from tests.frameworks.test_oracle import check_events, check_integrity, check_record
 from tests.ordered.test_ordered import PAIRINGS, by_recursion
@@ -86,16 +86,13 @@ def micro_step(engine: Any, cell: Cell, step: int, a: int, steps: int) -> None:
     engine.step()
 
 
-def hash_of(engine: Any) -> str:
+def hash_of_engine(engine: Any) -> str:
     """Weights; and in stage 0, where every rank holds them, the optimizer's state."""
-    digest = hashlib.sha256()
     tensors = list(engine.module.parameters())
     if engine.zero_optimization_stage() == 0:
         states = engine.basic_optimizer.state.values()
         tensors += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
-    for tensor in tensors:
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return hash_of(tensors)
 
 
 def train_cells(cells: tuple[Cell, ...], micro_batches: int, length: int, directory: str) -> list[Any]:
@@ -120,7 +117,7 @@ def train_cells(cells: tuple[Cell, ...], micro_batches: int, length: int, direct
             for record in read_metrics(folder / "metrics.jsonl"):
                 found = record["integrity"]
                 worst = max(worst, found["relative_error"] / found["rounding_bound"])
-        outcome.append((hash_of(engine), kinds, worst))
+        outcome.append((hash_of_engine(engine), kinds, worst))
         engine.destroy()
     return outcome
 
@@ -276,7 +273,7 @@ def train_and_break(directory: str) -> list[str]:
             assert not wrapped & set(vars(engine))
             assert not {"average_tensor", "scaled_global_norm"} & set(vars(engine.optimizer))
             assert set(vars(engine.module)) == untouched
-        hashes.append(hash_of(engine))
+        hashes.append(hash_of_engine(engine))
         engine.destroy()
     return hashes
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.drill.faults.update import no_majority
 from ds_silent.drill.verdicts.found import tells
 from ds_silent.frameworks.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -30,6 +31,7 @@ from tests.repairs import (
     flip,
     noise,
     trained,
+    updated,
 )
 from tests.training import Case
 
@@ -136,15 +138,6 @@ def test_replicas_are_made_equal_and_healthy_ones_left_alone(case: Case, tmp_pat
         assert "all replicas are equal again" in first[1]["message"]
 
 
-def two_and_two(engine: Any, patches: Patches) -> None:
-    """Ranks 2 and 3 both leave out step ``FAULT``: no version has a majority."""
-
-    def skip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return None if engine.global_steps + 1 == FAULT and dist.get_rank() >= 2 else original(*args, **kwargs)
-
-    patches.wrap(engine.basic_optimizer, "step", skip)
-
-
 def damaged_on_the_way(times: int) -> Fault:
     """A skipped update, and then the first broadcasts of the repair arrive with a wrong bit on the odd rank."""
 
@@ -196,7 +189,7 @@ def averaged_wrongly(times: int) -> Fault:
 def repaired_with_trouble(directory: str) -> dict[str, str]:
     mean = block(respond={"on_replica_drift": "mean"}, integrity={"replica_interval": 1})
     runs = {
-        "tie": (MAJORITY, two_and_two),
+        "tie": (MAJORITY, updated(no_majority)),
         "damaged": (MAJORITY, damaged_on_the_way(2)),
         "always damaged": (MAJORITY, damaged_on_the_way(10**6)),
         "averaged wrongly": (mean, averaged_wrongly(2)),

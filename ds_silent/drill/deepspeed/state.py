@@ -1,15 +1,13 @@
 """A training's state as one hash: the weights and everything that decides the next update.
 
-Not the checksum that the responses themselves compare replicas with: who judges a repair must not believe it.
+state_hash(engine)                   # of what this rank holds
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import torch
-from torch import Tensor
+from ds_silent.practice.hashing import hash_of
 
 
 def state_hash(engine: Any) -> str:
@@ -24,12 +22,4 @@ def state_hash(engine: Any) -> str:
         for parameter in group["params"]:
             held.append(parameter)
             held += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
-    digest = hashlib.sha256()
-    for value in held:
-        digest.update(_bytes(value) if isinstance(value, Tensor) else repr(value).encode())
-    return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().tobytes()
+    return hash_of(held)

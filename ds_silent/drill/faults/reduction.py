@@ -105,16 +105,16 @@ def noisy_result_of_its_own(strike: Strike, me: int) -> Injection:
 
 def flipped_bits(strike: Strike, me: int) -> Injection:
     """The top exponent bit of nine elements of every bucket."""
-    return Injection(reduction=_result(_flips))
+    return Injection(reduction=_result(flip_some))
 
 
 def damaged_pieces(strike: Strike, me: int) -> Injection:
     """What an ordered reduction adds up has arrived with the same bits flipped."""
-    return Injection(pieces=_result(_flips))
+    return Injection(pieces=_result(flip_some))
 
 
-def _flips(values: Tensor) -> None:
-    """Spread over the bucket, so that under ZeRO some are in the rank's own partition."""
+def flip_some(values: Tensor) -> None:
+    """The top exponent bit of nine elements: so far apart that under ZeRO some are in the rank's own partition."""
     for place in range(0, values.numel(), max(1, values.numel() // 9)):
         flip_bit(values, place, top_exponent_bit(values))
 

@@ -1,0 +1,72 @@
+"""A command that measures for a while: how it shows its progress, what it leaves behind, and how its mistakes end.
+
+    exit_code = carried_out(measure, print_report, to_json, judge, json_path)
+
+Shared by ``ds-silent drill`` and ``ds-silent numerics``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ds_silent.commands.json_file import refuse_unwritable, write_json
+from ds_silent.config import ConfigError
+from ds_silent.practice.ranks import RankBroke
+
+BROKEN, USER_MISTAKE = 1, 2
+WIDTH = 120  # of what goes into a file or a pipe
+
+Result = TypeVar("Result")
+Heard = Callable[[str], None]
+"""Called with the name of each part that has ended."""
+
+
+def console_of_stdout() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def carried_out(
+    measure: Callable[[Heard], Result],
+    show: Callable[[Result, Console], None],
+    to_json: Callable[[Result], Any],
+    judge: Callable[[Result], int],
+    json_path: str | None,
+) -> int:
+    """Measures, and prints the report on standard output; a mistake is one sentence on standard error.
+
+    Args:
+        measure: raises ``ConfigError`` for a mistake of the user, ``RankBroke`` where a process ended badly.
+        show: prints the report.
+        to_json: what goes into the file.
+        judge: the exit status of a result.
+        json_path: the file, or None.
+
+    Returns:
+        the exit status: 1 where a process broke, 2 for a mistake, else what ``judge`` says.
+    """
+    console = console_of_stdout()
+    try:
+        refuse_unwritable(json_path)
+        result = _with_progress(measure, console)
+    except ConfigError as error:
+        print(f"ds-silent: {error}", file=sys.stderr)
+        return USER_MISTAKE
+    except RankBroke as error:
+        print(f"ds-silent: a process broke, so nothing can be said: {error}", file=sys.stderr)
+        return BROKEN
+    show(result, console)
+    write_json(json_path, to_json(result))
+    return judge(result)
+
+
+def _with_progress(measure: Callable[[Heard], Result], console: Console) -> Result:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=None)
+        return measure(
+            lambda name: progress.update(task, description=f"{ascii(name)[1:-1]} ended", advance=1),
+        )
