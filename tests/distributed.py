@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "deepspeed", "ds_silent"])
+_CONTEXT.set_forkserver_preload(["torch", "ds_silent.frameworks.deepspeed.attach"])
 
 
 class RankFailed(AssertionError):
