@@ -13,6 +13,7 @@ set -eu
 
 cd "$(dirname "$0")/.."
 root=$PWD
+export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 python=${PYTHON:-.venv/bin/python}
 [ -x "$python" ] || python=python3
 work=$(mktemp -d "${TMPDIR:-/tmp}/ds_silent_package.XXXXXX")
@@ -71,6 +72,7 @@ works ds-silent --help
 works ds-silent check ds_config.json
 works python -c "from ds_silent.sinks.jsonl import read_events, read_metrics"
 works python -m ds_silent --help
+works ds-silent numerics --world-size 2 --steps 2 --rounds 0
 works python -m ds_silent.finetune --help
 refuses 'pip install "ds_silent[deepspeed]"' ds-silent drill --fault nan-loss
 refuses 'pip install "ds_silent[deepspeed]"' python -c "import ds_silent; ds_silent.initialize()"
@@ -80,6 +82,10 @@ echo "test-package: with [deepspeed] ..."
 install "${wheel}[deepspeed]"
 echo "test-package: $(count) packages"
 works ds-silent check ds_config.json
+# what DeepSpeed compiles once per environment, before the drill starts to wait for its ranks
+works python -c "
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder('ShareMemCommBuilder').load(verbose=False)"
 works ds-silent drill --fault nan-loss
 refuses 'pip install "ds_silent[finetune]"' python -m ds_silent.finetune --max-steps 2
 
