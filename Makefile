@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo test test-matrix test-real-bugs readme docs lint format clean
+.PHONY: help demo test test-matrix test-real-bugs test-package readme docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -31,6 +31,9 @@ test-matrix: $(READY) ## the full configuration matrices (tens of minutes)
 
 test-real-bugs: $(READY) ## released DeepSpeed versions that train wrongly: what is found (10 minutes)
 	@$(PYTHON_IN_VENV) benchmarks/real_bugs.py
+
+test-package: ## build the wheel and run it in fresh environments, alone and with each extra (10 minutes)
+	@sh .ci/test_package.sh
 
 readme: $(READY) ## every command of the documentation that takes minutes, as it stands (hours)
 	@sh .ci/setup.sh unlock

@@ -16,7 +16,7 @@ from types import TracebackType
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
-    "finetune": ("deepspeed", "transformers", "datasets", "safetensors", "tokenizers"),
+    "finetune": ("deepspeed", "transformers", "datasets", "tokenizers"),
     "plots": ("matplotlib",),
 }
 """Extra -> the packages of it that are imported."""

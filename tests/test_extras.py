@@ -20,6 +20,7 @@ NOT_THERE = ("deepspeed", "transformers", "datasets", "matplotlib", "accelerate"
 # what Python itself does where a package is not installed: find_spec gives None, an import raises ModuleNotFoundError
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[0] = {name!r}; "
 CLI = "from ds_silent.cli import app; app()"
+FINETUNE = "import runpy; runpy.run_module('ds_silent.finetune', run_name='__main__', alter_sys=True)"
 MODULE = "import runpy; runpy.run_module('ds_silent', run_name='__main__', alter_sys=True)"
 Told = tuple[int, str, str]
 """Exit code, standard output, standard error."""
@@ -128,13 +129,25 @@ def test_the_way_in_has_its_help() -> None:
     assert said.startswith("usage: python -m ds_silent")
 
 
+def test_the_fine_tune_has_its_help_and_names_its_extra() -> None:
+    code, said, wrong = without(FINETUNE, "--help")
+    assert code == 0, wrong
+    assert "--max-steps" in said
+    code, _, wrong = without(FINETUNE, "--max-steps", "2")
+    assert code == 2
+    assert the_sentence(wrong) == (
+        "error: the fine-tune needs DeepSpeed, transformers, datasets, tokenizers, which are not installed: "
+        'pip install "ds_silent[finetune]"'
+    )
+
+
 def test_several_packages_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "print_without_traceback", lambda *kinds, tells: None)
     monkeypatch.setattr(extras, "installed", lambda package: package == "deepspeed")
     with pytest.raises(extras.MissingExtra) as raised:
         extras.needs("the fine-tune", "finetune")
     assert str(raised.value) == (
-        "the fine-tune needs transformers, datasets, safetensors, tokenizers, which are not installed: "
+        "the fine-tune needs transformers, datasets, tokenizers, which are not installed: "
         'pip install "ds_silent[finetune]"'
     )
 
