@@ -114,7 +114,7 @@ class Together:
                 return None
             self._made, self._place = [], 0
             # in one statement: an act that has ended is never played again, with its calls forgotten
-            return (act(*arguments, **named), self._made.clear())[0]
+            return (act(*arguments, **named), self._made.clear())[0]  # type: ignore[func-returns-value]
         except BrokeOff:
             raise
         except Exception as error:
