@@ -8,6 +8,7 @@ when it is reached for the first time. The engine goes on from case to case besi
 
 Left out, because nothing in them can fail and something has to stand outside of any guard:
 
+* what is trained and what starts the ranks (``ds_silent.practice``);
 * the line ``try:`` itself;
 * the four lines of ``Patches.around`` that call the guarded entry and the training's own method.
 """
@@ -33,6 +34,7 @@ from tests.training import Case, Probe, one_step
 from tests.training import _hash_weights as hash_weights
 
 PACKAGE = str(Path(ds_silent.__file__).parent)
+TRAINING = str(Path(PACKAGE, "practice"))  # what is trained, and what starts its ranks: no part of the observation
 STEPS = 6  # even, so that every case sees the same steps of an interval of 2
 Place = tuple[str, int]
 
@@ -82,7 +84,8 @@ class _Tracer:
         self._reached = reached
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        file = frame.f_code.co_filename
+        return self._line if file.startswith(PACKAGE) and not file.startswith(TRAINING) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line" and frame.f_code.co_qualname != "Patches.around.<locals>.call":
