@@ -60,7 +60,8 @@ def plan_lines(
             worst = "an error" if config.detectors.stop_on == "error" else "a warning or an error"
             yield f"  stops       all ranks with exit status 3, two measured steps after {worst}"
     board = ", TensorBoard files in tensorboard/" if config.tensorboard else ""
-    yield f"  writes      metrics.jsonl, events.jsonl, scores.jsonl, matrices.jsonl{board} in {config.output_dir!a}, on rank 0"
+    files = f"metrics.jsonl, events.jsonl, scores.jsonl, matrices.jsonl{board}"
+    yield f"  writes      {files} in {config.output_dir!a}, on rank 0"
     ends = " until it is stopped" if config.detectors.enabled and config.detectors.stop_on != "never" else ""
     if config.reduction == "ordered":
         yield "  changes     the reduction's last bits, at every step: fp32, and an order of its own"

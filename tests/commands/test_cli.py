@@ -36,7 +36,8 @@ def test_the_default_block(tmp_path: Path) -> None:
     assert kept is not None
     assert 1 < float(kept[1]) < 4
     assert 30 < float(kept[2]) < 40
-    assert said["writes"] == "metrics.jsonl, events.jsonl, scores.jsonl, matrices.jsonl, TensorBoard files in tensorboard/ in 'runs/x', on rank 0"
+    files = "metrics.jsonl, events.jsonl, scores.jsonl, matrices.jsonl, TensorBoard files in tensorboard/"
+    assert said["writes"] == f"{files} in 'runs/x', on rank 0"
     assert said["preflight"].startswith("before step 1: weights, generators, sampler")
     assert said["coverage"].endswith("row ids travel too, 12 B each")
     assert said["judges"] == "each measured step; false alarms by chance: at most 1 in a million steps"
