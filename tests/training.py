@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
+from ds_silent.drill.deepspeed.state import full_parameters
 from ds_silent.practice.hashing import hash_of
-from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, full_parameters
+from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 
 REPLICA_INTERVAL = 4
 

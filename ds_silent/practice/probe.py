@@ -10,8 +10,6 @@ use, a bias, a norm, and optional activation checkpointing of both kinds.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -47,14 +45,3 @@ class Probe(nn.Module):
             hidden = hidden + self.sometimes(hidden)
         logits = self.head(self.norm(hidden + self.frozen(hidden)))
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def full_parameters(engine: Any) -> list[Tensor]:
-    """Clones of every parameter, whole, in their training dtype."""
-    import deepspeed
-
-    parameters = []
-    for parameter in engine.module.parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
-            parameters.append(parameter.detach().clone())
-    return parameters

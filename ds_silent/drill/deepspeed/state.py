@@ -1,11 +1,15 @@
 """A training's state as one hash: the weights and everything that decides the next update.
 
 state_hash(engine)                   # of what this rank holds
+full_parameters(engine)              # clones, whole on every rank
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import deepspeed
+from torch import Tensor
 
 from ds_silent.practice.hashing import hash_of
 
@@ -23,3 +27,12 @@ def state_hash(engine: Any) -> str:
             held.append(parameter)
             held += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
     return hash_of(held)
+
+
+def full_parameters(engine: Any) -> list[Tensor]:
+    """Clones of every parameter, whole, in their training dtype."""
+    parameters = []
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
+            parameters.append(parameter.detach().clone())
+    return parameters
