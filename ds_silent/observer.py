@@ -170,15 +170,15 @@ class Observer:
             self._end_suspect(step, why)
 
     def _sample(self, step: int, due: int) -> Observation:
-        sample = Observation(Status(nothing=1.0))
+        sample, wishes = Observation(Status(nothing=1.0)), None
         if self.measures(due):
             replica = self._alone(self._replicas.capture, step)
             whole = self._capture.sample(exact=self.measures_exactly(due), replica=replica)
             sample = whole if self._lockstep.whole else _only_words(whole)
-            sample = replace(sample, wishes=self._alone(self._wishes) or Wishes())
+            wishes = self._alone(self._wishes)
         status = self._decided(lambda: self._lockstep.status(step, sample.status))
         self._lockstep = self._decided(lambda: self._lockstep.told())
-        return replace(sample, status=status)
+        return replace(sample, status=status, wishes=wishes or Wishes())
 
     def _wishes(self) -> Wishes[float | Tensor]:
         """What this rank wants of all ranks; the last two on the writing rank."""

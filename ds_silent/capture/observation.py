@@ -3,7 +3,7 @@
     sampler = StepSampler(local, rows, sends, together)
     sampler.loss(loss)                                   # per micro-batch
     sampler.reduced(aggregated)                          # the reduction has ended; the script may change its result now
-    sampler.sample(aggregated, scale, gram, hashes)      # the step begins
+    sampler.sample(aggregated, known, hashes)            # the step begins
     sampler.apply(parts)                                 # from inside the optimizer's step: what it is about to use
     sampler.end_step(observed=True)                      # the comparison of the two travels with the next sample
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from ds_silent.capture.handed import Remembered, differs, moved, remember
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.capture.row_ids import RowIds
-from ds_silent.exchange.observation import BROKE, Applied, Local, Loss, Observation, Reduced, Status
+from ds_silent.exchange.observation import BROKE, Applied, Code, Local, Loss, Observation, Reduced, Status
 from ds_silent.frameworks.base import Part
 from ds_silent.maths.rounding_bound import multiple_of
 from ds_silent.ranks.together import Together
@@ -45,6 +46,15 @@ class Sends:
     layer_sketches: bool
     layer_aggregates: bool
     applied: bool  # what the optimizer applies is observed
+
+
+class Known(NamedTuple):
+    """What is known of a step before the aggregate is looked at."""
+
+    scale: float | Tensor  # factor on all gradients
+    gram: Tensor | None  # this rank's part of the exact inner products
+    code: Code[float | Tensor]
+    replica_seen: float  # 1 where the first hash is the replica's
 
 
 class StepSampler:
@@ -97,22 +107,21 @@ class StepSampler:
             self._local.accumulator.add(index, values, start=start, sketching=self._local.sketching)
         return self._local.accumulator.take()
 
-    def sample(
-        self, aggregated: Iterable[Part] | None, scale: float | Tensor, gram: Tensor | None, hashes: Tensor | None
-    ) -> Observation:
+    def sample(self, aggregated: Iterable[Part] | None, known: Known, hashes: Tensor | None) -> Observation:
         """This rank's observation of the step.
 
         Args:
             aggregated: this rank's share of the aggregated gradient; None where it is hidden.
-            scale: factor on all gradients of this step.
-            gram: this rank's part of the exact inner products.
+            known: what is known without it.
             hashes: int64, see :mod:`ds_silent.replicas.checksums`; the first is the replica's, where that is due.
         """
-        self._before = self._together.alone(self._sample, scale, gram)
+        self._before = self._together.alone(self._sample, known)
         return self._completed(aggregated, hashes, self._reduced)
 
     def sample_again(self, aggregated: Iterable[Part] | None, hashes: Tensor | None) -> Observation:
-        """The step's observation with what has come out of the reduction that was repeated."""
+        """The step's observation with what has come out of the reduction that was repeated; without the replica's."""
+        if self._before is not None:
+            self._before = replace(self._before, reduced=Reduced())
         return self._completed(aggregated, hashes, None)
 
     def _completed(
@@ -146,7 +155,7 @@ class StepSampler:
 
     # -- putting it together ----------------------------------------------------------------------------------------
 
-    def _sample(self, scale: float | Tensor, gram: Tensor | None) -> Observation:
+    def _sample(self, known: Known) -> Observation:
         """What was there before the reduction."""
         local, tokens = self._local, self._rows.take_label_tokens()
         losses = self._losses or self._forward_losses
@@ -155,24 +164,26 @@ class StepSampler:
             loss=Loss(
                 total=torch.stack([loss.float().reshape(()) for loss in losses]).sum() if losses else 0.0,
                 count=float(len(losses)),
-                scale=scale,
+                scale=known.scale,
                 tokens=0.0 if tokens is None else tokens,
             ),
             local=Local(
                 seen=float(local.seen),
                 norm_seen=float(local.norm_seen),
-                gram_seen=float(gram is not None),
+                gram_seen=float(known.gram is not None),
                 squared=squares.sum(),
                 leftover_squared=0.0 if local.leftover is None else local.leftover,
                 micro_squared=0.0 if local.micro_squared is None else local.micro_squared,
                 fired=float(local.fired),
             ),
+            reduced=Reduced(replica_seen=known.replica_seen),
             applied=self._of_last_step,
+            code=known.code,
             sketch=sketches.sum(0) if local.sketching else None,
             layer_squares=squares,
             ids=self._rows.take(squares.device),
             layer_sketches=sketches if self._sends.layer_sketches and local.sketching else None,
-            gram=gram,
+            gram=known.gram,
         )
 
     def _with_aggregate(
@@ -184,13 +195,13 @@ class StepSampler:
     ) -> Observation:
         """With what the reduction brought, and whether the script has changed it since."""
         local = self._local
-        found: Reduced[float | Tensor] = Reduced()
+        found, replica_seen = before.reduced, before.reduced.replica_seen
         aggregates: Tensor | None = None
         aggregate: Tensor | None = None
         if aggregated is not None:
             parts = list(aggregated)
             aggregates, squares = self._read(parts) if reduced is None else reduced.taken
-            found = Reduced(seen=1.0, squared=squares.sum())
+            found = Reduced(seen=1.0, squared=squares.sum(), replica_seen=replica_seen)
             aggregate = self._aggregate = aggregates.sum(0) if local.sketching else None
             if reduced is not None:
                 found = self._handed(reduced, parts, found)

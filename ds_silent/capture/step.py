@@ -14,7 +14,6 @@ disable buffer stealing).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -27,7 +26,7 @@ from ds_silent.capture.conduct import Conduct
 from ds_silent.capture.data_facts import Walk
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_gradient import LocalGradient, layers_of, loss_in
-from ds_silent.capture.observation import Sends, StepSampler
+from ds_silent.capture.observation import Known, Sends, StepSampler
 from ds_silent.capture.row_ids import RowIds, id_capacity
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.layout import Shape
@@ -202,9 +201,9 @@ class StepCapture:
             self._gram = self._local.exchange(self.group, self.together)
         scale = self.together.alone(self.framework.scale, self._scale)
         hashes = self.together.alone(self._hashes, replica)
-        sample = self._sampler.sample(self._aggregated(), 1.0 if scale is None else scale, self._gram, hashes)
-        reduced = replace(sample.reduced, replica_seen=float(replica is not None))
-        return replace(sample, reduced=reduced, code=self.together.alone(self.conduct.code, self.step) or Code())
+        code = self.together.alone(self.conduct.code, self.step) or Code()
+        known = Known(1.0 if scale is None else scale, self._gram, code, float(replica is not None))
+        return self._sampler.sample(self._aggregated(), known, hashes)
 
     def _aggregated(self) -> Iterator[Part] | None:
         return self.together.alone(self.framework.aggregated)

@@ -7,6 +7,7 @@ gathered = unpack(layout, step, rows, aggregate, gram)
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import accumulate
 from operator import attrgetter
 
 import torch
@@ -17,6 +18,9 @@ from ds_silent.exchange.observation import BROKE, FIELDS, GROUPS, UNSEEN, Gather
 from ds_silent.maths.sketch import fold
 
 _values = attrgetter(*FIELDS)
+_ENDS = list(accumulate(len(fields(group)) for group in GROUPS.values()))
+_BEGINS = [0, *_ENDS[:-1]]
+_SPANS = [(name, GROUPS[name], begin, end) for name, begin, end in zip(GROUPS, _BEGINS, _ENDS, strict=True)]
 
 
 def failed_rows(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -71,8 +75,8 @@ def unpack(layout: Layout, step: int, rows: Tensor, aggregate: Tensor, gram: Ten
     hashes = torch.zeros(len(rows), layout.hashes, dtype=torch.int64)
     for word in range(WORDS):
         hashes |= words[:, word::WORDS].nan_to_num(0.0).to(torch.int64) << 16 * word
-    columns = iter(scalars.t().contiguous().unbind())
-    groups = {name: group(*(next(columns) for _ in fields(group))) for name, group in GROUPS.items()}
+    columns = scalars.t().contiguous().unbind()
+    groups = {name: group(*columns[begin:end]) for name, group, begin, end in _SPANS}
     exact = on_all(groups["local"].gram_seen)
     return Gathered(
         step,
