@@ -29,7 +29,7 @@ def run(directory: Path, broken: int | None, where: str) -> dict[str, Any]:
     if observer is not None and dist.get_rank() == broken:
         owner, name = {
             "pack": (packing if layout.GATHER_LIMIT > 1 else constant_size, "pack_scalars"),
-            "weights": (observer._replicas, "weights"),
+            "weights": (observer._replicas._replicas, "weights"),
             "read": (gather if layout.GATHER_LIMIT > 1 else constant_size, "unpack"),
         }[where]
         original, calls = getattr(owner, name), []
