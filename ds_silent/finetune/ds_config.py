@@ -2,7 +2,7 @@
 
     config = read_config(settings.deepspeed_config)
     batch = resolve_batch(config, settings, world_size=4)
-    config = fill(config, settings, batch, total_steps=813)
+    config = fill(config, settings, batch, world_size=4, total_steps=813)
 
 As in the Hugging Face trainer, ``"auto"`` (or an absent key) means: from the command line, or its default. A number in
 the file and another one on the command line contradict each other and are refused.

@@ -1,7 +1,7 @@
 """The paper's seed scenarios, applied once ranks are known and proved before the first step.
 
     apply_seed(rank_seed("s1-3", 42, ranks.rank))     # the process group exists: the rank is the real one
-    refuse_unless_as_told(expected_proofs(...), gathered)
+    refuse_unless_as_told(expected_proofs(...), gathered, scenario, sampler)
 
 S1-1 strict: every rank the same seed. S1-2 mild: rank 0 another one. S1-3 significant: each rank its own. (arXiv
 2602.14462; its released code reads the rank before the group exists and is re-seeded afterwards, so that all three

@@ -1,7 +1,7 @@
 """What the writing rank knows of a step without asking the others, kept until the others' samples of it are there.
 
 contexts = Contexts(capture)
-contexts.ended(step, seconds_observing)        # at the end of a measured step, before the capture forgets it
+contexts.ended(step, True, now, observing)     # at the end of a measured step, before the capture forgets it
 context = contexts.take(step)                  # a step or two later, with the gathered sample
 """
 

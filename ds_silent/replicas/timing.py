@@ -1,6 +1,6 @@
 """When the replicas are compared, and whether the weights are those of the checkpoint that was loaded.
 
-    checks = ReplicaChecks(config, framework.replicated(), group)
+    checks = ReplicaChecks(config, framework.replicated(), group, after_updates=False)
     checks.due = True                        # a checkpoint: compare with the next sample
     whole = checks.capture(step)             # int64 (), which travels with the sample; None where nothing is due
     if checks.differ(gathered):              # the same on every rank
