@@ -23,7 +23,10 @@ RUN_BY: dict[str, str] = {
     "make test": "tests/test_readme.py",  # you are in it
     "make test-matrix": "tests/frameworks/test_oracle.py",
     "make readme": "tests/test_readme.py",
-    "pip install .": ".ci/setup.sh",  # which makes .venv so
+    "pip install .": ".ci/test_package.sh",
+    'pip install ".[deepspeed]"': ".ci/test_package.sh",
+    "make test-package": ".ci/test_package.sh",  # it is that script and nothing else, see the Makefile
+    "python -m ds_silent.finetune": ".ci/test_package.sh",
     "make docs": "tests/commands/test_block_table.py",
     "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile
     "deepspeed --num_gpus 8 --module ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
