@@ -158,7 +158,7 @@ class Observer:
         """Whether a rank has said with this step's sample that it will not be there; waits for the sample."""
         if self._posted != step or not self._observing:
             return False
-        return bool((self._once(self._exchange.peek).status.failed > 0).any())
+        return on_any(self._once(self._exchange.peek).status.failed)
 
     def _respond(self, step: int, act: Callable[[], None]) -> None:
         """Nobody goes on after a response that broke off, see :class:`ds_silent.ranks.together.BrokeOff`."""

@@ -162,6 +162,16 @@ class Gathered:
         return len(self.status.failed)
 
     @property
+    def leftover(self) -> bool:
+        """Whether an earlier step left something in some rank's gradients."""
+        return bool((self.local.leftover_squared != 0.0).any())
+
+    @property
+    def norms_exact(self) -> bool:
+        """Whether the squared norms are those of the step: with something left over only the sketches are."""
+        return on_all(self.local.norm_seen) and not self.leftover
+
+    @property
     def each(self) -> EachRank | None:
         """What there is of each rank's direction."""
         return self.directions if isinstance(self.directions, EachRank) else None

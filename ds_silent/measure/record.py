@@ -77,9 +77,7 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
         aggregated = float(gathered.reduced.squared.sum().sqrt() / scale[0])
     if not on_all(gathered.local.seen):
         return _Gradients(GradNormStats(aggregated=aggregated), DirectionStats())
-    # With something left over from the last step the accumulated gradient's norm is not the step's; its sketch is.
-    exact_norms = on_all(gathered.local.norm_seen) and not _any(gathered.local.leftover_squared)
-    norms = gathered.local.squared.sqrt() / scale if exact_norms else None
+    norms = gathered.local.squared.sqrt() / scale if gathered.norms_exact else None
 
     if gathered.gram is not None:
         gram = gathered.gram / torch.outer(scale, scale)
@@ -153,7 +151,3 @@ def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple
         cv = std / mean if mean != 0.0 else float("nan")
         layers.append(LayerStats(name, mean, cv, direction.mean_cosine, direction.standard_error))
     return tuple(layers)
-
-
-def _any(values: Tensor) -> bool:
-    return bool((values != 0).any())

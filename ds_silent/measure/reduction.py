@@ -152,7 +152,7 @@ class Audit:
             rounding_tolerance(terms_of(layers[:, layer], total), self._arithmetic, self._log_rate, spread)
             for layer in range(layers.shape[1])
         ]
-        leftover = bool((gathered.local.leftover_squared != 0.0).any())
+        leftover = gathered.leftover
         error = gathered.aggregate - whole.expected
         sketches = each.sketches * total
         pieces = Pieces(layers * total, each.layer_aggregate, error, whole.expected, self._previous, sketches, total)

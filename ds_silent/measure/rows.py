@@ -196,7 +196,7 @@ def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | N
         return None
     squares, cosines = gathered.layer_squares, None
     sketches = None if gathered.each is None else gathered.each.layer_sketches
-    exact = on_all(gathered.local.norm_seen) and not bool((gathered.local.leftover_squared != 0).any())
+    exact = gathered.norms_exact
     if sketches is not None:
         rest = sketches.sum(0) - sketches
         own = sketches.square().sum(2)
