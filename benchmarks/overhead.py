@@ -79,7 +79,7 @@ def observed(name: str, block: Block) -> Callable[..., Any]:
     @contextmanager
     def variant(engine: Any, settings: Settings) -> Iterator[None]:
         if made:
-            made[0]._capture.connect(made[0])
+            made[0]._capture.connect(made[0]._steps, made[0])
         else:
             folder = "".join(letter if letter.isalnum() else "-" for letter in name)
             observer = ds_silent.attach(engine, {"output_dir": f"{settings.directory}/{folder}", **block})

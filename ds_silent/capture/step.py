@@ -1,7 +1,7 @@
 """One rank's part of a step, for every framework: what comes at each moment, and the sample that is made of it.
 
     capture = StepCapture(framework, config)
-    capture.connect(listener)            # the framework's hooks call capture.moments from now on
+    capture.connect(steps, observer)     # the framework's hooks call capture.moments from now on
     sample = capture.sample(exact=False)
     capture.end_step()
     capture.close()                      # the framework is as it was
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ds_silent.capture.conduct import Conduct
 from ds_silent.capture.data_facts import Walk
+from ds_silent.capture.listener import Listener, Owner
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_gradient import LocalGradient, layers_of, loss_in
 from ds_silent.capture.observation import Known, Sends, StepSampler
@@ -36,39 +37,6 @@ from ds_silent.frameworks.base import Framework, Moments, Part, Repeats
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Together
 from ds_silent.replicas.checksums import LayerChecksums
-
-
-class Listener(Protocol):
-    """The observer, as a step sees it. ``before_reduction``, ``before_step`` and ``after_step`` are played."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether it ended for good, and not because it broke."""
-
-    @property
-    def scheduled(self) -> int:
-        """The step under way as all ranks count it, by which ``measures`` is asked."""
-
-    def measures(self, step: int) -> bool:
-        """Whether a step is measured; the same answer on every rank."""
-
-    def measures_exactly(self, step: int) -> bool:
-        """Whether a measured step is also measured exactly; the same answer on every rank."""
-
-    def before_reduction(self) -> None:
-        """A boundary's gradients are there, and reduced next where reductions come behind the backward."""
-
-    def before_step(self) -> None:
-        """The gradients are aggregated, the optimizer has not run."""
-
-    def after_step(self) -> None:
-        """The optimizer has run and the framework's counters have advanced."""
-
-    def before_checkpoint(self) -> None:
-        """A checkpoint is about to be written: put on disk what is known."""
-
-    def close(self) -> None:
-        """The training ends."""
 
 
 class Keeping(Enum):
@@ -131,6 +99,7 @@ class StepCapture:
         self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
         self._listener: Listener | None = None
+        self._owner: Owner | None = None
         self._stop_watching: Callable[[], None] | None = None
         self._start_step()
 
@@ -254,9 +223,9 @@ class StepCapture:
 
     # -- connecting and disconnecting ---------------------------------------------------------------------------
 
-    def connect(self, listener: Listener) -> None:
+    def connect(self, listener: Listener, owner: Owner) -> None:
         """Every moment is one of three, see :mod:`ds_silent.ranks.together`: alone, tried, or played."""
-        self._listener = listener
+        self._listener, self._owner = listener, owner
         if self._rows.enabled:
             self._stop_watching = self._loaders.connect().remove
         alone, tried, play = self.together.alone, self.together.tried, self.together.play
@@ -284,7 +253,7 @@ class StepCapture:
         if self._stop_watching is not None:
             self._stop_watching()
             self._stop_watching = None
-        self.framework.close(ended=self._listener is None or self._listener.closed)
+        self.framework.close(ended=self._owner is None or self._owner.closed)
         self._local.close()
 
     # -- the moments --------------------------------------------------------------------------------------------
@@ -372,12 +341,12 @@ class StepCapture:
         self._listener.before_step()
 
     def _before_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self._listener is not None:
-            self._listener.before_checkpoint()
+        if self._owner is not None:
+            self._owner.before_checkpoint()
 
     def _ends(self, *args: Any, **kwargs: Any) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        if self._owner is not None:
+            self._owner.close()
 
     def _measures(self) -> bool:
         if self._measuring is None:

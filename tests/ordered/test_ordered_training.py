@@ -265,7 +265,7 @@ def train_and_break(directory: str) -> list[str]:
             for a in range(way == "closed" and step == 3, steps):
                 micro_step(engine, cells[stage], step, a, steps)
         if way == "broken":
-            assert not observer._observing
+            assert not observer._steps.observing
             assert "allreduce_gradients" in vars(engine)
             observer.close()
         if way in ("broken", "closed"):

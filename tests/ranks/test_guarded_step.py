@@ -125,7 +125,9 @@ def broken_for_good(directory: str, what: str) -> None:
     patches = Patches()
     corrupted(noise, (0, 1, 2))(engine, patches)
     if rank == 1:
-        owner, name = (observer._capture.framework, "reduce_again") if what == "response" else (observer, "measures")
+        owner, name = (
+            (observer._capture.framework, "reduce_again") if what == "response" else (observer._steps, "measures")
+        )
         setattr(owner, name, breaks)
     generator = torch.Generator().manual_seed(rank)
     try:

@@ -1,0 +1,97 @@
+"""What was gathered of a step: every rank acts by it, the writing rank judges and writes it.
+
+published = Published(capture, recorder, replicas, responder)
+published.step(gathered)                 # played: every rank, at the same step
+published.early(gathered, closed=False)  # no collective: what is under way at a checkpoint or at the end
+"""
+
+from __future__ import annotations
+
+from ds_silent.capture.conduct import Unlike
+from ds_silent.capture.step import StepCapture
+from ds_silent.exchange.observation import Gathered, on_any
+from ds_silent.measure.context import Contexts
+from ds_silent.recorder import Recorder
+from ds_silent.records import Event
+from ds_silent.replicas.compare import Drift
+from ds_silent.replicas.timing import ReplicaChecks
+from ds_silent.respond.responder import Responder
+
+
+class Published:
+    """Each step once, in order.
+
+    Attributes:
+        recorder: writes and judges; on all ranks but one it does nothing.
+        contexts: what this rank alone knows of the steps that are under way.
+    """
+
+    def __init__(self, capture: StepCapture, recorder: Recorder, replicas: ReplicaChecks, responder: Responder):
+        self.recorder = recorder
+        self.contexts = Contexts(capture)
+        self._capture, self._replicas, self._responder = capture, replicas, responder
+        self._conduct = capture.conduct
+        self._alone, self._once = capture.together.alone, capture.together.once
+        self._written = -1  # step of the newest record
+
+    def step(self, gathered: Gathered) -> bool:
+        """Judge and write one step, and do what it asks of all ranks, which read it at the same step. Played.
+
+        Returns:
+            whether the training is to end by what was written.
+        """
+        if on_any(gathered.wishes.compare):
+            self._replicas.due = True
+        if on_any(gathered.status.nothing):
+            self.contexts.drop(gathered.step)
+            return False
+        if on_any(gathered.wishes.diagnose):
+            self._once(self._capture.keep_micro_batches)
+        unlike = self._conduct.agree(gathered, self._capture.group, self._capture.device, self._capture.together)
+        self._alone(self._tell_conduct, gathered, unlike)
+        drift = self._replicas.localise(self._once) if self._replicas.differ(gathered) else None
+        self._alone(self._write, gathered, drift)
+        return on_any(gathered.wishes.stop)
+
+    def early(self, gathered: Gathered, closed: bool) -> None:
+        """Write what is under way. What it asks of all ranks waits for its step, where every rank does it, whoever
+        published early. ``closed``: nobody comes to that step any more."""
+        if on_any(gathered.status.nothing):
+            return
+        if gathered.step > self._written:
+            self._write(gathered, None, wait=self._replicas.differ(gathered))
+        if closed and self.recorder.writes:  # nobody is asked any more what it is that differs
+            self.recorder.end_unlike(self._conduct.unasked(gathered), gathered.step)
+
+    def weights_verified(self, step: int) -> None:
+        """What a resume found; on the writing rank, the comparison of the replicas speaks for the others."""
+        if self.recorder.writes:
+            found = self._replicas.verify(step)
+            if found is not None:
+                self.report(found)
+
+    def last_words(self, step: int) -> None:
+        """The training ends at ``step``: nobody comes together any more to find the tensors that differ."""
+        self.recorder.settle(None)
+        self.recorder.repairs(self._responder.take(step).repairs)
+
+    def report(self, event: Event) -> None:
+        """Write an event and tell the callbacks; on the writing rank."""
+        self.recorder.report(event)
+
+    def _tell_conduct(self, gathered: Gathered, unlike: tuple[Unlike, ...]) -> None:
+        self.recorder.unlike = unlike
+        if self.recorder.writes:
+            note = self._conduct.note(gathered)
+            if note is not None:
+                self.report(note)
+
+    def _write(self, gathered: Gathered, drift: Drift | None, wait: bool = False) -> None:
+        """``wait``: where it was published early, it is judged with ``drift`` later."""
+        if gathered.step <= self._written:
+            self.recorder.settle(drift, gathered.step)
+            return
+        self._written = gathered.step
+        told = self._responder.take(gathered.step)
+        if self.recorder.writes:
+            self.recorder.sample(gathered, self.contexts.take(gathered.step), drift, told, wait)
