@@ -19,14 +19,16 @@ from torch import Tensor
 
 from ds_silent.capture.streams import StreamOrder
 from ds_silent.maths import sketch
-from ds_silent.maths.sketch import Piece, SketchPlan
+from ds_silent.maths.sketch import Place, SketchPlan
 
 
 @dataclass(frozen=True)
 class _Work:
     """A piece and where its results go: views made once, so that a step creates as few as it can."""
 
-    piece: Piece
+    begin: int  # first element, within the tensor
+    end: int
+    place: Place
     square: Tensor  # 0-dim view of one slot
 
 
@@ -55,7 +57,7 @@ class Accumulator:
         self._offsets = offsets
         self._groups = groups or [0] * len(numels)
         self._count = max(self._groups, default=0) + 1
-        self._tables = torch.zeros(self._count if sketch_groups else 1, plan.width, device=plan.signs.device)
+        self._tables = plan.new_tables(self._count if sketch_groups else 1)
         tables = self._tables.unbind()
         self._table = [tables[group if sketch_groups else 0] for group in self._groups]
         self._scratch = plan.new_scratch()
@@ -92,18 +94,18 @@ class Accumulator:
             self._order.enter()
         flat = values.detach().reshape(-1)
         before = None if previous is None else previous.detach().reshape(-1)
-        table = self._table[index]
+        dtype = flat.dtype if before is None else before.dtype
+        copied = dtype != torch.float32 or flat.device != self._tables.device
         for work in self._work_of(index, start, flat.numel()):
-            piece = work.piece
-            part = flat[piece.begin : piece.end]
+            part = flat[work.begin : work.end]
             if before is not None:
-                part = torch.add(before[piece.begin : piece.end], part, out=self._sum(before.dtype, part.numel()))
-            if part.dtype != torch.float32 or part.device != table.device:
+                part = torch.add(before[work.begin : work.end], part, out=self._sum(dtype, part.numel()))
+            if copied:
                 part = self._scratch[: part.numel()].copy_(part, non_blocking=True)
             if square:
                 torch.dot(part, part, out=work.square)
             if sketching:
-                sketch.add(self.plan, table, piece, part, self._product, weight)
+                sketch.add(work.place, part, self._product, weight)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """(G, k) or (1, k) sketches and (G,) squared norms since the last call; starts again from zero.
@@ -136,7 +138,10 @@ class Accumulator:
             self._used = slots.stop
             self._square_groups[slots].fill_(self._groups[index])
             squares = self._squares[slots].unbind()
-            work = self._work[key] = [_Work(piece, square) for piece, square in zip(pieces, squares, strict=True)]
+            places = (sketch.place(self.plan, self._table[index], piece) for piece in pieces)
+            ends = ((piece.begin, piece.end) for piece in pieces)
+            work = [_Work(*end, at, square) for end, at, square in zip(ends, places, squares, strict=True)]
+            self._work[key] = work
         return work
 
     def _sum(self, dtype: torch.dtype, numel: int) -> Tensor:

@@ -1,10 +1,10 @@
 """A linear sketch of a gradient: k numbers from which norms, cosines and checksums follow.
 
     plan = make_plan(numel=total, size=16384, device=device)
-    table, scratch = plan.new_table(), plan.new_scratch()
+    tables, scratch = plan.new_tables(), plan.new_scratch()
     for piece in plan.pieces(offset, flat.numel()):     # flat: one parameter's gradient, at its global offset
-        add(plan, table, piece, flat[piece.begin : piece.end], scratch)
-    sketch = plan.fold(table)                           # (k,) fp32
+        add(place(plan, tables[0], piece), flat[piece.begin : piece.end], scratch)
+    sketch = plan.fold(tables[0])                       # (k,) fp32
 
 All parameters of a model are seen as one long vector x of D elements. Element p lies in row p // T and column
 p % T. It is added to bucket column % k with the sign L[8 * row + column], where L is one long random +-1 vector that
@@ -60,9 +60,10 @@ class SketchPlan:
     signs: Tensor  # L, (T + SHIFT * rows,)
     block_rows: int  # rows handled at once
 
-    def new_table(self) -> Tensor:
-        """A zeroed (T,) fp32 accumulator."""
-        return torch.zeros(self.width, dtype=torch.float32, device=self.signs.device)
+    def new_tables(self, count: int = 1) -> Tensor:
+        """(count, T + rest) fp32 zeros. The rest makes rows a multiple of k long, for :meth:`fold`; it stays zero."""
+        length = -(-self.width // self.size) * self.size
+        return torch.zeros(count, length, dtype=torch.float32, device=self.signs.device)
 
     def new_scratch(self) -> Tensor:
         """(block_rows * T,) fp32 working memory: of :func:`add`, and for gradients that are not fp32."""
@@ -73,7 +74,7 @@ class SketchPlan:
         return tuple(_pieces(offset, numel, self.width, self.block_rows))
 
     def fold(self, table: Tensor) -> Tensor:
-        """(T,) or (G, T) accumulated table(s) to (k,) or (G, k) sketch(es), fp32."""
+        """(..., T) or (..., T + rest) accumulated tables to (..., k) sketches, fp32."""
         return fold(table, self.size)
 
 
@@ -106,40 +107,54 @@ def offsets_of(numels: list[int]) -> tuple[list[int], int]:
     return offsets, position
 
 
-def add(plan: SketchPlan, table: Tensor, piece: Piece, values: Tensor, scratch: Tensor, weight: float = 1.0) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where a piece of the long vector goes, as views that are made once."""
+
+    table: Tensor  # the columns of a table that it is added to
+    signs: Tensor  # of its elements: (elements,), or (rows, T) for whole rows
+
+
+def place(plan: SketchPlan, table: Tensor, piece: Piece) -> Place:
+    """The place of ``piece`` in a table of :meth:`SketchPlan.new_tables`."""
+    shift = SHIFT * (piece.row % SHIFTS)
+    if piece.rows == 1:
+        columns = slice(piece.column, piece.column + piece.end - piece.begin)
+        return Place(table[columns], plan.signs[shift:][columns])
+    signs = plan.signs.as_strided((piece.rows, plan.width), (SHIFT, 1), plan.signs.storage_offset() + shift)
+    return Place(table[: plan.width], signs)
+
+
+def add(at: Place, values: Tensor, scratch: Tensor, weight: float = 1.0) -> None:
     """table += weight * (signed rows of ``values``), in place.
 
     Args:
-        table: (T,) fp32.
-        values: the piece's elements, fp32, contiguous, (piece.end - piece.begin,).
+        at: of the piece.
+        values: its elements, fp32, contiguous, (piece.end - piece.begin,).
         scratch: fp32 working memory of at least ``values.numel()`` elements, for pieces of several rows; may be
             where ``values`` lies.
         weight: +1 or -1 (to take something out again: the sketch is linear).
     """
-    shift = SHIFT * (piece.row % SHIFTS)
-    if piece.rows == 1:
-        part = table[piece.column : piece.column + piece.end - piece.begin]
-        signs = plan.signs[shift + piece.column : shift + piece.column + piece.end - piece.begin]
-        part.addcmul_(values, signs, value=weight)
+    if at.signs.ndim == 1:
+        at.table.addcmul_(values, at.signs, value=weight)
     else:
-        shape, overlapping = (piece.rows, plan.width), (SHIFT, 1)
-        signs = plan.signs.as_strided(shape, overlapping, plan.signs.storage_offset() + shift)
-        product = torch.mul(values.view(shape), signs, out=scratch[: values.numel()].view(shape))
-        table.add_(product.sum(0), alpha=weight)
+        shape = at.signs.shape
+        product = torch.mul(values.view(shape), at.signs, out=scratch[: values.numel()].view(shape))
+        at.table.add_(product.sum(0), alpha=weight)
 
 
 def sketch_of(plan: SketchPlan, flat: Tensor, offset: int = 0) -> Tensor:
     """The (k,) sketch of one flat tensor at a global offset: the definition in one call, for tests and small uses."""
-    table, scratch = plan.new_table(), plan.new_scratch()
+    table, scratch = plan.new_tables()[0], plan.new_scratch()
     for piece in plan.pieces(offset, flat.numel()):
-        add(plan, table, piece, flat[piece.begin : piece.end].float(), scratch)
+        add(place(plan, table, piece), flat[piece.begin : piece.end].float(), scratch)
     return plan.fold(table)
 
 
 def fold(signed: Tensor, size: int) -> Tensor:
     """(..., m) to (..., size): element i is added to bucket i % size. Folding in two steps equals folding in one."""
-    length = signed.shape[-1]
-    padded = torch.nn.functional.pad(signed, (0, -length % size))
+    rest = -signed.shape[-1] % size
+    padded = torch.nn.functional.pad(signed, (0, rest)) if rest else signed
     return padded.view(*signed.shape[:-1], -1, size).sum(-2)
 
 

@@ -54,9 +54,9 @@ def test_blocks_of_rows_are_the_same_sketch() -> None:
     for weight in (1.0, -1.0):
         tables = []
         for each in (plan, blocks):
-            table, scratch = each.new_table(), each.new_scratch()
+            table, scratch = each.new_tables()[0], each.new_scratch()
             for piece in each.pieces(100, flat.numel() - 100):
-                sketch.add(each, table, piece, flat[piece.begin : piece.end], scratch, weight)
+                sketch.add(sketch.place(each, table, piece), flat[piece.begin : piece.end], scratch, weight)
             tables.append(table)
         torch.testing.assert_close(tables[0], tables[1], atol=1e-5, rtol=1e-5)
 
