@@ -65,7 +65,8 @@ def check(
     from ds_silent.extras import installed, missing_sentence
     from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
-    from ds_silent.frameworks.deepspeed.refusals import refuse_too_few_ranks, refuse_unsupported_config
+    from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
+    from ds_silent.frameworks.refusals import refuse_too_few_ranks
 
     refused = False
     for number, source in enumerate(ds_config):

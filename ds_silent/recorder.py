@@ -18,6 +18,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
+from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.measure.evidence import Told
 from ds_silent.measure.record import Context, measure
 from ds_silent.measure.reduction import Audit
@@ -37,11 +38,12 @@ def make_recorder(
     audit: Audit | None = None,
     layout: Layout | None = None,
     ranks: int = 0,
+    words: Words = TORCH,
 ) -> Recorder:
     """What writes into ``sinks``; without them, on all ranks but one, what does nothing."""
     if sinks is None or config is None or audit is None or layout is None:
         return NoWriter()
-    judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
+    judge = Judge(config.detectors, config.interval, words) if config.detectors.enabled else None
     return Writer(sinks, judge, audit, layout, ranks, config.detectors.stop_on)
 
 

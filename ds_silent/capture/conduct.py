@@ -1,6 +1,6 @@
 """What every rank's code must do alike while it trains: hyper-parameters, evaluation mode, which parameters train.
 
-    conduct = Conduct(module, optimizers)        # optimizers(): the torch optimizers that really step
+    conduct = Conduct(module, optimizers, words) # optimizers(): the torch optimizers that really step
     conduct.look_at_modes()                      # at the first gradient of a measured step
     observation = replace(observation, code=conduct.code(step))     # between the reduction and the optimizer
     told = conduct.agree(gathered, group, device, together)   # on all ranks alike, once per gathered sample
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from ds_silent.capture.local_gradient import layers_of
 from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code, Gathered
+from ds_silent.frameworks.words import Words
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.compare import Item, read_item
 from ds_silent.ranks.parts import Parts, outvoted, parts_of
@@ -98,14 +99,15 @@ class Conduct:
     Args:
         module: the model.
         optimizers: the torch optimizers that step, read anew each time.
+        words: the framework's, for a note.
 
     Attributes:
         draws: None until the first training forward has been looked at; then a hash of the random numbers that it
             drew, 0 when it drew none.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]]):
-        self._optimizers = optimizers
+    def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]], words: Words):
+        self._optimizers, self._words = optimizers, words
         named = [(name or type(module).__name__, inner) for name, inner in module.named_modules()]
         self._module_names, self._modules = [name for name, _ in named], [inner for _, inner in named]
         self._parameter_names = [name for name, _ in module.named_parameters()]
@@ -241,7 +243,7 @@ class Conduct:
         )
         remedy = (
             "Nothing is wrong. If masks are to differ, seed each rank's generators with seed + rank once the model is "
-            "made; leave them alike where ranks must draw alike (layers that are skipped under ZeRO-3)."
+            f"made; leave them alike where ranks must draw alike ({self._words.same_draws})."
         )
         return Event(gathered.step, "seed-mismatch", "info", (), "first forward", None, None, message, remedy)
 

@@ -99,7 +99,7 @@ class RowIds:
                 self._ids[place] = given
             else:
                 self._warn(len(given), rows)
-        self._ids += self._given  # the forward was not the engine's
+        self._ids += self._given  # the forward was not the observed module's
         self._given = []
 
     @property

@@ -95,7 +95,7 @@ class StepCapture:
         self._loaders = LoaderWatch(ranks)
         sends = Sends(by_layer, checks, applied=framework.observes_applied)
         self._sampler = StepSampler(self._local, self._rows, sends, self.together)
-        self.conduct = Conduct(framework.module, framework.optimizers)
+        self.conduct = Conduct(framework.module, framework.optimizers, framework.words)
         self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
         self._listener: Listener | None = None
@@ -331,7 +331,7 @@ class StepCapture:
             self._sampler.reduced(self._aggregated())
 
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Once per step, under ZeRO once per parameter group."""
+        """Once per step, or once per parameter group where a framework steps so."""
         self._applied = True
         if self.framework.observes_applied and self._measuring:
             self._sampler.apply(self.framework.applied(optimizer))

@@ -35,6 +35,7 @@ from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.detectors.result import bounds, integrity, notes, replicas
 from ds_silent.detectors.same_order import SameOrderTest
+from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.records import Event, Scores, StepRecord
 
 __all__ = ["Coverage", "Evidence", "Finding", "Judge"]
@@ -55,22 +56,24 @@ class Judge:
     Args:
         config: ``enabled`` is the caller's business.
         interval: optimizer steps between measurements; the rate is per million *optimizer* steps.
+        words: the framework's, for what is said of it.
 
     Attributes:
         scores: what those that judge by evidence saw at the newest step.
     """
 
-    def __init__(self, config: DetectorsConfig, interval: int = 1):
+    def __init__(self, config: DetectorsConfig, interval: int = 1, words: Words = TORCH):
         self.scores = Scores(0, ())
+        self._words = words
         self._log_steps = log_steps(config, interval)
         self._rate = config.false_alarms_per_million_steps
         self._episodes = Episodes(self._rate)
         self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one quarter of the rate
         self._repeats = RepeatTest(self._log_steps + math.log(2.0))
         # judged once an epoch: for a thousandth of the rate a pass needs one or two rows more
-        self._same_order = SameOrderTest(self._log_steps + math.log(1000.0))
+        self._same_order = SameOrderTest(self._log_steps + math.log(1000.0), words)
         self._drift = DriftTest(self._log_steps)
-        self._batch_size = BatchSizeTest()
+        self._batch_size = BatchSizeTest(words)
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._layers: LayerTest | None = None
         self._layers_first: set[int] = set()  # ranks of which a layer was named, and not the whole gradient
@@ -87,7 +90,7 @@ class Judge:
         """The events of one measured step, in order of severity of what they are about: broken numbers first."""
         findings = broken.non_finite(record, extras) + broken.zero_gradient(record, extras)
         impaired = bool(findings)
-        findings += integrity(record, extras.integrity) + self._replicas(record, extras)
+        findings += integrity(record, extras.integrity, self._words) + self._replicas(record, extras)
         findings += self._batch_size.step(record, extras)
         unlike = conduct.unlike(extras.unlike)
         findings += unlike
@@ -95,7 +98,7 @@ class Judge:
         findings += stale
         same = self._duplicates(record, extras)
         findings += same
-        told = notes(extras.integrity)
+        told = notes(extras.integrity, self._words)
         again = self._repeats.step(record, extras)
         again += self._order.step(record, extras, bool(same), self._repeats.attributed)
         findings += again
@@ -103,7 +106,7 @@ class Judge:
         saw = [*bounds(extras.integrity), *self._repeats.saw, *self._order.saw, *self._same_order.saw]
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
-                self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0))
+                self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0), self._words)
                 self._layers = LayerTest(record.world_size, self._log_steps + math.log(2.0))
                 self._layers_first = set()
             # ranks that hold the same rows are not exchangeable with the others
@@ -206,7 +209,7 @@ class Judge:
             self._same_order.load_state_dict(state["same_order"])
         self._outlier = None
         if state["outlier"] is not None:
-            self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps + math.log(2.0))
+            self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps + math.log(2.0), self._words)
             self._outlier.load_state_dict(state["outlier"])
             self._layers = LayerTest(self._outlier.ranks, self._log_steps + math.log(2.0))
             if state.get("layers") is not None:  # absent in a state of before

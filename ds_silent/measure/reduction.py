@@ -35,7 +35,7 @@ from ds_silent.ranks.parts import Parts, parts_of
 from ds_silent.records import IntegrityStats
 from ds_silent.replicas.compare import Drift
 
-CLIP_EPSILON = 1e-6  # DeepSpeed and torch.nn.utils.clip_grad_norm_ add it to the norm
+CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, and the frameworks do likewise
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Audit:
     Args:
         layout: of the exchange.
         arithmetic: of the reduction.
-        clip: ``gradient_clipping``; 0 is none.
+        clip: largest norm of the applied gradient; 0 is none.
         log_rate: minus the natural logarithm of the rate of false alarms per measured step.
         layers: names.
     """

@@ -67,11 +67,12 @@ class Steps:
         self._responder = Responder(capture, self._exchange, self._audit, config)
         after_updates = self._responder.compares_replicas
         self.replicas = ReplicaChecks(config, capture.framework.replicated(), capture.group, after_updates)
-        recorder = make_recorder(home.sinks, config, self._audit, self._layout, capture.shape.ranks)
+        words = capture.framework.words
+        recorder = make_recorder(home.sinks, config, self._audit, self._layout, capture.shape.ranks, words)
         self.published = Published(capture, recorder, self.replicas, self._responder)
         self.records_loaded: str | None = None
         self.observing = True
-        self._lockstep = Lockstep(capture.step)
+        self._lockstep = Lockstep(capture.step, words=capture.framework.words)
         self._greeted = False  # a first observation tells all ranks' steps, whatever the interval
         self._idle = False  # a step without a backward before it: there is nothing that it could pair with
         self._posted: int | None = None  # step of the observation that was sent last

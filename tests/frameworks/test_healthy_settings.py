@@ -251,6 +251,7 @@ def test_above_the_gather_limit_a_sum_is_a_sum(others: list[dict[str, Trace]]) -
     first = errors(others[0]["far-missing"])[0]
     assert first["step"] == FAULTY
     assert "is not the sum of" in first["message"]
+    assert "try another DeepSpeed version, overlap_comm false, or another communication_data_type" in first["remedy"]
 
 
 def test_the_other_numbers_of_a_sum_are_those_of_its_mean(others: list[dict[str, Trace]]) -> None:

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 import ds_silent
 from ds_silent.finetune.sampler import Plan, ResumableSampler
 from ds_silent.finetune.scenarios import rank_seed
+from ds_silent.frameworks.deepspeed.inventory import config_items, training_of
 from ds_silent.maths.fingerprint import hash_text, rng_hashes
 from ds_silent.preflight.compare import Expectation, Item, compare, events_of, item_of, judge, read_item, table, to_json
 from ds_silent.preflight.environment import environment_items, git_revision
 from ds_silent.preflight.inventory import (
     SamplerFacts,
-    config_items,
     local_items,
     optimizer_items,
     sampler_facts,
@@ -361,7 +361,7 @@ def healthy_ranks(directory: str) -> list[Any]:
         engine, config, before = engine_of(Case(stage=stage), directory, 5 + (rank if own else 0))
         facts = SamplerFacts(dist.get_world_size(), rank, (1, 2), 3, 100)
         states = rng_hashes()
-        items = local_items(engine, config, facts, before, dist.get_world_size())
+        items = local_items(training_of(engine, config), facts, before, dist.get_world_size())
         found = compared(items)
         results.append((found, states == rng_hashes(), len(items), sum(i.group == "weights" for i in items)))
         engine.destroy()
@@ -468,7 +468,7 @@ def faulty_ranks(directory: str, names: list[str]) -> list[Any]:
         facts = [SamplerFacts(dist.get_world_size(), rank, (1, 2), 3, 100), before]
         if rank == 2:
             globals()[name](engine, config, facts)
-        found.append(compared(local_items(engine, config, *facts, dist.get_world_size())))
+        found.append(compared(local_items(training_of(engine, config), *facts, dist.get_world_size())))
         os.environ.pop("NCCL_ALGO", None)
         engine.destroy()
     return found
@@ -480,13 +480,15 @@ def test_every_fault_is_one_event_on_the_right_rank(tmp_path: Path) -> None:
     assert all(result == results[0] for result in results)  # every rank knows the same
     for (fault, kind, severity, ranks), events in zip(FAULTS, results[0], strict=True):
         assert [event[:3] for event in events] == [(kind, severity, ranks)], (fault.__name__, events)
+        if fault is _break_before:
+            assert events[0][3] == "initial weights before DeepSpeed's broadcast"
 
 
 def two_ranks(directory: str) -> list[Any]:
     engine, config, before = engine_of(Case(stage=0), directory, 5 + dist.get_rank())
     if dist.get_rank():
         engine.optimizer.param_groups[0]["lr"] = 0.5
-    return compared(local_items(engine, config, None, before))
+    return compared(local_items(training_of(engine, config), None, before))
 
 
 def test_with_two_ranks_nobody_is_named(tmp_path: Path) -> None:
