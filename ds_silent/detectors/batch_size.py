@@ -53,8 +53,20 @@ class BatchSizeTest:
         )
         key = f"batch-size:{','.join(map(str, rows))}"
         score = float(max(rows)) / min(rows)
-        kind = "batch-size-mismatch"
-        return [Finding(key, kind, "warning", ranks, "rows", score, 1.0, message, remedy, self._since)]
+        return [
+            Finding(
+                key=key,
+                kind="batch-size-mismatch",
+                severity="warning",
+                ranks=ranks,
+                where="rows",
+                score=score,
+                threshold=1.0,
+                message=message,
+                remedy=remedy,
+                since=self._since,
+            )
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

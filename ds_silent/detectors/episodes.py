@@ -15,7 +15,7 @@ from typing import Any
 
 from ds_silent.detectors.finding import Finding, with_odds
 from ds_silent.detectors.linked import FOLLOWS, Fault, cause_of, told_before
-from ds_silent.records import Event, Severity
+from ds_silent.records import Event, EventKind, Severity
 
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
 LONGEST_ABSENCE = 1024
@@ -23,7 +23,7 @@ LONGEST_ABSENCE = 1024
 
 @dataclass
 class _Episode:
-    kind: str
+    kind: EventKind
     ranks: tuple[int, ...]
     where: str | None
     since: int
@@ -137,7 +137,7 @@ class Episodes:
         self._active[finding.key] = _Episode(finding.kind, finding.ranks, finding.where, finding.since, step)
         return [self._event(step, finding, "")]
 
-    def active(self, kind: str) -> bool:
+    def active(self, kind: EventKind) -> bool:
         """Whether a fault of this kind is going on."""
         return any(episode.kind == kind for episode in self._active.values())
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ds_silent.capture.conduct import Unlike
 from ds_silent.measure.evidence import ReductionEvidence
 from ds_silent.measure.same_order import OrderAgain
-from ds_silent.records import Event, Severity
+from ds_silent.records import Event, EventKind, Severity
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Evidence:
     micro_batches: tuple[int, ...] | None = None  # losses that each rank took this step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """Something that a detector sees at this step. Whether it becomes an event is decided in ``episodes.py``."""
 
     key: str  # the same for the same fault at every step
-    kind: str
+    kind: EventKind
     severity: Severity
     ranks: tuple[int, ...]
-    where: str | None
-    score: float | None
-    threshold: float | None
+    where: str | None = None
+    score: float | None = None
+    threshold: float | None = None
     message: str
     remedy: str
     since: int

@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_silent.detectors.finding import Finding
-from ds_silent.records import Event, Severity
+from ds_silent.records import Event, EventKind, Severity
 
 FOLLOWS = "Follows from the "  # how the message of such an effect begins
 APPLIED = "applied gradient"  # the place of a finding about the optimizer's input
 _GRAVITY = ("info", "warning", "error")
-_EFFECTS: dict[str, tuple[str, ...]] = {
+_EFFECTS: dict[EventKind, tuple[str, ...]] = {
     "initial-weights-mismatch": ("replica-drift", "outlier-rank"),
     "replica-drift": ("outlier-rank", APPLIED),
     "zero-gradient": ("outlier-rank",),
@@ -37,7 +37,7 @@ class Fault:
     """Something that is going on."""
 
     key: str
-    kind: str
+    kind: EventKind
     severity: Severity
     ranks: tuple[int, ...]
     where: str | None

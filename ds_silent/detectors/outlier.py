@@ -183,16 +183,16 @@ class OutlierTest:
         else:
             message = f"Rank {rank} has {flag['meaning']}. Against the others: {flag['numbers']}. {flag['why']}"
         return Finding(
-            f"outlier-rank:{rank}",
-            "outlier-rank",
-            flag["severity"],
-            ranks,
-            where,
-            flag["score"],
-            flag["threshold"],
-            message,
-            f"Look at {flag['look_at']}.",
-            since,
+            key=f"outlier-rank:{rank}",
+            kind="outlier-rank",
+            severity=flag["severity"],
+            ranks=ranks,
+            where=where,
+            score=flag["score"],
+            threshold=flag["threshold"],
+            message=message,
+            remedy=f"Look at {flag['look_at']}.",
+            since=since,
             log_excess=flag["score"] - flag["threshold"],
         )
 

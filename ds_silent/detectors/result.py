@@ -17,7 +17,7 @@ from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
 from ds_silent.ranks.parts import Parts, outvoted
-from ds_silent.records import Event, Score, Severity, StepRecord
+from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 
 SHOWN_LAYERS = 3
@@ -82,8 +82,7 @@ def notes(seen: ReductionEvidence | None, words: Words = TORCH) -> list[Event]:
         f"Nothing to do if that is meant. What is written through {words.hidden_writes} cannot be followed; "
         "in-place operations on parameter.grad can."
     )
-    step, kind, where = applied.step, "gradient-changed", "applied gradient"
-    return [Event(step, kind, "info", (), where, None, None, message, remedy)]
+    return [Event(applied.step, "gradient-changed", "info", (), APPLIED, None, None, message, remedy)]
 
 
 def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Finding]:
@@ -98,7 +97,8 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     size = f"{error:.3g} of it" if finite else "no finite multiple of it"
     allowed = "" if bound is None else f", rounding explains at most {bound:.2g}"
     message = f"The aggregated gradient is not the {seen.result} of the ranks' gradients: the error is {size}{allowed}."
-    kind, where, what = "aggregation-error", "aggregated gradient", "unexplained"
+    kind: EventKind = "aggregation-error"
+    where, what = "aggregated gradient", "unexplained"
     ranks: tuple[int, ...] = ()
     if cause is not None:
         where, ranks, what = _where(cause.wrong, layers), cause.blamed, cause.kind
@@ -123,16 +123,16 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     effects = ("replica-drift",) if received else ()  # the ranks go on from different gradients
     excess = check.log_excess
     return Finding(
-        key,
-        kind,
-        "error",
-        ranks,
-        where,
-        error,
-        bound,
-        message,
-        remedy,
-        record.step,
+        key=key,
+        kind=kind,
+        severity="error",
+        ranks=ranks,
+        where=where,
+        score=error,
+        threshold=bound,
+        message=message,
+        remedy=remedy,
+        since=record.step,
         effects=effects,
         log_excess=excess,
     )
@@ -196,7 +196,18 @@ def _micro_batches(
     guilty = () if len(blamed) == everybody else tuple(sorted(blamed))
     key = f"integrity micro-batches {where}"
     error, bound = check.relative_error, check.rounding_bound
-    return Finding(key, "aggregation-error", "error", guilty, where, error, bound, message, remedy, found.step)
+    return Finding(
+        key=key,
+        kind="aggregation-error",
+        severity="error",
+        ranks=guilty,
+        where=where,
+        score=error,
+        threshold=bound,
+        message=message,
+        remedy=remedy,
+        since=found.step,
+    )
 
 
 def _rounded(weight: float) -> float:
@@ -223,7 +234,15 @@ def _received(
     )
     key, apart = f"integrity received {where}", ("replica-drift",)
     return Finding(
-        key, "aggregation-error", "error", odd, where, None, None, message, remedy, record.step, effects=apart
+        key=key,
+        kind="aggregation-error",
+        severity="error",
+        ranks=odd,
+        where=where,
+        message=message,
+        remedy=remedy,
+        since=record.step,
+        effects=apart,
     )
 
 
@@ -249,7 +268,20 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
         message, where, step = f"{text} (step {seen.step})", APPLIED, seen.step
         apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
         findings.append(
-            Finding(key, "aggregation-error", severity, ranks, where, score, bound, message, remedy, step, step, apart)
+            Finding(
+                key=key,
+                kind="aggregation-error",
+                severity=severity,
+                ranks=ranks,
+                where=where,
+                score=score,
+                threshold=bound,
+                message=message,
+                remedy=remedy,
+                since=step,
+                step=step,
+                effects=apart,
+            )
         )
 
     if seen.idle:
@@ -312,7 +344,16 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
         "a rank that skips updates, for memory errors on it, and for parameters that are never reduced."
     )
     key = f"replicas {groups}"
-    return Finding(key, "replica-drift", "error", odd, where, None, None, message, remedy, since)
+    return Finding(
+        key=key,
+        kind="replica-drift",
+        severity="error",
+        ranks=odd,
+        where=where,
+        message=message,
+        remedy=remedy,
+        since=since,
+    )
 
 
 def _versions(groups: Parts, odd: tuple[int, ...], world_size: int) -> str:

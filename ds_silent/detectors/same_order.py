@@ -56,16 +56,16 @@ class SameOrderTest:
         everyone = tuple(range(record.world_size))
         return [
             Finding(
-                "same-order",
-                "same-order",
-                "warning",
-                everyone,
-                "sampler",
-                self._score,
-                self._threshold,
-                message,
-                remedy,
-                self._since,
+                key="same-order",
+                kind="same-order",
+                severity="warning",
+                ranks=everyone,
+                where="sampler",
+                score=self._score,
+                threshold=self._threshold,
+                message=message,
+                remedy=remedy,
+                since=self._since,
             )
         ]
 

@@ -32,7 +32,7 @@ from ds_silent.maths.fingerprint import Hash, hash_text
 from ds_silent.measure.coverage import expected_coverage
 from ds_silent.ranks.parts import Parts, outvoted, parts_of, ranks_of
 from ds_silent.ranks.together import Once, at_once
-from ds_silent.records import Event, Severity
+from ds_silent.records import Event, EventKind, Severity
 
 Expectation = Literal["equal", "alike", "different", "passed", "free", "better different"]
 """``alike``: the same on all ranks, or another on every rank (generators: both are policies, a mixture is none).
@@ -227,17 +227,17 @@ def _slot_text(slot: Hashes) -> str:
 
 # -- saying it -------------------------------------------------------------------------------------------------------
 
-_KINDS: Mapping[Group, str] = {
+_KINDS: Mapping[Group, EventKind] = {
     "weights": "initial-weights-mismatch",
     "generators": "seed-mismatch",
     "sampler": "data-order-mismatch",
 }
-_KINDS_OF_ITEMS: Mapping[str, str] = {
+_KINDS_OF_ITEMS: Mapping[str, EventKind] = {
     "sampler's share": "duplicate-data",
     "sampler: a share for each rank": "duplicate-data",
     "sampler: a rank for each share": "low-coverage",
 }
-_REMEDIES: Mapping[str, str] = {
+_REMEDIES: Mapping[EventKind, str] = {
     "initial-weights-mismatch": "Load the same checkpoint, or seed before the model is made, on every rank.",
     "seed-mismatch": "Seed all ranks alike, or each from its rank, after the process group exists.",
     "data-order-mismatch": "Give every rank's sampler the same seed, epoch, data set and number of replicas.",
@@ -250,7 +250,7 @@ _REMEDIES: Mapping[str, str] = {
 _STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
-def kind_of(item: Item) -> str:
+def kind_of(item: Item) -> EventKind:
     """The kind of event that an item makes when it is not as expected."""
     return _KINDS_OF_ITEMS.get(item.name) or _KINDS.get(item.group, "config-mismatch")
 
@@ -261,7 +261,7 @@ def events_of(outcome: Outcome, step: int = 0) -> list[Event]:
     ``ranks`` are the odd ones out, the ranks that collide, or nobody where no majority exists; ``where`` is the first
     item.
     """
-    together: dict[tuple[str, str, Severity, tuple[tuple[int, ...], ...]], list[Finding]] = {}
+    together: dict[tuple[EventKind, str, Severity, tuple[tuple[int, ...], ...]], list[Finding]] = {}
     for finding in outcome.wrong:
         item = finding.item
         together.setdefault((kind_of(item), item.group, item.severity, finding.parts), []).append(finding)
