@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_silent
+from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.patches import Patches
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, WIDTH, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -306,7 +307,13 @@ class Trace:
     events: tuple[dict[str, Any], ...] = ()
 
 
-def train(setting: Setting, folder: Path, block: dict[str, Any] | None, fault: Fault | None = None) -> Trace:
+def train(
+    setting: Setting,
+    folder: Path,
+    block: dict[str, Any] | None,
+    fault: Fault | None = None,
+    gather_limit: int = GATHER_LIMIT,
+) -> Trace:
     """``STEPS`` optimizer steps on this rank."""
     _forget_autocast()
     case = setting.case
@@ -322,7 +329,11 @@ def train(setting: Setting, folder: Path, block: dict[str, Any] | None, fault: F
         config["silent_consistency"] = {**block, "output_dir": str(folder)}
     client = None if setting.client is None else CLIENTS[setting.client](groups)
     engine, *_ = ds_silent.initialize(
-        model=model, optimizer=client, model_parameters=None if client else groups, config=config
+        model=model,
+        optimizer=client,
+        model_parameters=None if client else groups,
+        config=config,
+        _gather_limit=gather_limit,
     )
     patches = Patches()
     try:

@@ -30,7 +30,7 @@ from ds_silent.capture.local_gradient import LocalGradient, layers_of, loss_in
 from ds_silent.capture.observation import Known, Sends, StepSampler
 from ds_silent.capture.row_ids import RowIds, id_capacity
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.layout import Shape
+from ds_silent.exchange.layout import GATHER_LIMIT, Shape
 from ds_silent.exchange.observation import Code, Observation
 from ds_silent.exchange.row_ids import packed_size
 from ds_silent.frameworks.base import Framework, Moments, Part, Repeats
@@ -59,7 +59,7 @@ class StepCapture:
         moments: what the framework calls.
     """
 
-    def __init__(self, framework: Framework, config: SilentConsistencyConfig):
+    def __init__(self, framework: Framework, config: SilentConsistencyConfig, gather_limit: int = GATHER_LIMIT):
         self.framework = framework
         self.group, self.device = framework.ranks.reduced, framework.ranks.device
         self.together = Together(self.group)
@@ -90,7 +90,9 @@ class StepCapture:
         self.arithmetic = framework.arithmetic(plan.numel, plan.width)
         capacity = id_capacity(config, framework.micro_batch_rows * framework.micro_batches)
         ids = packed_size(capacity) if config.coverage else 0
-        self.shape = Shape(ranks, len(self.layer_names), ids, self.micro_batches, framework.aggregate_replicated)
+        self.shape = Shape(
+            ranks, len(self.layer_names), ids, self.micro_batches, framework.aggregate_replicated, gather_limit
+        )
         self._rows = RowIds(enabled=config.coverage, capacity=capacity, micro_batch=framework.micro_batch_rows)
         self._loaders = LoaderWatch(ranks)
         sends = Sends(by_layer, checks, applied=framework.observes_applied)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.constant_size import ConstantSizeExchange
 from ds_silent.exchange.landing import Landing
-from ds_silent.exchange.layout import Layout, gathers_sketches
+from ds_silent.exchange.layout import GATHER_LIMIT, Layout, gathers_sketches
 from ds_silent.exchange.observation import EachRank, Gathered, Observation
 from ds_silent.exchange.packing import failed_rows, pack, unpack
 from ds_silent.ranks.together import Once, SparseGradientError, Together
@@ -82,7 +82,9 @@ class GatherExchange:
 Exchange = GatherExchange | ConstantSizeExchange
 
 
-def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device) -> Exchange:
+def make_exchange(
+    layout: Layout, group: dist.ProcessGroup, device: torch.device, gather_limit: int = GATHER_LIMIT
+) -> Exchange:
     """The exchange that fits the group's size."""
-    whole = gathers_sketches(dist.get_world_size(group))
+    whole = gathers_sketches(dist.get_world_size(group), gather_limit)
     return GatherExchange(layout, group, device) if whole else ConstantSizeExchange(layout, group, device)

@@ -24,6 +24,7 @@ from rich.console import Console
 from ds_silent.capture.data_facts import data_facts
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.words import Words
 from ds_silent.maths.fingerprint import Hash
@@ -52,6 +53,7 @@ class Subject:
     loader: Any = None  # the training's, or its sampler, where it is known before it feeds the training
     before: Hash | None = None  # of the weights before the framework broadcast rank 0's
     monitor_write: MonitorWrite | None = None  # of the framework's own monitor
+    gather_limit: int = GATHER_LIMIT  # ranks up to which everybody gets everybody's sketch
 
 
 def observe(
@@ -104,7 +106,7 @@ def observer_of(held: Any) -> Observer | None:
 
 
 def _capture_of(subject: Subject, config: SilentConsistencyConfig) -> StepCapture:
-    return StepCapture(subject.framework(config), config)
+    return StepCapture(subject.framework(config), config, subject.gather_limit)
 
 
 def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigError | None:

@@ -61,7 +61,7 @@ class Steps:
         self._together = capture.together
         self._alone, self._once, self._decided = self._together.alone, self._together.once, self._together.decided
         self._layout = layout_of(config, capture.shape)
-        self._exchange = make_exchange(self._layout, capture.group, capture.device)
+        self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.shape.gather_limit)
         log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
         self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names)
         self._responder = Responder(capture, self._exchange, self._audit, config)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.exchange import layout
 from ds_silent.frameworks.patches import Patches
 from tests.distributed import run_distributed
 from tests.healthy import (
@@ -209,9 +208,8 @@ def run_others(directory: str) -> dict[str, Trace]:
     traces["clipped-unguarded"] = train(clipped, folder / "unguarded", None, once(FAULTY))
     traces["mean"] = train(Setting("mean", Case()), folder / "mean", BLOCK)
     traces["total"] = train(Setting("total", Case(top=SUM)), folder / "total", BLOCK)
-    layout.GATHER_LIMIT = 1
-    traces["far"] = train(summed, folder / "far", BLOCK)
-    traces["far-missing"] = train(summed, folder / "far-missing", BLOCK, MISSING)
+    traces["far"] = train(summed, folder / "far", BLOCK, gather_limit=1)
+    traces["far-missing"] = train(summed, folder / "far-missing", BLOCK, MISSING, gather_limit=1)
     return traces
 
 

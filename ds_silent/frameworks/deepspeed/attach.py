@@ -17,6 +17,7 @@ import deepspeed
 import torch.distributed as dist
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, parse
+from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.attach import Subject, observe
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
@@ -34,7 +35,9 @@ from ds_silent.sinks import SinkError
 logger = logging.getLogger("ds_silent")
 
 
-def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def initialize(
+    *args: Any, sampler: Any = None, _gather_limit: int = GATHER_LIMIT, **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` with the ``"silent_consistency"`` block honoured; same arguments, same result.
 
     Without the block, or with ``"enabled": false``, this is DeepSpeed's own function and nothing more.
@@ -44,6 +47,7 @@ def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any
             where the script makes one itself, so that the preflight can compare how the ranks share the data. Read
             are ``num_replicas``, ``rank``, ``seed``, ``epoch``, ``shuffle`` and ``len(dataset)``, as a
             DistributedSampler has them. The rows are followed without it too, once a DataLoader feeds the training.
+        _gather_limit: for tests: a few ranks can be above it.
 
     Returns:
         (engine, optimizer, training dataloader, learning-rate scheduler).
@@ -71,14 +75,20 @@ def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any
             if refusal is not None:
                 raise refusal from None
             raise
-        _observe(result[0], config, sampler if sampler is not None else result[2], before, refusal)
+        loader = sampler if sampler is not None else result[2]
+        _observe(result[0], config, refusal, loader, before, _gather_limit)
     except (ConfigError, SinkError):
         print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
         raise
     return result
 
 
-def attach(engine: Any, config: SilentConsistencyConfig | Mapping[str, Any] | None = None) -> Observer | None:
+def attach(
+    engine: Any,
+    config: SilentConsistencyConfig | Mapping[str, Any] | None = None,
+    *,
+    _gather_limit: int = GATHER_LIMIT,
+) -> Observer | None:
     """Observe an engine that someone else made; ``observer.close()`` undoes it.
 
     Args:
@@ -99,7 +109,7 @@ def attach(engine: Any, config: SilentConsistencyConfig | Mapping[str, Any] | No
             block = parse({BLOCK: config if config is not None else find_block(_config_of(engine)) or {}})
     except ConfigError as error:
         refusal = error
-    return _observe(engine, block, refusal=refusal)
+    return _observe(engine, block, refusal, gather_limit=_gather_limit)
 
 
 _deepspeed_initialize = deepspeed.initialize  # kept, because take_its_place puts ours there
@@ -113,9 +123,10 @@ def take_its_place() -> None:
 def _observe(
     engine: Any,
     config: SilentConsistencyConfig | None,
+    refusal: ConfigError | None,
     loader: Any = None,
     before: Hash | None = None,
-    refusal: ConfigError | None = None,
+    gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
     """See :func:`ds_silent.frameworks.attach.observe`."""
     if not has_optimizer(engine):
@@ -136,6 +147,7 @@ def _observe(
         loader=loader if loader is not None else getattr(engine, "training_dataloader", None),
         before=before,
         monitor_write=monitor.write_events if monitor is not None and monitor.enabled else None,
+        gather_limit=gather_limit,
     )
     return observe(subject, config, refusal)
 
