@@ -3,11 +3,11 @@
     conduct = Conduct(module, optimizers, words) # optimizers(): the torch optimizers that really step
     conduct.look_at_modes()                      # at the first gradient of a measured step
     observation = replace(observation, code=conduct.code(step))     # between the reduction and the optimizer
-    told = conduct.agree(gathered, group, device, together)   # on all ranks alike, once per gathered sample
+    told = conduct.agree(gathered, group, device, together)   # on all ranks alike, once per gathered observation
 
 Each is a few hundred numbers on the host, hashed to 24 bits (fp32 carries them exactly; two settings look alike by
-chance once in 17 million) and sent with the sample; the hash is made anew only when something has changed. Where the
-ranks' hashes differ, all ranks have read so and ask each other once, by the preflight's comparison, what it is that
+chance once in 17 million) and sent with the observation; the hash is made anew only when something has changed. Where
+the ranks' hashes differ, all ranks have read so and ask each other once, by the preflight's comparison, what it is that
 differs. A collective runs only where the set of ranks that differ is another one than before, and ``MOST_QUESTIONS``
 times at most.
 
@@ -64,7 +64,7 @@ _GROUPS = {
 }
 _WORDS = {"optimizer": "hyper-parameters", "parameters": "training modes or trainable parameters"}
 MOST_QUESTIONS = 64  # per run
-_REMEMBERED = 4  # measured steps: a sample is read one or two steps later
+_REMEMBERED = 4  # measured steps: an observation is read one or two steps later
 _ON_DEVICE = "on the device"
 _TRAINING, _TRAINABLE = attrgetter("training"), attrgetter("requires_grad")
 
@@ -201,8 +201,8 @@ class Conduct:
     def agree(
         self, gathered: Gathered, group: dist.ProcessGroup, device: torch.device, together: Together
     ) -> tuple[Unlike, ...]:
-        """What the ranks do not do alike. Every rank calls it with the same samples, at the same step: where the ranks
-        that differ are others than before, it is a collective that waits."""
+        """What the ranks do not do alike. Every rank calls it with the same observations, at the same step: where the
+        ranks that differ are others than before, it is a collective that waits."""
         news = together.decided(lambda: self._news(gathered))
         if news is not None:
             self._known, self._asked, self._questions = news

@@ -144,7 +144,7 @@ class Judge:
         ]
 
     def unlike(self, step: int, found: tuple[Unlike, ...]) -> list[Event]:
-        """What the last sample of all says of the ranks' code; nothing is judged after it."""
+        """What the last observation of all says of the ranks' code; nothing is judged after it."""
         return [event for finding in conduct.unlike(found) for event in self._episodes.start(step, finding)]
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:

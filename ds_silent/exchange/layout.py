@@ -54,7 +54,7 @@ class Shape:
 
     ranks: int
     layers: int
-    ids: int  # numbers that a sample's row ids take
+    ids: int  # numbers that an observation's row ids take
     micro_batches: int  # per step
     aggregate_replicated: bool  # every rank holds the whole aggregate, and sends its layers' checksums
     gather_limit: int = GATHER_LIMIT

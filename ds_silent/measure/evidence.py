@@ -55,7 +55,7 @@ class AppliedCheck:
 
 @dataclass(frozen=True)
 class Examined:
-    """One sample's reduction. None: not checked at this step, or it cannot be seen.
+    """The reduction of one step. None: not checked at this step, or it cannot be seen.
 
     ``overflows``: fp16 gradients that are finite may add up to infinity; the loss scale answers that.
     """

@@ -160,7 +160,7 @@ class Steps:
         observation, wishes = Observation(Status(nothing=1.0)), None
         if self.measures(due):
             replica = self._alone(self.replicas.capture, step)
-            seen = self._capture.sample(exact=self.measures_exactly(due), replica=replica)
+            seen = self._capture.observation(exact=self.measures_exactly(due), replica=replica)
             observation = seen if self._lockstep.whole else _only_words(seen)
             wishes = self._alone(self._wishes)
         status = self._decided(lambda: self._lockstep.status(step, observation.status))

@@ -1,4 +1,4 @@
-"""Do all ranks send their samples at the same place of the training? Counted here, compared when a sample is read.
+"""Do all ranks send their observations at the same place of the training? Counted here, compared when one is read.
 
     lockstep = Lockstep(step, words=words)       # the same step on every rank, agreed before
     lockstep.scheduled                           # the step by which everything that communicates is timed
@@ -56,7 +56,7 @@ class Lockstep:
         return replace(more, astray=self.astray or not more.whole)
 
     def passed(self) -> Lockstep:
-        """The sample of the step under way has been sent, if it was due: the next one begins."""
+        """The observation of the step under way has been sent, if it was due: the next one begins."""
         base = self.base if self.next_base is None else self.next_base
         return replace(self, count=self.count + 1, base=base, allowed=self.next_allowed)
 
@@ -74,7 +74,7 @@ class Lockstep:
         return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.count % EXACT))
 
     def read(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
-        """What a sample says of all ranks; every rank reads every sample, in the same order."""
+        """What the ranks' observations say; every rank reads all of them, in the same order."""
         status = gathered.status
         failed, steps, boundaries = (values.tolist() for values in (status.failed, status.step, status.boundary))
         if all(word == ASTRAY for word in failed):  # all alike: several backward passes make one step here
