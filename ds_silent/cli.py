@@ -60,7 +60,7 @@ def check(
     Exit status: 0 when every configuration can be honoured, else 2.
     """
     # Inside the command, because they import torch: `ds-silent --help` need not wait for that.
-    from ds_silent.commands.forecast import plan_lines
+    from ds_silent.commands.forecast import forecast_lines
     from ds_silent.config import ConfigError, parse
     from ds_silent.extras import installed, missing_sentence
     from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
@@ -87,7 +87,7 @@ def check(
         if config is None:
             typer.echo('silent_consistency: off (no block, or "enabled": false); the training runs as without it')
             continue
-        for line in plan_lines(config, loaded, ranks, parameters):
+        for line in forecast_lines(config, loaded, ranks, parameters):
             typer.echo(line)
         for note in left_to_fill_in(loaded):
             typer.echo(f"  {note}")

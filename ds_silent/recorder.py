@@ -121,7 +121,7 @@ class WritingRecorder:
         record = measure(gathered, self._layout, context)
         coverage, evidence = testimony(gathered, self._tracker, context)
         stats, seen = self._audit.step(gathered, drift, told)
-        evidence = dataclasses.replace(evidence, integrity=seen, unlike=self.unlike)
+        evidence = dataclasses.replace(evidence, reduction=seen, unlike=self.unlike)
         self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
         self._sink.write(self.last_record)
         if wait or self._unjudged:  # judged in order
@@ -134,10 +134,10 @@ class WritingRecorder:
         """Judge the records that waited, up to ``step``, to which ``drift`` belongs; None: the tensors stay unknown."""
         while self._unjudged and (step is None or self._unjudged[0][0].step <= step):
             record, evidence = self._unjudged.pop(0)
-            integrity = evidence.integrity
-            if drift is not None and integrity is not None and record.step == step:
-                integrity = dataclasses.replace(integrity, drift=drift)
-            self._judged(record, dataclasses.replace(evidence, integrity=integrity))
+            reduction = evidence.reduction
+            if drift is not None and reduction is not None and record.step == step:
+                reduction = dataclasses.replace(reduction, drift=drift)
+            self._judged(record, dataclasses.replace(evidence, reduction=reduction))
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
         if self._judge is None:

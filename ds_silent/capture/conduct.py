@@ -192,11 +192,11 @@ class Conduct:
 
     # -- of all ranks --------------------------------------------------------------------------------------------------
 
-    def told_before(self, outcome: preflight.Outcome) -> None:
+    def told_before(self, outcome: preflight.PreflightOutcome) -> None:
         """What the preflight has told is not told again while the same ranks differ."""
         for kind, group in _GROUPS.items():
             groups = (group, "config") if group == "optimizer" else (group,)
-            self._known[kind] = {finding.parts for finding in outcome.wrong if finding.item.group in groups}
+            self._known[kind] = {one.parts for one in outcome.wrong if one.item.group in groups}
 
     def agree(
         self, gathered: Gathered, group: dist.ProcessGroup, device: torch.device, together: Together

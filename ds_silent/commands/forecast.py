@@ -1,6 +1,6 @@
 """What a configuration will measure, send, keep and change, in words, before anything is started.
 
-for line in plan_lines(config, ds_config, world_size=8, parameters=1_155_912_192):
+for line in forecast_lines(config, ds_config, world_size=8, parameters=1_155_912_192):
     print(line)
 """
 
@@ -16,7 +16,7 @@ from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_
 from ds_silent.maths.sketch import make_plan
 
 
-def plan_lines(
+def forecast_lines(
     config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int, parameters: int | None = None
 ) -> Iterator[str]:
     """What the observer will do under ``config`` (a ``SilentConsistencyConfig``), a line for each thing.

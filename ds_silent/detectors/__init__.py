@@ -28,12 +28,12 @@ from ds_silent.detectors import broken, conduct, duplicates
 from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.finding import Coverage, Evidence, Finding, with_odds
-from ds_silent.detectors.jump import DriftTest
+from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.layers import LayerTest
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
-from ds_silent.detectors.result import bounds, integrity, notes, replicas
+from ds_silent.detectors.result import bounds, notes, reduction, replicas
 from ds_silent.detectors.same_order import SameOrderTest
 from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.records import Event, Scores, StepRecord
@@ -72,7 +72,7 @@ class Judge:
         self._repeats = RepeatTest(self._log_steps + math.log(2.0))
         # judged once an epoch: for a thousandth of the rate a pass needs one or two rows more
         self._same_order = SameOrderTest(self._log_steps + math.log(1000.0), words)
-        self._drift = DriftTest(self._log_steps)
+        self._jump = JumpTest(self._log_steps)
         self._batch_size = BatchSizeTest(words)
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._layers: LayerTest | None = None
@@ -90,7 +90,7 @@ class Judge:
         """The events of one measured step, in order of severity of what they are about: broken numbers first."""
         findings = broken.non_finite(record, extras) + broken.zero_gradient(record, extras)
         impaired = bool(findings)
-        findings += integrity(record, extras.integrity, self._words) + self._replicas(record, extras)
+        findings += reduction(record, extras.reduction, self._words) + self._replicas(record, extras)
         findings += self._batch_size.step(record, extras)
         unlike = conduct.unlike(extras.unlike)
         findings += unlike
@@ -98,12 +98,12 @@ class Judge:
         findings += stale
         same = self._duplicates(record, extras)
         findings += same
-        told = notes(extras.integrity, self._words)
+        told = notes(extras.reduction, self._words)
         again = self._repeats.step(record, extras)
         again += self._order.step(record, extras, bool(same), self._repeats.attributed)
         findings += again
         findings += self._same_order.step(record, extras, bool(again) or self._repeats.attributed > 0)
-        saw = [*bounds(extras.integrity), *self._repeats.saw, *self._order.saw, *self._same_order.saw]
+        saw = [*bounds(extras.reduction), *self._repeats.saw, *self._order.saw, *self._same_order.saw]
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
                 self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0), self._words)
@@ -117,11 +117,11 @@ class Judge:
                 saw += [*self._outlier.saw, *self._layers.saw]
             findings = _without_consequences(findings + outliers, unlike)
             if not impaired and not findings:  # never learn from a flagged step
-                for note in self._drift.step(record):
+                for note in self._jump.step(record):
                     assert note.score is not None
                     assert note.threshold is not None
                     told.append(with_odds(note, self._rate, note.score - note.threshold))
-                saw += self._drift.saw
+                saw += self._jump.saw
         self.scores = Scores(record.step, tuple(saw))
         return self._episodes.update(record.step, findings) + told
 
@@ -154,7 +154,7 @@ class Judge:
 
     def _replicas(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         """Replicas are compared now and then: those that differ do so until a comparison says otherwise."""
-        seen = extras.integrity
+        seen = extras.reduction
         if seen is not None and seen.replicas is not None:
             self._apart = replicas(record, seen.replicas, seen.drift)
         return self._apart
@@ -178,7 +178,7 @@ class Judge:
             "order": self._order.state_dict(),
             "repeats": self._repeats.state_dict(),
             "same_order": self._same_order.state_dict(),
-            "drift": self._drift.state_dict(),
+            "drift": self._jump.state_dict(),
             "batch_size": self._batch_size.state_dict(),
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
             "layers": None if self._layers is None else self._layers.state_dict(),
@@ -202,7 +202,7 @@ class Judge:
         self._episodes.load_state_dict(state["episodes"])
         self._order.load_state_dict(state["order"])
         self._repeats.load_state_dict(state["repeats"])
-        self._drift.load_state_dict(state["drift"])
+        self._jump.load_state_dict(state["drift"])
         if "batch_size" in state:  # older states lack it
             self._batch_size.load_state_dict(state["batch_size"])
         if "same_order" in state:

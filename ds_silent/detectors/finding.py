@@ -56,7 +56,7 @@ class Evidence:
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
     zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
-    integrity: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
+    reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed

@@ -1,6 +1,6 @@
 """One fault, one alarm: which finding is what an open one brings about by itself.
 
-    cause = cause_of(finding, open_faults)          # a Fault, or None: a fault of its own
+    cause = cause_of(finding, open_faults)          # an OpenFault, or None: a fault of its own
 
 A rank with another learning rate drifts apart from its replicas; one that skipped an update does so too; a rank with
 another batch size has another gradient. Such an effect is still written, in full, with the severity ``info`` and the
@@ -33,7 +33,7 @@ _OF_UPDATES = ("learning rate", "weight decay", "betas", "eps", "optimizer", "hy
 
 
 @dataclass(frozen=True)
-class Fault:
+class OpenFault:
     """Something that is going on."""
 
     key: str
@@ -45,19 +45,19 @@ class Fault:
     effects: tuple[str, ...] = ()  # kinds, or places, of what it brings about; besides those of its kind
 
 
-def told_before(event: Event) -> Fault:
+def told_before(event: Event) -> OpenFault:
     """A fault that another part of the observer has told, and that goes on: what the preflight found."""
-    return Fault(
+    return OpenFault(
         f"told {event.kind}", event.kind, event.severity, event.ranks, event.where, event.step, _configured(event)
     )
 
 
-def cause_of(finding: Finding, faults: Iterable[Fault]) -> Fault | None:
+def cause_of(finding: Finding, faults: Iterable[OpenFault]) -> OpenFault | None:
     """The first of the open faults that brings this finding about."""
     return next((fault for fault in faults if _explains(fault, finding)), None)
 
 
-def _explains(fault: Fault, finding: Finding) -> bool:
+def _explains(fault: OpenFault, finding: Finding) -> bool:
     effects = (*_EFFECTS.get(fault.kind, ()), *fault.effects)
     if fault.key == finding.key or not ({finding.kind, finding.where} & set(effects)):
         return False

@@ -27,7 +27,7 @@ _REPEATED = (
 )
 
 
-def integrity(record: StepRecord, seen: ReductionEvidence | None, words: Words = TORCH) -> list[Finding]:
+def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words = TORCH) -> list[Finding]:
     """What is wrong with this step's aggregate, and with what an optimizer applied."""
     if seen is None:
         return []

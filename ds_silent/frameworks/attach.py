@@ -121,7 +121,7 @@ def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigErro
     return None
 
 
-def _publish_preflight(outcome: preflight.Outcome, observer: Observer, home: RunDirectory) -> None:
+def _publish_preflight(outcome: preflight.PreflightOutcome, observer: Observer, home: RunDirectory) -> None:
     console = Console(stderr=True)  # colours on a terminal only, and none with NO_COLOR
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log has no edge

@@ -99,7 +99,7 @@ def test_the_odds_of_an_error_are_those_at_which_rounding_just_explains_it() -> 
     huge = check_aggregate(terms, 3.0 * terms.expected, arithmetic, log_rate)
     assert huge.log_excess == 700.0
     record = make(5, [2.0] * 4, [1.0] * 4, [0.1] * 4)
-    (event,) = Judge(DetectorsConfig()).step(record, Evidence(integrity=ReductionEvidence(check=huge, layers=("a",))))
+    (event,) = Judge(DetectorsConfig()).step(record, Evidence(reduction=ReductionEvidence(check=huge, layers=("a",))))
     assert event.kind == "aggregation-error"
     assert 0.0 < (event.false_alarms_per_million_steps or 0.0) < 1e-280
     assert event.message.endswith("By chance alone: at most once in more than a thousand trillion steps.")

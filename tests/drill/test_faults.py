@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.drill.deepspeed.rehearsal import Stage, Trial, rehearse
+from ds_silent.drill.deepspeed.rehearsal import Start, Trial, rehearse
 from ds_silent.drill.deepspeed.setting import make_setting
 from ds_silent.drill.faults import inputs
 from ds_silent.drill.faults.catalogue import FAULTS
@@ -277,7 +277,7 @@ class Seen:
     losses: tuple[float, ...]
 
 
-def cold_stage(block: dict[str, Any], zero_stage: int, dtype: Any, accumulation: int = 1) -> Stage:
+def cold_start(block: dict[str, Any], zero_stage: int, dtype: Any, accumulation: int = 1) -> Start:
     """Without the warm-up: what an injection does to a gradient does not depend on it."""
     quiet = {"detectors": {"enabled": False}, "coverage": False, "preflight": False}
     given = {"silent_consistency": {**quiet, **block}, "gradient_accumulation_steps": accumulation}
@@ -285,17 +285,17 @@ def cold_stage(block: dict[str, Any], zero_stage: int, dtype: Any, accumulation:
     torch.manual_seed(7)
     weights = {name: value.clone() for name, value in PracticeModel().state_dict().items()}
     rows: Rows = make_rows(16 * setting.micro_batch * accumulation * dist.get_world_size(), seed=1)
-    return Stage(setting, rows, weights)
+    return Start(setting, rows, weights)
 
 
 def train_with_each(directory: str, names: tuple[str, ...], zero_stage: int, dtype: str) -> dict[str, Seen]:
-    stage = cold_stage({"direction": {"sketch_size": 1024}}, zero_stage, dtype)
+    start = cold_start({"direction": {"sketch_size": 1024}}, zero_stage, dtype)
     seen = {}
     for name in ("healthy", *names):
         fault: Fault | None = FAULTS.get(name)
         strike = Strike(2, dist.get_world_size(), 3, 1.0 if fault is None else fault.size)
         folder = Path(directory, name)
-        run = rehearse(stage, Trial(name, fault, strike, SHORT), folder)
+        run = rehearse(start, Trial(name, fault, strike, SHORT), folder)
         records = tuple(read_metrics(folder / "metrics.jsonl")) if dist.get_rank() == 0 else ()
         seen[name] = Seen(records, run.losses)
     return seen

@@ -41,7 +41,7 @@ NAMES = re.compile(
 
 def told(seen: ReductionEvidence, words: Words) -> list[Event]:
     record = make(5, [2.0] * 4, [1.0] * 4, [0.1] * 4)
-    return Judge(DetectorsConfig(), words=words).step(record, Evidence(integrity=seen))
+    return Judge(DetectorsConfig(), words=words).step(record, Evidence(reduction=seen))
 
 
 def applied(factor: float, **more: Any) -> ReductionEvidence:

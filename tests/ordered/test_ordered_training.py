@@ -389,17 +389,17 @@ def test_what_can_work_is_not_refused() -> None:
     ],
 )
 def test_the_plan_says_what_is_kept_and_that_bits_change(pairing: str, steps: int, kept: str) -> None:
-    from ds_silent.commands.forecast import plan_lines
+    from ds_silent.commands.forecast import forecast_lines
     from ds_silent.config import parse
 
     block = {"reduction": "ordered", "ordered": {"micro_batches": pairing}, "direction": {"method": "exact"}}
     config = {"gradient_accumulation_steps": steps, "silent_consistency": block}
-    text = "\n".join(plan_lines(parse(config), config, 8, 2**20))
+    text = "\n".join(forecast_lines(parse(config), config, 8, 2**20))
     assert f"keeps {kept} of 4 MiB where DeepSpeed accumulates one" in text
     assert "exchanges pieces within 64 MiB" in text
     assert "nothing more is sent" in text
     assert "changes     the reduction's last bits" in text
     assert "changes     nothing" not in text
-    native = "\n".join(plan_lines(parse({"silent_consistency": {}}), {"silent_consistency": {}}, 8, 2**20))
+    native = "\n".join(forecast_lines(parse({"silent_consistency": {}}), {"silent_consistency": {}}, 8, 2**20))
     assert "changes     nothing" in native
     assert "ordered" not in native

@@ -24,7 +24,17 @@ from ds_silent.finetune.sampler import Plan, ResumableSampler
 from ds_silent.finetune.scenarios import rank_seed
 from ds_silent.frameworks.deepspeed.inventory import config_items, training_of
 from ds_silent.maths.fingerprint import hash_text, rng_hashes
-from ds_silent.preflight.compare import Expectation, Item, compare, events_of, item_of, judge, read_item, table, to_json
+from ds_silent.preflight.compare import (
+    Expectation,
+    Item,
+    compare,
+    events_of,
+    item_of,
+    outcome_of,
+    read_item,
+    table,
+    to_json,
+)
 from ds_silent.preflight.environment import environment_items, git_revision
 from ds_silent.preflight.inventory import (
     SamplerFacts,
@@ -45,7 +55,7 @@ def judged(values: str, expectation: Expectation) -> tuple[bool, tuple[int, ...]
     """One item on as many ranks as there are letters; equal letters are equal values."""
     item = item_of("thing", "config", values[0], None, expectation)
     hashes = np.array([[hash_text(letter)] for letter in values], dtype=np.int32)
-    finding = judge([item], hashes, {0: list(values)}).findings[0]
+    finding = outcome_of([item], hashes, {0: list(values)}).items[0]
     assert sorted(rank for part in finding.parts for rank in part) == list(range(len(values)))
     return finding.ok, finding.odd
 
@@ -82,7 +92,7 @@ def test_one_event_for_many_items_of_one_fault() -> None:
         return [item_of(f"weight {i}", "weights", value + str(i)) for i in range(40)]
 
     items, hashes, texts = items_and_hashes(weights("a"), weights("b"), weights("a"))
-    events = events_of(judge(items, hashes, texts))
+    events = events_of(outcome_of(items, hashes, texts))
     assert [(e.kind, e.severity, e.ranks, e.step, e.where) for e in events] == [
         ("initial-weights-mismatch", "error", (1,), 0, "weight 0")
     ]
@@ -92,7 +102,7 @@ def test_one_event_for_many_items_of_one_fault() -> None:
 
 def test_without_a_majority_the_sentence_says_so() -> None:
     items, hashes, texts = items_and_hashes([item_of("lr", "optimizer", "1")], [item_of("lr", "optimizer", "2")])
-    event = events_of(judge(items, hashes, texts))[0]
+    event = events_of(outcome_of(items, hashes, texts))[0]
     assert event.ranks == ()
     assert "no majority" in event.message
     assert "1 on rank 0; 2 on rank 1" in event.message
@@ -101,22 +111,22 @@ def test_without_a_majority_the_sentence_says_so() -> None:
 def test_permutations_of_ones_own_say_what_is_missed() -> None:
     ranks = [[item_of("sampler's permutation", "sampler", str(rank))] for rank in range(4)]
     items, hashes, texts = items_and_hashes(*ranks)
-    event = events_of(judge(items, hashes, texts))[0]
+    event = events_of(outcome_of(items, hashes, texts))[0]
     assert (event.kind, event.ranks) == ("data-order-mismatch", ())
     assert "68.4% of the rows" in event.message
 
 
 def test_the_short_table_has_a_row_per_group() -> None:
     items, hashes, _ = items_and_hashes(*[[item_of(f"w{i}", "weights", "x") for i in range(300)]] * 3)
-    assert table(judge(items, hashes)).row_count == 1
-    assert table(judge(items, hashes), full=True).row_count == 300
+    assert table(outcome_of(items, hashes)).row_count == 1
+    assert table(outcome_of(items, hashes), full=True).row_count == 300
 
 
 def test_values_that_look_alike_are_told_apart() -> None:
     long = "x" * 500
     items, hashes, texts = items_and_hashes([item_of("c", "config", long + "1")], [item_of("c", "config", long + "2")])
     texts[0] = [text[:160] for text in texts[0]]
-    message = events_of(judge(items, hashes, texts))[0].message
+    message = events_of(outcome_of(items, hashes, texts))[0].message
     assert "[value 1] on rank 0" in message
     assert "[value 2] on rank 1" in message
 
@@ -126,7 +136,7 @@ def test_the_worst_comes_first_and_faults_are_kept_apart() -> None:
         return [item_of("device", "environment", device, severity="info"), item_of("lr", "optimizer", lr)]
 
     items, hashes, texts = items_and_hashes(rank("x", "1"), rank("y", "1"), rank("x", "2"))
-    found = [(e.where, e.severity, e.ranks) for e in events_of(judge(items, hashes, texts))]
+    found = [(e.where, e.severity, e.ranks) for e in events_of(outcome_of(items, hashes, texts))]
     assert found == [("lr", "error", (2,)), ("device", "info", (1,))]
 
 
@@ -135,7 +145,7 @@ def test_the_table_shows_text_as_text() -> None:
         return [item_of("[red]lr[/red]", "optimizer", value), item_of("seed", "generators", value, None, "alike")]
 
     items, hashes, texts = items_and_hashes(rank("[bold]\x1b[2J"), rank("b"), rank("b"))
-    outcome = judge(items, hashes, texts)
+    outcome = outcome_of(items, hashes, texts)
     out = io.StringIO()
     Console(file=out, width=140).print(table(outcome, full=True))
     short = io.StringIO()
@@ -163,7 +173,7 @@ def test_the_table_has_colours_on_a_terminal_only(
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     items, hashes, texts = items_and_hashes(*[[item_of("lr", "optimizer", value)] for value in "abb"])
-    Console(file=out, width=120).print(table(judge(items, hashes, texts)))
+    Console(file=out, width=120).print(table(outcome_of(items, hashes, texts)))
     assert ("\x1b[1;31mrank 0 differs" in out.getvalue()) == coloured
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", out.getvalue())) == coloured
 
@@ -264,7 +274,7 @@ def test_samplers_that_tell_how_they_share() -> None:
 
 def sampler_events(*facts: SamplerFacts | None) -> list[Event]:
     """What the preflight says of these ranks' samplers."""
-    return events_of(judge(*items_and_hashes(*[sampler_items(one, len(facts)) for one in facts])))
+    return events_of(outcome_of(*items_and_hashes(*[sampler_items(one, len(facts)) for one in facts])))
 
 
 def shares(*pairs: tuple[int, int]) -> list[SamplerFacts]:
