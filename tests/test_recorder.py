@@ -12,7 +12,7 @@ from ds_silent.records import Event
 from ds_silent.sinks import Background, FanOut
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records
 from tests.sinks.example_records import event, full_record
-from tests.sinks.test_background import Recorder
+from tests.sinks.recording import Recorder
 
 NOTHING: Any = None  # what measuring needs
 

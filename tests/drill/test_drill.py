@@ -24,7 +24,7 @@ from ds_silent.drill.report import print_report, sentence
 from ds_silent.drill.verdicts.found import due, first_compared, first_measured, judge, judge_healthy, loss_shift
 from ds_silent.practice.ranks import RankBroke, on_ranks
 from ds_silent.records import Event, StepRecord
-from tests.drill.test_faults import cold_start
+from tests.drill.cold_start import cold_start
 
 STRIKE = Strike(2, 4, 21)
 BLOCK: dict[str, Any] = {"silent_consistency": {}}

@@ -19,7 +19,7 @@ from ds_silent.drill.faults.injection import Collective, Injection, Strike
 from ds_silent.drill.program import DrillOptions, Outcome, exit_code, judged, trial_of
 from ds_silent.maths.causes import Cause
 from ds_silent.practice.ranks import on_ranks
-from tests.drill.test_faults import cold_start
+from tests.drill.cold_start import cold_start
 
 STRIKE = Strike(2, 4, 3)
 RESULT = torch.arange(1.0, 9.0)

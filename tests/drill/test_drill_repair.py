@@ -24,7 +24,7 @@ from ds_silent.drill.report import print_report, sentence
 from ds_silent.drill.verdicts.repaired import judge_repair
 from ds_silent.practice.ranks import on_ranks
 from ds_silent.records import Repair
-from tests.drill.test_faults import cold_start
+from tests.drill.cold_start import cold_start
 
 STRIKE = Strike(2, 4, 4)
 RESULT = torch.arange(1.0, 9.0)

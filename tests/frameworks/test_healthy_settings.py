@@ -16,24 +16,26 @@ from ds_silent.frameworks.patches import Patches
 from tests.distributed import run_distributed
 from tests.healthy import (
     AUTOCAST,
-    FAULTY,
     SETTINGS,
     STEPS,
     SUM,
     Fault,
     Setting,
     Trace,
-    applied,
     clip,
+    scale_data,
+    train,
+)
+from tests.training import DTYPES, Case
+from tests.wrong_reductions import (
+    FAULTY,
+    applied,
     clipped_differently,
     contribution,
     division,
     missing_micro_batch,
-    scale_data,
-    train,
     unreduced,
 )
-from tests.training import DTYPES, Case
 
 RANKS = 3  # no power of two: the division rounds
 BLOCK: dict[str, Any] = {
