@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNSEEN, Gathered, Status
 from ds_silent.frameworks.words import TORCH, Words
+from ds_silent.ranks.parts import outvoted, parts_of
 from ds_silent.records import Event
 
 EXACT = 1 << 24  # whole numbers below it are exact in fp32
@@ -109,9 +110,7 @@ def stopping(step: int, failed: list[float], words: Words) -> Event:
 
 def apart(step: int, steps: list[float], boundaries: list[float]) -> Event:
     """The event of ranks that count another step, or another number of reductions."""
-    values = list(zip(steps, boundaries, strict=True))
-    most = max(values, key=values.count)
-    odd = tuple(r for r, value in enumerate(values) if value != most) if 2 * values.count(most) > len(values) else ()
+    odd = outvoted(parts_of(zip(steps, boundaries, strict=True)))
     which = steps if len(set(steps)) > 1 else boundaries
     what = "are at another step" if which is steps else "have reduced gradients another number of times"
     shown = ", ".join(f"{int(value)} on {which.count(value)} of them" for value in sorted(set(which))[:3])
