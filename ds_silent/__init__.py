@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_silent.config import ConfigError, SilentConsistencyConfig
-    from ds_silent.frameworks.deepspeed.attach import attach, initialize, observer_of
+    from ds_silent.frameworks.attach import observer_of
+    from ds_silent.frameworks.deepspeed.attach import attach, initialize
     from ds_silent.observer import Observer
     from ds_silent.records import Event, StepRecord
     from ds_silent.sinks import SinkError
@@ -40,7 +41,7 @@ _MODULES = {
     "StepRecord": "records",
     "attach": "frameworks.deepspeed.attach",
     "initialize": "frameworks.deepspeed.attach",
-    "observer_of": "frameworks.deepspeed.attach",
+    "observer_of": "frameworks.attach",
 }
 
 

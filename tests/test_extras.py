@@ -63,7 +63,7 @@ def test_the_import_loads_nothing() -> None:
 
 
 def test_what_needs_no_framework_is_there_without_one() -> None:
-    names = [name for name in ds_silent.__all__ if name not in ("attach", "initialize", "observer_of")]
+    names = [name for name in ds_silent.__all__ if name not in ("attach", "initialize")]
     code, said, wrong = without(f"from ds_silent import {', '.join(names)}; print(ConfigError.__name__)")
     assert (code, said.strip()) == (0, "ConfigError"), wrong
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.drill.deepspeed.state import full_parameters
+from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 
@@ -78,11 +79,14 @@ class Case:
         return config
 
 
-def build(case: Case, output_dir: Path, enabled: bool = True) -> Any:
+def build(case: Case, output_dir: Path, enabled: bool = True, gather_limit: int = GATHER_LIMIT) -> Any:
     torch.manual_seed(1234)
     model = Probe(None)
     engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled)
+        model=model,
+        model_parameters=model.parameters(),
+        config=case.config(output_dir, enabled),
+        _gather_limit=gather_limit,
     )
     return engine
 
@@ -106,7 +110,9 @@ class Trace:
     events: tuple[dict[str, Any], ...] = ()  # rank 0: events.jsonl
 
 
-def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool = False) -> Trace:
+def train(
+    case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool = False, gather_limit: int = GATHER_LIMIT
+) -> Trace:
     """Train ``steps`` optimizer steps; with ``oracle``, recompute every rank's gradient with a plain torch copy."""
     if case.dtype == "fp16":  # DeepSpeed's CPU accelerator refuses fp16 although torch computes it
         from deepspeed.accelerator import get_accelerator
@@ -117,7 +123,10 @@ def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool 
     copy = Probe(None)
     rank = dist.get_rank()
     engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled)
+        model=model,
+        model_parameters=model.parameters(),
+        config=case.config(output_dir, enabled),
+        _gather_limit=gather_limit,
     )
     generator = torch.Generator().manual_seed(99 + rank)
     losses, expected = [], []

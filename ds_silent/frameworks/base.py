@@ -4,8 +4,10 @@
     capture = StepCapture(framework, config)            # the same for every framework: ds_silent.capture.step
     framework.connect(capture.moments)                  # hooks, each of which calls a moment
 
-A new framework is one folder beside ``deepspeed`` with one class that has :class:`Framework`'s members, and those of
-the abilities that it has. Whatever a step remembers is in :mod:`ds_silent.capture.step`, once for all of them.
+A new framework is one folder beside ``deepspeed``: one class that has :class:`Framework`'s members, and those of the
+abilities that it has, its :class:`~ds_silent.frameworks.words.Words`, and a way in that hands a
+:class:`~ds_silent.frameworks.attach.Subject` to :func:`ds_silent.frameworks.attach.observe`. Whatever a step remembers
+is in :mod:`ds_silent.capture.step`, once for all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_silent.frameworks.words import Words
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.together import Together
 from ds_silent.replicas.checksums import Items, Replica
@@ -61,6 +64,7 @@ class Moments:
 class Framework(Protocol):
     """One training of one framework. Every rank asks the same at the same steps."""
 
+    words: Words  # what its users know things by
     ranks: Ranks
     module: nn.Module  # a micro-batch is one forward of it
     names: list[str]  # of the trainable parameters

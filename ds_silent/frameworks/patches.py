@@ -2,8 +2,8 @@
 
 patches = Patches()
 patches.add(parameter.register_hook(hook))
-patches.wrap(engine, "backward", wrapper)      # wrapper(original, *args, **kwargs)
-patches.around(engine, "step", before, after)  # before(*args, **kwargs), the method itself, after()
+patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
+patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
 patches.wrap_method(GradScaler, "step", call)  # call(original, instance, *args, **kwargs), for all instances
 patches.undo()                                 # everything is as it was
 """

@@ -33,6 +33,7 @@ from ds_silent.frameworks.deepspeed.groups import data_parallel_group
 from ds_silent.frameworks.deepspeed.kept_gradients import KeptGradients
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
+from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.frameworks.patches import Patches
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.communicator import own_group
@@ -41,6 +42,8 @@ from ds_silent.replicas.checksums import Items, Replica
 
 class DeepSpeedFramework:
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
+
+    words = WORDS
 
     def __init__(self, engine: Any, config: SilentConsistencyConfig):
         self._engine, self._patches = engine, Patches()
