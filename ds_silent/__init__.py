@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_silent.config import ConfigError, SilentConsistencyConfig
     from ds_silent.frameworks.attach import observer_of
+    from ds_silent.frameworks.ddp.attach import attach_ddp
     from ds_silent.frameworks.deepspeed.attach import attach, initialize
     from ds_silent.observer import Observer
     from ds_silent.records import Event, StepRecord
@@ -27,6 +28,7 @@ __all__ = [
     "SinkError",
     "StepRecord",
     "attach",
+    "attach_ddp",
     "initialize",
     "observer_of",
 ]
@@ -39,6 +41,7 @@ _MODULES = {
     "SilentConsistencyConfig": "config",
     "SinkError": "sinks",
     "StepRecord": "records",
+    "attach_ddp": "frameworks.ddp.attach",
     "attach": "frameworks.deepspeed.attach",
     "initialize": "frameworks.deepspeed.attach",
     "observer_of": "frameworks.attach",

@@ -14,8 +14,9 @@ import atexit
 import json
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,9 +24,10 @@ from rich.console import Console
 
 from ds_silent.capture.data_facts import data_facts
 from ds_silent.capture.step import StepCapture
-from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.base import Framework
+from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from ds_silent.frameworks.words import Words
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
@@ -97,6 +99,23 @@ def observe(
     if unlike is not None:
         observer.stand_down(unlike)
     return observer
+
+
+def given_block(
+    config: SilentConsistencyConfig | Mapping[str, Any] | str | Path | None,
+) -> SilentConsistencyConfig | None:
+    """What a script gives as ``config``: a parsed block, a block, or a dict or file that holds one under its name.
+
+    Returns:
+        None where it is switched off; the defaults where nothing is given.
+
+    Raises:
+        ConfigError: it cannot be honoured, or the file cannot be read.
+    """
+    if isinstance(config, SilentConsistencyConfig):
+        return config
+    held = {} if config is None else load_ds_config(config)
+    return parse(held if BLOCK in held else {BLOCK: held})
 
 
 def observer_of(held: Any) -> Observer | None:

@@ -1,7 +1,7 @@
 """What every rank of a plain data-parallel training holds whole, from the module and its optimizers alone.
 
-    items = [*parameters_of(module), *buffers_of(module), *masters_of(module, optimizers), *states_of(optimizers)]
-    replica = replica_of(module, optimizers, optimizer_state=True, buffers=True)
+items = [*parameters_of(module), *buffers_of(module), *masters_of(module, optimizers), *states_of(optimizers)]
+replica = replica_of(module, optimizers, optimizer_state=True, buffers=True)
 """
 
 from __future__ import annotations

@@ -224,7 +224,8 @@ class Audit:
     def _factor(self, past: _Past, scale: float) -> float:
         """Of a step that unscales by ``scale`` and then clips."""
         norm = past.norm * past.scale / scale
-        return (min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip > 0.0 else 1.0) / scale
+        clipped = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip > 0.0 else 1.0
+        return clipped if self._arithmetic.handed_unscaled else clipped / scale
 
     def _remember(self, gathered: Gathered, alike: bool) -> None:
         """``alike``: all ranks hold the same aggregate; else each clips by a norm of its own, which nobody knows."""

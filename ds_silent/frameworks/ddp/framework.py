@@ -25,6 +25,7 @@ from ds_silent.frameworks.base import Moments, Part, Ranks
 from ds_silent.frameworks.ddp.reduction import arithmetic_of, hook_of, keeps_the_mean
 from ds_silent.frameworks.shares import Slice, cut, nth_share
 from ds_silent.frameworks.torch_loop import TorchLoop
+from ds_silent.frameworks.words import TORCH
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.communicator import own_group
 from ds_silent.replicas.checksums import Items, Replica
@@ -44,6 +45,7 @@ class DDPFramework:
         accumulation: int,
     ):
         group = own_group(ddp.process_group)
+        self.words = TORCH
         self._ddp, self._optimizers = ddp, list(optimizers)
         self.module = ddp.module
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
@@ -58,7 +60,8 @@ class DDPFramework:
         self.keeps_the_mean = keeps_the_mean(ddp)
         if not self.keeps_the_mean:
             logger.warning(
-                "ds_silent: the communication hook %s may be lossy by design: the reduction is not checked", hook_of(ddp)
+                "ds_silent: the communication hook %s may be lossy by design: the reduction is not checked",
+                hook_of(ddp),
             )
         checks = config.integrity.aggregation and config.direction.method != "off" and self.keeps_the_mean
         self.observes_applied = self.aggregate_replicated = checks
