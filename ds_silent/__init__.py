@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_silent.config import ConfigError, SilentConsistencyConfig
     from ds_silent.frameworks.attach import observer_of
+    from ds_silent.frameworks.attach_any import attach, observe
     from ds_silent.frameworks.ddp.attach import attach_ddp
-    from ds_silent.frameworks.deepspeed.attach import attach, initialize
+    from ds_silent.frameworks.deepspeed.attach import initialize
     from ds_silent.observer import Observer
     from ds_silent.records import Event, StepRecord
     from ds_silent.sinks import SinkError
@@ -30,6 +31,7 @@ __all__ = [
     "attach",
     "attach_ddp",
     "initialize",
+    "observe",
     "observer_of",
 ]
 __version__ = "0.1.0"
@@ -42,8 +44,9 @@ _MODULES = {
     "SinkError": "sinks",
     "StepRecord": "records",
     "attach_ddp": "frameworks.ddp.attach",
-    "attach": "frameworks.deepspeed.attach",
+    "attach": "frameworks.attach_any",
     "initialize": "frameworks.deepspeed.attach",
+    "observe": "frameworks.attach_any",
     "observer_of": "frameworks.attach",
 }
 

@@ -41,6 +41,10 @@ logger = logging.getLogger("ds_silent")
 _ATTRIBUTE = "_ds_silent_observer"
 
 
+Given = SilentConsistencyConfig | Mapping[str, Any] | str | Path | None
+"""What a script may give as ``config``, see :func:`given_block`."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """A training that may be observed: what its framework says of it while nothing is hooked."""
@@ -101,9 +105,7 @@ def observe(
     return observer
 
 
-def given_block(
-    config: SilentConsistencyConfig | Mapping[str, Any] | str | Path | None,
-) -> SilentConsistencyConfig | None:
+def given_block(config: Given) -> SilentConsistencyConfig | None:
     """What a script gives as ``config``: a parsed block, a block, or a dict or file that holds one under its name.
 
     Returns:

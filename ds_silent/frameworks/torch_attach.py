@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import nn
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.attach import Subject, given_block, observe
+from ds_silent.frameworks.attach import Given, Subject, given_block, observe
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_few_ranks
 from ds_silent.frameworks.words import TORCH
@@ -25,8 +24,6 @@ from ds_silent.ranks import start
 from ds_silent.sinks import SinkError
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
-Given = SilentConsistencyConfig | Mapping[str, Any] | str | Path | None
-"""What a script may give as ``config``, see :func:`ds_silent.frameworks.attach.given_block`."""
 
 
 @dataclass(frozen=True)

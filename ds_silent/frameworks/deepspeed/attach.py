@@ -16,10 +16,10 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block, parse
+from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.attach import Subject, observe
+from ds_silent.frameworks.attach import Given, Subject, given_block, observe
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.groups import data_parallel_group, engine_facts
@@ -83,17 +83,16 @@ def initialize(
     return result
 
 
-def attach(
-    engine: Any,
-    config: SilentConsistencyConfig | Mapping[str, Any] | None = None,
-    *,
-    _gather_limit: int = GATHER_LIMIT,
+def attach_engine(
+    engine: Any, config: Given = None, *, loader: Any = None, _gather_limit: int = GATHER_LIMIT
 ) -> Observer | None:
     """Observe an engine that someone else made; ``observer.close()`` undoes it.
 
     Args:
         engine: a DeepSpeedEngine, before its first step.
-        config: a parsed block, or the block as a dict; by default the one in the engine's own configuration.
+        config: a parsed block, the block as a dict, or a file that holds it; by default the one in the engine's own
+            configuration.
+        loader: by default the engine's own.
 
     Returns:
         the observer, or None when the block says ``"enabled": false`` or the engine has no optimizer.
@@ -103,13 +102,10 @@ def attach(
     """
     block, refusal = None, None
     try:
-        if isinstance(config, SilentConsistencyConfig):
-            block = config
-        else:
-            block = parse({BLOCK: config if config is not None else find_block(_config_of(engine)) or {}})
+        block = given_block(config if config is not None else find_block(_config_of(engine)))
     except ConfigError as error:
         refusal = error
-    return _observe(engine, block, refusal, gather_limit=_gather_limit)
+    return _observe(engine, block, refusal, loader, gather_limit=_gather_limit)
 
 
 _deepspeed_initialize = deepspeed.initialize  # kept, because take_its_place puts ours there
