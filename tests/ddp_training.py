@@ -31,7 +31,44 @@ class DDPCase(Case):
 
     @property
     def looks_at_each(self) -> bool:
-        return self.unused is not None or self.static
+        return self.unused is not None or self.static or self.reduces_each
+
+
+@dataclass(frozen=True)
+class FSDP2Case(DDPCase):
+    """The same under ``fully_shard``; ``stage`` 3 stands for: no rank holds a whole parameter."""
+
+    stage: int = 3
+    replicas: int = 1  # of the shards: HSDP
+    reduce_dtype: str | None = None  # MixedPrecisionPolicy
+
+    @property
+    def looks_at_each(self) -> bool:
+        return True
+
+
+def build_fsdp2(case: FSDP2Case) -> tuple[Any, torch.optim.Optimizer]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(1234)
+    model = Probe(case.checkpointing).to(DTYPES[case.dtype])
+    ranks = dist.get_world_size()
+    shape = (ranks,) if case.replicas == 1 else (case.replicas, ranks // case.replicas)
+    names = ("replicate", "shard")[-len(shape) :]
+    named: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    if case.reduce_dtype is not None:
+        named["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, DTYPES[case.reduce_dtype])
+    for layer in model.layers:
+        fully_shard(layer, **named)
+    fully_shard(model, **named)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A clone of a parameter, of all ranks' shards. A collective."""
+    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return full.detach().clone()
 
 
 def build(case: DDPCase) -> tuple[Any, torch.optim.Optimizer]:
@@ -53,11 +90,14 @@ def build(case: DDPCase) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def train_ddp(case: DDPCase, output_dir: Path, steps: int, enabled: bool, oracle: bool = False) -> Trace:
-    ddp, optimizer = build(case)
+    sharded = isinstance(case, FSDP2Case)
+    ddp, optimizer = build_fsdp2(case) if sharded else build(case)
+    module = ddp if sharded else ddp.module
     copy, rank = Probe(None), dist.get_rank()
     observer = None
     if enabled:
-        observer = ds_silent.attach_ddp(ddp, optimizer, case.block(output_dir), accumulation=case.accumulation)
+        block = case.block(output_dir)
+        observer = ds_silent.attach(ddp, block, optimizer=optimizer, accumulation=case.accumulation)
         assert observer is not None
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if case.scaled else None
     generator = torch.Generator().manual_seed(99 + rank)
@@ -68,18 +108,20 @@ def train_ddp(case: DDPCase, output_dir: Path, steps: int, enabled: bool, oracle
             for micro in range(case.accumulation)
         ]
         if oracle:
-            expected.append(oracle_step(list(ddp.module.parameters()), copy, batches, case, step + 1))
+            expected.append(oracle_step([whole(p) for p in module.parameters()], copy, batches, case, step + 1))
         for micro, (tokens, skip) in enumerate(batches):
             alone = micro < case.accumulation - 1 and not case.reduces_each
-            with ddp.no_sync() if alone else nullcontext():
+            if sharded:
+                ddp.set_requires_gradient_sync(not alone)
+            with ddp.no_sync() if alone and not sharded else nullcontext():
                 loss = ddp(tokens, skip)
                 losses.append(float(loss.detach()))
-                whole = loss / case.accumulation
-                (whole if scaler is None else scaler.scale(whole)).backward()
+                share = loss / case.accumulation
+                (share if scaler is None else scaler.scale(share)).backward()
         if case.clipping:
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(ddp.parameters(), case.clipping)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), case.clipping)
         if scaler is None:
             optimizer.step()
         else:
@@ -99,9 +141,9 @@ def train_ddp(case: DDPCase, output_dir: Path, steps: int, enabled: bool, oracle
 
                 layers = tuple(json.loads(line) for line in (output_dir / "layers.jsonl").read_text().splitlines())
     states = [item for state in optimizer.state.values() for item in sorted(state.items())]
-    state = hash_of(part for name, value in states if isinstance(value, Tensor) for part in (name, value))
+    state = hash_of(part for name, value in states if isinstance(value, Tensor) for part in (name, whole(value)))
     truth = tuple(each for each in expected if each)
-    weights = hash_of(parameter.detach() for parameter in ddp.module.parameters())
+    weights = hash_of(whole(parameter) for parameter in module.parameters())
     return Trace(weights, state, tuple(losses), records, truth, layers, events)
 
 

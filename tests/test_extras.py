@@ -105,7 +105,7 @@ def test_records_are_read(tmp_path: Path) -> None:
         (CLI, ["drill"], 2, "ds-silent: ds-silent drill"),
         (MODULE, [__file__], 1, "ds_silent: python -m ds_silent"),
         ("import ds_silent; ds_silent.initialize(model=None)", [], 1, "ds_silent: ds_silent.initialize"),
-        ("from ds_silent import attach", [], 1, "ds_silent: ds_silent.attach"),
+        ("from ds_silent import initialize", [], 1, "ds_silent: ds_silent.initialize"),
     ],
 )
 def test_what_needs_deepspeed_says_so_in_one_sentence(

@@ -71,6 +71,7 @@ class Framework(Protocol):
     numels: list[int]  # elements of each, whole
     micro_batches: int  # per step
     micro_batch_rows: int  # as configured, on each rank
+    boundaries: int  # micro-batches of a step that :meth:`is_boundary` may call its last, where a script reduces each
     additive: bool  # every micro-batch is reduced and freed: nobody accumulates the local gradient
     overlapped: bool  # the reduction begins while the boundary's backward runs
     aggregate_replicated: bool  # every rank holds the whole aggregated gradient where it accumulates

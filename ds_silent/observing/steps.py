@@ -72,7 +72,8 @@ class Steps:
         self.published = Published(capture, recorder, self.replicas, self._responder)
         self.records_loaded: str | None = None
         self.observing = True
-        self._lockstep = Lockstep(capture.step, words=capture.framework.words)
+        most = capture.framework.boundaries
+        self._lockstep = Lockstep(capture.step, allowed=most, next_allowed=most, words=capture.framework.words)
         self._greeted = False  # a first observation tells all ranks' steps, whatever the interval
         self._idle = False  # a step without a backward before it: there is nothing that it could pair with
         self._posted: int | None = None  # step of the observation that was sent last

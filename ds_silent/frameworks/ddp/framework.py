@@ -54,7 +54,8 @@ class DDPFramework:
         self.numels = [p.numel() for p in self._parameters]
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self.ranks = Ranks(group, group, device)
-        self.micro_batches, self.micro_batch_rows = accumulation, micro_batch_rows
+        self.micro_batches = self.boundaries = accumulation
+        self.micro_batch_rows = micro_batch_rows
         self.additive = bool(ddp.find_unused_parameters) or bool(ddp.static_graph)
         self.overlapped, self.whole_at_hook, self.clip = True, True, 0.0
         self.keeps_the_mean = keeps_the_mean(ddp)
@@ -65,7 +66,8 @@ class DDPFramework:
             )
         checks = config.integrity.aggregation and config.direction.method != "off" and self.keeps_the_mean
         self.observes_applied = self.aggregate_replicated = checks
-        self._share = nth_share(self.numels, dist.get_rank(group), dist.get_world_size(group)) if checks else None
+        whole = nth_share(self.numels, dist.get_rank(group), dist.get_world_size(group))
+        self._share = whole if self.keeps_the_mean else None
         self._pieces = {id(self._parameters[piece.index]): piece for piece in self._share or ()}
         self._loop = TorchLoop(self.module, self._optimizers, lambda: bool(ddp.require_backward_grad_sync))
         self._ranks = dist.get_world_size(group)

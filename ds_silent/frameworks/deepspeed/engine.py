@@ -57,6 +57,7 @@ class DeepSpeedFramework:
         self.numels = [numel_of(p) for p in self._parameters]
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.micro_batch_rows = int(engine.train_micro_batch_size_per_gpu())
+        self.boundaries = 1
         self.clip = float(engine.gradient_clipping())
         # Stages 2 and 3 reduce and free every micro-batch; with overlap, stage 1 reduces during the last backward.
         self.additive = bool(engine.zero_optimization_partition_gradients())

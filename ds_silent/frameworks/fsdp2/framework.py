@@ -48,7 +48,8 @@ class FSDP2Framework:
         group = own_group(group_of(mesh))
         self.ranks = Ranks(group, group, torch.device(self._local(self._shards[0]).device))
         self._ranks = dist.get_world_size(group)
-        self.micro_batches, self.micro_batch_rows = accumulation, micro_batch_rows
+        self.micro_batches = self.boundaries = accumulation
+        self.micro_batch_rows = micro_batch_rows
         self.additive = self.overlapped = self.whole_at_hook = True
         self.aggregate_replicated, self.clip = False, 0.0
         self.observes_applied = config.integrity.aggregation and config.direction.method != "off"
