@@ -58,8 +58,8 @@ def attach(
         return attach_ddp(
             training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
         )
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(training, getattr(fsdp, "FSDPModule", ())):
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and issubclass(type(training), getattr(fsdp, "FSDPModule", ())):
         from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
 
         return attach_fsdp2(

@@ -63,7 +63,7 @@ class TorchLoop:
         """Whether the micro-batch under way is reduced."""
         return self._boundary if self._open else self._synchronises()
 
-    def connect(self, moments: Moments, parameters: Sequence[Tensor]) -> None:
+    def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
         """Register every hook."""
         self._moments = moments
         patches = self._patches

@@ -50,7 +50,8 @@ class DDPFramework:
         self.module = ddp.module
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad and name not in ignored]
-        self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self.names = [name for name, _ in named]
+        self._parameters: list[Tensor] = [p for _, p in named]
         self.numels = [p.numel() for p in self._parameters]
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self.ranks = Ranks(group, group, device)

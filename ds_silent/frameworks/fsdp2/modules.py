@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def mesh_of(parameters: list[tuple[str, Tensor]]) -> Any:
+def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
     """The one device mesh of all trainable parameters.
 
     Raises:
