@@ -17,13 +17,13 @@ from ds_silent.detectors import Evidence, Judge
 from ds_silent.detectors.likely_causes import Symptoms, likely_causes
 from ds_silent.exchange.observation import ASTRAY
 from ds_silent.frameworks.deepspeed.words import WORDS
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
 from ds_silent.measure.same_order import OrderAgain
 from ds_silent.ranks import start
 from ds_silent.ranks.lockstep import Lockstep
 from ds_silent.records import Event
+from ds_silent.words import TORCH, Words
 from tests.made_observations import gathered_of
 from tests.made_records import make
 
