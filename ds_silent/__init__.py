@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_silent.attaching import observer_of
     from ds_silent.config import ConfigError, SilentConsistencyConfig
-    from ds_silent.frameworks.attach import observer_of
     from ds_silent.frameworks.deepspeed.attach import attach, initialize
     from ds_silent.observer import Observer
     from ds_silent.records import Event, StepRecord
@@ -41,7 +41,7 @@ _MODULES = {
     "StepRecord": "records",
     "attach": "frameworks.deepspeed.attach",
     "initialize": "frameworks.deepspeed.attach",
-    "observer_of": "frameworks.attach",
+    "observer_of": "attaching",
 }
 
 

@@ -6,7 +6,7 @@
 
 A new framework is one folder beside ``deepspeed``: one class that has :class:`Framework`'s members, and those of the
 abilities that it has, its :class:`~ds_silent.words.Words`, and a way in that hands a
-:class:`~ds_silent.frameworks.attach.Subject` to :func:`ds_silent.frameworks.attach.observe`. Whatever a step remembers
+:class:`~ds_silent.attaching.Subject` to :func:`ds_silent.attaching.observe`. Whatever a step remembers
 is in :mod:`ds_silent.capture.step`, once for all of them.
 """
 

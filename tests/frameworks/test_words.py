@@ -31,7 +31,7 @@ PACKAGE = Path(ds_silent.__file__).parent
 SHARED = (
     *("detectors", "measure", "respond", "preflight", "maths", "capture", "exchange", "replicas", "ranks"),
     *("observing", "ordered", "observer.py", "recorder.py", "records.py"),
-    *("frameworks/attach.py", "frameworks/patches.py", "frameworks/refusals.py"),
+    *("attaching.py", "frameworks/patches.py", "frameworks/refusals.py"),
 )
 NAMES = re.compile(
     r"[Dd]eep[Ss]peed|ZeRO|zero_optimization|\bds_(id|shape|config)\b|\bengine\b|_batch_size_per_gpu|overlap_comm"
