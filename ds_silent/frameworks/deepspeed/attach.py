@@ -65,10 +65,9 @@ def initialize(
             refusal = error
             if start.alone():
                 raise
-        model = arguments.get("model")
         # DeepSpeed broadcasts rank 0's weights: what a rank itself had loaded can only be seen before
-        looks = config is not None and config.preflight and model is not None
-        before = weights_hash(model, is_sharded) if looks else None
+        model = arguments.get("model") if config is not None and config.preflight else None
+        before = None if model is None else weights_hash(model, is_sharded)
         try:
             result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
         except Exception:
