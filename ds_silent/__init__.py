@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_silent.attaching import observer_of
     from ds_silent.config import ConfigError, SilentConsistencyConfig
-    from ds_silent.frameworks.attach import observer_of
     from ds_silent.frameworks.attach_any import attach, observe
     from ds_silent.frameworks.ddp.attach import attach_ddp
     from ds_silent.frameworks.deepspeed.attach import initialize
@@ -47,7 +47,7 @@ _MODULES = {
     "attach": "frameworks.attach_any",
     "initialize": "frameworks.deepspeed.attach",
     "observe": "frameworks.attach_any",
-    "observer_of": "frameworks.attach",
+    "observer_of": "attaching",
 }
 
 

@@ -18,7 +18,6 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.measure.evidence import Told
 from ds_silent.measure.record import Context, measure
 from ds_silent.measure.reduction import Audit
@@ -27,6 +26,7 @@ from ds_silent.records import Event, Repair, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
 from ds_silent.sinks import Sink
+from ds_silent.words import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}

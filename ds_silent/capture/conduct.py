@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from ds_silent.capture.local_gradient import layers_of
 from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code, Gathered
-from ds_silent.frameworks.words import Words
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.compare import Item, read_item
 from ds_silent.ranks.parts import Parts, outvoted, parts_of
 from ds_silent.ranks.together import Together
 from ds_silent.records import Event
+from ds_silent.words import Words
 
 HYPER_PARAMETERS = {
     "lr": "learning rate",

@@ -35,8 +35,8 @@ from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.detectors.result import bounds, notes, reduction, replicas
 from ds_silent.detectors.same_order import SameOrderTest
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.records import Event, Scores, StepRecord
+from ds_silent.words import TORCH, Words
 
 __all__ = ["Coverage", "Evidence", "Finding", "Judge"]
 

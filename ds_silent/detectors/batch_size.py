@@ -12,8 +12,8 @@ from collections import Counter
 from typing import Any
 
 from ds_silent.detectors.finding import Evidence, Finding, named
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.records import StepRecord
+from ds_silent.words import TORCH, Words
 
 STEPS = 4
 

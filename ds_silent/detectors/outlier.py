@@ -38,8 +38,8 @@ from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.detectors.likely_causes import causes_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, SequentialTest, strongest_tilt
 from ds_silent.detectors.symptoms import Recent
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.records import Score, StepRecord
+from ds_silent.words import TORCH, Words
 
 AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
 STATISTICS = ("loss", "gradient norm", "gradient direction")

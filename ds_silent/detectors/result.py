@@ -11,7 +11,6 @@ import math
 
 from ds_silent.detectors.finding import Finding, named
 from ds_silent.detectors.linked import APPLIED
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
@@ -19,6 +18,7 @@ from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
 from ds_silent.ranks.parts import Parts, outvoted
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
+from ds_silent.words import TORCH, Words
 
 SHOWN_LAYERS = 3
 _REPEATED = (

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ds_silent.detectors.finding import Evidence, Finding
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.records import Score, StepRecord
+from ds_silent.words import TORCH, Words
 
 
 class SameOrderTest:

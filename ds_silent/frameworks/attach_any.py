@@ -17,10 +17,10 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ds_silent.attaching import Given
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.attach import Given
 from ds_silent.observer import Observer
 
 _KNOWN = "a DeepSpeedEngine, a DistributedDataParallel, or a module under fully_shard"

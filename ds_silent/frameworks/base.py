@@ -5,8 +5,8 @@
     framework.connect(capture.moments)                  # hooks, each of which calls a moment
 
 A new framework is one folder beside ``deepspeed``: one class that has :class:`Framework`'s members, and those of the
-abilities that it has, its :class:`~ds_silent.frameworks.words.Words`, and a way in that hands a
-:class:`~ds_silent.frameworks.attach.Subject` to :func:`ds_silent.frameworks.attach.observe`. Whatever a step remembers
+abilities that it has, its :class:`~ds_silent.words.Words`, and a way in that hands a
+:class:`~ds_silent.attaching.Subject` to :func:`ds_silent.attaching.observe`. Whatever a step remembers
 is in :mod:`ds_silent.capture.step`, once for all of them.
 """
 
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_silent.frameworks.words import Words
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.together import Together
 from ds_silent.replicas.checksums import Items, Replica
+from ds_silent.words import Words
 
 Part = tuple[int, int, Tensor]
 """(parameter, first element, values): a piece of a gradient."""

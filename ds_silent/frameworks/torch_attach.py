@@ -11,17 +11,17 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ds_silent.attaching import Given, Subject, given_block, observe
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.attach import Given, Subject, given_block, observe
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_few_ranks
-from ds_silent.frameworks.words import TORCH
 from ds_silent.observer import Observer
 from ds_silent.preflight.inventory import Training
 from ds_silent.ranks import start
 from ds_silent.sinks import SinkError
+from ds_silent.words import TORCH
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
 

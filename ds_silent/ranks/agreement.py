@@ -22,8 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.ranks.parts import outvoted, parts_of, ranks_of
+from ds_silent.words import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
 TIMEOUT_VARIABLE = "DS_SILENT_TIMEOUT"

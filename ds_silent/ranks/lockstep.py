@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNSEEN, Gathered, Status
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.ranks.parts import outvoted, parts_of
 from ds_silent.records import Event
+from ds_silent.words import TORCH, Words
 
 EXACT = 1 << 24  # whole numbers below it are exact in fp32
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import layout_of
-from ds_silent.frameworks.words import Words
 from ds_silent.ranks.agreement import Statement, Verdict, agree, flat
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event
+from ds_silent.words import Words
 
 Facts = Callable[[], dict[str, Any]]
 """What the ranks' collectives follow from, by the names that a person would look for; JSON values."""

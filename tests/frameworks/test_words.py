@@ -17,13 +17,13 @@ from ds_silent.detectors import Evidence, Judge
 from ds_silent.detectors.likely_causes import Symptoms, likely_causes
 from ds_silent.exchange.observation import ASTRAY
 from ds_silent.frameworks.deepspeed.words import WORDS
-from ds_silent.frameworks.words import TORCH, Words
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
 from ds_silent.measure.same_order import OrderAgain
 from ds_silent.ranks import start
 from ds_silent.ranks.lockstep import Lockstep
 from ds_silent.records import Event
+from ds_silent.words import TORCH, Words
 from tests.made_observations import gathered_of
 from tests.made_records import make
 
@@ -31,7 +31,7 @@ PACKAGE = Path(ds_silent.__file__).parent
 SHARED = (
     *("detectors", "measure", "respond", "preflight", "maths", "capture", "exchange", "replicas", "ranks"),
     *("observing", "ordered", "observer.py", "recorder.py", "records.py"),
-    *("frameworks/attach.py", "frameworks/patches.py", "frameworks/refusals.py"),
+    *("attaching.py", "frameworks/patches.py", "frameworks/refusals.py"),
 )
 NAMES = re.compile(
     r"[Dd]eep[Ss]peed|ZeRO|zero_optimization|\bds_(id|shape|config)\b|\bengine\b|_batch_size_per_gpu|overlap_comm"

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ds_silent.attaching import Given
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.attach import Given
 from ds_silent.frameworks.ddp.framework import DDPFramework
 from ds_silent.frameworks.ddp.reduction import hook_of
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped

@@ -25,10 +25,10 @@ from ds_silent.frameworks.base import Moments, Part, Ranks
 from ds_silent.frameworks.ddp.reduction import arithmetic_of, hook_of, keeps_the_mean
 from ds_silent.frameworks.shares import Slice, cut, nth_share
 from ds_silent.frameworks.torch_loop import TorchLoop
-from ds_silent.frameworks.words import TORCH
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.communicator import own_group
 from ds_silent.replicas.checksums import Items, Replica
+from ds_silent.words import TORCH
 
 logger = logging.getLogger("ds_silent")
 

@@ -1,7 +1,7 @@
 """From ``deepspeed.initialize``, or from an engine that is there, to its observer.
 
 ``deepspeed.initialize`` communicates itself, so a rank that refuses remembers that, goes through it with the others,
-and all end together behind it (:mod:`ds_silent.frameworks.attach`).
+and all end together behind it (:mod:`ds_silent.attaching`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
+from ds_silent.attaching import Given, Subject, given_block, observe
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.attach import Given, Subject, given_block, observe
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.groups import data_parallel_group, engine_facts
@@ -65,10 +65,9 @@ def initialize(
             refusal = error
             if start.alone():
                 raise
-        model = arguments.get("model")
         # DeepSpeed broadcasts rank 0's weights: what a rank itself had loaded can only be seen before
-        looks = config is not None and config.preflight and model is not None
-        before = weights_hash(model, is_sharded) if looks else None
+        model = arguments.get("model") if config is not None and config.preflight else None
+        before = None if model is None else weights_hash(model, is_sharded)
         try:
             result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
         except Exception:
@@ -124,7 +123,7 @@ def _observe(
     before: Hash | None = None,
     gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """See :func:`ds_silent.frameworks.attach.observe`."""
+    """See :func:`ds_silent.attaching.observe`."""
     if not has_optimizer(engine):
         if dist.get_rank() == 0 and (config is not None or refusal is not None):
             logger.warning(

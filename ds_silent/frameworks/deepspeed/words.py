@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_silent.frameworks.words import Words
+from ds_silent.words import Words
 
 WORDS = Words(
     framework="DeepSpeed",

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ds_silent.attaching import Given
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.attach import Given
 from ds_silent.frameworks.fsdp2.framework import FSDP2Framework
 from ds_silent.frameworks.fsdp2.modules import group_of, mesh_of
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped

@@ -22,10 +22,10 @@ from ds_silent.frameworks.base import Moments, Part, Ranks
 from ds_silent.frameworks.fsdp2.modules import fsdp_modules, group_of, mesh_of, plain_parameters, share_of
 from ds_silent.frameworks.patches import Patches
 from ds_silent.frameworks.torch_loop import TorchLoop
-from ds_silent.frameworks.words import TORCH
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic
 from ds_silent.ranks.communicator import own_group
 from ds_silent.replicas.checksums import Items
+from ds_silent.words import TORCH
 
 
 class FSDP2Framework:

@@ -28,7 +28,6 @@ from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
-from ds_silent.frameworks.words import Words
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight import compare as preflight
@@ -36,6 +35,7 @@ from ds_silent.preflight.inventory import Training, local_items, sampler_facts
 from ds_silent.ranks import start
 from ds_silent.sinks.monitor import MonitorWrite
 from ds_silent.sinks.run_directory import RunDirectory
+from ds_silent.words import Words
 
 logger = logging.getLogger("ds_silent")
 _ATTRIBUTE = "_ds_silent_observer"
