@@ -1,6 +1,6 @@
 """One model in ``DistributedDataParallel``: what it answers, and where its hooks are.
 
-framework = DDPFramework(ddp, optimizers, config)
+framework = DDPFramework(ddp, optimizers, config, micro_batch_rows=4, accumulation=1)
 framework.connect(moments)
 framework.close(ended=True)          # the module and its optimizers are as they were
 
