@@ -12,8 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_silent.attaching import observer_of
     from ds_silent.config import ConfigError, SilentConsistencyConfig
-    from ds_silent.frameworks.deepspeed.attach import attach, initialize, observer_of
+    from ds_silent.frameworks.attach_any import attach, observe
+    from ds_silent.frameworks.ddp.attach import attach_ddp
+    from ds_silent.frameworks.deepspeed.attach import initialize
     from ds_silent.observer import Observer
     from ds_silent.records import Event, StepRecord
     from ds_silent.sinks import SinkError
@@ -26,7 +29,9 @@ __all__ = [
     "SinkError",
     "StepRecord",
     "attach",
+    "attach_ddp",
     "initialize",
+    "observe",
     "observer_of",
 ]
 __version__ = "0.1.0"
@@ -38,9 +43,11 @@ _MODULES = {
     "SilentConsistencyConfig": "config",
     "SinkError": "sinks",
     "StepRecord": "records",
-    "attach": "frameworks.deepspeed.attach",
+    "attach_ddp": "frameworks.ddp.attach",
+    "attach": "frameworks.attach_any",
     "initialize": "frameworks.deepspeed.attach",
-    "observer_of": "frameworks.deepspeed.attach",
+    "observe": "frameworks.attach_any",
+    "observer_of": "attaching",
 }
 
 

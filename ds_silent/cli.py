@@ -60,12 +60,13 @@ def check(
     Exit status: 0 when every configuration can be honoured, else 2.
     """
     # Inside the command, because they import torch: `ds-silent --help` need not wait for that.
-    from ds_silent.commands.forecast import plan_lines
+    from ds_silent.commands.forecast import forecast_lines
     from ds_silent.config import ConfigError, parse
     from ds_silent.extras import installed, missing_sentence
     from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
-    from ds_silent.frameworks.deepspeed.refusals import refuse_too_few_ranks, refuse_unsupported_config
+    from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
+    from ds_silent.frameworks.refusals import refuse_too_few_ranks
 
     refused = False
     for number, source in enumerate(ds_config):
@@ -86,7 +87,7 @@ def check(
         if config is None:
             typer.echo('silent_consistency: off (no block, or "enabled": false); the training runs as without it')
             continue
-        for line in plan_lines(config, loaded, ranks, parameters):
+        for line in forecast_lines(config, loaded, ranks, parameters):
             typer.echo(line)
         for note in left_to_fill_in(loaded):
             typer.echo(f"  {note}")

@@ -103,8 +103,8 @@ class Observer:
     # -- in a checkpoint -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, whose
-        ``client_state`` is the one that DeepSpeed keeps. Steps and samples are in the engine's own counters."""
+        """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, so it is that rank's
+        which must be kept. Steps and samples are in the framework's own counters."""
         self._together.tried(self._publish_early)
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
         return state | (self._together.alone(self._own_state) or {})
@@ -136,7 +136,7 @@ class Observer:
         self._together.tried(self._published.recorder.flush)
 
     def close(self) -> None:
-        """Publish what is under way, close the sinks and leave the engine as it was. No collective."""
+        """Publish what is under way, close the sinks and leave the framework as it was. No collective."""
         if not self._closed:
             self._closed = True
             for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._steps.stop):

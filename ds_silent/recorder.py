@@ -1,9 +1,9 @@
-"""On the writing rank: a gathered sample becomes a record, the record events, and both are handed to the sinks.
+"""On the writing rank: what was gathered becomes a record, the record events, and both are handed to the sinks.
 
-writer = Writer(sinks, judge, audit, layout, ranks, stop_on="error")
-writer.sample(gathered, context, drift, told, wait=False)      # once per measured step, in order
-writer.report(event)                                           # what others have found
-writer.ends                                                    # the event that is to end the training, if any
+recorder = make_recorder(sinks, config, audit, layout, ranks, words)
+recorder.step(gathered, context, drift, told, wait=False)    # once per measured step, in order
+recorder.report(event)                                       # what others have found
+recorder.ends                                                # the event that is to end the training, if any
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ds_silent.records import Event, Repair, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
 from ds_silent.sinks import Sink
+from ds_silent.words import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
@@ -37,12 +38,13 @@ def make_recorder(
     audit: Audit | None = None,
     layout: Layout | None = None,
     ranks: int = 0,
+    words: Words = TORCH,
 ) -> Recorder:
     """What writes into ``sinks``; without them, on all ranks but one, what does nothing."""
     if sinks is None or config is None or audit is None or layout is None:
-        return NoWriter()
-    judge = Judge(config.detectors, config.interval) if config.detectors.enabled else None
-    return Writer(sinks, judge, audit, layout, ranks, config.detectors.stop_on)
+        return NullRecorder()
+    judge = Judge(config.detectors, config.interval, words) if config.detectors.enabled else None
+    return WritingRecorder(sinks, judge, audit, layout, ranks, config.detectors.stop_on)
 
 
 class Recorder(Protocol):
@@ -53,7 +55,7 @@ class Recorder(Protocol):
     ends: Event | None
     unlike: tuple[Unlike, ...]
 
-    def sample(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None: ...
+    def step(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None: ...
     def settle(self, drift: Drift | None, step: int | None = None) -> None: ...
     def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None: ...
     def repairs(self, repairs: tuple[Repair, ...]) -> None: ...
@@ -65,7 +67,7 @@ class Recorder(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class NoWriter:
+class NullRecorder:
     """On the ranks that do not write."""
 
     writes = False
@@ -78,14 +80,14 @@ class NoWriter:
     def _nothing(self, *args: Any, **named: Any) -> None:
         pass
 
-    sample = settle = end_unlike = repairs = report = on_event = flush = close = load_state_dict = _nothing
+    step = settle = end_unlike = repairs = report = on_event = flush = close = load_state_dict = _nothing
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
         """Nothing to keep."""
         return {}
 
 
-class Writer:
+class WritingRecorder:
     """Keeps what judging needs from step to step: baselines, rows seen, and a record that waits for more.
 
     Attributes:
@@ -106,11 +108,11 @@ class Writer:
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
         self.unlike: tuple[Unlike, ...] = ()
 
-    def sample(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
-        """Write one sample's record and judge it.
+    def step(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
+        """Write one step's record and judge it.
 
         Args:
-            gathered: the sample.
+            gathered: the observations of all ranks.
             context: what this rank knows of the step by itself.
             drift: the tensors that differ between the replicas, if known.
             told: what the responses have found and done.
@@ -119,7 +121,7 @@ class Writer:
         record = measure(gathered, self._layout, context)
         coverage, evidence = testimony(gathered, self._tracker, context)
         stats, seen = self._audit.step(gathered, drift, told)
-        evidence = dataclasses.replace(evidence, integrity=seen, unlike=self.unlike)
+        evidence = dataclasses.replace(evidence, reduction=seen, unlike=self.unlike)
         self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
         self._sink.write(self.last_record)
         if wait or self._unjudged:  # judged in order
@@ -132,10 +134,10 @@ class Writer:
         """Judge the records that waited, up to ``step``, to which ``drift`` belongs; None: the tensors stay unknown."""
         while self._unjudged and (step is None or self._unjudged[0][0].step <= step):
             record, evidence = self._unjudged.pop(0)
-            integrity = evidence.integrity
-            if drift is not None and integrity is not None and record.step == step:
-                integrity = dataclasses.replace(integrity, drift=drift)
-            self._judged(record, dataclasses.replace(evidence, integrity=integrity))
+            reduction = evidence.reduction
+            if drift is not None and reduction is not None and record.step == step:
+                reduction = dataclasses.replace(reduction, drift=drift)
+            self._judged(record, dataclasses.replace(evidence, reduction=reduction))
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
         if self._judge is None:
@@ -146,7 +148,7 @@ class Writer:
             self.report(event)
 
     def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
-        """What was seen in the last sample of all, and not told before."""
+        """What was seen in the last observation of all, and not told before."""
         for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
             self.report(event)
 

@@ -22,6 +22,27 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 Method = Literal["exact", "sketch"]
 Severity = Literal["info", "warning", "error"]
 RepairMethod = Literal["retry", "majority", "mean", "dynamic"]
+EventKind = Literal[
+    "initial-weights-mismatch",
+    "seed-mismatch",
+    "config-mismatch",
+    "duplicate-data",
+    "data-order-mismatch",
+    "low-coverage",
+    "same-order",
+    "batch-size-mismatch",
+    "outlier-rank",
+    "non-finite",
+    "zero-gradient",
+    "unreduced-gradient",
+    "aggregation-error",
+    "gradient-changed",
+    "replica-drift",
+    "drift",
+    "repaired",
+    "observer-off",
+]
+"""What an event is about. More may be added; none is renamed, because records are read by these names."""
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -137,7 +158,7 @@ class Event:
     """Something that a person should know: one line of ``events.jsonl``."""
 
     step: int
-    kind: str
+    kind: EventKind
     severity: Severity
     ranks: tuple[int, ...]
     where: str | None

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_silent
+from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.patches import Patches
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, WIDTH, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -306,7 +306,13 @@ class Trace:
     events: tuple[dict[str, Any], ...] = ()
 
 
-def train(setting: Setting, folder: Path, block: dict[str, Any] | None, fault: Fault | None = None) -> Trace:
+def train(
+    setting: Setting,
+    folder: Path,
+    block: dict[str, Any] | None,
+    fault: Fault | None = None,
+    gather_limit: int = GATHER_LIMIT,
+) -> Trace:
     """``STEPS`` optimizer steps on this rank."""
     _forget_autocast()
     case = setting.case
@@ -322,7 +328,11 @@ def train(setting: Setting, folder: Path, block: dict[str, Any] | None, fault: F
         config["silent_consistency"] = {**block, "output_dir": str(folder)}
     client = None if setting.client is None else CLIENTS[setting.client](groups)
     engine, *_ = ds_silent.initialize(
-        model=model, optimizer=client, model_parameters=None if client else groups, config=config
+        model=model,
+        optimizer=client,
+        model_parameters=None if client else groups,
+        config=config,
+        _gather_limit=gather_limit,
     )
     patches = Patches()
     try:
@@ -361,100 +371,3 @@ def _forget_autocast() -> None:
     """DeepSpeed keeps it for the whole process: the next engine would reduce in it too."""
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
-
-
-# -- faults ------------------------------------------------------------------------------------------------------------
-
-FAULTY = 3  # the step
-Reduce = Callable[[Tensor, Callable[[], Any]], Any]
-
-
-def _reducing(engine: Any, patches: Patches, change: Reduce) -> None:
-    """From step ``FAULTY`` on, ``change(tensor, run)`` stands for every reduction that a backward makes."""
-    inside = False
-
-    def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        inside = engine.global_steps + 1 >= FAULTY
-        result = original(*args, **kwargs)
-        inside = False
-        return result
-
-    def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        run = partial(original, tensor, *args, **kwargs)
-        return change(tensor, run) if inside else run()
-
-    patches.wrap(engine, "backward", backward)
-    for name in ("all_reduce", "reduce"):
-        patches.wrap(deepspeed.comm, name, reduce)
-
-
-def contribution(factor: float, rank: int) -> Fault:
-    """One rank's gradients enter every reduction ``factor`` times."""
-
-    def change(tensor: Tensor, run: Callable[[], Any]) -> Any:
-        if dist.get_rank() == rank:
-            tensor.mul_(factor)
-        return run()
-
-    return lambda engine, patches: _reducing(engine, patches, change)
-
-
-def division(factor: float) -> Fault:
-    """The reductions' results are ``factor`` times what they should be, on all ranks."""
-
-    def change(tensor: Tensor, run: Callable[[], Any]) -> Any:
-        result = run()
-        tensor.mul_(factor)
-        return result
-
-    return lambda engine, patches: _reducing(engine, patches, change)
-
-
-def unreduced(engine: Any, patches: Patches) -> None:
-    """No bucket is reduced."""
-    _reducing(engine, patches, lambda tensor, run: None)
-
-
-def missing_micro_batch(number: int, rank: int) -> Fault:
-    """One rank's micro-batch ``number`` does not enter where every micro-batch is reduced on its own."""
-
-    def fault(engine: Any, patches: Patches) -> None:
-        def change(tensor: Tensor, run: Callable[[], Any]) -> Any:
-            if dist.get_rank() == rank and engine.micro_steps % engine.gradient_accumulation_steps() == number:
-                tensor.zero_()
-            return run()
-
-        _reducing(engine, patches, change)
-
-    return fault
-
-
-def applied(factor: float, rank: int) -> Fault:
-    """One rank's optimizer gets ``factor`` times the gradient, behind everything that the script does."""
-
-    def fault(engine: Any, patches: Patches) -> None:
-        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if engine.global_steps + 1 >= FAULTY and dist.get_rank() == rank:
-                for parameter in engine.module.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.data.mul_(factor)
-            return original(*args, **kwargs)
-
-        patches.wrap(engine, "clip_fp32_gradients", step)
-
-    return fault
-
-
-def clipped_differently(rank: int) -> Fault:
-    """The script clips by another norm on one rank."""
-
-    def fault(engine: Any, patches: Patches) -> None:
-        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if engine.global_steps + 1 >= FAULTY and dist.get_rank() == rank:
-                torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.02)
-            return original(*args, **kwargs)
-
-        patches.wrap(engine, "step", step)
-
-    return fault

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import typing
 from pathlib import Path
 
 import pytest
 
 from ds_silent.config import parse
-from ds_silent.records import Event, to_json
+from ds_silent.records import Event, EventKind, to_json
 from ds_silent.sinks.jsonl import JsonlSink
 from tests.pages import DOCS, PAGES, ROOT, anchors, commands, fences, links, paths
 from tests.sinks.example_records import full_record
@@ -65,6 +67,12 @@ def test_every_field_of_the_records_is_explained() -> None:
     assert {name for name in named if f"`{name}`" not in text} == set()
     text = (DOCS / "events.md").read_text(encoding="utf-8")
     assert {field.name for field in dataclasses.fields(Event) if f"`{field.name}`" not in text} == set()
+
+
+def test_every_kind_of_event_is_explained() -> None:
+    table = (DOCS / "events.md").read_text(encoding="utf-8").split("## The kinds")[1].split("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(.*?)`", " ".join(first_cells))) == set(typing.get_args(EventKind))
 
 
 def test_the_index_names_every_page() -> None:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange import layout
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.collectives import Call, check_collectives, record_collectives
 from tests.distributed import run_distributed
@@ -89,8 +88,8 @@ def test_when_a_rank_is_killed_the_others_end_and_the_records_stay(tmp_path: Pat
 
 
 def constant_size(directory: str) -> Trace:
-    layout.GATHER_LIMIT = 1
-    return train(Case(stage=1, accumulation=2, per_layer=False), Path(directory), 6, enabled=True, oracle=True)
+    case = Case(stage=1, accumulation=2, per_layer=False)
+    return train(case, Path(directory), 6, enabled=True, oracle=True, gather_limit=1)
 
 
 def test_constant_size_exchange_matches_the_oracle(tmp_path: Path) -> None:
@@ -122,10 +121,9 @@ def observe_everything(directory: str) -> list[Call]:
         train(case, Path(directory) / f"ordered-{case.stage}", 2, enabled=True)
     assert "all_to_all_single" in {name for name, _, _ in seen}
     for limit in (64, 1):
-        layout.GATHER_LIMIT = limit
         for case in (Case(method="exact"), Case(stage=2, per_layer=limit == 64, exact_interval=2)):
-            train(case, Path(directory) / f"{limit}{case.stage}", 3, enabled=True)
-        engine = build(Case(), Path(directory) / f"drift-{limit}")
+            train(case, Path(directory) / f"{limit}{case.stage}", 3, enabled=True, gather_limit=limit)
+        engine = build(Case(), Path(directory) / f"drift-{limit}", gather_limit=limit)
         before = len(seen)
         for step in range(1, 8):
             if step == 3 and dist.get_rank() == 1:

@@ -7,43 +7,43 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_silent.recorder import Writer
+from ds_silent.recorder import WritingRecorder
 from ds_silent.records import Event
 from ds_silent.sinks import Background, FanOut
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records
 from tests.sinks.example_records import event, full_record
-from tests.sinks.test_background import Recorder
+from tests.sinks.recording import Recorder
 
 NOTHING: Any = None  # what measuring needs
 
 
-def writer_of(directory: Path) -> tuple[Writer, FanOut]:
+def recorder_of(directory: Path) -> tuple[WritingRecorder, FanOut]:
     sinks = FanOut([Background([JsonlSink(directory), Recorder(lambda call: time.sleep(0.01))])])
-    return Writer(sinks, None, NOTHING, NOTHING, 2, "error"), sinks
+    return WritingRecorder(sinks, None, NOTHING, NOTHING, 2, "error"), sinks
 
 
 def test_a_callback_finds_the_error_on_disk_and_the_decision_taken(tmp_path: Path) -> None:
-    writer, _ = writer_of(tmp_path)
+    recorder, _ = recorder_of(tmp_path)
     seen: list[tuple[int, list[int], Event | None]] = []
 
     def listener(one: Event) -> None:
         on_disk = [event.step for event in read_event_records(tmp_path / "events.jsonl")]
-        seen.append((one.step, on_disk, writer.ends))
+        seen.append((one.step, on_disk, recorder.ends))
 
-    writer.on_event(listener)
+    recorder.on_event(listener)
     errors = [event(step) for step in range(1, 20)]
     for error in errors:
-        writer.report(error)
+        recorder.report(error)
     assert seen == [(step, list(range(1, step + 1)), errors[step - 1]) for step in range(1, 20)]
-    writer.close()
+    recorder.close()
 
 
 def test_a_checkpoint_waits_until_everything_is_written(tmp_path: Path) -> None:
-    writer, sinks = writer_of(tmp_path)
+    recorder, sinks = recorder_of(tmp_path)
     for step in range(1, 30):
         sinks.write(full_record(step, layers=()))
-    writer.report(replace(event(29), severity="info"))
-    assert writer.state_dict(rows_waiting=False)["judge"] is None
+    recorder.report(replace(event(29), severity="info"))
+    assert recorder.state_dict(rows_waiting=False)["judge"] is None
     assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == 29
     assert len((tmp_path / "events.jsonl").read_bytes().splitlines()) == 1
-    writer.close()
+    recorder.close()

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange import layout
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.training import Case, Probe, build, one_step
@@ -77,8 +76,7 @@ def test_a_resume_verifies_the_weights(changed: bool, tmp_path: Path) -> None:
 
 def flushed_on_one_rank(directory: str, limit: int) -> list[int]:
     """Rank 0 alone publishes early, after every step; rank 2's replica changes before step 3, compared at step 4."""
-    layout.GATHER_LIMIT = limit
-    engine = build(Case(), Path(directory) / "on")
+    engine = build(Case(), Path(directory) / "on", gather_limit=limit)
     observer = ds_silent.observer_of(engine)
     assert observer is not None
     generator = torch.Generator().manual_seed(dist.get_rank())

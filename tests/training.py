@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.drill.deepspeed.state import full_parameters
+from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 
@@ -42,6 +43,27 @@ class Case:
     optimizer: str = "AdamW"
     reduction: str = "native"
 
+    @property
+    def looks_at_each(self) -> bool:
+        """Whether nobody holds the whole local gradient: each micro-batch is looked at by itself."""
+        return self.stage >= 2
+
+    def block(self, output_dir: Path) -> dict[str, Any]:
+        return {
+            "output_dir": str(output_dir),
+            "interval": self.interval,
+            "tensorboard": False,
+            "integrity": {"replica_interval": REPLICA_INTERVAL},
+            "reduction": self.reduction,
+            "direction": {
+                "method": self.method,
+                "sketch_size": 1024,
+                "exact_interval": self.exact_interval,
+                "exact_memory_mb": 1,
+                "per_layer": self.per_layer,
+            },
+        }
+
     def config(self, output_dir: Path, enabled: bool) -> dict[str, Any]:
         world_size = dist.get_world_size()
         config: dict[str, Any] = {
@@ -61,28 +83,18 @@ class Case:
         if self.dtype == "fp16":
             config.setdefault("fp16", {"enabled": True, "initial_scale_power": 8})
         if enabled:
-            config["silent_consistency"] = {
-                "output_dir": str(output_dir),
-                "interval": self.interval,
-                "tensorboard": False,
-                "integrity": {"replica_interval": REPLICA_INTERVAL},
-                "reduction": self.reduction,
-                "direction": {
-                    "method": self.method,
-                    "sketch_size": 1024,
-                    "exact_interval": self.exact_interval,
-                    "exact_memory_mb": 1,
-                    "per_layer": self.per_layer,
-                },
-            }
+            config["silent_consistency"] = self.block(output_dir)
         return config
 
 
-def build(case: Case, output_dir: Path, enabled: bool = True) -> Any:
+def build(case: Case, output_dir: Path, enabled: bool = True, gather_limit: int = GATHER_LIMIT) -> Any:
     torch.manual_seed(1234)
     model = Probe(None)
     engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled)
+        model=model,
+        model_parameters=model.parameters(),
+        config=case.config(output_dir, enabled),
+        _gather_limit=gather_limit,
     )
     return engine
 
@@ -106,7 +118,9 @@ class Trace:
     events: tuple[dict[str, Any], ...] = ()  # rank 0: events.jsonl
 
 
-def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool = False) -> Trace:
+def train(
+    case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool = False, gather_limit: int = GATHER_LIMIT
+) -> Trace:
     """Train ``steps`` optimizer steps; with ``oracle``, recompute every rank's gradient with a plain torch copy."""
     if case.dtype == "fp16":  # DeepSpeed's CPU accelerator refuses fp16 although torch computes it
         from deepspeed.accelerator import get_accelerator
@@ -117,7 +131,10 @@ def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool 
     copy = Probe(None)
     rank = dist.get_rank()
     engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=case.config(output_dir, enabled)
+        model=model,
+        model_parameters=model.parameters(),
+        config=case.config(output_dir, enabled),
+        _gather_limit=gather_limit,
     )
     generator = torch.Generator().manual_seed(99 + rank)
     losses, expected = [], []
@@ -127,7 +144,9 @@ def train(case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool 
             for micro in range(case.accumulation)
         ]
         if oracle:
-            expected.append(_oracle_step(engine, copy, batches, case, step + 1))
+            scaled = case.dtype == "fp16" and case.stage
+            scale = float(engine.optimizer.loss_scale) if scaled else 1.0
+            expected.append(oracle_step(full_parameters(engine), copy, batches, case, step + 1, scale))
         for micro, (tokens, skip) in enumerate(batches):
             losses.append(float(_micro_step(engine, case, tokens, skip, micro)))
         if case.no_sync:
@@ -178,15 +197,16 @@ def _skips(case: Case, rank: int, micro: int) -> bool:
     return False
 
 
-def _oracle_step(engine: Any, copy: nn.Module, batches: list[Any], case: Case, step: int) -> dict[str, Any]:
+def oracle_step(
+    parameters: list[Tensor], copy: nn.Module, batches: list[Any], case: Case, step: int, scale: float = 1.0
+) -> dict[str, Any]:
     """Every rank's loss and gradient of this step by plain torch, gathered to rank 0, in float64."""
     copy.to(DTYPES[case.dtype])
     with torch.no_grad():
-        for own, theirs in zip(copy.parameters(), full_parameters(engine), strict=True):
+        for own, theirs in zip(copy.parameters(), parameters, strict=True):
             own.copy_(theirs)
     sums = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in copy.named_parameters() if p.requires_grad}
     losses = []
-    scale = float(getattr(engine.optimizer, "loss_scale", 1.0)) if case.dtype == "fp16" and case.stage else 1.0
     for tokens, skip in batches:
         copy.zero_grad(set_to_none=True)
         loss = copy(tokens, skip)

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange import layout
 from ds_silent.sinks.jsonl import read_events
 from tests.training import Case, Probe, one_step
 from tests.training import _hash_weights as hash_weights
@@ -127,7 +126,7 @@ class _Pair:
         block = {"output_dir": str(folder), "tensorboard": False, "preflight": False, **self.cell.block}
         block.setdefault("integrity", {"replica_interval": 1})
         block["direction"] = {"sketch_size": 256, "exact_memory_mb": 1, **block.get("direction", {})}
-        observer = ds_silent.attach(self.engine, block)
+        observer = ds_silent.attach(self.engine, block, _gather_limit=self.cell.limit)
         before, error = int(self.engine.global_steps), None
         dropping = self._drop(self.engine)
         seed = 2 * self._number + dist.get_rank()
@@ -183,7 +182,6 @@ def statements(pair: _Pair) -> list[Place]:
 
 def walk(cell: Cell, directory: str, share: float) -> list[Outcome]:
     """A seeded share of the statements that the ranks execute, on the rank that executes them."""
-    layout.GATHER_LIMIT = cell.limit
     logging.getLogger("ds_silent").setLevel(logging.CRITICAL)
     pair = _Pair(cell, Path(directory))
     everybody: list[Any] = [None] * dist.get_world_size()

@@ -1,13 +1,13 @@
 """What every rank's code must do alike while it trains: hyper-parameters, evaluation mode, which parameters train.
 
-    conduct = Conduct(module, optimizers)        # optimizers(): the torch optimizers that really step
+    conduct = Conduct(module, optimizers, words) # optimizers(): the torch optimizers that really step
     conduct.look_at_modes()                      # at the first gradient of a measured step
     observation = replace(observation, code=conduct.code(step))     # between the reduction and the optimizer
-    told = conduct.agree(gathered, group, device, together)   # on all ranks alike, once per gathered sample
+    told = conduct.agree(gathered, group, device, together)   # on all ranks alike, once per gathered observation
 
 Each is a few hundred numbers on the host, hashed to 24 bits (fp32 carries them exactly; two settings look alike by
-chance once in 17 million) and sent with the sample; the hash is made anew only when something has changed. Where the
-ranks' hashes differ, all ranks have read so and ask each other once, by the preflight's comparison, what it is that
+chance once in 17 million) and sent with the observation; the hash is made anew only when something has changed. Where
+the ranks' hashes differ, all ranks have read so and ask each other once, by the preflight's comparison, what it is that
 differs. A collective runs only where the set of ranks that differ is another one than before, and ``MOST_QUESTIONS``
 times at most.
 
@@ -39,6 +39,7 @@ from ds_silent.preflight.compare import Item, read_item
 from ds_silent.ranks.parts import Parts, outvoted, parts_of
 from ds_silent.ranks.together import Together
 from ds_silent.records import Event
+from ds_silent.words import Words
 
 HYPER_PARAMETERS = {
     "lr": "learning rate",
@@ -63,7 +64,7 @@ _GROUPS = {
 }
 _WORDS = {"optimizer": "hyper-parameters", "parameters": "training modes or trainable parameters"}
 MOST_QUESTIONS = 64  # per run
-_REMEMBERED = 4  # measured steps: a sample is read one or two steps later
+_REMEMBERED = 4  # measured steps: an observation is read one or two steps later
 _ON_DEVICE = "on the device"
 _TRAINING, _TRAINABLE = attrgetter("training"), attrgetter("requires_grad")
 
@@ -98,14 +99,15 @@ class Conduct:
     Args:
         module: the model.
         optimizers: the torch optimizers that step, read anew each time.
+        words: the framework's, for a note.
 
     Attributes:
         draws: None until the first training forward has been looked at; then a hash of the random numbers that it
             drew, 0 when it drew none.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]]):
-        self._optimizers = optimizers
+    def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]], words: Words):
+        self._optimizers, self._words = optimizers, words
         named = [(name or type(module).__name__, inner) for name, inner in module.named_modules()]
         self._module_names, self._modules = [name for name, _ in named], [inner for _, inner in named]
         self._parameter_names = [name for name, _ in module.named_parameters()]
@@ -190,17 +192,17 @@ class Conduct:
 
     # -- of all ranks --------------------------------------------------------------------------------------------------
 
-    def told_before(self, outcome: preflight.Outcome) -> None:
+    def told_before(self, outcome: preflight.PreflightOutcome) -> None:
         """What the preflight has told is not told again while the same ranks differ."""
         for kind, group in _GROUPS.items():
             groups = (group, "config") if group == "optimizer" else (group,)
-            self._known[kind] = {finding.parts for finding in outcome.wrong if finding.item.group in groups}
+            self._known[kind] = {one.parts for one in outcome.wrong if one.item.group in groups}
 
     def agree(
         self, gathered: Gathered, group: dist.ProcessGroup, device: torch.device, together: Together
     ) -> tuple[Unlike, ...]:
-        """What the ranks do not do alike. Every rank calls it with the same samples, at the same step: where the ranks
-        that differ are others than before, it is a collective that waits."""
+        """What the ranks do not do alike. Every rank calls it with the same observations, at the same step: where the
+        ranks that differ are others than before, it is a collective that waits."""
         news = together.decided(lambda: self._news(gathered))
         if news is not None:
             self._known, self._asked, self._questions = news
@@ -241,7 +243,7 @@ class Conduct:
         )
         remedy = (
             "Nothing is wrong. If masks are to differ, seed each rank's generators with seed + rank once the model is "
-            "made; leave them alike where ranks must draw alike (layers that are skipped under ZeRO-3)."
+            f"made; leave them alike where ranks must draw alike ({self._words.same_draws})."
         )
         return Event(gathered.step, "seed-mismatch", "info", (), "first forward", None, None, message, remedy)
 

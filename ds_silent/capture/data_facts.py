@@ -23,10 +23,10 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Walk:
-    """How the rows of one sample came to the rank that writes."""
+    """How the rows of one observation came to the rank that writes."""
 
     facts: DataFacts = DataFacts()
-    starts: tuple[int, ...] = ()  # places in this rank's rows of the sample at which its loader had begun anew
+    starts: tuple[int, ...] = ()  # places in this rank's rows at which its loader had begun anew
     watched: bool = False  # a loader was seen: where there are no starts, none began
     told: bool = True  # the script has told the ids: they are not hashes of the rows' content
 

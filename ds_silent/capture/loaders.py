@@ -6,7 +6,7 @@
     watch.facts, watch.seen
 
 One method of a class of torch's is wrapped while anybody watches: ``_BaseDataLoaderIter.__next__``
-(``torch/utils/data/dataloader.py``, 1.2 to 2.13), which every loader of torch's, accelerate's and DeepSpeed's goes
+(``torch/utils/data/dataloader.py``, 1.2 to 2.13), which every loader of torch's, accelerate's and the frameworks' goes
 through. Of the iterator are read ``_num_yielded``, ``_index_sampler`` and ``_dataset``; where they are gone nothing is
 known, and nothing breaks. The newest iterator that was advanced is the one whose batch is trained on.
 """
@@ -28,7 +28,7 @@ _originals: list[Callable[[Any], Any]] = []  # the one, while it is wrapped
 
 
 class LoaderWatch:
-    """Follows the loader that feeds one engine, on this rank.
+    """Follows the loader that feeds one training, on this rank.
 
     Attributes:
         facts: of the loader's data.

@@ -1,14 +1,14 @@
-"""What one rank knows of the step under way, made into one sample: no framework here.
+"""What one rank knows of the step under way, made into one observation: no framework here.
 
-    sampler = StepSampler(local, rows, sends, together)
-    sampler.loss(loss)                                   # per micro-batch
-    sampler.reduced(aggregated)                          # the reduction has ended; the script may change its result now
-    sampler.sample(aggregated, known, hashes)            # the step begins
-    sampler.apply(parts)                                 # from inside the optimizer's step: what it is about to use
-    sampler.end_step(observed=True)                      # the comparison of the two travels with the next sample
+    collector = StepCollector(local, rows, sends, together)
+    collector.loss(loss)                                 # per micro-batch
+    collector.reduced(aggregated)                        # the reduction has ended; the script may change its result now
+    collector.observation(aggregated, known, hashes)     # the step begins
+    collector.apply(parts)                               # from inside the optimizer's step: what it is about to use
+    collector.end_step(observed=True)                    # the comparison of the two travels with the next one
 
-Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.ranks.together`: the next sample says "failed", and
-all ranks switch off together.
+Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.ranks.together`: the next observation says
+"failed", and all ranks switch off together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Reduced:
 
 @dataclass(frozen=True)
 class Sends:
-    """Which optional parts a sample has; the same on every rank."""
+    """Which optional parts an observation has; the same on every rank."""
 
     layer_sketches: bool
     layer_aggregates: bool
@@ -57,8 +57,8 @@ class Known(NamedTuple):
     replica_seen: float  # 1 where the first hash is the replica's
 
 
-class StepSampler:
-    """Collects one step's observations of one rank."""
+class StepCollector:
+    """Collects what makes one rank's observation of a step."""
 
     def __init__(self, local: LocalGradient, rows: RowIds, sends: Sends, together: Together):
         self._local, self._rows, self._sends, self._together = local, rows, sends, together
@@ -107,7 +107,7 @@ class StepSampler:
             self._local.accumulator.add(index, values, start=start, sketching=self._local.sketching)
         return self._local.accumulator.take()
 
-    def sample(self, aggregated: Iterable[Part] | None, known: Known, hashes: Tensor | None) -> Observation:
+    def observation(self, aggregated: Iterable[Part] | None, known: Known, hashes: Tensor | None) -> Observation:
         """This rank's observation of the step.
 
         Args:
@@ -115,10 +115,10 @@ class StepSampler:
             known: what is known without it.
             hashes: int64, see :mod:`ds_silent.replicas.checksums`; the first is the replica's, where that is due.
         """
-        self._before = self._together.alone(self._sample, known)
+        self._before = self._together.alone(self._before_reduction, known)
         return self._completed(aggregated, hashes, self._reduced)
 
-    def sample_again(self, aggregated: Iterable[Part] | None, hashes: Tensor | None) -> Observation:
+    def observation_again(self, aggregated: Iterable[Part] | None, hashes: Tensor | None) -> Observation:
         """The step's observation with what has come out of the reduction that was repeated; without the replica's."""
         if self._before is not None:
             self._before = replace(self._before, reduced=Reduced())
@@ -129,8 +129,8 @@ class StepSampler:
     ) -> Observation:
         before = self._before
         alone = self._together.alone
-        sample = None if before is None else alone(self._with_aggregate, before, aggregated, hashes, reduced)
-        return Observation(Status(failed=BROKE)) if sample is None else sample
+        whole = None if before is None else alone(self._with_aggregate, before, aggregated, hashes, reduced)
+        return Observation(Status(failed=BROKE)) if whole is None else whole
 
     def apply(self, parts: Iterable[Part]) -> None:
         """What the optimizer is about to apply, of this rank's share of the parameters."""
@@ -155,7 +155,7 @@ class StepSampler:
 
     # -- putting it together ----------------------------------------------------------------------------------------
 
-    def _sample(self, known: Known) -> Observation:
+    def _before_reduction(self, known: Known) -> Observation:
         """What was there before the reduction."""
         local, tokens = self._local, self._rows.take_label_tokens()
         losses = self._losses or self._forward_losses

@@ -19,12 +19,12 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import batch_tensors, pack_ids, row_hashes
 
 logger = logging.getLogger("ds_silent")
-MAX_ROWS = 4096  # per rank and sample: 48 kB
+MAX_ROWS = 4096  # per rank and observation: 48 kB
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
 
 
 def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:
-    """Rows that one sample has room for; 0 with ``coverage`` off. The same on every rank."""
+    """Rows that one observation has room for; 0 with ``coverage`` off. The same on every rank."""
     return min(config.interval * rows_per_step, MAX_ROWS) if config.coverage else 0
 
 
@@ -99,7 +99,7 @@ class RowIds:
                 self._ids[place] = given
             else:
                 self._warn(len(given), rows)
-        self._ids += self._given  # the forward was not the engine's
+        self._ids += self._given  # the forward was not the observed module's
         self._given = []
 
     @property
@@ -134,7 +134,7 @@ class RowIds:
         return None if self._label_tokens is None else self._label_tokens.float()
 
     def end_step(self) -> None:
-        """Forget what belongs to one step only; ids of unmeasured steps wait for the next sample."""
+        """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
         self._label_tokens = None
         self._told_late()
         self._told &= not self._hashed

@@ -1,8 +1,8 @@
-"""One rank's part of a step, for every framework: what comes at each moment, and the sample that is made of it.
+"""One rank's part of a step, for every framework: what comes at each moment, and the observation made of it.
 
     capture = StepCapture(framework, config)
     capture.connect(steps, observer)     # the framework's hooks call capture.moments from now on
-    sample = capture.sample(exact=False)
+    observation = capture.observation(exact=False)
     capture.end_step()
     capture.close()                      # the framework is as it was
 
@@ -27,10 +27,10 @@ from ds_silent.capture.data_facts import Walk
 from ds_silent.capture.listener import Listener, Owner
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_gradient import LocalGradient, layers_of, loss_in
-from ds_silent.capture.observation import Known, Sends, StepSampler
+from ds_silent.capture.observation import Known, Sends, StepCollector
 from ds_silent.capture.row_ids import RowIds, id_capacity
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.layout import Shape
+from ds_silent.exchange.layout import GATHER_LIMIT, Shape
 from ds_silent.exchange.observation import Code, Observation
 from ds_silent.exchange.row_ids import packed_size
 from ds_silent.frameworks.base import Framework, Moments, Part, Repeats
@@ -54,12 +54,12 @@ class StepCapture:
         together: the rule of every line that runs in a step.
         layer_names: of the layers that parameters are grouped by.
         arithmetic: of the reduction.
-        shape: what the sizes of a sample follow from.
+        shape: what the sizes of an observation follow from.
         conduct: what this rank's code does, for the comparison with the others.
         moments: what the framework calls.
     """
 
-    def __init__(self, framework: Framework, config: SilentConsistencyConfig):
+    def __init__(self, framework: Framework, config: SilentConsistencyConfig, gather_limit: int = GATHER_LIMIT):
         self.framework = framework
         self.group, self.device = framework.ranks.reduced, framework.ranks.device
         self.together = Together(self.group)
@@ -90,12 +90,14 @@ class StepCapture:
         self.arithmetic = framework.arithmetic(plan.numel, plan.width)
         capacity = id_capacity(config, framework.micro_batch_rows * framework.micro_batches)
         ids = packed_size(capacity) if config.coverage else 0
-        self.shape = Shape(ranks, len(self.layer_names), ids, self.micro_batches, framework.aggregate_replicated)
+        self.shape = Shape(
+            ranks, len(self.layer_names), ids, self.micro_batches, framework.aggregate_replicated, gather_limit
+        )
         self._rows = RowIds(enabled=config.coverage, capacity=capacity, micro_batch=framework.micro_batch_rows)
         self._loaders = LoaderWatch(ranks)
         sends = Sends(by_layer, checks, applied=framework.observes_applied)
-        self._sampler = StepSampler(self._local, self._rows, sends, self.together)
-        self.conduct = Conduct(framework.module, framework.optimizers)
+        self._collector = StepCollector(self._local, self._rows, sends, self.together)
+        self.conduct = Conduct(framework.module, framework.optimizers, framework.words)
         self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
         self._listener: Listener | None = None
@@ -144,19 +146,19 @@ class StepCapture:
 
     @property
     def rows_waiting(self) -> bool:
-        """Whether ids of earlier steps wait for the next sample."""
+        """Whether ids of earlier steps wait for the next observation."""
         return self._rows.waiting
 
     @property
     def walk(self) -> Walk:
-        """How the rows of the newest sample came to this rank."""
+        """How the rows of the newest observation came to this rank."""
         return Walk(self._loaders.facts, self._rows.starts, self._loaders.seen, self._rows.told)
 
     def observe_batch(self, sample_ids: Tensor) -> None:
         """Ids of the rows of this rank's next micro-batch."""
         self._rows.given(sample_ids)
 
-    def sample(self, exact: bool, replica: Tensor | None = None) -> Observation:
+    def observation(self, exact: bool, replica: Tensor | None = None) -> Observation:
         """This rank's observation of the step, taken between the reduction and the optimizer.
 
         Args:
@@ -172,14 +174,14 @@ class StepCapture:
         hashes = self.together.alone(self._hashes, replica)
         code = self.together.alone(self.conduct.code, self.step) or Code()
         known = Known(1.0 if scale is None else scale, self._gram, code, float(replica is not None))
-        return self._sampler.sample(self._aggregated(), known, hashes)
+        return self._collector.observation(self._aggregated(), known, hashes)
 
     def _aggregated(self) -> Iterator[Part] | None:
         return self.together.alone(self.framework.aggregated)
 
-    def sample_again(self) -> Observation:
+    def observation_again(self) -> Observation:
         """The same observation with what a repeated reduction has brought."""
-        return self._sampler.sample_again(self._aggregated(), self.together.alone(self._hashes, None))
+        return self._collector.observation_again(self._aggregated(), self.together.alone(self._hashes, None))
 
     def gradient_sample(self, stride: int) -> Tensor:
         """fp32 (2,) on the host: sum of squares and number of every ``stride``-th element of the aggregate."""
@@ -214,7 +216,7 @@ class StepCapture:
 
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
-        self._sampler.end_step(observed=bool(self._measuring) and not self.skipped)
+        self._collector.end_step(observed=bool(self._measuring) and not self.skipped)
         self._evaluated = self._evaluated_loss = None
         self._start_step()
         if self._keeping is Keeping.ASKED:
@@ -234,7 +236,7 @@ class StepCapture:
                 together=self.together,
                 forward=partial(alone, self._forward),
                 forwarded=partial(alone, self._forwarded),
-                loss=partial(alone, self._sampler.loss),
+                loss=partial(alone, self._collector.loss),
                 scaled=partial(alone, self._scaled),
                 gradient=partial(alone, self._gradient),
                 micro_batch_ended=partial(play, self._micro_batch_ended),
@@ -281,7 +283,7 @@ class StepCapture:
         if self.framework.module.training:
             self.conduct.after_forward()
             if loss is not None:
-                self._sampler.forward_loss(loss)
+                self._collector.forward_loss(loss)
         else:
             self._evaluated_loss = None if loss is None else loss.detach()
 
@@ -289,7 +291,7 @@ class StepCapture:
         """The forward that was kept was a training's after all."""
         forward()
         if self._evaluated_loss is not None:
-            self._sampler.late_forward_loss(self._evaluated_loss)
+            self._collector.late_forward_loss(self._evaluated_loss)
         self._evaluated = self._evaluated_loss = None
 
     def _scaled(self, factor: float, gradient: Tensor) -> None:
@@ -328,13 +330,13 @@ class StepCapture:
         """
         if self._reducing:
             self._reducing = False
-            self._sampler.reduced(self._aggregated())
+            self._collector.reduced(self._aggregated())
 
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Once per step, under ZeRO once per parameter group."""
+        """Once per step, or once per parameter group where a framework steps so."""
         self._applied = True
         if self.framework.observes_applied and self._measuring:
-            self._sampler.apply(self.framework.applied(optimizer))
+            self._collector.apply(self.framework.applied(optimizer))
 
     def _before_update(self, *args: Any, **kwargs: Any) -> None:
         assert self._listener is not None

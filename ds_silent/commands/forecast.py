@@ -1,6 +1,6 @@
 """What a configuration will measure, send, keep and change, in words, before anything is started.
 
-for line in plan_lines(config, ds_config, world_size=8, parameters=1_155_912_192):
+for line in forecast_lines(config, ds_config, world_size=8, parameters=1_155_912_192):
     print(line)
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from ds_silent.commands.units import size_text
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
-from ds_silent.exchange.layout import GATHER_LIMIT, Layout, gathers_sketches, place_size
+from ds_silent.exchange.layout import Layout, gathers_sketches, place_size
 from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
 from ds_silent.maths.sketch import make_plan
 
 
-def plan_lines(
+def forecast_lines(
     config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int, parameters: int | None = None
 ) -> Iterator[str]:
     """What the observer will do under ``config`` (a ``SilentConsistencyConfig``), a line for each thing.
@@ -161,7 +161,7 @@ def _direction(direction: DirectionConfig) -> str:
 def _collective(sketch_size: int, world_size: int) -> str:
     """The collectives of ``ds_silent.exchange.gather``, in bytes that one rank contributes."""
     layout = Layout(size=sketch_size)
-    if world_size <= GATHER_LIMIT or sketch_size == 0:
+    if gathers_sketches(world_size) or sketch_size == 0:
         return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank"
     sums = size_text(4 * 3 * sketch_size)
     return f"one all-reduce of {sums} and one all-gather of {4 * layout.scalars} B from each rank"
@@ -177,7 +177,7 @@ def _working_memory(sketch_size: int, world_size: int, device: str) -> int:
     layout = Layout(size=sketch_size)
     sketches = 2 * plan.width + plan.block_rows * plan.width  # local and aggregated table, scratch
     width = layout.vectors + layout.scalars
-    buffers = width * (1 + world_size) if world_size <= GATHER_LIMIT else 4 * sketch_size + width
+    buffers = width * (1 + world_size) if gathers_sketches(world_size) else 4 * sketch_size + width
     return 4 * (plan.width + sketches + buffers)
 
 

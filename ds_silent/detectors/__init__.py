@@ -28,14 +28,15 @@ from ds_silent.detectors import broken, conduct, duplicates
 from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.finding import Coverage, Evidence, Finding, with_odds
-from ds_silent.detectors.jump import DriftTest
+from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.layers import LayerTest
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
-from ds_silent.detectors.result import bounds, integrity, notes, replicas
+from ds_silent.detectors.result import bounds, notes, reduction, replicas
 from ds_silent.detectors.same_order import SameOrderTest
 from ds_silent.records import Event, Scores, StepRecord
+from ds_silent.words import TORCH, Words
 
 __all__ = ["Coverage", "Evidence", "Finding", "Judge"]
 
@@ -55,22 +56,24 @@ class Judge:
     Args:
         config: ``enabled`` is the caller's business.
         interval: optimizer steps between measurements; the rate is per million *optimizer* steps.
+        words: the framework's, for what is said of it.
 
     Attributes:
         scores: what those that judge by evidence saw at the newest step.
     """
 
-    def __init__(self, config: DetectorsConfig, interval: int = 1):
+    def __init__(self, config: DetectorsConfig, interval: int = 1, words: Words = TORCH):
         self.scores = Scores(0, ())
+        self._words = words
         self._log_steps = log_steps(config, interval)
         self._rate = config.false_alarms_per_million_steps
         self._episodes = Episodes(self._rate)
         self._order = OrderTest(self._log_steps + math.log(2.0))  # the two share one quarter of the rate
         self._repeats = RepeatTest(self._log_steps + math.log(2.0))
         # judged once an epoch: for a thousandth of the rate a pass needs one or two rows more
-        self._same_order = SameOrderTest(self._log_steps + math.log(1000.0))
-        self._drift = DriftTest(self._log_steps)
-        self._batch_size = BatchSizeTest()
+        self._same_order = SameOrderTest(self._log_steps + math.log(1000.0), words)
+        self._jump = JumpTest(self._log_steps)
+        self._batch_size = BatchSizeTest(words)
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._layers: LayerTest | None = None
         self._layers_first: set[int] = set()  # ranks of which a layer was named, and not the whole gradient
@@ -87,7 +90,7 @@ class Judge:
         """The events of one measured step, in order of severity of what they are about: broken numbers first."""
         findings = broken.non_finite(record, extras) + broken.zero_gradient(record, extras)
         impaired = bool(findings)
-        findings += integrity(record, extras.integrity) + self._replicas(record, extras)
+        findings += reduction(record, extras.reduction, self._words) + self._replicas(record, extras)
         findings += self._batch_size.step(record, extras)
         unlike = conduct.unlike(extras.unlike)
         findings += unlike
@@ -95,15 +98,15 @@ class Judge:
         findings += stale
         same = self._duplicates(record, extras)
         findings += same
-        told = notes(extras.integrity)
+        told = notes(extras.reduction, self._words)
         again = self._repeats.step(record, extras)
         again += self._order.step(record, extras, bool(same), self._repeats.attributed)
         findings += again
         findings += self._same_order.step(record, extras, bool(again) or self._repeats.attributed > 0)
-        saw = [*bounds(extras.integrity), *self._repeats.saw, *self._order.saw, *self._same_order.saw]
+        saw = [*bounds(extras.reduction), *self._repeats.saw, *self._order.saw, *self._same_order.saw]
         if record.world_size > 1:
             if self._outlier is None or self._outlier.ranks != record.world_size:
-                self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0))
+                self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0), self._words)
                 self._layers = LayerTest(record.world_size, self._log_steps + math.log(2.0))
                 self._layers_first = set()
             # ranks that hold the same rows are not exchangeable with the others
@@ -114,11 +117,11 @@ class Judge:
                 saw += [*self._outlier.saw, *self._layers.saw]
             findings = _without_consequences(findings + outliers, unlike)
             if not impaired and not findings:  # never learn from a flagged step
-                for note in self._drift.step(record):
+                for note in self._jump.step(record):
                     assert note.score is not None
                     assert note.threshold is not None
                     told.append(with_odds(note, self._rate, note.score - note.threshold))
-                saw += self._drift.saw
+                saw += self._jump.saw
         self.scores = Scores(record.step, tuple(saw))
         return self._episodes.update(record.step, findings) + told
 
@@ -141,7 +144,7 @@ class Judge:
         ]
 
     def unlike(self, step: int, found: tuple[Unlike, ...]) -> list[Event]:
-        """What the last sample of all says of the ranks' code; nothing is judged after it."""
+        """What the last observation of all says of the ranks' code; nothing is judged after it."""
         return [event for finding in conduct.unlike(found) for event in self._episodes.start(step, finding)]
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
@@ -151,7 +154,7 @@ class Judge:
 
     def _replicas(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         """Replicas are compared now and then: those that differ do so until a comparison says otherwise."""
-        seen = extras.integrity
+        seen = extras.reduction
         if seen is not None and seen.replicas is not None:
             self._apart = replicas(record, seen.replicas, seen.drift)
         return self._apart
@@ -175,7 +178,7 @@ class Judge:
             "order": self._order.state_dict(),
             "repeats": self._repeats.state_dict(),
             "same_order": self._same_order.state_dict(),
-            "drift": self._drift.state_dict(),
+            "drift": self._jump.state_dict(),
             "batch_size": self._batch_size.state_dict(),
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
             "layers": None if self._layers is None else self._layers.state_dict(),
@@ -199,14 +202,14 @@ class Judge:
         self._episodes.load_state_dict(state["episodes"])
         self._order.load_state_dict(state["order"])
         self._repeats.load_state_dict(state["repeats"])
-        self._drift.load_state_dict(state["drift"])
+        self._jump.load_state_dict(state["drift"])
         if "batch_size" in state:  # older states lack it
             self._batch_size.load_state_dict(state["batch_size"])
         if "same_order" in state:
             self._same_order.load_state_dict(state["same_order"])
         self._outlier = None
         if state["outlier"] is not None:
-            self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps + math.log(2.0))
+            self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps + math.log(2.0), self._words)
             self._outlier.load_state_dict(state["outlier"])
             self._layers = LayerTest(self._outlier.ranks, self._log_steps + math.log(2.0))
             if state.get("layers") is not None:  # absent in a state of before

@@ -13,6 +13,7 @@ from typing import Any
 
 from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.records import StepRecord
+from ds_silent.words import TORCH, Words
 
 STEPS = 4
 
@@ -20,7 +21,8 @@ STEPS = 4
 class BatchSizeTest:
     """Counts the steps in which the ranks took the same different numbers of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Words = TORCH) -> None:
+        self._words = words
         self._rows: tuple[int, ...] = ()
         self._steps = 0
         self._since = 0
@@ -47,12 +49,24 @@ class BatchSizeTest:
         )
         remedy = (
             "Give every rank's loader the same batch size, or weigh each rank's loss by its rows; look at "
-            "train_micro_batch_size_per_gpu and at the loader of the rank named."
+            f"{self._words.batch_size} and at the loader of the rank named."
         )
         key = f"batch-size:{','.join(map(str, rows))}"
         score = float(max(rows)) / min(rows)
-        kind = "batch-size-mismatch"
-        return [Finding(key, kind, "warning", ranks, "rows", score, 1.0, message, remedy, self._since)]
+        return [
+            Finding(
+                key=key,
+                kind="batch-size-mismatch",
+                severity="warning",
+                ranks=ranks,
+                where="rows",
+                score=score,
+                threshold=1.0,
+                message=message,
+                remedy=remedy,
+                since=self._since,
+            )
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

@@ -10,16 +10,14 @@ def unlike(found: tuple[Unlike, ...]) -> list[Finding]:
     """One finding per group of settings and ranks; the event is of the step at which it was seen first."""
     return [
         Finding(
-            one.key,
-            "config-mismatch",
-            "error",
-            one.ranks,
-            one.where,
-            None,
-            None,
-            one.message,
-            one.remedy,
-            one.since,
+            key=one.key,
+            kind="config-mismatch",
+            severity="error",
+            ranks=one.ranks,
+            where=one.where,
+            message=one.message,
+            remedy=one.remedy,
+            since=one.since,
         )
         for one in found
     ]

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_silent.detectors.finding import Finding, with_odds
-from ds_silent.detectors.linked import FOLLOWS, Fault, cause_of, told_before
-from ds_silent.records import Event, Severity
+from ds_silent.detectors.linked import FOLLOWS, OpenFault, cause_of, told_before
+from ds_silent.records import Event, EventKind, Severity
 
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
 LONGEST_ABSENCE = 1024
@@ -23,7 +23,7 @@ LONGEST_ABSENCE = 1024
 
 @dataclass
 class _Episode:
-    kind: str
+    kind: EventKind
     ranks: tuple[int, ...]
     where: str | None
     since: int
@@ -47,7 +47,7 @@ class Episodes:
         self._rate = rate
         self._active: dict[str, _Episode] = {}
         self._returns: dict[str, int] = {}
-        self._told: list[Fault] = []
+        self._told: list[OpenFault] = []
 
     def told(self, event: Event) -> None:
         """What another part of the observer has found, and goes on: later findings may follow from it."""
@@ -99,16 +99,16 @@ class Episodes:
                 )
         return events
 
-    def _open(self) -> list[Fault]:
+    def _open(self) -> list[OpenFault]:
         """What may be a cause: what was told before, then what is going on and follows from nothing itself."""
         own = (
-            Fault(key, one.kind, one.severity, one.ranks, one.where, one.since, one.effects)
+            OpenFault(key, one.kind, one.severity, one.ranks, one.where, one.since, one.effects)
             for key, one in self._active.items()
             if one.cause is None
         )
         return [*self._told, *own]
 
-    def _follows(self, step: int, finding: Finding, cause: Fault) -> Event:
+    def _follows(self, step: int, finding: Finding, cause: OpenFault) -> Event:
         """Written in full, and no second alarm."""
         when = "the preflight" if cause.since == 0 else f"step {cause.since}"
         place = f" ({cause.where})" if cause.where else ""
@@ -137,7 +137,7 @@ class Episodes:
         self._active[finding.key] = _Episode(finding.kind, finding.ranks, finding.where, finding.since, step)
         return [self._event(step, finding, "")]
 
-    def active(self, kind: str) -> bool:
+    def active(self, kind: EventKind) -> bool:
         """Whether a fault of this kind is going on."""
         return any(episode.kind == kind for episode in self._active.values())
 

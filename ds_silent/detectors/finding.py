@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ds_silent.capture.conduct import Unlike
 from ds_silent.measure.evidence import ReductionEvidence
 from ds_silent.measure.same_order import OrderAgain
-from ds_silent.records import Event, Severity
+from ds_silent.records import Event, EventKind, Severity
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Evidence:
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
     zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
-    integrity: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
+    reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
@@ -64,17 +64,17 @@ class Evidence:
     micro_batches: tuple[int, ...] | None = None  # losses that each rank took this step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """Something that a detector sees at this step. Whether it becomes an event is decided in ``episodes.py``."""
 
     key: str  # the same for the same fault at every step
-    kind: str
+    kind: EventKind
     severity: Severity
     ranks: tuple[int, ...]
-    where: str | None
-    score: float | None
-    threshold: float | None
+    where: str | None = None
+    score: float | None = None
+    threshold: float | None = None
     message: str
     remedy: str
     since: int

@@ -129,7 +129,7 @@ class _Level:
         return math.sqrt(sum(move * move for move in self.moves) / len(self.moves))
 
 
-class DriftTest:
+class JumpTest:
     """Follows three numbers of one run.
 
     Args:

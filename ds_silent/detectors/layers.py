@@ -303,16 +303,16 @@ class LayerTest:
         of = f" of rank {rank}" if len(ranks) == 2 else ""
         message = f"{whose} gradient of {where}{more}{of} {how}, since about step {flag['since']}{nobody}."
         return Finding(
-            f"outlier-layer:{rank}",
-            "outlier-rank",
-            "warning",
-            ranks,
-            where,
-            flag["score"],
-            self._threshold,
-            message,
-            _REMEDY,
-            flag["since"],
+            key=f"outlier-layer:{rank}",
+            kind="outlier-rank",
+            severity="warning",
+            ranks=ranks,
+            where=where,
+            score=flag["score"],
+            threshold=self._threshold,
+            message=message,
+            remedy=_REMEDY,
+            since=flag["since"],
             log_excess=flag["score"] - self._threshold,
         )
 

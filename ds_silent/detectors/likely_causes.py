@@ -23,6 +23,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_silent.words import TORCH, Words
+
 SAME_FACTOR = 1.35  # loss and norm, each against other rows' loss and norm, agree on one factor no better than that
 NEAR = 1.25  # a factor this near to a count is that count
 PLAIN = 1.15  # a ratio this near to 1 says nothing, where the noise is not known
@@ -79,20 +81,20 @@ class LikelyCause:
     look_at: str
 
 
-def likely_causes(seen: Symptoms) -> tuple[LikelyCause, ...]:
+def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ...]:
     """The likelier first; at least one."""
     loss, norm = _off(seen.loss, seen.loss_noise), _off(seen.norm, seen.norm_noise)
     one_factor = bool(loss and norm) and abs(loss - norm) <= math.log(SAME_FACTOR) + seen.loss_noise + seen.norm_noise
     multiplied = one_factor and abs(loss) >= math.log(LARGE)  # however noisy the direction of a few steps is
-    causes = _of_counts(seen, loss, norm)
+    causes = _of_counts(seen, loss, norm, words)
     if seen.direction == "opposite":
         causes = [_negated(bool(loss)), *causes, _CORRUPTED]
     elif seen.direction == "off" and not multiplied:
         causes += [_OTHER_DATA, _CORRUPTED] if loss > 0 else [_CORRUPTED, _OTHER_DATA]
     elif one_factor:
-        causes = [*_of_one_factor(seen, (loss + norm) / 2), *causes]
+        causes = [*_of_one_factor(seen, (loss + norm) / 2, words), *causes]
     elif norm and abs(norm) > 2.0 * abs(loss):
-        causes += _of_the_norm(seen, norm)
+        causes += _of_the_norm(seen, norm, words)
     elif loss > 0:
         causes += [_OTHER_DATA, _ADDED, _MULTIPLIED] if loss < math.log(LARGE) else [_MULTIPLIED, _ADDED]
     elif loss < 0:
@@ -129,7 +131,7 @@ def causes_in_words(causes: tuple[LikelyCause, ...]) -> str:
     return f"Most likely: {first}." + (f" Else: {'; '.join(others)}." if others else "")
 
 
-def _of_counts(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:
+def _of_counts(seen: Symptoms, loss: float, norm: float, words: Words) -> list[LikelyCause]:
     """Other numbers of rows, micro-batches or label tokens, where they go the way that the norm goes."""
     found = []
     rows = _ratio(seen.rows, seen.peers_rows)
@@ -137,7 +139,7 @@ def _of_counts(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:
     steps = _ratio(seen.micro_batches, seen.peers_micro_batches)
     if steps and abs(steps) > math.log(PLAIN):
         text = f"it takes {seen.micro_batches:g} micro-batches per step, the others {seen.peers_micro_batches:g}"
-        found.append(LikelyCause("accumulation-differs", text, "gradient_accumulation_steps of this rank"))
+        found.append(LikelyCause("accumulation-differs", text, f"{words.accumulation} of this rank"))
     if rows and abs(rows) > math.log(PLAIN):
         text = f"it takes {seen.rows:g} rows per step, the others {seen.peers_rows:g}"
         found.append(LikelyCause("batch-size-differs", text, "the batch size of this rank's loader"))
@@ -151,7 +153,7 @@ def _of_counts(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:
     return found
 
 
-def _of_one_factor(seen: Symptoms, factor: float) -> list[LikelyCause]:
+def _of_one_factor(seen: Symptoms, factor: float, words: Words) -> list[LikelyCause]:
     """The loss is multiplied: by what?"""
     shown = _number(math.exp(factor))
     found = []
@@ -164,7 +166,7 @@ def _of_one_factor(seen: Symptoms, factor: float) -> list[LikelyCause]:
             "loss-not-divided",
             seen.micro_batches,
             "micro-batches per step",
-            "the loss is not divided by gradient_accumulation_steps, or divided twice by the others",
+            f"the loss is not divided by {words.accumulation}, or divided twice by the others",
         ),
         ("loss-times-ranks", float(seen.ranks) or None, "ranks", "the loss is multiplied by the world size"),
     )
@@ -185,12 +187,12 @@ def _of_one_factor(seen: Symptoms, factor: float) -> list[LikelyCause]:
     return [*(cause for _, cause in sorted(found, key=lambda pair: pair[0])), _MULTIPLIED, *data]
 
 
-def _of_the_norm(seen: Symptoms, norm: float) -> list[LikelyCause]:
+def _of_the_norm(seen: Symptoms, norm: float, words: Words) -> list[LikelyCause]:
     """The gradient is multiplied behind a plain loss."""
     factor = math.exp(norm)
     counts = (
         (2.0, "backward runs twice"),
-        (seen.micro_batches, "the gradient is not divided by gradient_accumulation_steps"),
+        (seen.micro_batches, f"the gradient is not divided by {words.accumulation}"),
         (float(seen.ranks) or None, "the gradient is multiplied by the world size"),
         (seen.each(seen.rows), "the gradient is summed over the rows"),
         (seen.each(seen.label_tokens), "the gradient is summed over the label tokens"),

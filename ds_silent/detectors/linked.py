@@ -1,6 +1,6 @@
 """One fault, one alarm: which finding is what an open one brings about by itself.
 
-    cause = cause_of(finding, open_faults)          # a Fault, or None: a fault of its own
+    cause = cause_of(finding, open_faults)          # an OpenFault, or None: a fault of its own
 
 A rank with another learning rate drifts apart from its replicas; one that skipped an update does so too; a rank with
 another batch size has another gradient. Such an effect is still written, in full, with the severity ``info`` and the
@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_silent.detectors.finding import Finding
-from ds_silent.records import Event, Severity
+from ds_silent.records import Event, EventKind, Severity
 
 FOLLOWS = "Follows from the "  # how the message of such an effect begins
 APPLIED = "applied gradient"  # the place of a finding about the optimizer's input
 _GRAVITY = ("info", "warning", "error")
-_EFFECTS: dict[str, tuple[str, ...]] = {
+_EFFECTS: dict[EventKind, tuple[str, ...]] = {
     "initial-weights-mismatch": ("replica-drift", "outlier-rank"),
     "replica-drift": ("outlier-rank", APPLIED),
     "zero-gradient": ("outlier-rank",),
@@ -33,11 +33,11 @@ _OF_UPDATES = ("learning rate", "weight decay", "betas", "eps", "optimizer", "hy
 
 
 @dataclass(frozen=True)
-class Fault:
+class OpenFault:
     """Something that is going on."""
 
     key: str
-    kind: str
+    kind: EventKind
     severity: Severity
     ranks: tuple[int, ...]
     where: str | None
@@ -45,19 +45,19 @@ class Fault:
     effects: tuple[str, ...] = ()  # kinds, or places, of what it brings about; besides those of its kind
 
 
-def told_before(event: Event) -> Fault:
+def told_before(event: Event) -> OpenFault:
     """A fault that another part of the observer has told, and that goes on: what the preflight found."""
-    return Fault(
+    return OpenFault(
         f"told {event.kind}", event.kind, event.severity, event.ranks, event.where, event.step, _configured(event)
     )
 
 
-def cause_of(finding: Finding, faults: Iterable[Fault]) -> Fault | None:
+def cause_of(finding: Finding, faults: Iterable[OpenFault]) -> OpenFault | None:
     """The first of the open faults that brings this finding about."""
     return next((fault for fault in faults if _explains(fault, finding)), None)
 
 
-def _explains(fault: Fault, finding: Finding) -> bool:
+def _explains(fault: OpenFault, finding: Finding) -> bool:
     effects = (*_EFFECTS.get(fault.kind, ()), *fault.effects)
     if fault.key == finding.key or not ({finding.kind, finding.where} & set(effects)):
         return False

@@ -115,16 +115,16 @@ class OrderTest:
                 message += " Rows are known by their content here: those that the data hold several times count too."
             findings.append(
                 Finding(
-                    "data-order-mismatch",
-                    "data-order-mismatch",
-                    "error" if now.told else "warning",
-                    everyone,
-                    "sampler",
-                    self.score(),
-                    self._threshold,
-                    message,
-                    remedy,
-                    self._mismatch_since,
+                    key="data-order-mismatch",
+                    kind="data-order-mismatch",
+                    severity="error" if now.told else "warning",
+                    ranks=everyone,
+                    where="sampler",
+                    score=self.score(),
+                    threshold=self._threshold,
+                    message=message,
+                    remedy=remedy,
+                    since=self._mismatch_since,
                     log_excess=self.score() - self._threshold,
                 )
             )
@@ -137,16 +137,16 @@ class OrderTest:
             remedy = "Look at the order of the data (see data-order-mismatch) or at ranks that share rows."
             findings.append(
                 Finding(
-                    "low-coverage",
-                    "low-coverage",
-                    "warning",
-                    everyone,
-                    "epoch",
-                    seen,
-                    1.0 - self._tolerated,
-                    message,
-                    remedy,
-                    since,
+                    key="low-coverage",
+                    kind="low-coverage",
+                    severity="warning",
+                    ranks=everyone,
+                    where="epoch",
+                    score=seen,
+                    threshold=1.0 - self._tolerated,
+                    message=message,
+                    remedy=remedy,
+                    since=since,
                 )
             )
         return findings

@@ -39,6 +39,7 @@ from ds_silent.detectors.likely_causes import causes_in_words, in_words, likely_
 from ds_silent.detectors.sequential import Array, SequentialTest, strongest_tilt
 from ds_silent.detectors.symptoms import Recent
 from ds_silent.records import Score, StepRecord
+from ds_silent.words import TORCH, Words
 
 AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
 STATISTICS = ("loss", "gradient norm", "gradient direction")
@@ -67,14 +68,15 @@ class OutlierTest:
     Args:
         ranks: N, at least 2.
         log_threshold: log A of the mean number of measured steps between false alarms of this detector.
+        words: for the likely causes.
 
     Attributes:
         saw: the largest score of the ranks compared at the newest step; and what ``at_once`` saw.
     """
 
-    def __init__(self, ranks: int, log_threshold: float):
+    def __init__(self, ranks: int, log_threshold: float, words: Words = TORCH):
         self.saw: tuple[Score, ...] = ()
-        self.ranks = ranks
+        self.ranks, self._words = ranks, words
         self._threshold = log_threshold - math.log1p(-AT_ONCE_SHARE) + math.log(ranks)
         cap = 2.0 * self._threshold  # room for a rank whose tokens, by chance, were odd just before its fault
         self._test = SequentialTest(len(STATISTICS) + 1, ranks, cap)  # the last one: label tokens
@@ -157,7 +159,7 @@ class OutlierTest:
         peers = [int(other) for other in np.flatnonzero(healthy)]
         others = [other for other in peers if other != rank]
         seen = self._recent.symptoms(rank, others, flag["since"])
-        causes = likely_causes(seen)
+        causes = likely_causes(seen, self._words)
         self._flagged[rank] = {
             **flag,
             "ranks": peers if len(peers) == 2 else [rank],
@@ -181,16 +183,16 @@ class OutlierTest:
         else:
             message = f"Rank {rank} has {flag['meaning']}. Against the others: {flag['numbers']}. {flag['why']}"
         return Finding(
-            f"outlier-rank:{rank}",
-            "outlier-rank",
-            flag["severity"],
-            ranks,
-            where,
-            flag["score"],
-            flag["threshold"],
-            message,
-            f"Look at {flag['look_at']}.",
-            since,
+            key=f"outlier-rank:{rank}",
+            kind="outlier-rank",
+            severity=flag["severity"],
+            ranks=ranks,
+            where=where,
+            score=flag["score"],
+            threshold=flag["threshold"],
+            message=message,
+            remedy=f"Look at {flag['look_at']}.",
+            since=since,
             log_excess=flag["score"] - flag["threshold"],
         )
 

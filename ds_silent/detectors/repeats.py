@@ -89,8 +89,19 @@ class RepeatTest:
         )
         key = f"repeated-rows:{','.join(map(str, ranks))}"
         score, since = float(scores[chosen].max()), min(self._since.values())
-        kind, excess = "data-order-mismatch", score - threshold
-        return Finding(key, kind, "error", ranks, "loader", score, threshold, message, remedy, since, log_excess=excess)
+        return Finding(
+            key=key,
+            kind="data-order-mismatch",
+            severity="error",
+            ranks=ranks,
+            where="loader",
+            score=score,
+            threshold=threshold,
+            message=message,
+            remedy=remedy,
+            since=since,
+            log_excess=score - threshold,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

@@ -16,36 +16,40 @@ from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
 from ds_silent.ranks.parts import Parts, outvoted
-from ds_silent.records import Event, Score, Severity, StepRecord
+from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
+from ds_silent.words import TORCH, Words
 
 SHOWN_LAYERS = 3
-_REDUCTION = (
-    "Do not trust the weights of this run since then; go back to the last checkpoint before it, try another DeepSpeed "
-    "version, overlap_comm false, or another communication_data_type, and look at the network of the rank named."
-)
 _REPEATED = (
     "It was not applied: the reduction was repeated. If this comes again, look at the network and the memory of the "
     "rank named."
 )
 
 
-def integrity(record: StepRecord, seen: ReductionEvidence | None) -> list[Finding]:
+def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words = TORCH) -> list[Finding]:
     """What is wrong with this step's aggregate, and with what an optimizer applied."""
     if seen is None:
         return []
-    findings, layers = [], seen.layers
+    findings, layers, remedy = [], seen.layers, _distrust(words)
     if seen.check is not None and (seen.check.wrong or (seen.repeated is not None and not seen.received)):
-        findings.append(_aggregation(record, seen, seen.check))
+        findings.append(_aggregation(record, seen, seen.check, remedy))
         if seen.repeated:
             findings[-1] = dataclasses.replace(findings[-1], remedy=_REPEATED)
         if seen.micro_batches is not None:
-            findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers))
+            findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers, remedy))
     elif seen.received:
-        findings.append(_received(record, seen.received, layers, seen.result))
+        findings.append(_received(record, seen.received, layers, seen.result, remedy))
     if seen.applied is not None:
-        findings += _applied(record, seen.applied)
+        findings += _applied(record, seen.applied, words)
     return findings
+
+
+def _distrust(words: Words) -> str:
+    return (
+        "Do not trust the weights of this run since then; go back to the last checkpoint before it, "
+        f"{words.another_reduction}, and look at the network of the rank named."
+    )
 
 
 def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
@@ -63,7 +67,7 @@ def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
     return tuple(scores)
 
 
-def notes(seen: ReductionEvidence | None) -> list[Event]:
+def notes(seen: ReductionEvidence | None, words: Words = TORCH) -> list[Event]:
     """Once: the script changes gradients so that what is applied cannot be compared with what was reduced."""
     applied = None if seen is None else seen.applied
     if applied is None or not applied.note:
@@ -75,11 +79,10 @@ def notes(seen: ReductionEvidence | None) -> list[Event]:
         "gradient is applied): the reduction is still checked, what the optimizer applies is not."
     )
     remedy = (
-        "Nothing to do if that is meant. What is written through tensor.data or safe_set_full_grad cannot be followed; "
+        f"Nothing to do if that is meant. What is written through {words.hidden_writes} cannot be followed; "
         "in-place operations on parameter.grad can."
     )
-    step, kind, where = applied.step, "gradient-changed", "applied gradient"
-    return [Event(step, kind, "info", (), where, None, None, message, remedy)]
+    return [Event(applied.step, "gradient-changed", "info", (), APPLIED, None, None, message, remedy)]
 
 
 def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Finding]:
@@ -87,14 +90,15 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
     return [_drift(record, groups, drift)] if len(groups) > 1 else []
 
 
-def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCheck) -> Finding:
+def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCheck, remedy: str) -> Finding:
     cause, layers, received = seen.cause, seen.layers, seen.received
     error, bound = check.relative_error, check.rounding_bound
     finite = error is not None and bound is not None and math.isfinite(error)
     size = f"{error:.3g} of it" if finite else "no finite multiple of it"
     allowed = "" if bound is None else f", rounding explains at most {bound:.2g}"
     message = f"The aggregated gradient is not the {seen.result} of the ranks' gradients: the error is {size}{allowed}."
-    kind, where, what = "aggregation-error", "aggregated gradient", "unexplained"
+    kind: EventKind = "aggregation-error"
+    where, what = "aggregated gradient", "unexplained"
     ranks: tuple[int, ...] = ()
     if cause is not None:
         where, ranks, what = _where(cause.wrong, layers), cause.blamed, cause.kind
@@ -119,16 +123,16 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     effects = ("replica-drift",) if received else ()  # the ranks go on from different gradients
     excess = check.log_excess
     return Finding(
-        key,
-        kind,
-        "error",
-        ranks,
-        where,
-        error,
-        bound,
-        message,
-        _REDUCTION,
-        record.step,
+        key=key,
+        kind=kind,
+        severity="error",
+        ranks=ranks,
+        where=where,
+        score=error,
+        threshold=bound,
+        message=message,
+        remedy=remedy,
+        since=record.step,
         effects=effects,
         log_excess=excess,
     )
@@ -168,7 +172,9 @@ def _weights(cause: Cause, ranks: tuple[int, ...]) -> str:
     return ", ".join(f"rank {rank} {round(cause.weights[rank], 2) + 0.0:.2f} times" for rank in ranks[:8])
 
 
-def _micro_batches(record: StepRecord, check: AggregateCheck, found: MicroBatches, layers: tuple[str, ...]) -> Finding:
+def _micro_batches(
+    record: StepRecord, check: AggregateCheck, found: MicroBatches, layers: tuple[str, ...], remedy: str
+) -> Finding:
     """What the single micro-batches' sketches tell of an error that goes on."""
     count, everybody = len(found.weights[0]), record.world_size
     groups: dict[tuple[tuple[int, ...], float], list[int]] = {}  # ranks and weight -> micro-batches
@@ -190,7 +196,18 @@ def _micro_batches(record: StepRecord, check: AggregateCheck, found: MicroBatche
     guilty = () if len(blamed) == everybody else tuple(sorted(blamed))
     key = f"integrity micro-batches {where}"
     error, bound = check.relative_error, check.rounding_bound
-    return Finding(key, "aggregation-error", "error", guilty, where, error, bound, message, _REDUCTION, found.step)
+    return Finding(
+        key=key,
+        kind="aggregation-error",
+        severity="error",
+        ranks=guilty,
+        where=where,
+        score=error,
+        threshold=bound,
+        message=message,
+        remedy=remedy,
+        since=found.step,
+    )
 
 
 def _rounded(weight: float) -> float:
@@ -205,7 +222,9 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _received(record: StepRecord, received: dict[int, Parts], layers: tuple[str, ...], result: str) -> Finding:
+def _received(
+    record: StepRecord, received: dict[int, Parts], layers: tuple[str, ...], result: str, remedy: str
+) -> Finding:
     """The checked slices add up to the mean or sum, and yet ranks hold different bits elsewhere."""
     groups, where = next(iter(received.values())), _where(tuple(received), layers)
     odd = outvoted(groups)
@@ -215,7 +234,15 @@ def _received(record: StepRecord, received: dict[int, Parts], layers: tuple[str,
     )
     key, apart = f"integrity received {where}", ("replica-drift",)
     return Finding(
-        key, "aggregation-error", "error", odd, where, None, None, message, _REDUCTION, record.step, effects=apart
+        key=key,
+        kind="aggregation-error",
+        severity="error",
+        ranks=odd,
+        where=where,
+        message=message,
+        remedy=remedy,
+        since=record.step,
+        effects=apart,
     )
 
 
@@ -226,7 +253,7 @@ def _who_received(groups: Parts, world_size: int) -> str:
     return f"There are {len(groups)} versions among {world_size} ranks, and none of them has a majority."
 
 
-def _applied(record: StepRecord, seen: AppliedCheck) -> list[Finding]:
+def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Finding]:
     world_size, findings = record.world_size, []
 
     def add(
@@ -241,7 +268,20 @@ def _applied(record: StepRecord, seen: AppliedCheck) -> list[Finding]:
         message, where, step = f"{text} (step {seen.step})", APPLIED, seen.step
         apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
         findings.append(
-            Finding(key, "aggregation-error", severity, ranks, where, score, bound, message, remedy, step, step, apart)
+            Finding(
+                key=key,
+                kind="aggregation-error",
+                severity=severity,
+                ranks=ranks,
+                where=where,
+                score=score,
+                threshold=bound,
+                message=message,
+                remedy=remedy,
+                since=step,
+                step=step,
+                effects=apart,
+            )
         )
 
     if seen.idle:
@@ -256,7 +296,8 @@ def _applied(record: StepRecord, seen: AppliedCheck) -> list[Finding]:
         assert seen.rescaled is not None
         ratio = seen.rescaled / seen.expected
         text = (
-            f"DeepSpeed unscaled this step with the next step's loss scale: {ratio:.4g} times the gradient was applied."
+            f"{words.framework} unscaled this step with the next step's loss scale: {ratio:.4g} times the gradient "
+            "was applied."
         )
         remedy = "Nothing to do: one step is too small each time the loss scale grows; bf16 needs no loss scale."
         add("integrity rescaled", (), abs(ratio - 1.0), seen.tolerance, text, remedy, "info")
@@ -267,8 +308,8 @@ def _applied(record: StepRecord, seen: AppliedCheck) -> list[Finding]:
         whose = "" if everywhere else f" on {named(wrong, world_size)}"
         text = f"The optimizer applied {ratio:.4g} times the aggregated gradient, unscaled and clipped{whose}."
         remedy = (
-            "Compare gradient_clipping, the loss scale and gradient_accumulation_steps with what the script itself "
-            "does to gradients between backward and step; try another DeepSpeed version."
+            f"Compare {words.update_settings} with what the script itself does to gradients between backward and "
+            f"step; try another {words.framework} version."
         )
         add("integrity factor", () if everywhere else wrong, abs(ratio - 1.0), seen.tolerance, text, remedy)
     if seen.relative_error > seen.bound:
@@ -303,7 +344,16 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
         "a rank that skips updates, for memory errors on it, and for parameters that are never reduced."
     )
     key = f"replicas {groups}"
-    return Finding(key, "replica-drift", "error", odd, where, None, None, message, remedy, since)
+    return Finding(
+        key=key,
+        kind="replica-drift",
+        severity="error",
+        ranks=odd,
+        where=where,
+        message=message,
+        remedy=remedy,
+        since=since,
+    )
 
 
 def _versions(groups: Parts, odd: tuple[int, ...], world_size: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_silent.detectors.finding import Evidence, Finding
 from ds_silent.records import Score, StepRecord
+from ds_silent.words import TORCH, Words
 
 
 class SameOrderTest:
@@ -17,14 +18,15 @@ class SameOrderTest:
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms.
+        words: for the remedy.
 
     Attributes:
         saw: the odds at the newest step, where a pass has ended there.
     """
 
-    def __init__(self, log_threshold: float):
+    def __init__(self, log_threshold: float, words: Words = TORCH):
         self.saw: tuple[Score, ...] = ()
-        self._threshold = log_threshold
+        self._threshold, self._words = log_threshold, words
         self._since: int | None = None
         self._score, self._rows = 0.0, 0
 
@@ -48,22 +50,22 @@ class SameOrderTest:
             "sampler shuffles: each epoch shows the model the same batches again."
         )
         remedy = (
-            "Call sampler.set_epoch(epoch) on every rank at the start of each epoch (engine.training_dataloader."
-            "data_sampler of a loader that DeepSpeed has made), and do not seed the loader's generator anew."
+            f"Call sampler.set_epoch(epoch) on every rank at the start of each epoch{self._words.own_sampler}, and do "
+            "not seed the loader's generator anew."
         )
         everyone = tuple(range(record.world_size))
         return [
             Finding(
-                "same-order",
-                "same-order",
-                "warning",
-                everyone,
-                "sampler",
-                self._score,
-                self._threshold,
-                message,
-                remedy,
-                self._since,
+                key="same-order",
+                kind="same-order",
+                severity="warning",
+                ranks=everyone,
+                where="sampler",
+                score=self._score,
+                threshold=self._threshold,
+                message=message,
+                remedy=remedy,
+                since=self._since,
             )
         ]
 

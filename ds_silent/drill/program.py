@@ -107,9 +107,9 @@ def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name:
 
 def perform(send: Callable[[Run], None], setting: Setting, trials: tuple[Trial, ...], directory: str) -> None:
     """All trainings, on one rank; a collective. Rank 0's ``send`` gets each run as it ends."""
-    stage = prepare(setting)
+    start = prepare(setting)
     for trial in trials:
-        send(rehearse(stage, trial, Path(directory, trial.name)))
+        send(rehearse(start, trial, Path(directory, trial.name)))
 
 
 def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...], tuple[str, ...]]:

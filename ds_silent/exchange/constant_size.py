@@ -21,9 +21,9 @@ _LATE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketch_
 class ConstantSizeExchange:
     """One all-reduce of 3 k numbers and one all-gather of the scalars: the cost per rank does not grow with N * k.
 
-    A rank's cosine with the rest needs the sum, so it travels with the next sample: records come two steps later. One
-    NaN would poison a sum for all ranks, so a rank without a finite sketch adds zeros, and its ``sketch_squared`` says
-    so; the mean of all is then NaN, as it must be.
+    A rank's cosine with the rest needs the sum, so it travels with the next observation: records come two steps later.
+    One NaN would poison a sum for all ranks, so a rank without a finite sketch adds zeros, and its ``sketch_squared``
+    says so; the mean of all is then NaN, as it must be.
     """
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
@@ -38,11 +38,11 @@ class ConstantSizeExchange:
         self._sums_landing, self._scalars_landing = Landing(self._sums), Landing(self._all)
         self._step: int | None = None
         self._incomplete: Gathered | None = None  # lacks the cosines with the rest
-        self._cosine = torch.zeros((), device=device)  # of this rank, in that sample
+        self._cosine = torch.zeros((), device=device)  # of this rank, in that observation
 
-    def post(self, step: int, sample: Observation, together: Together) -> None:
+    def post(self, step: int, observation: Observation, together: Together) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
-        packed = together.alone(self._pack, sample)  # where it broke, nobody reads the sums
+        packed = together.alone(self._pack, observation)  # where it broke, nobody reads the sums
         mine = self._without(together) if packed is None else packed
         self._step = step
         reduced = together.once(
@@ -53,19 +53,19 @@ class ConstantSizeExchange:
         self._scalars_landing.start(gathered)
 
     def _without(self, together: Together) -> Tensor:
-        """The row of a rank that has no sample to send."""
+        """The row of a rank that has no observation to send."""
         return self._unseen if isinstance(together.failure, SparseGradientError) else self._failed
 
-    def _pack(self, sample: Observation) -> Tensor:
+    def _pack(self, observation: Observation) -> Tensor:
         """Fill the buffers; this rank's scalars."""
         size = self._layout.size
-        pack_scalars(self._layout, sample, self._mine)
+        pack_scalars(self._layout, observation, self._mine)
         if self._incomplete is not None:
             if self._step is None:
                 rest = self._sums[size : 2 * size] - self._own  # of a rank that added zeros: NaN, as its own sketch is
                 self._cosine = torch.dot(self._own, rest) / (self._own.norm() * rest.norm())
             self._mine[_LATE].copy_(self._cosine)
-        self._own.zero_() if sample.sketch is None else self._own.copy_(sample.sketch)
+        self._own.zero_() if observation.sketch is None else self._own.copy_(observation.sketch)
         self._sums.zero_()
         norm = self._own.norm()
         self._mine[_SQUARED].copy_(norm * norm)
@@ -73,10 +73,10 @@ class ConstantSizeExchange:
         torch.div(self._own, norm, out=self._sums[:size])
         self._sums[size : 2 * size].copy_(self._own)
         self._sums[: 2 * size].masked_fill_(~usable, 0.0)
-        if sample.aggregate is not None:
-            self._sums[2 * size : 3 * size].copy_(sample.aggregate)
-        if sample.gram is not None:
-            self._sums[3 * size :].copy_(sample.gram.reshape(-1))
+        if observation.aggregate is not None:
+            self._sums[2 * size : 3 * size].copy_(observation.aggregate)
+        if observation.gram is not None:
+            self._sums[3 * size :].copy_(observation.gram.reshape(-1))
         return self._mine
 
     def collect(self, once: Once) -> Gathered | None:

@@ -1,13 +1,13 @@
 """The observing collective: what each rank knows of one step becomes what every rank knows, one step later.
 
     exchange = make_exchange(layout, group, device)
-    exchange.post(step, sample, together)      # asynchronous; the same call on every rank, whatever happened there
+    exchange.post(step, observation, together) # asynchronous; the same call on every rank, whatever happened there
     gathered = exchange.collect(together.once) # at the next step's boundary: no waiting in practice
 
 Up to ``GATHER_LIMIT`` ranks one all-gather brings everybody's sketch. Above, the cost per rank must not grow with
 N * k: sums of sketches go through one all-reduce, and only the scalars are gathered. All buffers are fp32, the only
 reduction is SUM, and sizes depend on the configuration alone, so a rank that failed still takes part: with a row that
-says "failed" and was ready from the beginning, because packing the sample may be what broke.
+says "failed" and was ready from the beginning, because packing the observation may be what broke.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.constant_size import ConstantSizeExchange
 from ds_silent.exchange.landing import Landing
-from ds_silent.exchange.layout import Layout, gathers_sketches
+from ds_silent.exchange.layout import GATHER_LIMIT, Layout, gathers_sketches
 from ds_silent.exchange.observation import EachRank, Gathered, Observation
 from ds_silent.exchange.packing import failed_rows, pack, unpack
 from ds_silent.ranks.together import Once, SparseGradientError, Together
 
 
 class GatherExchange:
-    """Every rank's sample to every rank: one all-gather of (scalars + 2 k) fp32 numbers per rank."""
+    """Every rank's observation to every rank: one all-gather of (scalars + 2 k) fp32 numbers per rank."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
         self._layout, self._group = layout, group
@@ -40,16 +40,16 @@ class GatherExchange:
         self._landing = Landing(self._all)
         self._step: int | None = None
 
-    def post(self, step: int, sample: Observation, together: Together) -> None:
+    def post(self, step: int, observation: Observation, together: Together) -> None:
         """Start the collective of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
-        packed = together.alone(pack, self._layout, sample, self._mine)
+        packed = together.alone(pack, self._layout, observation, self._mine)
         mine = self._without(together) if packed is None else packed
         self._step = step
         work = together.once(lambda: all_gather(self._all, mine, group=self._group, async_op=True))
         self._landing.start(work)
 
     def _without(self, together: Together) -> Tensor:
-        """The row of a rank that has no sample to send."""
+        """The row of a rank that has no observation to send."""
         return self._unseen if isinstance(together.failure, SparseGradientError) else self._failed
 
     def collect(self, once: Once) -> Gathered | None:
@@ -82,7 +82,9 @@ class GatherExchange:
 Exchange = GatherExchange | ConstantSizeExchange
 
 
-def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device) -> Exchange:
+def make_exchange(
+    layout: Layout, group: dist.ProcessGroup, device: torch.device, gather_limit: int = GATHER_LIMIT
+) -> Exchange:
     """The exchange that fits the group's size."""
-    whole = gathers_sketches(dist.get_world_size(group))
+    whole = gathers_sketches(dist.get_world_size(group), gather_limit)
     return GatherExchange(layout, group, device) if whole else ConstantSizeExchange(layout, group, device)

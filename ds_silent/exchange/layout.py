@@ -54,9 +54,10 @@ class Shape:
 
     ranks: int
     layers: int
-    ids: int  # numbers that a sample's row ids take
+    ids: int  # numbers that an observation's row ids take
     micro_batches: int  # per step
     aggregate_replicated: bool  # every rank holds the whole aggregate, and sends its layers' checksums
+    gather_limit: int = GATHER_LIMIT
 
 
 def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
@@ -66,7 +67,7 @@ def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
     size = 0 if direction.method == "off" else direction.sketch_size
     exact = direction.method == "exact" or (direction.exact_interval > 0 and size > 0)
     aggregation = config.integrity.aggregation and size > 0
-    places = aggregation and gathers_sketches(ranks)
+    places = aggregation and gathers_sketches(ranks, shape.gather_limit)
     layers = groups if size and (direction.per_layer or places) else 0
     # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size. To find a
     # fault's place and the rank behind it, a few numbers per rank do.
@@ -93,6 +94,6 @@ def place_size(sketch_size: int, ranks: int) -> int:
     return min(sketch_size, max(64, 1 << (4 * ranks - 1).bit_length()))
 
 
-def gathers_sketches(ranks: int) -> bool:
+def gathers_sketches(ranks: int, limit: int = GATHER_LIMIT) -> bool:
     """Whether everybody gets everybody's sketch."""
-    return ranks <= GATHER_LIMIT
+    return ranks <= limit

@@ -1,1 +1,4 @@
-"""What a framework is: who reduces what with whom, and when. One folder for each of them."""
+"""What a framework is: who reduces what with whom, when, and by which names. One folder for each of them.
+
+What is in this folder itself names none of them.
+"""

@@ -4,8 +4,10 @@
     capture = StepCapture(framework, config)            # the same for every framework: ds_silent.capture.step
     framework.connect(capture.moments)                  # hooks, each of which calls a moment
 
-A new framework is one folder beside ``deepspeed`` with one class that has :class:`Framework`'s members, and those of
-the abilities that it has. Whatever a step remembers is in :mod:`ds_silent.capture.step`, once for all of them.
+A new framework is one folder beside ``deepspeed``: one class that has :class:`Framework`'s members, and those of the
+abilities that it has, its :class:`~ds_silent.words.Words`, and a way in that hands a
+:class:`~ds_silent.attaching.Subject` to :func:`ds_silent.attaching.observe`. Whatever a step remembers
+is in :mod:`ds_silent.capture.step`, once for all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.together import Together
 from ds_silent.replicas.checksums import Items, Replica
+from ds_silent.words import Words
 
 Part = tuple[int, int, Tensor]
 """(parameter, first element, values): a piece of a gradient."""
@@ -61,12 +64,14 @@ class Moments:
 class Framework(Protocol):
     """One training of one framework. Every rank asks the same at the same steps."""
 
+    words: Words  # what its users know things by
     ranks: Ranks
     module: nn.Module  # a micro-batch is one forward of it
     names: list[str]  # of the trainable parameters
     numels: list[int]  # elements of each, whole
     micro_batches: int  # per step
     micro_batch_rows: int  # as configured, on each rank
+    boundaries: int  # micro-batches of a step that :meth:`is_boundary` may call its last, where a script reduces each
     additive: bool  # every micro-batch is reduced and freed: nobody accumulates the local gradient
     overlapped: bool  # the reduction begins while the boundary's backward runs
     aggregate_replicated: bool  # every rank holds the whole aggregated gradient where it accumulates

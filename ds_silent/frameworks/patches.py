@@ -2,13 +2,15 @@
 
 patches = Patches()
 patches.add(parameter.register_hook(hook))
-patches.wrap(engine, "backward", wrapper)      # wrapper(original, *args, **kwargs)
-patches.around(engine, "step", before, after)  # before(*args, **kwargs), the method itself, after()
+patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
+patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
+patches.wrap_method(GradScaler, "step", call)  # call(original, instance, *args, **kwargs), for all instances
 patches.undo()                                 # everything is as it was
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -52,6 +54,29 @@ class Patches:
             return result
 
         self._replace(instance, name, call)
+
+    def wrap_method(self, kind: type, name: str, wrapper: Callable[..., Any]) -> None:
+        """Call ``wrapper(original, instance, *args, **kwargs)`` for ``name`` of all instances of a class.
+
+        For objects that nobody hands over, such as a script's GradScaler.
+
+        Raises:
+            AttributeError: there is no such method.
+        """
+        original = getattr(kind, name)
+        own = kind.__dict__.get(name)
+
+        def call(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, instance, *args, **kwargs)
+
+        def undo() -> None:
+            if own is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, own)
+
+        setattr(kind, name, functools.wraps(original)(call))
+        self._undo.append(undo)
 
     def _replace(self, instance: Any, name: str, call: Callable[..., Any]) -> None:
         own = instance.__dict__.get(name)  # somebody else's wrapper on the instance

@@ -3,8 +3,8 @@
     found = explain_micro_batches(step, sketches, aggregate, tolerance)      # on the writing rank, float64
     found.weights[rank][micro_batch]                                         # 1 is right, 0 is missing
 
-The sketches of a step's micro-batches do not travel with a sample: they would be as many times larger. They are kept
-and gathered only where an aggregate was wrong, some steps later, when all ranks have read that they should
+The sketches of a step's micro-batches do not travel with an observation: they would be as many times larger. They are
+kept and gathered only where an aggregate was wrong, some steps later, when all ranks have read that they should
 (``diagnose`` of :class:`ds_silent.exchange.observation.Wishes`).
 """
 

@@ -67,6 +67,7 @@ class Arithmetic:
     elements: int = 0  # D, trainable parameters
     width: int = 1  # T of the sketch
     total: float = 1.0  # of the ranks' weights in the aggregate: 1 for a mean, N for a sum
+    handed_unscaled: bool = False  # the loss scale is taken out before the step begins, not by the optimizer's wrapper
 
     def result(self, ranks: int) -> str:
         """What the aggregate should be, of the ranks' gradients."""

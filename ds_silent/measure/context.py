@@ -1,8 +1,8 @@
-"""What the writing rank knows of a step without asking the others, kept until the others' samples of it are there.
+"""What the writing rank knows of a step without asking the others, kept until the others' observations are there.
 
 contexts = Contexts(capture)
 contexts.ended(step, True, now, observing)     # at the end of a measured step, before the capture forgets it
-context = contexts.take(step)                  # a step or two later, with the gathered sample
+context = contexts.take(step)                  # a step or two later, with what was gathered
 """
 
 from __future__ import annotations

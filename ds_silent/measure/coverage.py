@@ -1,6 +1,6 @@
 """Which rows the ranks saw: duplicates within a step, and how much of the epoch was seen.
 
-step = unpack_ids(gathered)                        # sample_ids: every rank's ids
+step = unpack_ids(gathered)                        # every rank's ids
 duplicates(step.per_rank).count                    # exact
 epoch = EpochCoverage()
 epoch.update(np.concatenate(step.per_rank))

@@ -40,8 +40,8 @@ class AppliedCheck:
 
     @property
     def unscaled_late(self) -> bool:
-        """Whether every rank divided by the loss scale of the step after, which DeepSpeed 0.16.9 to 0.19.8 does in
-        stages 1 to 3 when the scale grows: the step is too small by the growth."""
+        """Whether every rank divided by the loss scale of the step after, as a framework does that lets the scale grow
+        before it unscales: the step is too small by the growth."""
         return self.rescaled is not None and bool(self.wrong_factor) and not self._other_than(self.rescaled)
 
     def _other_than(self, expected: float) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class AppliedCheck:
 
 @dataclass(frozen=True)
 class Examined:
-    """One sample's reduction. None: not checked at this step, or it cannot be seen.
+    """The reduction of one step. None: not checked at this step, or it cannot be seen.
 
     ``overflows``: fp16 gradients that are finite may add up to infinity; the loss scale answers that.
     """

@@ -1,7 +1,7 @@
 """Rows that a rank takes again right after it took them: what a loader that is stuck looks like.
 
 recent = RecentRows()
-recent.repeats(ids)        # once per sample, in their order: how many of each rank's rows it had just held
+recent.repeats(ids)        # once per observation, in their order: how many of each rank's rows it had just held
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ds_silent.exchange.row_ids import Ids, mix64
 
 
 class RecentRows:
-    """Remembers each rank's newest sample only: 8 bytes per row. A resume forgets it, which costs one sample."""
+    """Remembers each rank's newest rows only: 8 bytes per row. A resume forgets them, which costs one observation."""
 
     def __init__(self) -> None:
         self._held: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
 
     def repeats(self, ids: Sequence[Ids]) -> tuple[int, ...]:
-        """Per rank, how many rows of this sample it had taken before, in this sample or the one before.
+        """Per rank, how many of these rows it had taken before, among them or in the observation before.
 
         Args:
-            ids: of every rank, int64 (rows,), the rows since the last sample.
+            ids: of every rank, int64 (rows,), the rows since the last observation.
         """
         owners = np.repeat(np.arange(len(ids), dtype=np.uint64), [len(one) for one in ids])
         rows = np.concatenate([*ids, np.empty(0, np.int64)]).view(np.uint64)
@@ -32,7 +32,7 @@ class RecentRows:
         again = np.isin(keys, self._held)
         new = np.ones(len(keys), dtype=bool)
         new[np.unique(keys, return_index=True)[1]] = False
-        again |= new  # a later visit within this sample
+        again |= new  # a later visit within this observation
         self._held = keys
         counts = np.bincount(owners.astype(np.int64), weights=again, minlength=len(ids))
         return tuple(int(count) for count in counts)

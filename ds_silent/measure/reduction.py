@@ -1,7 +1,7 @@
 """From what all ranks sent to what is known of the reduction, the optimizer's input and the replicas.
 
     audit = Audit(layout, arithmetic, clip, log_rate)        # on every rank: each may examine
-    stats, findings = audit.step(gathered, drift)            # once per gathered sample, in order
+    stats, findings = audit.step(gathered, drift)            # once per gathered step, in order
 
 What the optimizer applied is known one measurement later than the rest: it is compared with the aggregate of the step
 that it belongs to.
@@ -35,7 +35,7 @@ from ds_silent.ranks.parts import Parts, parts_of
 from ds_silent.records import IntegrityStats
 from ds_silent.replicas.compare import Drift
 
-CLIP_EPSILON = 1e-6  # DeepSpeed and torch.nn.utils.clip_grad_norm_ add it to the norm
+CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, and the frameworks do likewise
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Audit:
     Args:
         layout: of the exchange.
         arithmetic: of the reduction.
-        clip: ``gradient_clipping``; 0 is none.
+        clip: largest norm of the applied gradient; 0 is none.
         log_rate: minus the natural logarithm of the rate of false alarms per measured step.
         layers: names.
     """
@@ -77,12 +77,12 @@ class Audit:
     def step(
         self, gathered: Gathered, drift: Drift | None, told: Told | None = None
     ) -> tuple[IntegrityStats, ReductionEvidence]:
-        """The record's part and the detectors' evidence of one sample.
+        """The record's part and the detectors' evidence of one step.
 
         Args:
-            gathered: the sample; of a reduction that was repeated, the last.
-            drift: where the replicas differ, if the sample compared them.
-            told: what was found and perhaps repaired apart from the samples: the detectors see the fault, the record
+            gathered: the observations of all ranks; of a reduction that was repeated, the last.
+            drift: where the replicas differ, if the observations compared them.
+            told: what was found and perhaps repaired apart from them: the detectors see the fault, the record
                 what was applied.
         """
         told = told or Told()
@@ -116,7 +116,7 @@ class Audit:
     # -- the reduction -------------------------------------------------------------------------------------------------
 
     def examine(self, gathered: Gathered) -> Examined:
-        """The reduction of one sample, without remembering anything of it."""
+        """The reduction of one step, without remembering anything of it."""
         overflows = self._arithmetic.communication == torch.float16
         changed = bool((gathered.reduced.handed_seen != 0.0).any())
         return Examined(*self._aggregation(gathered), self._received(gathered), overflows, changed)
@@ -174,7 +174,7 @@ class Audit:
         return self._wanted
 
     def micro_batches(self, step: int, sketches: Tensor) -> None:
-        """(N, A, L, m) float64 of ``step``, ahead of its sample."""
+        """(N, A, L, m) float64 of ``step``, ahead of its observations."""
         self._micro_batches = step, sketches
 
     def _diagnose(self, gathered: Gathered, check: AggregateCheck | None) -> MicroBatches | None:
@@ -224,7 +224,8 @@ class Audit:
     def _factor(self, past: _Past, scale: float) -> float:
         """Of a step that unscales by ``scale`` and then clips."""
         norm = past.norm * past.scale / scale
-        return (min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip > 0.0 else 1.0) / scale
+        clipped = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip > 0.0 else 1.0
+        return clipped if self._arithmetic.handed_unscaled else clipped / scale
 
     def _remember(self, gathered: Gathered, alike: bool) -> None:
         """``alike``: all ranks hold the same aggregate; else each clips by a norm of its own, which nobody knows."""

@@ -1,4 +1,4 @@
-"""What the ranks' samples say besides the metrics: which rows they held, whose gradient broke, who stayed silent.
+"""What the ranks' observations say besides the metrics: which rows they held, whose gradient broke, who stayed silent.
 
 rows = RowTracker()
 coverage, evidence = testimony(gathered, rows, context)      # on the writing rank, in the order of the steps
@@ -29,15 +29,15 @@ from ds_silent.records import CoverageStats
 
 @dataclass(frozen=True)
 class RowsOfStep:
-    """What the ids of one sample say."""
+    """What the ids of one observation say."""
 
     coverage: CoverageStats
     epoch: Coverage | None  # None where the shares are not known
     pairs: Mapping[tuple[int, int], int]  # rows that two ranks share
     rows: tuple[int, ...]  # of the step itself, per rank
-    own_rows: tuple[int, ...]  # since the last sample, per rank
+    own_rows: tuple[int, ...]  # since the last observation, per rank
     own_repeats: tuple[int, ...]  # those of them that the same rank had taken just before
-    taken: tuple[int, ...] = ()  # since the last sample, per rank, also those that there was no room to send
+    taken: tuple[int, ...] = ()  # since the last observation, per rank, also those that there was no room to send
     same_order: OrderAgain | None = None
 
 
@@ -57,7 +57,7 @@ class RowTracker:
     def step(
         self, ids: Tensor, own_rows: int, rows_in_epoch: int | None, walk: Walk = WALK_UNKNOWN
     ) -> RowsOfStep | None:
-        """Take in what all ranks sent: (N, n) packed ids of the rows since the last sample.
+        """Take in what all ranks sent: (N, n) packed ids of the rows since the last observation.
 
         Args:
             own_rows: rows per rank of the measured step itself, the last ones sent.
@@ -104,7 +104,7 @@ class RowTracker:
     def _parts(
         self, per_rank: Sequence[Ids], own_rows: int, rows_in_epoch: int | None, walk: Walk
     ) -> Iterator[tuple[bool, list[Ids]]]:
-        """The sample by epochs: whether one begins with this part, and each rank's rows.
+        """The rows by epochs: whether one begins with this part, and each rank's rows.
 
         Where the loader was seen, it says itself where its passes begin; else the rows are counted. A script that keeps
         its batches reads the loader once only: so rows are counted there too, but only once a whole step is too many.
@@ -141,8 +141,8 @@ class RowTracker:
         """What continues the epoch after a resume.
 
         Args:
-            unsent: rows of steps since the last sample wait on the ranks; a checkpoint does not hold them, so after a
-                resume the shares of this epoch are not known.
+            unsent: rows of steps since the last observation wait on the ranks; a checkpoint does not hold them, so
+                after a resume the shares of this epoch are not known.
         """
         return {"epoch": self._epoch.state_dict(), "partial": self._partial or unsent}
 

@@ -1,7 +1,7 @@
 """Whether the rows come in the order of an earlier epoch: what a sampler does that nobody tells of a new epoch.
 
     order = SameOrder()
-    order.step(ids, rows_in_epoch=1000, ranks=4, begun=True)     # one rank's rows, sample after sample
+    order.step(ids, rows_in_epoch=1000, ranks=4, begun=True)     # one rank's rows, one observation after the other
 
 The first rows of the run are kept, 64 or as many as come before the first of them comes again. Where the same rows
 follow in the same order, a fresh shuffle of n rows would have had the chance 1 / (n (n - 1) ... (n - L + 1)).
@@ -23,7 +23,7 @@ FEWEST = 8
 
 @dataclass(frozen=True)
 class OrderAgain:
-    """What a sample says of it."""
+    """What an observation says of it."""
 
     again: bool
     log_odds: float  # against chance, over all passes that were alike
@@ -43,7 +43,7 @@ class SameOrder:
         self._begun = False
 
     def step(self, ids: Ids, rows_in_epoch: int | None, ranks: int, begun: bool) -> OrderAgain | None:
-        """Take in one rank's rows of a sample.
+        """Take in one rank's rows of an observation.
 
         Args:
             ids: int64 (rows,), in the order in which they were taken.

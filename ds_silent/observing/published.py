@@ -94,4 +94,4 @@ class Published:
         self._written = gathered.step
         told = self._responder.take(gathered.step)
         if self.recorder.writes:
-            self.recorder.sample(gathered, self.contexts.take(gathered.step), drift, told, wait)
+            self.recorder.step(gathered, self.contexts.take(gathered.step), drift, told, wait)

@@ -61,17 +61,19 @@ class Steps:
         self._together = capture.together
         self._alone, self._once, self._decided = self._together.alone, self._together.once, self._together.decided
         self._layout = layout_of(config, capture.shape)
-        self._exchange = make_exchange(self._layout, capture.group, capture.device)
+        self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.shape.gather_limit)
         log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
         self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names)
         self._responder = Responder(capture, self._exchange, self._audit, config)
         after_updates = self._responder.compares_replicas
         self.replicas = ReplicaChecks(config, capture.framework.replicated(), capture.group, after_updates)
-        recorder = make_recorder(home.sinks, config, self._audit, self._layout, capture.shape.ranks)
+        words = capture.framework.words
+        recorder = make_recorder(home.sinks, config, self._audit, self._layout, capture.shape.ranks, words)
         self.published = Published(capture, recorder, self.replicas, self._responder)
         self.records_loaded: str | None = None
         self.observing = True
-        self._lockstep = Lockstep(capture.step)
+        most = capture.framework.boundaries
+        self._lockstep = Lockstep(capture.step, allowed=most, next_allowed=most, words=capture.framework.words)
         self._greeted = False  # a first observation tells all ranks' steps, whatever the interval
         self._idle = False  # a step without a backward before it: there is nothing that it could pair with
         self._posted: int | None = None  # step of the observation that was sent last
@@ -159,7 +161,7 @@ class Steps:
         observation, wishes = Observation(Status(nothing=1.0)), None
         if self.measures(due):
             replica = self._alone(self.replicas.capture, step)
-            seen = self._capture.sample(exact=self.measures_exactly(due), replica=replica)
+            seen = self._capture.observation(exact=self.measures_exactly(due), replica=replica)
             observation = seen if self._lockstep.whole else _only_words(seen)
             wishes = self._alone(self._wishes)
         status = self._decided(lambda: self._lockstep.status(step, observation.status))

@@ -32,7 +32,7 @@ from ds_silent.maths.fingerprint import Hash, hash_text
 from ds_silent.measure.coverage import expected_coverage
 from ds_silent.ranks.parts import Parts, outvoted, parts_of, ranks_of
 from ds_silent.ranks.together import Once, at_once
-from ds_silent.records import Event, Severity
+from ds_silent.records import Event, EventKind, Severity
 
 Expectation = Literal["equal", "alike", "different", "passed", "free", "better different"]
 """``alike``: the same on all ranks, or another on every rank (generators: both are policies, a mixture is none).
@@ -69,7 +69,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ItemOutcome:
     """What the ranks said about one item."""
 
     item: Item  # this rank's
@@ -85,15 +85,15 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PreflightOutcome:
     """The comparison, the same on every rank except for what agreed items show."""
 
     world_size: int
-    findings: tuple[Finding, ...]
+    items: tuple[ItemOutcome, ...]
 
     @property
-    def wrong(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if not finding.ok)
+    def wrong(self) -> tuple[ItemOutcome, ...]:
+        return tuple(one for one in self.items if not one.ok)
 
 
 def item_of(
@@ -128,10 +128,12 @@ def read_item(
     return item_of(name, group, value, None, expectation, severity)
 
 
-# -- judging (pure) --------------------------------------------------------------------------------------------------
+# -- what the hashes say (pure) --------------------------------------------------------------------------------------
 
 
-def judge(items: Sequence[Item], hashes: Hashes, texts: Mapping[int, Sequence[str]] | None = None) -> Outcome:
+def outcome_of(
+    items: Sequence[Item], hashes: Hashes, texts: Mapping[int, Sequence[str]] | None = None
+) -> PreflightOutcome:
     """Which items are as expected, and who is the odd one out.
 
     Args:
@@ -139,7 +141,7 @@ def judge(items: Sequence[Item], hashes: Hashes, texts: Mapping[int, Sequence[st
         hashes: int32 (N, len(items), 2), every rank's.
         texts: by index of an item, what each of the N ranks shows.
     """
-    findings = []
+    found = []
     for index, item in enumerate(items):
         values = [tuple(pair) for pair in hashes[:, index].tolist()]
         parts = parts_of(values)
@@ -152,8 +154,8 @@ def judge(items: Sequence[Item], hashes: Hashes, texts: Mapping[int, Sequence[st
         else:
             ok = _as_expected(item.expectation, parts, len(hashes))
             odd = () if ok else _odd(item.expectation, parts)
-        findings.append(Finding(item, parts, shown, ok, odd))
-    return Outcome(len(hashes), tuple(findings))
+        found.append(ItemOutcome(item, parts, shown, ok, odd))
+    return PreflightOutcome(len(hashes), tuple(found))
 
 
 def _as_expected(expectation: Expectation, parts: Sequence[Sequence[int]], ranks: int) -> bool:
@@ -173,8 +175,10 @@ def _odd(expectation: Expectation, parts: Parts) -> tuple[int, ...]:
 # -- the collectives -------------------------------------------------------------------------------------------------
 
 
-def compare(items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once = at_once) -> Outcome:
-    """Gathers and judges. A collective that waits: every rank calls it once, before its first step.
+def compare(
+    items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once = at_once
+) -> PreflightOutcome:
+    """Gathers and compares. A collective that waits: every rank calls it once, before its first step.
 
     Args:
         items: what this rank found; the others' lists should be alike, and it is an event when they are not.
@@ -187,16 +191,16 @@ def compare(items: Sequence[Item], group: dist.ProcessGroup, device: torch.devic
     return outcome if outcome.wrong else _compared(items, group, device, once)
 
 
-def _compared(items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once) -> Outcome:
+def _compared(items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once) -> PreflightOutcome:
     hashes = _gather(np.array([item.hash for item in items], dtype=np.int32).reshape(-1, 2), group, device, once)
-    outcome = judge(items, hashes)
-    wrong = [index for index, finding in enumerate(outcome.findings) if not finding.ok][:MAX_TEXTS]
+    outcome = outcome_of(items, hashes)
+    wrong = [index for index, one in enumerate(outcome.items) if not one.ok][:MAX_TEXTS]
     if not wrong:
         return outcome
     slots = np.stack([_text_slot(items[index].shown) for index in wrong])
     gathered = _gather(slots.reshape(-1, 2), group, device, once).reshape(len(hashes), len(wrong), -1)
     texts = {index: [_slot_text(slot) for slot in gathered[:, column]] for column, index in enumerate(wrong)}
-    return judge(items, hashes, texts)
+    return outcome_of(items, hashes, texts)
 
 
 def lists_of(items: Sequence[Item]) -> list[Item]:
@@ -227,17 +231,17 @@ def _slot_text(slot: Hashes) -> str:
 
 # -- saying it -------------------------------------------------------------------------------------------------------
 
-_KINDS: Mapping[Group, str] = {
+_KINDS: Mapping[Group, EventKind] = {
     "weights": "initial-weights-mismatch",
     "generators": "seed-mismatch",
     "sampler": "data-order-mismatch",
 }
-_KINDS_OF_ITEMS: Mapping[str, str] = {
+_KINDS_OF_ITEMS: Mapping[str, EventKind] = {
     "sampler's share": "duplicate-data",
     "sampler: a share for each rank": "duplicate-data",
     "sampler: a rank for each share": "low-coverage",
 }
-_REMEDIES: Mapping[str, str] = {
+_REMEDIES: Mapping[EventKind, str] = {
     "initial-weights-mismatch": "Load the same checkpoint, or seed before the model is made, on every rank.",
     "seed-mismatch": "Seed all ranks alike, or each from its rank, after the process group exists.",
     "data-order-mismatch": "Give every rank's sampler the same seed, epoch, data set and number of replicas.",
@@ -250,35 +254,35 @@ _REMEDIES: Mapping[str, str] = {
 _STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
-def kind_of(item: Item) -> str:
+def kind_of(item: Item) -> EventKind:
     """The kind of event that an item makes when it is not as expected."""
     return _KINDS_OF_ITEMS.get(item.name) or _KINDS.get(item.group, "config-mismatch")
 
 
-def events_of(outcome: Outcome, step: int = 0) -> list[Event]:
+def events_of(outcome: PreflightOutcome, step: int = 0) -> list[Event]:
     """One event per kind, group and set of odd ranks, however many items show it; the worst first.
 
     ``ranks`` are the odd ones out, the ranks that collide, or nobody where no majority exists; ``where`` is the first
     item.
     """
-    together: dict[tuple[str, str, Severity, tuple[tuple[int, ...], ...]], list[Finding]] = {}
-    for finding in outcome.wrong:
-        item = finding.item
-        together.setdefault((kind_of(item), item.group, item.severity, finding.parts), []).append(finding)
+    together: dict[tuple[EventKind, str, Severity, tuple[tuple[int, ...], ...]], list[ItemOutcome]] = {}
+    for one in outcome.wrong:
+        item = one.item
+        together.setdefault((kind_of(item), item.group, item.severity, one.parts), []).append(one)
     events = []
-    for (kind, _, severity, _), findings in together.items():
-        first = findings[0]
+    for (kind, _, severity, _), found in together.items():
+        first = found[0]
         events.append(
-            Event(step, kind, severity, first.odd, first.item.name, None, None, _sentence(findings), _REMEDIES[kind])
+            Event(step, kind, severity, first.odd, first.item.name, None, None, _sentence(found), _REMEDIES[kind])
         )
     return sorted(events, key=lambda event: ("error", "warning", "info").index(event.severity))
 
 
-def _sentence(findings: Sequence[Finding]) -> str:
-    first = findings[0]
+def _sentence(found: Sequence[ItemOutcome]) -> str:
+    first = found[0]
     if first.item.expectation == "passed":
         return f"{_failures(first)} ({ranks_of(first.odd)})."
-    more = f" (and {len(findings) - 1} more differ in the same way)" if len(findings) > 1 else ""
+    more = f" (and {len(found) - 1} more differ in the same way)" if len(found) > 1 else ""
     if first.item.expectation == "different":
         collide = "; ".join(f"{ranks_of(part)} all have {_shown(first, i)}" for i, part in _colliding(first))
         return f"{first.item.name} must differ between ranks, but {collide}{more}."
@@ -294,41 +298,41 @@ def _sentence(findings: Sequence[Finding]) -> str:
     return f"{first.item.name} differs between ranks: {values}{more}.{nobody}{missed}"
 
 
-def _failures(finding: Finding) -> str:
+def _failures(one: ItemOutcome) -> str:
     """What the ranks that failed a check found."""
-    indices = [index for index, part in enumerate(finding.parts) if set(part) <= set(finding.odd)]
-    shown = [_shown(finding, index) for index in indices[:3]]
+    indices = [index for index, part in enumerate(one.parts) if set(part) <= set(one.odd)]
+    shown = [_shown(one, index) for index in indices[:3]]
     return "; ".join(shown) + (f"; {len(indices) - 3} more" if len(indices) > 3 else "")
 
 
-def _colliding(finding: Finding) -> list[tuple[int, tuple[int, ...]]]:
-    return [(index, part) for index, part in enumerate(finding.parts) if len(part) > 1][:3]
+def _colliding(one: ItemOutcome) -> list[tuple[int, tuple[int, ...]]]:
+    return [(index, part) for index, part in enumerate(one.parts) if len(part) > 1][:3]
 
 
-def _shown(finding: Finding, index: int) -> str:
+def _shown(one: ItemOutcome, index: int) -> str:
     """The value of one part; "one value" where no text travelled, or two parts show the same beginning."""
-    if len(finding.texts) < len(finding.parts) or Counter(finding.texts)[finding.texts[index]] > 1:
-        own = finding.texts[index] if len(finding.texts) == len(finding.parts) else ""
+    if len(one.texts) < len(one.parts) or Counter(one.texts)[one.texts[index]] > 1:
+        own = one.texts[index] if len(one.texts) == len(one.parts) else ""
         return f"{own} [value {index + 1}]".strip()
-    return finding.texts[index]
+    return one.texts[index]
 
 
-def verdict(finding: Finding) -> str:
+def verdict(one: ItemOutcome) -> str:
     """In a few words: equal, each its own, free, or what is wrong."""
-    if finding.item.expectation == "passed":
-        return "passed" if finding.ok else f"not so on {ranks_of(finding.odd)}"
-    if finding.agrees and finding.item.expectation == "better different":
+    if one.item.expectation == "passed":
+        return "passed" if one.ok else f"not so on {ranks_of(one.odd)}"
+    if one.agrees and one.item.expectation == "better different":
         return "equal, better different"
-    if finding.agrees:
-        return "equal" if finding.ok else "equal, must differ"
-    if finding.ok:
-        if finding.item.expectation == "better different":
+    if one.agrees:
+        return "equal" if one.ok else "equal, must differ"
+    if one.ok:
+        if one.item.expectation == "better different":
             return "different"
-        return "free" if finding.item.expectation == "free" else "each rank its own"
-    return f"{ranks_of(finding.odd)} differ{'s' if len(finding.odd) == 1 else ''}" if finding.odd else "no agreement"
+        return "free" if one.item.expectation == "free" else "each rank its own"
+    return f"{ranks_of(one.odd)} differ{'s' if len(one.odd) == 1 else ''}" if one.odd else "no agreement"
 
 
-def table(outcome: Outcome, full: bool = False) -> Table:
+def table(outcome: PreflightOutcome, full: bool = False) -> Table:
     """What is not as expected, and one row for the rest of each group; with ``full``, a row per item.
 
     Names and values come from configuration and environment: they are never markup.
@@ -338,21 +342,21 @@ def table(outcome: Outcome, full: bool = False) -> Table:
     drawn.add_column("value", overflow="ellipsis", no_wrap=True, max_width=60)
     drawn.add_column("verdict")
     for group in GROUPS:
-        members = [finding for finding in outcome.findings if finding.item.group == group]
-        fine = [finding for finding in members if finding.ok]
+        members = [one for one in outcome.items if one.item.group == group]
+        fine = [one for one in members if one.ok]
         if fine and not full:
-            verdicts = Counter(verdict(finding) for finding in fine)
+            verdicts = Counter(verdict(one) for one in fine)
             said = ", ".join(f"{count} {words}" for words, count in verdicts.items())
             drawn.add_row(group, f"{len(fine)} items", Text(said, style="green"))
-        for finding in members if full else outcome.wrong:
-            if finding.item.group == group:
-                style = "green" if finding.ok else _STYLES[finding.item.severity]
-                value = "…" if finding.ok and not finding.agrees else " | ".join(finding.texts)
-                drawn.add_row(Text(_plain(finding.item.name)), Text(_plain(value)), Text(verdict(finding), style=style))
+        for one in members if full else outcome.wrong:
+            if one.item.group == group:
+                style = "green" if one.ok else _STYLES[one.item.severity]
+                value = "…" if one.ok and not one.agrees else " | ".join(one.texts)
+                drawn.add_row(Text(_plain(one.item.name)), Text(_plain(value)), Text(verdict(one), style=style))
     return drawn
 
 
-def to_json(outcome: Outcome) -> dict[str, Any]:
+def to_json(outcome: PreflightOutcome) -> dict[str, Any]:
     """``preflight.json``: every item with what was expected, who has what, and the verdict."""
     return {
         "version": 1,
@@ -360,16 +364,16 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "ok": not outcome.wrong,
         "items": [
             {
-                "name": finding.item.name,
-                "group": finding.item.group,
-                "expected": finding.item.expectation,
-                "ok": finding.ok,
-                "verdict": verdict(finding),
-                "odd_ranks": list(finding.odd),
-                "ranks": [list(part) for part in finding.parts] if not finding.agrees else "all",
-                "values": list(finding.texts),
+                "name": one.item.name,
+                "group": one.item.group,
+                "expected": one.item.expectation,
+                "ok": one.ok,
+                "verdict": verdict(one),
+                "odd_ranks": list(one.odd),
+                "ranks": [list(part) for part in one.parts] if not one.agrees else "all",
+                "values": list(one.texts),
             }
-            for finding in outcome.findings
+            for one in outcome.items
         ],
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from ds_silent.device import model_name
 from ds_silent.maths.fingerprint import hash_bytes, shown_hash
 from ds_silent.preflight.compare import Item, item_of, read_item
 
-PACKAGES = ("ds_silent", "torch", "torch_npu", "deepspeed", "transformers", "accelerate", "datasets", "numpy")
+BELOW = ("ds_silent", "torch", "torch_npu")
+ABOVE = ("transformers", "accelerate", "datasets", "numpy")
+"""Packages whose versions are compared, below the framework and above it."""
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE",
@@ -32,9 +34,11 @@ VARIABLES = (
 _HOST = re.compile(r"IFNAME|_IP$|_IB_|PORT|FILE|DEBUG|LOG|TOPO|HOSTID|COMM_ID|WHITELIST|TIMEOUT|SOCKET|NET|CUMEM")
 
 
-def code_items() -> list[Item]:
-    """Versions of what computes, the script, and the revision of the working directory."""
-    items = [read_item(f"{name} version", "code", _version_of(name), "equal", "warning") for name in PACKAGES]
+def code_items(packages: Sequence[str] = ()) -> list[Item]:
+    """Versions of what computes, the framework's ``packages`` among them, the script, and the revision of the working
+    directory."""
+    names = (*BELOW, *packages, *ABOVE)
+    items = [read_item(f"{name} version", "code", _version_of(name), "equal", "warning") for name in names]
     runtime = f"CUDA {torch.version.cuda}, HIP {getattr(torch.version, 'hip', None)}"
     return [
         *items,

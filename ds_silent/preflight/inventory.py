@@ -1,17 +1,17 @@
 """What one rank is made of, as a list of items to compare: weights, generators, sampler, hyper-parameters, code.
 
-    before = weights_hash(model)                       # before deepspeed.initialize, which broadcasts rank 0's weights
-    items = local_items(engine, ds_config, sampler=sampler_facts(loader), before=before)
+    before = weights_hash(model)                       # before the framework broadcasts rank 0's weights
+    items = local_items(Training("torch", model, optimizer), sampler=sampler_facts(loader), before=before)
 
 Nothing here communicates or raises: what cannot be read is an item that says so. The list's names depend on what all
-ranks share (the model, the stage); its values are the rank's own.
+ranks share (the model, how it is sharded); its values are the rank's own.
 
 What is expected, and why:
 
-* Weights: equal in stages 0-2, where every rank holds a replica. DeepSpeed broadcasts parameters (not buffers) from
-  rank 0 when it makes the engine, so a difference afterwards is an error, and one before, which the broadcast hides,
+* Weights: equal where every rank holds a replica. Frameworks broadcast parameters (not all of them buffers too) from
+  rank 0 when they take the model, so a difference afterwards is an error, and one before, which the broadcast hides,
   a warning: some rank loaded another checkpoint. Before, all may differ (each rank seeded from its rank), or none.
-  Under ZeRO-3 each number has one owner: no two ranks could disagree, and nothing is compared.
+  Where parameters are in shards each number has one owner: no two ranks could disagree, and nothing is compared.
 * Generators: *alike*. One seed everywhere is a policy (equal initialisation), a seed per rank is one too (other
   dropout masks, other augmentation). Some ranks equal and others not is neither. With 2 ranks the two cannot be told
   apart, and nothing is reported. Where the model has dropout, the states of the generators that it draws from are
@@ -39,25 +39,6 @@ from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, shown_hash,
 from ds_silent.preflight.compare import Group, Item, check_item, item_of, read_item
 from ds_silent.preflight.environment import code_items, environment_items
 
-_SECTIONS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-    "data_types",
-    "zero_optimization",
-    "activation_checkpointing",
-    "silent_consistency",
-)
-# Where a run writes and what it prints is a rank's own business.
-_IGNORED_SECTIONS = {
-    *("tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "autotuning"),
-    *("steps_per_print", "wall_clock_breakdown", "dump_state", "local_rank"),
-}
 _PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")
 """Attributes of modules (torch's ``MultiheadAttention`` and ``LSTM``, transformers', timm's) that are probabilities."""
 _HYPER_PARAMETERS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "betas", "eps": "eps"}
@@ -74,9 +55,30 @@ class SamplerFacts:
     rows: int | None = None  # of the data set
 
 
+def _whole(tensor: Tensor) -> bool:
+    return False
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    return tuple(parameter.shape)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a framework shows of one rank's training, before its first step."""
+
+    framework: str  # its name
+    module: nn.Module
+    optimizer: Any  # with the framework's wrapper; None without one
+    scheduler: Any = None  # of the learning rate
+    config: Callable[[], list[Item]] = list  # items of what the user has configured
+    sharded: Callable[[Tensor], bool] = _whole  # whether this rank holds a part of a tensor only
+    shape: Callable[[Tensor], tuple[int, ...]] = _shape  # of the whole parameter
+    packages: tuple[str, ...] = ()  # its own, whose versions are compared
+
+
 def local_items(
-    engine: Any,
-    ds_config: Mapping[str, Any],
+    training: Training,
     sampler: SamplerFacts | None = None,
     before: Hash | None = None,
     ranks: int = 1,
@@ -85,20 +87,19 @@ def local_items(
     """Everything that is compared, of this rank. Waits for the device once, for the hashes of the weights.
 
     Args:
-        engine: a DeepSpeedEngine before its first step.
-        ds_config: its configuration as a dictionary.
+        training: before its first step.
         sampler: None when nobody knows; then free.
         before: :func:`weights_hash` of the model as the script made it; None when nobody looked.
         ranks: data-parallel ranks N, which the sampler must have shares for.
     """
     return [
-        *_all_of("weights", lambda: weight_items(engine.module, before)),
-        *_all_of("parameters", lambda: parameter_items(engine.module)),
-        *_all_of("generators", lambda: generator_items(engine.module)),
+        *_all_of("weights", lambda: weight_items(training, before)),
+        *_all_of("parameters", lambda: parameter_items(training)),
+        *_all_of("generators", lambda: generator_items(training.module)),
         *_all_of("sampler", lambda: sampler_items(sampler, ranks)),
-        *_all_of("optimizer", lambda: optimizer_items(engine.optimizer, getattr(engine, "lr_scheduler", None))),
-        *_all_of("config", lambda: config_items(ds_config)),
-        *_all_of("code", code_items),
+        *_all_of("optimizer", lambda: optimizer_items(training.optimizer, training.scheduler)),
+        *_all_of("config", training.config),
+        *_all_of("code", lambda: code_items(training.packages)),
         *_all_of("environment", lambda: environment_items(environment)),
     ]
 
@@ -114,19 +115,19 @@ def _all_of(group: Group, collect: Callable[[], list[Item]]) -> list[Item]:
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def weights_hash(module: nn.Module) -> Hash | None:
-    """One hash of all parameters and buffers; None when ZeRO-3 has them in shards. Waits for the device once."""
+def weights_hash(module: nn.Module, sharded: Callable[[Tensor], bool] = _whole) -> Hash | None:
+    """One hash of all parameters and buffers; None where some are in shards. Waits for the device once."""
     tensors = [tensor for _, tensor in _tensors_of(module)]
-    if not tensors or any(_sharded(tensor) for tensor in tensors):
+    if not tensors or any(map(sharded, tensors)):
         return None
     return hash_text(repr(_hashes_of(tensors)))
 
 
-def weight_items(module: nn.Module, before: Hash | None) -> list[Item]:
+def weight_items(training: Training, before: Hash | None) -> list[Item]:
     """One item per parameter and buffer, named by its place so that lists of the same length can be compared."""
-    named = [(name, tensor) for name, tensor in _tensors_of(module) if not _sharded(tensor)]
+    named = [(name, tensor) for name, tensor in _tensors_of(training.module) if not training.sharded(tensor)]
     first = Item(
-        "initial weights before DeepSpeed's broadcast",
+        f"initial weights before {training.framework}'s broadcast",
         "weights",
         "free" if before is None else "alike",
         "not looked at" if before is None else shown_hash(before),
@@ -141,12 +142,13 @@ def weight_items(module: nn.Module, before: Hash | None) -> list[Item]:
     return items
 
 
-def parameter_items(module: nn.Module) -> list[Item]:
+def parameter_items(training: Training) -> list[Item]:
     """Which parameters there are, in which order, and which of them are trained."""
+    module = training.module
     named = list(module.named_parameters())
-    order = [f"{name} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype}" for name, p in named]
+    order = [f"{name} {training.shape(p)} {p.dtype}" for name, p in named]
     frozen = [name for name, p in named if not p.requires_grad]
-    sharded = sum(_sharded(p) for _, p in named)
+    sharded = sum(training.sharded(p) for _, p in named)
     note = f", {sharded} of them in shards (one owner per number: nothing to compare)" if sharded else ""
     return [
         item_of("parameter names, shapes and order", "parameters", "\n".join(order), f"{len(named)} parameters{note}"),
@@ -170,11 +172,6 @@ def _hashes_of(tensors: Sequence[Tensor]) -> list[Hash]:
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _sharded(tensor: Tensor) -> bool:
-    """ZeRO-3 marks its parameters so (``deepspeed/runtime/zero/partition_parameters.py``)."""
-    return hasattr(tensor, "ds_id")
 
 
 # -- randomness and data ---------------------------------------------------------------------------------------------
@@ -233,11 +230,11 @@ def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
 
 
 def sampler_facts(loader: Any) -> SamplerFacts | None:
-    """What a DataLoader, a DeepSpeedDataLoader or a sampler says of its sharding; None when it says nothing.
+    """What a DataLoader, a loader around one or a sampler says of its sharding; None when it says nothing.
 
-    Relies on ``num_replicas``, ``rank``, ``seed``, ``epoch`` of ``torch.utils.data.DistributedSampler``,
-    ``num_processes`` and ``process_index`` of accelerate's shards, and ``data_sampler`` of DeepSpeed's loader. A
-    sampler of one's own is read by the names of torch's.
+    Relies on ``num_replicas``, ``rank``, ``seed``, ``epoch`` of ``torch.utils.data.DistributedSampler``, and on
+    ``num_processes`` and ``process_index`` of accelerate's shards. A sampler of one's own is read by the names of
+    torch's.
     """
     for sampler in samplers_in(loader):
         for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
@@ -278,7 +275,7 @@ def length_of(data: Any) -> int | None:
 def optimizer_items(optimizer: Any, scheduler: Any) -> list[Item]:
     """Class and hyper-parameters, over all parameter groups; class and state of the scheduler."""
     groups = [] if optimizer is None else list(getattr(optimizer, "param_groups", []))
-    inner = getattr(optimizer, "optimizer", optimizer)  # what ZeRO wraps
+    inner = getattr(optimizer, "optimizer", optimizer)  # what a framework wraps
 
     def values_of(key: str) -> Callable[[], str]:
         return lambda: _joined([_plain(group[key]) for group in groups if key in group])
@@ -299,12 +296,9 @@ def optimizer_items(optimizer: Any, scheduler: Any) -> list[Item]:
     ]
 
 
-def config_items(ds_config: Mapping[str, Any]) -> list[Item]:
-    """The DeepSpeed configuration by section, without monitors, output paths and local paths."""
-    kept = {key: value for key, value in ds_config.items() if key not in _IGNORED_SECTIONS}
-    rest = {key: value for key, value in kept.items() if key not in _SECTIONS}
-    parts = [(f"ds_config {section}", kept.get(section)) for section in _SECTIONS] + [("ds_config: the rest", rest)]
-    return [item_of(name, "config", json.dumps(_portable(value), sort_keys=True, default=str)) for name, value in parts]
+def config_item(name: str, value: Any) -> Item:
+    """A part of a configuration, without local paths."""
+    return item_of(name, "config", json.dumps(_portable(value), sort_keys=True, default=str))
 
 
 def _portable(value: Any) -> Any:

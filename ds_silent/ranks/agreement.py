@@ -1,6 +1,6 @@
 """What all ranks must have alike before they observe together, agreed over the process group's key-value store.
 
-    verdict = agree(group, "block", Statement(kind="block", ...))     # the same call on every rank of ``group``
+    verdict = agree(group, "block", Statement(True, values=...))      # the same call on every rank of ``group``
     if verdict.sentence: ...                                         # the same on every rank
 
 No collective: what ranks disagree about here is whether, and how, they communicate. A store never meets a collective of
@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_silent.ranks.parts import outvoted, parts_of, ranks_of
+from ds_silent.words import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
 TIMEOUT_VARIABLE = "DS_SILENT_TIMEOUT"
@@ -83,14 +84,12 @@ def timeout_seconds() -> float:
     return seconds if 0 < seconds < 1e6 else TIMEOUT_SECONDS
 
 
-def agree(
-    group: dist.ProcessGroup, topic: str, mine: Statement, compose: Callable[[Sequence[Statement]], str] | None = None
-) -> Verdict:
+def agree(group: dist.ProcessGroup, topic: str, mine: Statement, words: Words = TORCH) -> Verdict:
     """Wait for every rank of ``group`` and hear whether all say the same. Every rank calls it; no collective.
 
     Args:
         topic: what is agreed on; ranks meet by the group's members, the topic and how often they have met.
-        compose: the sentence, from every rank's statement; :func:`differences` by default.
+        words: the framework's, for the ranks that did not come.
 
     Returns:
         the verdict, the same on every rank that came. A rank that has nothing to observe hears of a time-out only if
@@ -106,7 +105,7 @@ def agree(
     place = f"{members}/{topic}"
     _meetings[place] = meeting = _meetings.get(place, 0) + 1
     try:
-        return _Meeting(store, f"ds_silent/{place}/{meeting}", ranks, me, compose or differences).hold(mine)
+        return _Meeting(store, f"ds_silent/{place}/{meeting}", ranks, me, words).hold(mine)
     except Exception as error:  # the rank that holds the store is gone
         broken = f"the process group's store cannot be reached ({type(error).__name__}: {error})"
         return Verdict(broken if mine.present else None, me)
@@ -115,8 +114,8 @@ def agree(
 class _Meeting:
     """One agreement; the keys of the store begin with ``prefix``."""
 
-    def __init__(self, store: Any, prefix: str, ranks: int, me: int, compose: Callable[[Sequence[Statement]], str]):
-        self._store, self._prefix, self._ranks, self._me, self._compose = store, prefix, ranks, me, compose
+    def __init__(self, store: Any, prefix: str, ranks: int, me: int, words: Words):
+        self._store, self._prefix, self._ranks, self._me, self._words = store, prefix, ranks, me, words
 
     def hold(self, mine: Statement) -> Verdict:
         seconds = timeout_seconds()
@@ -146,7 +145,7 @@ class _Meeting:
         if not any(statement.present or statement.refusal for statement in said):
             return Verdict()
         refused = any(statement.refusal is not None for statement in said)
-        return Verdict(self._compose(said), 0, outvoted(parts_of(statement.key for statement in said)), refused=refused)
+        return Verdict(differences(said), 0, outvoted(parts_of(statement.key for statement in said)), refused=refused)
 
     def _late(self, came: Sequence[int], seconds: float) -> Verdict:
         said = [self._read(rank) for rank in came]
@@ -155,8 +154,8 @@ class _Meeting:
         missing = tuple(rank for rank in range(self._ranks) if rank not in set(came))
         sentence = (
             f"{ranks_of(missing)} did not come to ds_silent within {seconds:g} s, {ranks_of(came)} did: call "
-            f"ds_silent.initialize or ds_silent.attach on every rank of the data-parallel group, or wait longer "
-            f"({TIMEOUT_VARIABLE}, in seconds)"
+            f"{self._words.begin} on every rank of the data-parallel group, or wait longer ({TIMEOUT_VARIABLE}, in "
+            "seconds)"
         )
         return Verdict(sentence, self._me, missing, missing)
 

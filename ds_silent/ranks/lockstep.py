@@ -1,6 +1,6 @@
-"""Do all ranks send their samples at the same place of the training? Counted here, compared when a sample is read.
+"""Do all ranks send their observations at the same place of the training? Counted here, compared when one is read.
 
-    lockstep = Lockstep(step)                    # the same step on every rank, agreed before
+    lockstep = Lockstep(step, words=words)       # the same step on every rank, agreed before
     lockstep.scheduled                           # the step by which everything that communicates is timed
     lockstep.status(step, own)                   # travels with every observation
     lockstep, event = lockstep.read(gathered)    # why all ranks stop observing, or None; the same on every rank
@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNSEEN, Gathered, Status
+from ds_silent.ranks.parts import outvoted, parts_of
 from ds_silent.records import Event
+from ds_silent.words import TORCH, Words
 
 EXACT = 1 << 24  # whole numbers below it are exact in fp32
 
@@ -37,6 +39,7 @@ class Lockstep:
     astray: bool = False
     next_base: int | None = None
     next_allowed: int = 1
+    words: Words = TORCH
 
     @property
     def scheduled(self) -> int:
@@ -54,7 +57,7 @@ class Lockstep:
         return replace(more, astray=self.astray or not more.whole)
 
     def passed(self) -> Lockstep:
-        """The sample of the step under way has been sent, if it was due: the next one begins."""
+        """The observation of the step under way has been sent, if it was due: the next one begins."""
         base = self.base if self.next_base is None else self.next_base
         return replace(self, count=self.count + 1, base=base, allowed=self.next_allowed)
 
@@ -72,20 +75,20 @@ class Lockstep:
         return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.count % EXACT))
 
     def read(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
-        """What a sample says of all ranks; every rank reads every sample, in the same order."""
+        """What the ranks' observations say; every rank reads all of them, in the same order."""
         status = gathered.status
         failed, steps, boundaries = (values.tolist() for values in (status.failed, status.step, status.boundary))
         if all(word == ASTRAY for word in failed):  # all alike: several backward passes make one step here
             return replace(self, next_allowed=self.allowed + 1), None
         if any(failed):
-            return self, stopping(gathered.step, failed)
+            return self, stopping(gathered.step, failed, self.words)
         if len(set(steps)) > 1 or len(set(boundaries)) > 1:
             return self, apart(gathered.step, steps, boundaries)
         ahead = (int(steps[0]) - int(boundaries[0]) - self.base) % EXACT  # not 0 where all have moved together
         return replace(self, next_base=self.base + (ahead - EXACT if ahead > EXACT // 2 else ahead)), None
 
 
-def stopping(step: int, failed: list[float]) -> Event:
+def stopping(step: int, failed: list[float], words: Words) -> Event:
     """The event of the worst that some ranks have said."""
     code = next(code for code in (BROKE, UNSEEN, ASTRAY, LEFT) if code in failed or code == LEFT)
     ranks = tuple(rank for rank, word in enumerate(failed) if word == code)
@@ -96,7 +99,7 @@ def stopping(step: int, failed: list[float]) -> Event:
         remedy = "Close it on every rank at the same step, or on none: it closes itself at the end."
     elif code == ASTRAY:
         message = f"At step {step} gradients were reduced on {names} without a step after it; all stop observing."
-        remedy = "Call engine.step() after every backward, on every rank."
+        remedy = f"Call {words.step} after every backward, on every rank."
     elif code == UNSEEN:
         message = f"On {names} a gradient at step {step} is sparse, which cannot be observed; all stop observing."
         remedy = "Make the module with sparse=False, if it is to be observed."
@@ -107,9 +110,7 @@ def stopping(step: int, failed: list[float]) -> Event:
 
 def apart(step: int, steps: list[float], boundaries: list[float]) -> Event:
     """The event of ranks that count another step, or another number of reductions."""
-    values = list(zip(steps, boundaries, strict=True))
-    most = max(values, key=values.count)
-    odd = tuple(r for r, value in enumerate(values) if value != most) if 2 * values.count(most) > len(values) else ()
+    odd = outvoted(parts_of(zip(steps, boundaries, strict=True)))
     which = steps if len(set(steps)) > 1 else boundaries
     what = "are at another step" if which is steps else "have reduced gradients another number of times"
     shown = ", ".join(f"{int(value)} on {which.count(value)} of them" for value in sorted(set(which))[:3])

@@ -1,7 +1,7 @@
-"""The start of an observation: all ranks agree on the block, and then on the sizes that follow from it and the engine.
+"""The start of an observation: all ranks agree on the block, and then on the sizes that follow from it and the model.
 
-    config = agree_on_block(group, facts, config, refusal)       # None: nobody observes; raises on all ranks or on none
-    capture, unlike = agree_on_layout(group, facts, config, make)  # unlike: why nothing is to be observed, on all ranks
+    config = agree_on_block(group, facts, words, config, refusal)  # None: nobody observes; raises on all ranks or none
+    capture, unlike = agree_on_layout(group, facts, words, config, make)  # unlike: why nothing is to be observed
 
 A block is refused where ranks differ, because somebody meant something else. A training whose ranks are unlike in what
 would run without an observer - another number of micro-batches - goes on without one: its collectives would not meet.
@@ -23,6 +23,7 @@ from ds_silent.exchange.layout import layout_of
 from ds_silent.ranks.agreement import Statement, Verdict, agree, flat
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event
+from ds_silent.words import Words
 
 Facts = Callable[[], dict[str, Any]]
 """What the ranks' collectives follow from, by the names that a person would look for; JSON values."""
@@ -30,20 +31,25 @@ _WRITERS_OWN = ("output_dir", "tensorboard")  # only the rank that writes looks 
 
 
 def alone() -> bool:
-    """Whether there is nobody to agree with: a refusal need not wait for ``deepspeed.initialize``."""
+    """Whether there is nobody to agree with: a refusal need not wait for what the framework does itself."""
     if dist.is_initialized():
         return dist.get_world_size() == 1
     return os.environ.get("WORLD_SIZE", "1") == "1" and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 def agree_on_block(
-    group: dist.ProcessGroup | None, facts: Facts, config: SilentConsistencyConfig | None, refusal: ConfigError | None
+    group: dist.ProcessGroup | None,
+    facts: Facts,
+    words: Words,
+    config: SilentConsistencyConfig | None,
+    refusal: ConfigError | None,
 ) -> SilentConsistencyConfig | None:
     """This rank's block, when every rank of the group has the same one; None when nobody has.
 
     Args:
         group: the ranks that average their gradients; None where the framework has no such group.
         facts: asked for what their collectives follow from.
+        words: the framework's.
         config: this rank's block; None without one.
         refusal: why this rank cannot honour its block.
 
@@ -53,7 +59,7 @@ def agree_on_block(
     present = config is not None or refusal is not None
     if group is None:
         if present:
-            raise refusal or ConfigError(f"{BLOCK} cannot find the data-parallel group of this engine")
+            raise refusal or ConfigError(f"{BLOCK} cannot find the data-parallel group of this {words.training}")
         return None
     values = {} if config is None else _compared(facts, config)
     mine = Statement(
@@ -63,14 +69,18 @@ def agree_on_block(
         refusal=None if refusal is None else str(refusal),
         values=values,
     )
-    verdict = agree(group, "block", mine)
+    verdict = agree(group, "block", mine, words)
     if verdict.sentence is not None:
-        _refuse(verdict, group, refusal, "give every rank the same ds_config and the same version of ds_silent")
+        _refuse(verdict, group, refusal, f"give every rank the same {words.config} and the same version of ds_silent")
     return config
 
 
 def agree_on_layout(
-    group: dist.ProcessGroup, facts: Facts, config: SilentConsistencyConfig, make: Callable[[], StepCapture]
+    group: dist.ProcessGroup,
+    facts: Facts,
+    words: Words,
+    config: SilentConsistencyConfig,
+    make: Callable[[], StepCapture],
 ) -> tuple[StepCapture, Event | None]:
     """The capture, and where the ranks are unlike in what they would send, the event that says so.
 
@@ -86,15 +96,15 @@ def agree_on_layout(
     except ConfigError as error:
         refusal = error
     except Exception as error:  # our own bug: all ranks end with it, and none waits for this one
-        refusal = ConfigError(f"{BLOCK} cannot observe this engine ({type(error).__name__}: {error})")
+        refusal = ConfigError(f"{BLOCK} cannot observe this {words.training} ({type(error).__name__}: {error})")
         refusal.__cause__ = error
     mine = Statement(True, refusal=None if refusal is None else str(refusal), values=values, version=_version())
-    verdict = agree(group, "layout", mine)
+    verdict = agree(group, "layout", mine, words)
     if verdict.sentence is None:
         assert capture is not None
         return capture, None
     if capture is None or verdict.refused or verdict.missing:
-        _refuse(verdict, group, refusal, "give every rank the same model and ds_config")
+        _refuse(verdict, group, refusal, f"give every rank the same model and {words.config}")
     assert capture is not None
     return capture, _unlike(verdict, capture.step)
 

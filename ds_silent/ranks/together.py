@@ -5,7 +5,7 @@
         together.alone(lambda: measure(gradient))  # in it: what touches only this rank
         together.once(lambda: all_reduce(values))  # in it: a collective, or what decides whether there is one
 
-* **alone**: may break. The first error is kept and said once; this rank's next sample says "failed" (a row that is
+* **alone**: may break. The first error is kept and said once; this rank's next observation says "failed" (a row that is
   ready from the beginning), every rank reads that word one measured step later, and all switch off there together.
 * **once**: every rank makes the same calls in the same order. One call is one statement: it is made, or it is not.
   **decided** is the same for a value that has to be the same when the act is played again, without a call.
@@ -75,7 +75,7 @@ class Together:
         self._irrevocable = False
 
     def fail(self, error: Exception) -> None:
-        """Remember the first internal error and say it once; the next sample tells all ranks."""
+        """Remember the first internal error and say it once; the next observation tells all ranks."""
         if self.failure is None:
             error = error.error if isinstance(error, _GroupBroke) else error
             self.failure = error

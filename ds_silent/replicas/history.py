@@ -2,7 +2,7 @@
 
     replicas = Replicas(parameters, others, history=12)
     replicas.remember(step)                      # several times between checks: the checksums stay on the device
-    whole = replicas.check(step)                 # now and then: int64 (), which travels with the sample
+    whole = replicas.check(step)                 # now and then: int64 (), which travels with the observation
     drift = replicas.localise(group)             # a collective, only after all ranks have seen that they differ
 
 From what is remembered since the last comparison follows the first step after which the replicas differed, or a few

@@ -1,13 +1,13 @@
 """When the replicas are compared, and whether the weights are those of the checkpoint that was loaded.
 
     checks = ReplicaChecks(config, framework.replicated(), group, after_updates=False)
-    checks.due = True                        # a checkpoint: compare with the next sample
-    whole = checks.capture(step)             # int64 (), which travels with the sample; None where nothing is due
+    checks.due = True                        # a checkpoint: compare with the next observation
+    whole = checks.capture(step)             # int64 (), travels with the observation; None where nothing is due
     if checks.differ(gathered):              # the same on every rank
         drift = checks.localise(once)        # a collective
 
 Whether anything is compared depends on the step, on checkpoints, which all ranks write together, and on what all ranks
-have read: a rank that alone was asked (a resume) asks the others first, with its next sample.
+have read: a rank that alone was asked (a resume) asks the others first, with its next observation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReplicaChecks:
     Attributes:
         due: compare at the next opportunity, whatever the interval says; the same on every rank.
         wanted: this rank wants all ranks to compare.
-        after_updates: a response compares them there, and not the samples.
+        after_updates: a response compares them there, and not the observations.
     """
 
     def __init__(

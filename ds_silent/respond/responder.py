@@ -104,7 +104,7 @@ class Responder:
 
     @property
     def compares_replicas(self) -> bool:
-        """Whether replicas are compared here, after an update, and need not be compared with the samples."""
+        """Whether replicas are compared here, after an update, and need not be compared with the observations."""
         return bool(self._keepers)
 
     def communicates(self, step: int, due: bool) -> bool:
@@ -112,7 +112,7 @@ class Responder:
         return self._guard is not None or any(keeper.communicates(step, due) for keeper in self._keepers)
 
     def before_update(self, step: int, due: int) -> None:
-        """Before the optimizer runs, after the step's sample was posted.
+        """Before the optimizer runs, after the step's observation was posted.
 
         Args:
             step: the framework's own.
@@ -164,7 +164,7 @@ class _Guard:
         started, sent = time.perf_counter(), 0
         for attempt in range(1, self._respond.retries + 1):
             sent += framework.reduce_again()
-            self._exchange.post(step, self._capture.sample_again(), self._capture.together)
+            self._exchange.post(step, self._capture.observation_again(), self._capture.together)
             again = self._examine()
             right = self._anyone(None if again is None else again.wrong) is False
             if right or attempt == self._respond.retries:
@@ -177,11 +177,11 @@ class _Guard:
         return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
 
     def _examine(self) -> Examined | None:
-        """None where the observation itself broke, here or, as the samples' status words say, on another rank."""
-        sample = self._exchange.peek()
-        if on_any(sample.status.failed):
+        """None where the observation itself broke, here or, as the status words say, on another rank."""
+        gathered = self._exchange.peek()
+        if on_any(gathered.status.failed):
             return None
-        return self._capture.together.alone(self._audit.examine, sample)
+        return self._capture.together.alone(self._audit.examine, gathered)
 
     def _anyone(self, wrong: bool | None) -> bool | None:
         """A vote, because the ranks' processors might round a bound differently. None: some rank cannot tell."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_silent.commands.units import size_text
 from ds_silent.detectors.finding import named
-from ds_silent.records import Event, Repair
+from ds_silent.records import Event, EventKind, Repair
 
 SHOWN = 3
 _ATTEMPTS = {1: "once", 2: "twice"}
@@ -21,7 +21,7 @@ def repair_event(repair: Repair, world_size: int) -> Event:
         remedy = "Nothing to do for this one; if it comes again, look at the hardware of the rank that the fault names."
         score, bound = repair.error, repair.bound
         return Event(repair.step, "repaired", "info", repair.ranks, where, score, bound, message, remedy)
-    kind = "aggregation-error" if reduction else "replica-drift"
+    kind: EventKind = "aggregation-error" if reduction else "replica-drift"
     if reduction:
         message = f"The reduction of step {repair.step} was repeated {times} and stayed wrong."
         remedy = (

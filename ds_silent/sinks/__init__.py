@@ -14,7 +14,7 @@ from ds_silent.sinks.console import ConsoleSink
 from ds_silent.sinks.jsonl import JsonlSink
 from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
 
-if TYPE_CHECKING:  # the configuration imports DeepSpeed, and who only reads records should not wait for that
+if TYPE_CHECKING:  # who only reads records should not wait for the configuration's imports
     from ds_silent.config import SilentConsistencyConfig
 
 __all__ = ["Background", "FanOut", "Sink", "SinkError", "open_files", "open_sinks"]

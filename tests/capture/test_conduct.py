@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import ds_silent
 from ds_silent.capture.conduct import MOST_QUESTIONS, differing
 from ds_silent.exchange.observation import Code
-from ds_silent.preflight.compare import judge
+from ds_silent.preflight.compare import outcome_of
 from ds_silent.preflight.compare import verdict as verdict_of
 from ds_silent.preflight.inventory import dropout_modules, generator_items
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -366,12 +366,12 @@ def test_the_preflight_shows_dropout_whose_masks_are_equal() -> None:
         shown = [item for item in items if item.name == "dropout's masks"]
         assert [item.severity for item in shown] == ["info"] * (verdict is not None)
         hashes = np.array([[item.hash for item in items]] * 3, dtype=np.int32)
-        outcome = judge(items, hashes)
-        assert [verdict_of(f) for f in outcome.findings if f.item in shown] == ([verdict] if verdict else [])
+        outcome = outcome_of(items, hashes)
+        assert [verdict_of(f) for f in outcome.items if f.item in shown] == ([verdict] if verdict else [])
         assert outcome.wrong == ()
         if verdict:
             hashes[:, -1, 0] += np.arange(3, dtype=np.int32)
-            assert verdict_of(judge(items, hashes).findings[-1]) == "different"
+            assert verdict_of(outcome_of(items, hashes).items[-1]) == "different"
 
 
 def test_what_drops() -> None:

@@ -10,20 +10,20 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.commands.forecast import plan_lines
+from ds_silent.commands.forecast import forecast_lines
 from ds_silent.config import parse
 
 
 def told(block: dict[str, Any], parameters: int | None = None) -> str:
     config = parse({"silent_consistency": block})
     assert config is not None
-    return "\n".join(plan_lines(config, {"silent_consistency": block}, 8, parameters))
+    return "\n".join(forecast_lines(config, {"silent_consistency": block}, 8, parameters))
 
 
 def test_a_sum_is_checked_as_a_sum() -> None:
     config = parse({"silent_consistency": {}})
     assert config is not None
-    summed = "\n".join(plan_lines(config, {"gradient_allreduce_op": "sum"}, 8, None))
+    summed = "\n".join(forecast_lines(config, {"gradient_allreduce_op": "sum"}, 8, None))
     assert "aggregated gradient against the sum of the ranks'" in summed
     assert "aggregated gradient against the mean of the ranks'" in told({})
 
@@ -36,7 +36,7 @@ def test_retry_says_how_much_it_keeps() -> None:
     half = {"bf16": {"enabled": True}, "silent_consistency": {"respond": {"on_aggregation_error": "retry"}}}
     config = parse(half)
     assert config is not None
-    assert "(512 MiB in bf16)" in "\n".join(plan_lines(config, half, 8, 1 << 28))
+    assert "(512 MiB in bf16)" in "\n".join(forecast_lines(config, half, 8, 1 << 28))
     ordered = told({"respond": {"on_aggregation_error": "retry"}, "reduction": "ordered"}, 1 << 28)
     assert "keeps no copy of its own" in ordered
 

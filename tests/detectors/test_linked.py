@@ -9,13 +9,22 @@ import pytest
 
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.finding import Finding
-from ds_silent.records import Event, Severity
+from ds_silent.records import Event, EventKind, Severity
 
 PREFLIGHT = Event(0, "config-mismatch", "error", (2,), "learning rate", None, None, "lr differs.", "Start alike.")
 
 
-def finding(kind: str, ranks: tuple[int, ...], where: str, since: int, severity: Severity = "error") -> Finding:
-    return Finding(f"{kind} {ranks}", kind, severity, ranks, where, None, None, f"{kind} here.", "Do this.", since)
+def finding(kind: EventKind, ranks: tuple[int, ...], where: str, since: int, severity: Severity = "error") -> Finding:
+    return Finding(
+        key=f"{kind} {ranks}",
+        kind=kind,
+        severity=severity,
+        ranks=ranks,
+        where=where,
+        message=f"{kind} here.",
+        remedy="Do this.",
+        since=since,
+    )
 
 
 DRIFT = finding("replica-drift", (2,), "embedding", 1)

@@ -99,7 +99,7 @@ def test_the_odds_of_an_error_are_those_at_which_rounding_just_explains_it() -> 
     huge = check_aggregate(terms, 3.0 * terms.expected, arithmetic, log_rate)
     assert huge.log_excess == 700.0
     record = make(5, [2.0] * 4, [1.0] * 4, [0.1] * 4)
-    (event,) = Judge(DetectorsConfig()).step(record, Evidence(integrity=ReductionEvidence(check=huge, layers=("a",))))
+    (event,) = Judge(DetectorsConfig()).step(record, Evidence(reduction=ReductionEvidence(check=huge, layers=("a",))))
     assert event.kind == "aggregation-error"
     assert 0.0 < (event.false_alarms_per_million_steps or 0.0) < 1e-280
     assert event.message.endswith("By chance alone: at most once in more than a thousand trillion steps.")
@@ -136,8 +136,21 @@ def test_odds_in_words(rate: float, words: str) -> None:
 
 
 def test_facts_have_no_odds_and_no_key() -> None:
-    fact = Finding("k", "non-finite", "error", (0,), None, None, None, "It is NaN.", "Do.", 3)
-    chance = Finding("c", "outlier-rank", "warning", (0,), None, 20.0, 19.0, "Off.", "Do.", 3, log_excess=1.0)
+    fact = Finding(
+        key="k", kind="non-finite", severity="error", ranks=(0,), message="It is NaN.", remedy="Do.", since=3
+    )
+    chance = Finding(
+        key="c",
+        kind="outlier-rank",
+        severity="warning",
+        ranks=(0,),
+        score=20.0,
+        threshold=19.0,
+        message="Off.",
+        remedy="Do.",
+        since=3,
+        log_excess=1.0,
+    )
     told = Episodes(rate=1e-3).update(3, [fact, chance])
     assert [event.false_alarms_per_million_steps for event in told] == [None, pytest.approx(1e-3 / math.e)]
     lines = [json.loads(json.dumps(to_json(event), allow_nan=False)) for event in told]

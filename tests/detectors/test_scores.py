@@ -79,14 +79,14 @@ def wrong_reduction() -> Iterator[Seen]:
     run = Run(4)
     for error in (1e-9, 9e-7, 2e-6):
         check = AggregateCheck(error, expected=1.0, tolerance=1e-6, log_excess=3.0)
-        yield judged(run.judge, run.record(), Evidence(integrity=ReductionEvidence(check)))
+        yield judged(run.judge, run.record(), Evidence(reduction=ReductionEvidence(check)))
 
 
 def wrong_factor() -> Iterator[Seen]:
     run = Run(4)
     for factor in (1.0, 1.0009, 1.5):
         applied = AppliedCheck(run.number, 1.0, (1.0, 1.0, factor, None), 1e-3, 0.0, 1e-6, (), ())
-        yield judged(run.judge, run.record(), Evidence(integrity=ReductionEvidence(applied=applied)))
+        yield judged(run.judge, run.record(), Evidence(reduction=ReductionEvidence(applied=applied)))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_line_is_short_however_many_ranks_there_are() -> None:
             own_rows=(8,) * 64,
             own_repeats=(0,) * 64,
             layers=Layers(64, 28).values(),
-            integrity=ReductionEvidence(
+            reduction=ReductionEvidence(
                 AggregateCheck(1e-9, 1.0, 1e-6), applied=AppliedCheck(1, 1.0, (1.0,), 1e-3, 0.0, 1e-6, (), ())
             ),
         )

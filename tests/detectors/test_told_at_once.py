@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.exchange import layout
+from ds_silent.exchange.layout import GATHER_LIMIT
 from tests.distributed import run_distributed
 from tests.training import LENGTH, VOCABULARY, Case, Probe
 
@@ -74,7 +74,7 @@ def batch(script: Script, generator: torch.Generator, struck: bool) -> tuple[Ten
     return tokens, labels
 
 
-def train(script: Script, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def train(script: Script, folder: Path, limit: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     rank, case = dist.get_rank(), script.case
     config = case.config(folder, enabled=True)
     config["train_micro_batch_size_per_gpu"] = ROWS
@@ -87,7 +87,9 @@ def train(script: Script, folder: Path) -> tuple[list[dict[str, Any]], list[dict
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda g: g * factor if now["step"] >= script.strike else g)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = ds_silent.initialize(
+        model=model, model_parameters=model.parameters(), config=config, _gather_limit=limit
+    )
     generator = torch.Generator().manual_seed(50 + rank)
     for step in range(1, script.steps + 1):
         now["step"] = step
@@ -110,9 +112,8 @@ def train(script: Script, folder: Path) -> tuple[list[dict[str, Any]], list[dict
     return list(read_metrics(folder / "metrics.jsonl")), list(read_events(folder / "events.jsonl"))
 
 
-def train_all(scripts: dict[str, Script], directory: str, limit: int = 64) -> dict[str, Any]:
-    layout.GATHER_LIMIT = limit
-    return {name: train(script, Path(directory, name)) for name, script in scripts.items()}
+def train_all(scripts: dict[str, Script], directory: str, limit: int = GATHER_LIMIT) -> dict[str, Any]:
+    return {name: train(script, Path(directory, name), limit) for name, script in scripts.items()}
 
 
 def alarms(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

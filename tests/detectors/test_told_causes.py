@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from ds_silent.detectors.result import integrity
+from ds_silent.detectors.result import reduction
 from ds_silent.maths.causes import Cause, Kind
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import ReductionEvidence
@@ -22,7 +22,7 @@ def test_every_kind_is_told(kind: Kind, ranks: tuple[int, ...]) -> None:
         return  # it is this rank's gradient by definition
     cause = Cause(kind, (1,), 0.5, ranks, (1.0, 1.0, 0.0, 1.0))
     seen = ReductionEvidence(AggregateCheck(0.75, 1.0, 1e-6), cause, layers=LAYERS)
-    (finding,) = integrity(Run().record(), seen)
+    (finding,) = reduction(Run().record(), seen)
     assert finding.kind == ("unreduced-gradient" if kind == "unreduced" else "aggregation-error")
     assert finding.ranks == ranks
     assert "the error is 0.75 of it, rounding explains at most 1e-06" in finding.message
@@ -38,7 +38,7 @@ def test_an_error_that_no_rule_explains_is_one_fault_whatever_the_guess() -> Non
         Cause("scale", (1,), 0.25, unexplained=(0, 2)),
         None,
     )
-    keys = {integrity(Run(2).record(), ReductionEvidence(check, guess, layers=LAYERS))[0].key for guess in guesses}
+    keys = {reduction(Run(2).record(), ReductionEvidence(check, guess, layers=LAYERS))[0].key for guess in guesses}
     assert len(keys) == 1
-    ruled = integrity(Run(2).record(), ReductionEvidence(check, Cause("scale", (1,), 0.25), layers=LAYERS))[0].key
+    ruled = reduction(Run(2).record(), ReductionEvidence(check, Cause("scale", (1,), 0.25), layers=LAYERS))[0].key
     assert ruled not in keys

@@ -24,7 +24,7 @@ from ds_silent.drill.report import print_report, sentence
 from ds_silent.drill.verdicts.found import due, first_compared, first_measured, judge, judge_healthy, loss_shift
 from ds_silent.practice.ranks import RankBroke, on_ranks
 from ds_silent.records import Event, StepRecord
-from tests.drill.test_faults import cold_stage
+from tests.drill.cold_start import cold_start
 
 STRIKE = Strike(2, 4, 21)
 BLOCK: dict[str, Any] = {"silent_consistency": {}}
@@ -213,9 +213,9 @@ def perform_with_fakes(send: Callable[[Any], None], directory: str) -> None:
             sink.write_event(Event(record.step, kind, "error", ranks, "loss", None, None, "NaN.", ""))
 
     Background.write = write_and_judge  # type: ignore[method-assign]  # this process ends with the test
-    stage = cold_stage({}, 0, "fp32")
+    start = cold_start({}, 0, "fp32")
     for fake in FAKES:
-        send((fake, [rehearse(stage, trial, Path(directory, fake, trial.name)) for trial in TRIALS]))
+        send((fake, [rehearse(start, trial, Path(directory, fake, trial.name)) for trial in TRIALS]))
 
 
 @pytest.fixture(scope="module")
@@ -266,15 +266,15 @@ def perform_with_mutations(send: Callable[[Any], None], directory: str) -> None:
     """Every fault with the detectors as they are, then each again with its detector disabled."""
     import importlib
 
-    stage = cold_stage(ON, 0, "fp32")
+    start = cold_start(ON, 0, "fp32")
     for trial in real_trials():
-        send((trial.name, "intact", rehearse(stage, trial, Path(directory, "intact", trial.name))))
+        send((trial.name, "intact", rehearse(start, trial, Path(directory, "intact", trial.name))))
     for trial in real_trials()[1:]:
         whole = [(importlib.import_module(module), name) for module, name in HIT_BY[trial.name]]
         kept = [getattr(module, name) for module, name in whole]
         for module, name in whole:
             setattr(module, name, lambda *given: [])
-        send((trial.name, "disabled", rehearse(stage, trial, Path(directory, "disabled", trial.name))))
+        send((trial.name, "disabled", rehearse(start, trial, Path(directory, "disabled", trial.name))))
         for (module, name), function in zip(whole, kept, strict=True):
             setattr(module, name, function)
 

@@ -19,7 +19,7 @@ from ds_silent.drill.faults.injection import Collective, Injection, Strike
 from ds_silent.drill.program import DrillOptions, Outcome, exit_code, judged, trial_of
 from ds_silent.maths.causes import Cause
 from ds_silent.practice.ranks import on_ranks
-from tests.drill.test_faults import cold_stage
+from tests.drill.cold_start import cold_start
 
 STRIKE = Strike(2, 4, 3)
 RESULT = torch.arange(1.0, 9.0)
@@ -190,10 +190,10 @@ def perform(send: Callable[[Any], None], directory: str) -> None:
 
     for number, cell in enumerate(CELLS):
         stage, dtype, accumulation, _ = cell
-        practice = cold_stage(BLOCK, stage, dtype, accumulation)
+        practice = cold_start(BLOCK, stage, dtype, accumulation)
         for trial in trials_of(cell):
             send((number, "intact", trial.name, rehearse(practice, trial, Path(directory, str(number), trial.name))))
-    practice = cold_stage(BLOCK, 0, "fp32")
+    practice = cold_start(BLOCK, 0, "fp32")
     for trial in trials_of(CELLS[0]):
         if trial.name in HIT_BY:
             place, names, nothing = HIT_BY[trial.name]

@@ -24,7 +24,7 @@ from ds_silent.drill.report import print_report, sentence
 from ds_silent.drill.verdicts.repaired import judge_repair
 from ds_silent.practice.ranks import on_ranks
 from ds_silent.records import Repair
-from tests.drill.test_faults import cold_stage
+from tests.drill.cold_start import cold_start
 
 STRIKE = Strike(2, 4, 4)
 RESULT = torch.arange(1.0, 9.0)
@@ -228,10 +228,10 @@ def trial_named(name: str, setting: Setting) -> Trial:
 
 def perform(send: Callable[[Any], None], directory: str) -> None:
     """Everything once as it is, then with a responder that is broken in a known way."""
-    sharded = cold_stage(ON, 1, "bf16")  # its reduction is repeated by other means
+    sharded = cold_start(ON, 1, "bf16")  # its reduction is repeated by other means
     for name in ("healthy", "retry-burst-twice"):
         send(("sharded", name, rehearse(sharded, trial_named(name, sharded.setting), Path(directory, "sharded", name))))
-    practice = cold_stage(ON, 0, "fp32")
+    practice = cold_start(ON, 0, "fp32")
     trial_of_name = partial(trial_named, setting=practice.setting)
     for name in ("healthy", "healthy-mean", *INTACT):
         send(("intact", name, rehearse(practice, trial_of_name(name), Path(directory, "intact", name))))

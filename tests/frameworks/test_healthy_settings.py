@@ -12,29 +12,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.exchange import layout
 from ds_silent.frameworks.patches import Patches
 from tests.distributed import run_distributed
 from tests.healthy import (
     AUTOCAST,
-    FAULTY,
     SETTINGS,
     STEPS,
     SUM,
     Fault,
     Setting,
     Trace,
-    applied,
     clip,
+    scale_data,
+    train,
+)
+from tests.training import DTYPES, Case
+from tests.wrong_reductions import (
+    FAULTY,
+    applied,
     clipped_differently,
     contribution,
     division,
     missing_micro_batch,
-    scale_data,
-    train,
     unreduced,
 )
-from tests.training import DTYPES, Case
 
 RANKS = 3  # no power of two: the division rounds
 BLOCK: dict[str, Any] = {
@@ -209,9 +210,8 @@ def run_others(directory: str) -> dict[str, Trace]:
     traces["clipped-unguarded"] = train(clipped, folder / "unguarded", None, once(FAULTY))
     traces["mean"] = train(Setting("mean", Case()), folder / "mean", BLOCK)
     traces["total"] = train(Setting("total", Case(top=SUM)), folder / "total", BLOCK)
-    layout.GATHER_LIMIT = 1
-    traces["far"] = train(summed, folder / "far", BLOCK)
-    traces["far-missing"] = train(summed, folder / "far-missing", BLOCK, MISSING)
+    traces["far"] = train(summed, folder / "far", BLOCK, gather_limit=1)
+    traces["far-missing"] = train(summed, folder / "far-missing", BLOCK, MISSING, gather_limit=1)
     return traces
 
 
@@ -251,6 +251,7 @@ def test_above_the_gather_limit_a_sum_is_a_sum(others: list[dict[str, Trace]]) -
     first = errors(others[0]["far-missing"])[0]
     assert first["step"] == FAULTY
     assert "is not the sum of" in first["message"]
+    assert "try another DeepSpeed version, overlap_comm false, or another communication_data_type" in first["remedy"]
 
 
 def test_the_other_numbers_of_a_sum_are_those_of_its_mean(others: list[dict[str, Trace]]) -> None:

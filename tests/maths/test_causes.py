@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.detectors.result import integrity
+from ds_silent.detectors.result import reduction
 from ds_silent.maths.causes import Cause, Pieces, explain
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
@@ -39,7 +39,7 @@ def changed(layers: dict[int, Tensor]) -> Tensor:
 
 def told(cause: Cause) -> str:
     seen = ReductionEvidence(AggregateCheck(0.75, 1.0, 1e-6), cause, layers=NAMES)
-    (finding,) = integrity(Run().record(), seen)
+    (finding,) = reduction(Run().record(), seen)
     assert finding.ranks == cause.blamed
     return finding.message
 
@@ -73,7 +73,7 @@ def test_two_ranks_that_hold_different_bits_need_not_be_unreduced() -> None:
     for kind, expected in (("noise", "aggregation-error"), ("unreduced", "unreduced-gradient")):
         cause = Cause(kind, (1,), 0.5, (0,) if kind == "unreduced" else ())
         seen = ReductionEvidence(AggregateCheck(0.75, 1.0, 1e-6), cause, groups, layers=NAMES)
-        (finding,) = integrity(Run(ranks=2).record(), seen)
+        (finding,) = reduction(Run(ranks=2).record(), seen)
         assert (finding.kind, finding.ranks) == (expected, ())
 
 

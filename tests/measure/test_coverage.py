@@ -1,4 +1,4 @@
-"""Ids on their way, duplicates and the epoch, each against the most naive count there is."""
+"""Duplicates, repeats and the epoch, each against the most naive count there is."""
 
 from __future__ import annotations
 
@@ -13,131 +13,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from ds_silent.exchange.row_ids import Ids, batch_tensors, pack_ids, row_hashes, unpack_ids
+from ds_silent.exchange.row_ids import Ids, pack_ids
 from ds_silent.finetune.sampler import Plan, ResumableSampler, step_positions
 from ds_silent.measure.coverage import Duplicates, EpochCoverage, duplicates, epoch_is_over, expected_coverage
 from ds_silent.measure.recent_rows import RecentRows
 from ds_silent.measure.rows import RowsOfStep, RowTracker
-from tests.distributed import run_distributed
-
-EXTREMES = [0, 1, -1, 2**63 - 1, -(2**63), 2**22, 2**22 - 1, 2**44, 2**44 - 1, -(2**22), 0x123456789ABCDEF]
-
-
-# -- ids on their way ------------------------------------------------------------------------------------------------
-
-
-def test_64_bits_survive_fp32() -> None:
-    ids = torch.tensor(EXTREMES)
-    packed = pack_ids(ids, 16)
-    assert packed.dtype == torch.float32
-    assert packed.shape == (49,)
-    step = unpack_ids(packed[None].double())
-    assert step.per_rank[0].tolist() == EXTREMES
-    assert step.rows == (len(EXTREMES),)
-    assert step.complete
-
-
-def test_what_did_not_fit_is_seen() -> None:
-    step = unpack_ids(torch.stack([pack_ids(torch.arange(5), 4), pack_ids(torch.arange(4), 4), torch.zeros(13)]))
-    assert [ids.tolist() for ids in step.per_rank] == [[0, 1, 2, 3], [0, 1, 2, 3], []]
-    assert step.rows == (5, 4, 0)
-    assert not step.complete
-
-
-@pytest.mark.parametrize(("place", "value"), [(2, torch.nan), (2, torch.inf), (2, -1.0), (2, 2.0**23), (-1, torch.inf)])
-def test_what_is_no_id_is_no_row(place: int, value: float) -> None:
-    good = pack_ids(torch.arange(4), 4)
-    bad = good.clone()
-    bad[place] = value
-    step = unpack_ids(torch.stack([bad, good]))
-    assert step.rows == (-1, 4)
-    assert len(step.per_rank[0]) == 0
-    assert not step.complete
-
-
-def gather_ids() -> list[list[int]]:
-    rank = dist.get_rank()
-    own = pack_ids(torch.tensor(EXTREMES)[: 5 + rank] - rank, 16)
-    everyone = torch.empty(dist.get_world_size() * len(own))
-    dist.all_gather_into_tensor(everyone, own)
-    return [ids.tolist() for ids in unpack_ids(everyone.view(-1, len(own))).per_rank]
-
-
-def test_ids_through_a_real_collective() -> None:
-    for result in run_distributed(gather_ids, 2):
-        assert result == [[(id_ - rank + 2**63) % 2**64 - 2**63 for id_ in EXTREMES[: 5 + rank]] for rank in range(2)]
-
-
-# -- ids from content ------------------------------------------------------------------------------------------------
-
-
-def padded(rows: list[list[int]], length: int, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), length, dtype=torch.int64)
-    for index, row in enumerate(rows):
-        begin = length - len(row) if left else 0
-        ids[index, begin : begin + len(row)] = torch.tensor(row)
-        mask[index, begin : begin + len(row)] = 1
-    return ids, mask
-
-
-def test_padding_does_not_change_a_row() -> None:
-    rows = [[5, 6, 7], [7, 6, 5], [5, 6], [5, 6, 7, 0], [0, 5, 6, 7]]
-    variants = []
-    for length, left in [(4, False), (9, False), (4, True), (30, True)]:
-        ids, mask = padded(rows, length, left)
-        labels = torch.where(mask == 1, ids, -100)
-        variants.append(row_hashes([ids, labels], mask).tolist())
-    assert all(variant == variants[0] for variant in variants)
-    assert len(set(variants[0])) == len(rows)
-
-
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    ids = torch.randint(0, 50, (6, 12), generator=torch.Generator().manual_seed(3))
-    whole = row_hashes([ids])
-    assert torch.equal(row_hashes([ids[2:5]]), whole[2:5])
-    assert torch.equal(row_hashes([ids.flip(0)]), whole.flip(0))
-    assert len(set(whole.tolist())) == 6
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.uint8]
-)
-def test_every_element_and_its_place_count(dtype: torch.dtype) -> None:
-    row = (torch.arange(8) % 2).to(dtype)
-    rows = row.repeat(9, 1)
-    for index in range(8):
-        rows[index + 1, index] = (row[index] == 0).to(dtype)
-    assert len(set(row_hashes([rows.view(9, 2, 4)]).tolist())) == 9
-    if dtype == torch.complex64:  # real and imaginary parts are not the same place
-        both = torch.tensor([[1 + 2j], [2 + 1j]])
-        assert len(set(row_hashes([both]).tolist())) == 2
-
-
-def test_which_tensor_holds_what_counts() -> None:
-    a, b = torch.tensor([[1, 2]]), torch.tensor([[3, 4]])
-    assert row_hashes([a, b]).tolist() != row_hashes([b, a]).tolist()
-    assert row_hashes([a, torch.tensor(5.0)]).tolist() == row_hashes([a]).tolist()
-
-
-def test_large_rows_are_hashed_in_blocks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    images, mask = torch.randn(3, 10, 7), torch.ones(3, 10)
-    whole = row_hashes([images, images[:, :, 0]], mask)
-    monkeypatch.setattr("ds_silent.exchange.row_ids._HASH_BLOCK", 12)
-    assert torch.equal(row_hashes([images, images[:, :, 0]], mask), whole)
-
-
-def test_tensors_are_found_in_a_fixed_order() -> None:
-    a, b, mask = torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3)
-    tensors, found = batch_tensors((), {"labels": b, "attention_mask": mask, "input_ids": a})
-    assert found is mask
-    assert tensors[0] is a
-    assert tensors[1] is b
-    assert batch_tensors(([a, {"attention_mask": mask}], 3, None), {})[1] is mask
-    with pytest.raises(ValueError, match="dimension of rows"):
-        row_hashes([torch.tensor(1.0)])
-
 
 # -- duplicates ------------------------------------------------------------------------------------------------------
 

@@ -17,24 +17,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.utils.data import DataLoader, DistributedSampler
 
 import ds_silent
-from ds_silent.finetune.sampler import Plan, ResumableSampler
-from ds_silent.finetune.scenarios import rank_seed
+from ds_silent.frameworks.deepspeed.inventory import training_of
 from ds_silent.maths.fingerprint import hash_text, rng_hashes
-from ds_silent.preflight.compare import Expectation, Item, compare, events_of, item_of, judge, read_item, table, to_json
-from ds_silent.preflight.environment import environment_items, git_revision
+from ds_silent.preflight.compare import (
+    Expectation,
+    Item,
+    compare,
+    events_of,
+    item_of,
+    outcome_of,
+    table,
+    to_json,
+)
 from ds_silent.preflight.inventory import (
     SamplerFacts,
-    config_items,
     local_items,
-    optimizer_items,
-    sampler_facts,
-    sampler_items,
     weights_hash,
 )
-from ds_silent.records import Event
 from tests.distributed import run_distributed
 from tests.training import Case, Probe
 
@@ -45,7 +46,7 @@ def judged(values: str, expectation: Expectation) -> tuple[bool, tuple[int, ...]
     """One item on as many ranks as there are letters; equal letters are equal values."""
     item = item_of("thing", "config", values[0], None, expectation)
     hashes = np.array([[hash_text(letter)] for letter in values], dtype=np.int32)
-    finding = judge([item], hashes, {0: list(values)}).findings[0]
+    finding = outcome_of([item], hashes, {0: list(values)}).items[0]
     assert sorted(rank for part in finding.parts for rank in part) == list(range(len(values)))
     return finding.ok, finding.odd
 
@@ -82,7 +83,7 @@ def test_one_event_for_many_items_of_one_fault() -> None:
         return [item_of(f"weight {i}", "weights", value + str(i)) for i in range(40)]
 
     items, hashes, texts = items_and_hashes(weights("a"), weights("b"), weights("a"))
-    events = events_of(judge(items, hashes, texts))
+    events = events_of(outcome_of(items, hashes, texts))
     assert [(e.kind, e.severity, e.ranks, e.step, e.where) for e in events] == [
         ("initial-weights-mismatch", "error", (1,), 0, "weight 0")
     ]
@@ -92,7 +93,7 @@ def test_one_event_for_many_items_of_one_fault() -> None:
 
 def test_without_a_majority_the_sentence_says_so() -> None:
     items, hashes, texts = items_and_hashes([item_of("lr", "optimizer", "1")], [item_of("lr", "optimizer", "2")])
-    event = events_of(judge(items, hashes, texts))[0]
+    event = events_of(outcome_of(items, hashes, texts))[0]
     assert event.ranks == ()
     assert "no majority" in event.message
     assert "1 on rank 0; 2 on rank 1" in event.message
@@ -101,22 +102,22 @@ def test_without_a_majority_the_sentence_says_so() -> None:
 def test_permutations_of_ones_own_say_what_is_missed() -> None:
     ranks = [[item_of("sampler's permutation", "sampler", str(rank))] for rank in range(4)]
     items, hashes, texts = items_and_hashes(*ranks)
-    event = events_of(judge(items, hashes, texts))[0]
+    event = events_of(outcome_of(items, hashes, texts))[0]
     assert (event.kind, event.ranks) == ("data-order-mismatch", ())
     assert "68.4% of the rows" in event.message
 
 
 def test_the_short_table_has_a_row_per_group() -> None:
     items, hashes, _ = items_and_hashes(*[[item_of(f"w{i}", "weights", "x") for i in range(300)]] * 3)
-    assert table(judge(items, hashes)).row_count == 1
-    assert table(judge(items, hashes), full=True).row_count == 300
+    assert table(outcome_of(items, hashes)).row_count == 1
+    assert table(outcome_of(items, hashes), full=True).row_count == 300
 
 
 def test_values_that_look_alike_are_told_apart() -> None:
     long = "x" * 500
     items, hashes, texts = items_and_hashes([item_of("c", "config", long + "1")], [item_of("c", "config", long + "2")])
     texts[0] = [text[:160] for text in texts[0]]
-    message = events_of(judge(items, hashes, texts))[0].message
+    message = events_of(outcome_of(items, hashes, texts))[0].message
     assert "[value 1] on rank 0" in message
     assert "[value 2] on rank 1" in message
 
@@ -126,7 +127,7 @@ def test_the_worst_comes_first_and_faults_are_kept_apart() -> None:
         return [item_of("device", "environment", device, severity="info"), item_of("lr", "optimizer", lr)]
 
     items, hashes, texts = items_and_hashes(rank("x", "1"), rank("y", "1"), rank("x", "2"))
-    found = [(e.where, e.severity, e.ranks) for e in events_of(judge(items, hashes, texts))]
+    found = [(e.where, e.severity, e.ranks) for e in events_of(outcome_of(items, hashes, texts))]
     assert found == [("lr", "error", (2,)), ("device", "info", (1,))]
 
 
@@ -135,7 +136,7 @@ def test_the_table_shows_text_as_text() -> None:
         return [item_of("[red]lr[/red]", "optimizer", value), item_of("seed", "generators", value, None, "alike")]
 
     items, hashes, texts = items_and_hashes(rank("[bold]\x1b[2J"), rank("b"), rank("b"))
-    outcome = judge(items, hashes, texts)
+    outcome = outcome_of(items, hashes, texts)
     out = io.StringIO()
     Console(file=out, width=140).print(table(outcome, full=True))
     short = io.StringIO()
@@ -163,172 +164,9 @@ def test_the_table_has_colours_on_a_terminal_only(
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     items, hashes, texts = items_and_hashes(*[[item_of("lr", "optimizer", value)] for value in "abb"])
-    Console(file=out, width=120).print(table(judge(items, hashes, texts)))
+    Console(file=out, width=120).print(table(outcome_of(items, hashes, texts)))
     assert ("\x1b[1;31mrank 0 differs" in out.getvalue()) == coloured
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", out.getvalue())) == coloured
-
-
-# -- one rank's items ------------------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_read_is_an_item() -> None:
-    def fails() -> str:
-        raise OSError("no")
-
-    assert read_item("thing", "code", fails).shown == "cannot be read (OSError)"
-
-
-def test_the_configuration_without_where_a_run_writes() -> None:
-    def of(**changes: Any) -> dict[str, tuple[int, int]]:
-        config = {
-            "fp16": {"enabled": True},
-            "silent_consistency": {"output_dir": "a", "interval": 1},
-            "x": 1,
-            **changes,
-        }
-        return {item.name: item.hash for item in config_items(config)}
-
-    assert of() == of(silent_consistency={"interval": 1, "output_dir": "b"}, wandb={"team": "t"}, steps_per_print=3)
-    changed = {
-        "fp16": "ds_config fp16",
-        "silent_consistency": "ds_config silent_consistency",
-        "x": "ds_config: the rest",
-        "optimizer": "ds_config optimizer",
-    }
-    for key, name in changed.items():
-        other = of(**{key: {"interval": 2}})
-        assert {item for item in other if other[item] != of()[item]} == {name}
-
-
-@pytest.mark.parametrize("change", [{"lr": 0.2}, {"betas": (0.9, 0.98)}, {"weight_decay": 0.3}, {"amsgrad": True}])
-def test_every_hyper_parameter_counts(change: dict[str, Any]) -> None:
-    def of(**arguments: Any) -> list[Any]:
-        module = torch.nn.Linear(2, 2)
-        return [item.hash for item in optimizer_items(torch.optim.AdamW(module.parameters(), **arguments), None)]
-
-    assert of(lr=0.1) == of(lr=0.1)
-    different = [a != b for a, b in zip(of(lr=0.1), of(**{"lr": 0.1, **change}), strict=True)]
-    assert sum(different) == 1
-
-
-def test_variables_that_change_numbers_and_those_that_do_not() -> None:
-    def changed(**environment: str) -> set[str]:
-        pairs = zip(environment_items({}), environment_items(environment), strict=True)
-        return {a.name for a, b in pairs if a.hash != b.hash}
-
-    assert changed(NCCL_ALGO="Ring") == {"NCCL_* variables"}
-    assert changed(HCCL_DETERMINISTIC="true") == {"HCCL_* variables"}
-    assert changed(NVIDIA_TF32_OVERRIDE="0") == {"NVIDIA_TF32_OVERRIDE"}
-    assert changed(NCCL_SOCKET_IFNAME="eth1", HCCL_IF_IP="10.0.0.1", NCCL_DEBUG="INFO", HOME="/x") == set()
-
-
-def test_the_revision_is_read_from_files(tmp_path: Path) -> None:
-    git, name = tmp_path / ".git", "refs/heads/main"
-    assert git_revision(tmp_path / "no" / "where") in ("none", git_revision(tmp_path))
-    (git / "refs" / "heads").mkdir(parents=True)
-    (git / "HEAD").write_text(f"ref: {name}\n")
-    (git / "packed-refs").write_text(f"# pack-refs\n{'b' * 40} {name}\n")
-    assert git_revision(tmp_path) == "b" * 40
-    (git / name).write_text("a" * 40 + "\n")
-    assert git_revision(tmp_path) == "a" * 40
-    (git / "HEAD").write_text("c" * 40)
-    inner = tmp_path / "src"
-    inner.mkdir()
-    assert git_revision(inner) == "c" * 40
-    linked = tmp_path / "linked"
-    tree = git / "worktrees" / "linked"
-    (tree).mkdir(parents=True)
-    linked.mkdir()
-    (linked / ".git").write_text(f"gitdir: {tree}\n")
-    (tree / "HEAD").write_text(f"ref: {name}\n")
-    (tree / "commondir").write_text("../..\n")
-    assert git_revision(linked) == "a" * 40
-
-
-def test_samplers_that_tell_how_they_share() -> None:
-    data = list(range(10))
-
-    def facts(rank: int, seed: int = 0, epoch: int = 0) -> SamplerFacts:
-        sampler: DistributedSampler[int] = DistributedSampler(data, 4, rank, seed=seed)  # type: ignore[arg-type]
-        sampler.set_epoch(epoch)
-        found = sampler_facts(DataLoader(data, sampler=sampler))  # type: ignore[arg-type]
-        assert found is not None
-        return found
-
-    assert (facts(2).world_size, facts(2).rank, facts(2).rows, facts(2, seed=7).seed) == (4, 2, 10, 7)
-    assert facts(1).permutation == facts(3).permutation
-    assert len({facts(1).permutation, facts(1, seed=1).permutation, facts(1, epoch=1).permutation}) == 3
-    assert sampler_facts(DataLoader(data)) is None  # type: ignore[arg-type]
-    assert sampler_facts(None) is None
-
-
-def sampler_events(*facts: SamplerFacts | None) -> list[Event]:
-    """What the preflight says of these ranks' samplers."""
-    return events_of(judge(*items_and_hashes(*[sampler_items(one, len(facts)) for one in facts])))
-
-
-def shares(*pairs: tuple[int, int]) -> list[SamplerFacts]:
-    """A sampler per rank from (number of shares, share taken), all of one permutation."""
-    return [SamplerFacts(size, rank, (1, 2), 3, 100) for size, rank in pairs]
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        (shares((4, 0), (4, 1), (4, 2), (4, 3)), []),
-        (shares((4, 3), (4, 1), (4, 0), (4, 2)), []),  # any permutation of the shares is one
-        (shares((1, 0)), []),
-        ([None] * 4, []),
-        (shares(*[(1, 0)] * 4), [("duplicate-data", "error", (0, 1, 2, 3))]),
-        (shares(*[(1, 0)] * 2), [("duplicate-data", "error", (0, 1))]),  # known without a majority
-        (shares((2, 0), (2, 1), (2, 0), (2, 1)), [("duplicate-data", "error", (0, 1, 2, 3))] * 2),
-        (shares((4, 0), (4, 1), (1, 0), (4, 3)), [("duplicate-data", "error", (2,))]),
-        (shares((4, 0), (4, 1), (4, 1), (4, 3)), [("duplicate-data", "error", (1, 2))]),
-        (shares((8, 0), (8, 1), (8, 2), (8, 3)), [("low-coverage", "warning", (0, 1, 2, 3))]),
-        (shares((4, 0), (4, 1), (4, 2), (4, 4)), [("data-order-mismatch", "error", (3,))]),
-    ],
-)
-def test_shares_are_as_many_as_ranks_and_one_for_each(facts: list[SamplerFacts | None], expected: list[Any]) -> None:
-    assert [(e.kind, e.severity, e.ranks) for e in sampler_events(*facts)] == expected
-
-
-def test_a_sampler_that_was_not_told_of_the_ranks_is_said_in_numbers() -> None:
-    (event,) = sampler_events(*shares(*[(1, 0)] * 4))
-    assert event.message == (
-        "The sampler makes 1 share of the data for 4 ranks: rows are taken more than once (ranks 0, 1, 2, 3)."
-    )
-    assert "real world size" in event.remedy
-
-
-@pytest.mark.parametrize(
-    ("mode", "scenario", "expected"),
-    [
-        ("sharded", "s1-1", []),
-        ("sharded", "s1-2", [("data-order-mismatch", (0,))]),
-        ("sharded", "s1-3", [("data-order-mismatch", ())]),
-        ("replicated", "s1-1", [("duplicate-data", (0, 1, 2, 3))]),
-        ("replicated", "s1-2", [("duplicate-data", (0, 1, 2, 3)), ("data-order-mismatch", (0,))]),
-        ("replicated", "s1-3", [("duplicate-data", (0, 1, 2, 3)), ("data-order-mismatch", ())]),
-    ],
-)
-def test_the_fine_tunes_own_sampler_in_each_scenario(mode: Any, scenario: Any, expected: list[Any]) -> None:
-    plan = Plan(rows=4096, world_size=4, micro_batch=4, accumulation=1, mode=mode)
-    samplers = [ResumableSampler(plan, rank_seed(scenario, 42, rank), rank) for rank in range(4)]
-    events = sampler_events(*[sampler_facts(sampler) for sampler in samplers])
-    assert [(event.kind, event.ranks) for event in events] == expected
-
-
-def test_the_fine_tunes_permutation_is_told_by_seed_epoch_and_rows() -> None:
-    def permutation(seed: int = 42, epoch: int = 0, rows: int = 96, rank: int = 0) -> tuple[int, int]:
-        sampler = ResumableSampler(Plan(rows, 4, 3, 2, "sharded"), seed, rank)
-        sampler.load_state_dict({"epoch": epoch, "position": 0})
-        facts = sampler_facts(sampler)
-        assert facts is not None
-        assert (facts.world_size, facts.rank, facts.seed, facts.rows) == (4, rank, seed, rows)
-        return facts.permutation
-
-    assert permutation() == permutation(rank=3)
-    assert len({permutation(), permutation(seed=43), permutation(epoch=1), permutation(rows=97)}) == 4
 
 
 # -- real ranks ------------------------------------------------------------------------------------------------------
@@ -361,7 +199,7 @@ def healthy_ranks(directory: str) -> list[Any]:
         engine, config, before = engine_of(Case(stage=stage), directory, 5 + (rank if own else 0))
         facts = SamplerFacts(dist.get_world_size(), rank, (1, 2), 3, 100)
         states = rng_hashes()
-        items = local_items(engine, config, facts, before, dist.get_world_size())
+        items = local_items(training_of(engine, config), facts, before, dist.get_world_size())
         found = compared(items)
         results.append((found, states == rng_hashes(), len(items), sum(i.group == "weights" for i in items)))
         engine.destroy()
@@ -468,7 +306,7 @@ def faulty_ranks(directory: str, names: list[str]) -> list[Any]:
         facts = [SamplerFacts(dist.get_world_size(), rank, (1, 2), 3, 100), before]
         if rank == 2:
             globals()[name](engine, config, facts)
-        found.append(compared(local_items(engine, config, *facts, dist.get_world_size())))
+        found.append(compared(local_items(training_of(engine, config), *facts, dist.get_world_size())))
         os.environ.pop("NCCL_ALGO", None)
         engine.destroy()
     return found
@@ -480,13 +318,15 @@ def test_every_fault_is_one_event_on_the_right_rank(tmp_path: Path) -> None:
     assert all(result == results[0] for result in results)  # every rank knows the same
     for (fault, kind, severity, ranks), events in zip(FAULTS, results[0], strict=True):
         assert [event[:3] for event in events] == [(kind, severity, ranks)], (fault.__name__, events)
+        if fault is _break_before:
+            assert events[0][3] == "initial weights before DeepSpeed's broadcast"
 
 
 def two_ranks(directory: str) -> list[Any]:
     engine, config, before = engine_of(Case(stage=0), directory, 5 + dist.get_rank())
     if dist.get_rank():
         engine.optimizer.param_groups[0]["lr"] = 0.5
-    return compared(local_items(engine, config, None, before))
+    return compared(local_items(training_of(engine, config), None, before))
 
 
 def test_with_two_ranks_nobody_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import ds_silent
 from ds_silent.ranks import agreement
 from ds_silent.ranks.agreement import Statement, Verdict, agree
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from ds_silent.words import TORCH
 from tests.distributed import run_distributed
 from tests.training import Case, Probe, one_step
 
@@ -189,7 +190,7 @@ def meet(statements: list[Statement]) -> tuple[list[Verdict], list[int]]:
     stores = [Counting(shared) for _ in statements]
 
     def one(rank: int) -> None:
-        meeting = agreement._Meeting(stores[rank], "test", len(statements), rank, agreement.differences)
+        meeting = agreement._Meeting(stores[rank], "test", len(statements), rank, TORCH)
         verdicts[rank] = meeting.hold(statements[rank])
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(statements))]

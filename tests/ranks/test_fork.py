@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import ds_silent
-from ds_silent.exchange import layout
 from tests.distributed import run_distributed
 from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, one_step
 
@@ -51,12 +50,13 @@ def fork_and_leave(observer: Any, how: str) -> int:
 
 
 def forked(directory: str, how: str, limit: int) -> dict[str, Any]:
-    layout.GATHER_LIMIT = limit
     config = Case(stage=1).config(Path(directory, "on"), enabled=True)
     config["silent_consistency"]["tensorboard"] = True
     torch.manual_seed(1234)
     model = Probe(None)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = ds_silent.initialize(
+        model=model, model_parameters=model.parameters(), config=config, _gather_limit=limit
+    )
     observer = ds_silent.observer_of(engine)
     generator, statuses, me = torch.Generator().manual_seed(dist.get_rank()), [], os.getpid()
     if how == "worker":

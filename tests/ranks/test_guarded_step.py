@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange import constant_size, gather, layout, packing
+from ds_silent.exchange import constant_size, gather, packing
 from ds_silent.frameworks.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
@@ -20,17 +20,18 @@ from tests.training import _hash_weights as hash_weights
 from tests.walk import CELLS, STEPS, Outcome, walk
 
 
-def run(directory: Path, broken: int | None, where: str) -> dict[str, Any]:
+def run(directory: Path, broken: int | None, where: str, limit: int) -> dict[str, Any]:
     """Five steps; before the collective of step 3 one rank's own code raises."""
-    engine = build(Case(), directory, enabled=broken is not None)
+    engine = build(Case(), directory, enabled=broken is not None, gather_limit=limit)
+    gathers = limit >= dist.get_world_size()
     observer = ds_silent.observer_of(engine)
     if observer is not None and where == "weights":
         observer.load_state_dict({"weights": "0" * 16})  # a resume: verified at the first step
     if observer is not None and dist.get_rank() == broken:
         owner, name = {
-            "pack": (packing if layout.GATHER_LIMIT > 1 else constant_size, "pack_scalars"),
+            "pack": (packing if gathers else constant_size, "pack_scalars"),
             "weights": (observer._replicas._replicas, "weights"),
-            "read": (gather if layout.GATHER_LIMIT > 1 else constant_size, "unpack"),
+            "read": (gather if gathers else constant_size, "unpack"),
         }[where]
         original, calls = getattr(owner, name), []
 
@@ -53,9 +54,8 @@ def run(directory: Path, broken: int | None, where: str) -> dict[str, Any]:
 
 
 def broken_before_the_collective(directory: str, where: str, limit: int) -> list[dict[str, Any]]:
-    layout.GATHER_LIMIT = limit
-    plain = run(Path(directory, "off"), None, where)
-    return [plain] + [run(Path(directory, str(rank)), rank, where) for rank in range(dist.get_world_size())]
+    plain = run(Path(directory, "off"), None, where, limit)
+    return [plain] + [run(Path(directory, str(rank)), rank, where, limit) for rank in range(dist.get_world_size())]
 
 
 @pytest.mark.parametrize("limit", [64, 1], ids=["gathered", "constant size"])

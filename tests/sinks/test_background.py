@@ -2,106 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks import background as module
 from ds_silent.sinks.background import Background
 from ds_silent.sinks.base import FanOut
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records, read_records
-from tests.sinks.example_records import empty_record, event, full_record
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Recorder:
-    """Keeps what it is given, in order; ``act`` is done before each call."""
-
-    def __init__(self, act: Callable[[str], None] = lambda call: None) -> None:
-        self.calls: list[str] = []
-        self.threads: set[int] = set()
-        self.act = act
-
-    def _call(self, name: str) -> None:
-        self.act(name)
-        self.threads.add(threading.get_ident())
-        self.calls.append(name)
-
-    def write(self, record: StepRecord) -> None:
-        self._call(f"write {record.step}")
-
-    def write_scores(self, scores: Scores) -> None:
-        self._call(f"scores {scores.step}")
-
-    def write_event(self, event: Event) -> None:
-        self._call(f"event {event.step} {event.kind}")
-
-    def flush(self) -> None:
-        self._call("flush")
-
-    def close(self) -> None:
-        self._call("close")
-
-
-class Gate:
-    """Lets no call through while it is closed."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.reached = threading.Event()
-
-    def __call__(self, call: str) -> None:
-        self.reached.set()
-        assert self.opened.wait(60)
-
-
-def note(step: int, kind: str = "drift", severity: str = "info") -> Event:
-    return replace(event(step, kind), severity=severity)  # type: ignore[arg-type]
-
-
-def run_of(sinks: Any, steps: range) -> list[str]:
-    """What a training hands out, and what each sink should have been called with."""
-    calls = []
-    for step in steps:
-        sinks.write(empty_record(step))
-        sinks.write_scores(Scores(step, ()))
-        calls += [f"write {step}", f"scores {step}"]
-        if step % 7 == 0:
-            sinks.write_event(note(step))
-            calls.append(f"event {step} drift")
-    return calls
-
-
-def seconds_of(act: Callable[[], object]) -> float:
-    began = time.monotonic()
-    act()
-    return time.monotonic() - began
-
-
-SLACK = 3.0  # seconds by which a busy machine may be late
-
-
-@pytest.fixture
-def bounds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def set_bounds(**values: float) -> None:
-        for name, value in values.items():
-            monkeypatch.setattr(module, name.upper(), value)
-
-    return set_bounds
+from tests.sinks.example_records import empty_record, full_record
+from tests.sinks.recording import SLACK, Gate, Recorder, note, run_of, seconds_of
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -335,170 +249,6 @@ def test_where_no_thread_can_be_started_the_caller_writes(
     assert len(told(caplog)) == 1
     with pytest.raises(KeyboardInterrupt):  # and an interrupt is not swallowed there
         Background([Recorder(interrupted)]).write(empty_record(1))
-
-
-# -- the end of a process ----------------------------------------------------------------------------------------------
-
-HEAD = """
-import os, sys, time
-from pathlib import Path
-from ds_silent.sinks.background import Background
-from ds_silent.sinks.jsonl import JsonlSink
-from tests.sinks.example_records import event, full_record
-from tests.sinks.test_background import Recorder, note
-directory = Path(sys.argv[1])
-slow = Recorder(lambda call: time.sleep(0.002))
-sinks = Background([JsonlSink(directory), slow])
-"""
-
-
-def program(text: str, directory: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", HEAD + text, str(directory)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-
-
-def steps_in(directory: Path) -> list[int]:
-    """Raw lines: a reader would drop what is there twice."""
-    return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_process_that_just_ends_has_written_everything(tmp_path: Path) -> None:
-    text = """
-for step in range(1, 200):
-    sinks.write(full_record(step, layers=()))
-sinks.write_event(note(199))
-sys.exit(3)
-"""
-    with program(text, tmp_path) as process:
-        assert process.wait(60) == 3
-    assert steps_in(tmp_path) == list(range(1, 200))
-    assert [one.step for one in read_event_records(tmp_path / "events.jsonl")] == [199]
-
-
-def child_that_ends(directory: str) -> None:
-    sinks = Background([JsonlSink(directory), Recorder(lambda call: time.sleep(0.001))])
-    for step in range(1, 200):
-        sinks.write(full_record(step, layers=()))
-
-
-def test_a_child_of_multiprocessing_has_written_everything(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=child_that_ends, args=(str(tmp_path),))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert steps_in(tmp_path) == list(range(1, 200))
-
-
-def test_kill_9_takes_the_last_lines_at_most_and_no_error(tmp_path: Path) -> None:
-    text = """
-step = 0
-while True:
-    step += 1
-    sinks.write(full_record(step, layers=()))
-    if step % 50 == 0:
-        sinks.write_event(note(step, severity="error"))
-        print(step, flush=True)
-"""
-    process = program(text, tmp_path)
-    assert process.stdout is not None
-    for _ in range(10):
-        told = int(process.stdout.readline())
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=60) == -signal.SIGKILL
-    process.stdout.close()
-    *whole, last = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
-    assert last == b""
-    assert [json.loads(line)["step"] for line in whole] == list(range(1, len(whole) + 1))
-    assert len(whole) >= told == 500  # the error came after them
-    assert [one.step for one in read_event_records(tmp_path / "events.jsonl")][:10] == list(range(50, 501, 50))
-
-
-# -- forks -------------------------------------------------------------------------------------------------------------
-
-
-def forked(act: Callable[[], None]) -> int:
-    """Exit status of a child; one that hangs is ended by an alarm."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        try:
-            act()
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
-
-
-def test_a_child_neither_writes_nor_hangs_and_the_parent_goes_on(tmp_path: Path) -> None:
-    other = Recorder(lambda call: time.sleep(0.001))
-    sinks = Background([JsonlSink(tmp_path), other])
-
-    def uses() -> None:
-        sinks.write(empty_record(1000))
-        sinks.write_event(note(1000, severity="error"))
-        sinks.flush()
-        sinks.add([Recorder()])
-        sinks.drain()
-        sinks.close()
-        module._drain_all()
-        os._exit(0)
-
-    for step in range(1, 10):
-        sinks.write(full_record(step, layers=()))
-        assert forked(uses) == 0
-    sinks.close()
-    assert steps_in(tmp_path) == list(range(1, 10))
-    assert other.calls == [*(f"write {step}" for step in range(1, 10)), "close"]
-    assert (tmp_path / "events.jsonl").read_bytes() == b""
-
-
-def test_no_fork_in_the_middle_of_a_write(bounds: Callable[..., None]) -> None:
-    """Where a library holds a lock that the child could never open."""
-    bounds(wait=60.0)
-    lock = threading.Lock()
-
-    def locks(call: str) -> None:
-        with lock:
-            time.sleep(0.01)
-
-    def takes_the_lock() -> None:
-        os._exit(0 if lock.acquire(timeout=5) else 1)
-
-    sink = Recorder(locks)
-    sinks = Background([sink])
-    for step in range(15):
-        sinks.write(empty_record(2 * step))
-        sinks.write(empty_record(2 * step + 1))
-        time.sleep(0.003)  # it is in the middle of one
-        assert forked(takes_the_lock) == 0
-    sinks.close()
-    assert sink.calls == [*(f"write {step}" for step in range(30)), "close"]
-
-
-def test_a_fork_waits_for_a_hanging_sink_no_longer_than_the_bound(bounds: Callable[..., None]) -> None:
-    bounds(wait=0.2)
-    gate = Gate()
-    sink = Recorder(gate)
-    sinks = Background([sink])
-    sinks.write(empty_record(1))
-    assert gate.reached.wait(10)
-    assert seconds_of(lambda: forked(lambda: os._exit(0))) < 0.2 + SLACK
-    gate.opened.set()
-    sinks.close()
-    assert sink.calls == ["write 1", "close"]
-
-
-def test_a_sink_that_forks_does_not_wait_for_itself(bounds: Callable[..., None]) -> None:
-    bounds(wait=60.0)
-
-    def forks(call: str) -> None:
-        assert forked(lambda: os._exit(0)) == 0
-
-    sink = Recorder(forks)
-    sinks = Background([sink])
-    sinks.write(empty_record(1))
-    assert seconds_of(sinks.close) < 30.0
-    assert sink.calls == ["write 1", "close"]
 
 
 # -- the same files ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """One short real training with one fault in it, on every rank of the process group.
 
-    stage = prepare(setting)                                   # once: warm weights, rows
-    run = rehearse(stage, trial, output_dir)                   # a collective; the same arguments on every rank
+    start = prepare(setting)                                   # once: warm weights, rows
+    run = rehearse(start, trial, output_dir)                   # a collective; the same arguments on every rank
 
 The order matters: DeepSpeed makes the replicas equal in ``initialize``, so weights are changed after it; the gradient
 hooks are registered before the observer's, so that it sees what they return; what strikes behind the capture goes
@@ -45,7 +45,7 @@ AFTER_FOUND = 2  # measured steps, to see whether the alarm says more
 
 
 @dataclass(frozen=True)
-class Stage:
+class Start:
     """What every training of the drill starts from; the same on every rank."""
 
     setting: Setting
@@ -88,7 +88,7 @@ class Run:
     states: tuple[tuple[str, ...], ...] = ()
 
 
-def prepare(setting: Setting) -> Stage:
+def prepare(setting: Setting) -> Start:
     """Rows, and weights that rank 0 warms up and sends to the others. A collective."""
     ranks = dist.get_world_size()
     count = STEPS_PER_EPOCH * setting.micro_batch * setting.accumulation * ranks
@@ -99,23 +99,23 @@ def prepare(setting: Setting) -> Stage:
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return Stage(setting, make_rows(count, seed=1), weights)
+    return Start(setting, make_rows(count, seed=1), weights)
 
 
-def rehearse(stage: Stage, trial: Trial, output_dir: Path) -> Run:
+def rehearse(start: Start, trial: Trial, output_dir: Path) -> Run:
     """Trains until the fault is found (and a little longer) or ``trial.steps`` are over. A collective."""
     me, fault = dist.get_rank(), trial.fault
-    stage = replace(stage, setting=stage.setting.answering(trial.response))
+    start = replace(start, setting=start.setting.answering(trial.response))
     injection = NOTHING if fault is None else fault.inject(trial.strike, me)
     with _environment(injection.environment):
-        engine = _engine(stage, trial, injection, output_dir)
+        engine = _engine(start, trial, injection, output_dir)
         observer = ds_silent.observer_of(engine)
         assert observer is not None  # the setting's block is active
-        observer.samples_per_epoch = len(stage.rows.tokens)
-        deal = _Deal(stage, injection, dist.get_world_size())
+        observer.samples_per_epoch = len(start.rows.tokens)
+        deal = _Deal(start, injection, dist.get_world_size())
         losses: list[float] = []
         states: list[str] = []
-        watch = _Watch(trial, output_dir, stage.setting)
+        watch = _Watch(trial, output_dir, start.setting)
         with Seams(engine, injection) as seams:
             for step in range(1, trial.steps + 1):
                 losses.append(_step(engine, observer, deal, injection, seams, step, trial.ids))
@@ -136,14 +136,14 @@ def rehearse(stage: Stage, trial: Trial, output_dir: Path) -> Run:
     return Run(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
 
 
-def _engine(stage: Stage, trial: Trial, injection: Injection, output_dir: Path) -> Any:
-    config = copy.deepcopy(stage.setting.config)
+def _engine(start: Start, trial: Trial, injection: Injection, output_dir: Path) -> Any:
+    config = copy.deepcopy(start.setting.config)
     config[BLOCK]["output_dir"] = str(output_dir)
     if injection.config is not None:
         config = injection.config(config)
     _seed(SEED)
     model = PracticeModel()
-    model.load_state_dict(stage.weights)
+    model.load_state_dict(start.weights)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
     if trial.own_seeds:
@@ -159,7 +159,7 @@ def _engine(stage: Stage, trial: Trial, injection: Injection, output_dir: Path) 
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
                 parameter.register_hook(_corrupting(injection, name, engine))
-    engine.training_dataloader = _Sharded(_sampler(len(stage.rows.tokens), _shard(injection, dist.get_rank())))
+    engine.training_dataloader = _Sharded(_sampler(len(start.rows.tokens), _shard(injection, dist.get_rank())))
     ds_silent.attach(engine)
     return engine
 
@@ -236,11 +236,11 @@ class _Sharded:
 class _Deal:
     """Deals the rows of each step through torch's own sampler, as the injection lets this rank see it."""
 
-    def __init__(self, stage: Stage, injection: Injection, ranks: int) -> None:
-        self._stage, self._injection = stage, injection
+    def __init__(self, start: Start, injection: Injection, ranks: int) -> None:
+        self._start, self._injection = start, injection
         self._me = dist.get_rank()
         self._shard = _shard(injection, self._me)
-        setting = stage.setting
+        setting = start.setting
         self._per_rank = setting.micro_batch * setting.accumulation
         self._order = lru_cache(maxsize=16)(self._shuffled)
 
@@ -248,7 +248,7 @@ class _Deal:
         injection, me = self._injection, self._me
         rows = self.rows_of(*(injection.rows(me, step) if injection.rows else (me, step)))
         content = self.rows_of(*injection.content(me, step)) if injection.content else rows
-        size, known = self._stage.setting.micro_batch, self._stage.rows
+        size, known = self._start.setting.micro_batch, self._start.rows
         parts = zip(torch.split(rows, size), torch.split(content, size), strict=True)
         batches = [Batch(ids, known.tokens[own], known.labels[own]) for ids, own in parts]
         return batches if injection.batch is None else [injection.batch(batch, step) for batch in batches]
@@ -260,7 +260,7 @@ class _Deal:
         return self._order(shard, epoch)[within * self._per_rank : (within + 1) * self._per_rank]
 
     def _shuffled(self, shard: Shard, epoch: int) -> Tensor:
-        sampler = _sampler(len(self._stage.rows.tokens), shard)
+        sampler = _sampler(len(self._start.rows.tokens), shard)
         sampler.set_epoch(epoch)
         return torch.tensor(list(sampler), dtype=torch.int64)
 

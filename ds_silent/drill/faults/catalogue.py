@@ -19,6 +19,7 @@ from ds_silent.drill.faults import inputs, reduction, update
 from ds_silent.drill.faults.fault import EARLY, Fault, Where
 from ds_silent.drill.faults.responses import DYNAMIC, MAJORITY, MEAN, ORDERED_RETRY, PERIODIC, RETRY
 from ds_silent.drill.faults.when import Maker, attempts, both, from_on, once, one
+from ds_silent.records import EventKind
 
 BEFORE = 0
 
@@ -30,7 +31,7 @@ def _chance(steps: int, fault: Fault) -> Fault:
 
 def _before(
     name: str,
-    kinds: tuple[str, ...],
+    kinds: tuple[EventKind, ...],
     strikes: Where,
     make: Maker,
     description: str,
@@ -45,10 +46,15 @@ def _before(
 
 _early = partial(Fault, first_step=EARLY)
 
-_ORDER = ("data-order-mismatch", "low-coverage")
-_DUPLICATE, _OUTLIER, _CONFIG = ("duplicate-data",), ("outlier-rank",), ("config-mismatch",)
-_SEED, _WEIGHTS = ("seed-mismatch",), ("initial-weights-mismatch",)
-_AGGREGATION, _UNREDUCED, _DRIFT = ("aggregation-error",), ("unreduced-gradient",), ("replica-drift",)
+_ORDER: tuple[EventKind, ...] = ("data-order-mismatch", "low-coverage")
+_DUPLICATE: tuple[EventKind, ...] = ("duplicate-data",)
+_OUTLIER: tuple[EventKind, ...] = ("outlier-rank",)
+_CONFIG: tuple[EventKind, ...] = ("config-mismatch",)
+_SEED: tuple[EventKind, ...] = ("seed-mismatch",)
+_WEIGHTS: tuple[EventKind, ...] = ("initial-weights-mismatch",)
+_AGGREGATION: tuple[EventKind, ...] = ("aggregation-error",)
+_UNREDUCED: tuple[EventKind, ...] = ("unreduced-gradient",)
+_DRIFT: tuple[EventKind, ...] = ("replica-drift",)
 _REPLICATED = (0, 1, 2)  # under ZeRO-3 each number has one owner: no two ranks could disagree
 _REDUCED = (0, 1, 2)  # where the drill reaches into the reduction
 

@@ -14,6 +14,7 @@ from typing import Literal
 from ds_silent.drill.faults.injection import Strike
 from ds_silent.drill.faults.responses import Response
 from ds_silent.drill.faults.when import Maker
+from ds_silent.records import EventKind
 
 Where = Literal[
     "data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss", "reduction", "update", "replica"
@@ -56,7 +57,7 @@ class Fault:
     """
 
     name: str
-    kinds: tuple[str, ...]
+    kinds: tuple[EventKind, ...]
     who: Who
     strikes: Where
     inject: Maker
@@ -84,7 +85,7 @@ class Fault:
         return tuple(phrase.format(rank=strike.rank, ranks=strike.ranks, step=strike.step) for phrase in self.says)
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> EventKind:
         """The event to expect, as a table says it."""
         return self.kinds[0]
 

@@ -9,7 +9,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from ds_silent.frameworks.base import Part
-from ds_silent.frameworks.deepspeed.gradients import Slice, pieces_dealt
+from ds_silent.frameworks.deepspeed.gradients import pieces_dealt
+from ds_silent.frameworks.shares import Slice
 
 Places = dict[int, list[tuple[Slice, int]]]
 """id of a parameter of the base optimizer -> pieces of model parameters in it, and at which element they begin."""

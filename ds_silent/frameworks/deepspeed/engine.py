@@ -29,18 +29,21 @@ from ds_silent.frameworks.deepspeed.gradients import (
     share_of,
     whole_on_every_rank,
 )
-from ds_silent.frameworks.deepspeed.groups import data_parallel_group, own_group
+from ds_silent.frameworks.deepspeed.groups import data_parallel_group
 from ds_silent.frameworks.deepspeed.kept_gradients import KeptGradients
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
+from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.frameworks.patches import Patches
 from ds_silent.maths.rounding_bound import Arithmetic
-from ds_silent.maths.sketch import offsets_of
+from ds_silent.ranks.communicator import own_group
 from ds_silent.replicas.checksums import Items, Replica
 
 
 class DeepSpeedFramework:
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
+
+    words = WORDS
 
     def __init__(self, engine: Any, config: SilentConsistencyConfig):
         self._engine, self._patches = engine, Patches()
@@ -54,14 +57,13 @@ class DeepSpeedFramework:
         self.numels = [numel_of(p) for p in self._parameters]
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.micro_batch_rows = int(engine.train_micro_batch_size_per_gpu())
+        self.boundaries = 1
         self.clip = float(engine.gradient_clipping())
         # Stages 2 and 3 reduce and free every micro-batch; with overlap, stage 1 reduces during the last backward.
         self.additive = bool(engine.zero_optimization_partition_gradients())
         self.overlapped = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
 
-        offsets, total = offsets_of(self.numels)
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._share = share_of(engine, self._parameters, offsets, total, rank, ranks)
+        self._share = share_of(engine, self._parameters, dist.get_rank(group), dist.get_world_size(group))
         self.reduced = accumulated_gradients(engine, self._parameters)  # the reduction puts its result there
         self._ordered: OrderedReduction | None = None
         self._kept: KeptGradients | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_silent.capture.local_gradient import Accumulated
 from ds_silent.frameworks.base import Part
+from ds_silent.frameworks.shares import Slice, cut, nth_share
 
 
 def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
@@ -37,18 +38,7 @@ def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
     return lambda index: parameters[index].grad
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A run of one parameter's elements that this rank answers for."""
-
-    index: int  # of the parameter
-    start: int
-    numel: int
-
-
-def share_of(
-    engine: Any, parameters: list[Tensor], offsets: list[int], total: int, rank: int, ranks: int
-) -> list[Slice] | None:
+def share_of(engine: Any, parameters: list[Tensor], rank: int, ranks: int) -> list[Slice] | None:
     """What of the gradient this rank answers for; the ranks' shares make up the whole, once. None where it is hidden.
 
     * Stage 0 holds all of it on every rank: each rank takes an N-th.
@@ -79,13 +69,7 @@ def share_of(
         mappings = ((index, parameter._hp_mapping) for index, parameter in enumerate(parameters))  # type: ignore[attr-defined]
         addresses = [(index, mapping.lp_fragment_address) for index, mapping in mappings if mapping is not None]
         return [Slice(index, int(address.start), int(address.numel)) for index, address in addresses]
-    begin, end = rank * total // ranks, (rank + 1) * total // ranks
-    slices = []
-    for index, offset in enumerate(offsets):
-        low, high = max(begin - offset, 0), min(end - offset, numel_of(parameters[index]))
-        if low < high:
-            slices.append(Slice(index, low, high - low))
-    return slices
+    return nth_share([numel_of(parameter) for parameter in parameters], rank, ranks)
 
 
 @dataclass(frozen=True)
@@ -151,7 +135,7 @@ def _reader(engine: Any, parameters: list[Any]) -> Callable[[Slice], Tensor | No
     optimizer = engine.optimizer
     if whole_on_every_rank(engine):
         held = accumulated_gradients(engine, parameters)
-        return lambda piece: _cut(held(piece.index), piece)
+        return lambda piece: cut(held(piece.index), piece)
     if engine.zero_optimization_stage() == 3:
         shards = getattr(optimizer, _SHARDS)
         return lambda piece: _begin(shards.get(parameters[piece.index].ds_id), piece.numel)
@@ -161,10 +145,6 @@ def _reader(engine: Any, parameters: list[Any]) -> Callable[[Slice], Tensor | No
         averaged = {id(d.parameter): groups[d.group][d.number] for d in dealt}
         return lambda piece: _begin(averaged.get(id(parameters[piece.index])), piece.numel)
     return lambda piece: _fragment(parameters[piece.index], piece.numel)
-
-
-def _cut(values: Tensor | None, piece: Slice) -> Tensor | None:
-    return None if values is None else values.detach().reshape(-1)[piece.start : piece.start + piece.numel]
 
 
 def _begin(values: Tensor | None, numel: int) -> Tensor | None:

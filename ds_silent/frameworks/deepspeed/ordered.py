@@ -26,8 +26,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
-from ds_silent.frameworks.deepspeed.gradients import Slice
 from ds_silent.frameworks.patches import Patches
+from ds_silent.frameworks.shares import Slice
 from ds_silent.ordered.exchange import LongVector, OrderedExchange, covers, gather_runs, joined
 from ds_silent.ordered.norm import global_norm
 from ds_silent.ordered.tree import Gradients, LocalTree

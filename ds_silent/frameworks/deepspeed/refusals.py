@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, shown
 from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
+from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_few_ranks
 
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
@@ -151,27 +152,6 @@ def has_optimizer(engine: Any) -> bool:
     return engine.client_optimizer is not None or bool(engine.optimizer_name())
 
 
-def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
-    """Raise :class:`ConfigError` where two ranks would have to outvote each other."""
-    if config.respond.on_replica_drift == "majority" and ranks < 3:
-        raise ConfigError(
-            f'{BLOCK}.respond.on_replica_drift "majority" needs at least 3 ranks to outvote one, got {ranks}; use '
-            '"mean" or "stop"'
-        )
-
-
-def _refuse_sparse(engine: Any) -> None:
-    """Modules made with ``sparse=True`` (``torch.nn.Embedding``, ``EmbeddingBag``): some rows only have a gradient."""
-    for name, module in engine.module.named_modules():
-        own = module.parameters(recurse=False)
-        if getattr(module, "sparse", False) is True and any(parameter.requires_grad for parameter in own):
-            raise ConfigError(
-                f"silent_consistency cannot observe {name or 'the model'} ({type(module).__name__} with sparse=True), "
-                "because its gradient holds only some rows; make it with sparse=False, freeze it, or set "
-                '"silent_consistency": {"enabled": false}'
-            )
-
-
 def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> None:
     """Raise :class:`ConfigError` for parallelism whose ranks do not hold the same parameters; equal on all ranks."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -186,7 +166,7 @@ def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> N
         found = "sequence parallelism"
     elif engine.has_moe_layers:
         found = "mixture-of-experts layers"
-    _refuse_sparse(engine)
+    refuse_sparse_gradients(engine.module)
     if found:
         raise ConfigError(
             f"silent_consistency does not support {found} in this version, because it compares ranks that hold the "

@@ -1,0 +1,164 @@
+"""From a training of any framework to its observer: what all ranks agree on, open and compare before the first step.
+
+    observer = observe(subject, config, refusal)     # every rank; None: nobody observes
+    observer_of(subject.held)                        # the same one, later
+
+A refusal reaches every rank, whichever rank it comes from: before anything communicates, all ranks agree on the block
+and then on what follows from it and the model (:mod:`ds_silent.ranks.agreement`). What only rank 0 can know (is the
+output directory writable, does it hold records?) is agreed with one small all-reduce.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from ds_silent.capture.data_facts import data_facts
+from ds_silent.capture.step import StepCapture
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
+from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.frameworks.base import Framework
+from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+from ds_silent.maths.fingerprint import Hash
+from ds_silent.observer import Observer
+from ds_silent.preflight import compare as preflight
+from ds_silent.preflight.inventory import Training, local_items, sampler_facts
+from ds_silent.ranks import start
+from ds_silent.sinks.monitor import MonitorWrite
+from ds_silent.sinks.run_directory import RunDirectory
+from ds_silent.words import Words
+
+logger = logging.getLogger("ds_silent")
+_ATTRIBUTE = "_ds_silent_observer"
+
+
+Given = SilentConsistencyConfig | Mapping[str, Any] | str | Path | None
+"""What a script may give as ``config``, see :func:`given_block`."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A training that may be observed: what its framework says of it while nothing is hooked."""
+
+    held: Any  # what a script holds, such as a wrapped module: the observer is found by it
+    words: Words
+    group: dist.ProcessGroup | None  # the ranks that reduce their gradients together; None where there is no such group
+    facts: start.Facts  # what their collectives follow from
+    refuse: Callable[[SilentConsistencyConfig], None]  # raises ConfigError for what cannot be observed
+    framework: Callable[[SilentConsistencyConfig], Framework]  # makes it; a collective of the group
+    training: Callable[[], Training]  # for the preflight
+    loader: Any = None  # the training's, or its sampler, where it is known before it feeds the training
+    before: Hash | None = None  # of the weights before the framework broadcast rank 0's
+    monitor_write: MonitorWrite | None = None  # of the framework's own monitor
+    gather_limit: int = GATHER_LIMIT  # ranks up to which everybody gets everybody's sketch
+
+
+def observe(
+    subject: Subject, config: SilentConsistencyConfig | None, refusal: ConfigError | None = None
+) -> Observer | None:
+    """The observer of a training. All ranks: the block, refusals, the output directory and the preflight are agreed.
+
+    Args:
+        config: None where this rank has no block; then all have none, or all refuse.
+        refusal: why this rank cannot honour its block.
+
+    Raises:
+        ConfigError: the block, or what it stands beside, cannot be honoured; the same on every rank.
+        SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
+    """
+    if config is not None and refusal is None:
+        refusal = _refusal_of(subject, config)
+    group, words = subject.group, subject.words
+    config = start.agree_on_block(group, subject.facts, words, config, refusal)
+    if config is None:
+        return None
+    assert group is not None  # all have agreed in it
+    capture, unlike = start.agree_on_layout(group, subject.facts, words, config, lambda: _capture_of(subject, config))
+    home = RunDirectory.open(config, capture.group, capture.device, subject.monitor_write)
+    observer = Observer(capture, config, home)
+    subject.held.__dict__[_ATTRIBUTE] = observer
+    _close_at_exit(observer)
+    ranks = dist.get_world_size(capture.group)
+    if home.sinks is not None:
+        steps = "every step" if config.interval == 1 else f"every {config.interval} steps"
+        # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
+        logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, home.says())
+    known = data_facts(subject.loader, ranks)
+    observer.samples_per_epoch, observer.shuffles = known.rows, known.shuffles
+    if config.preflight:
+        items = local_items(subject.training(), sampler_facts(subject.loader), subject.before, ranks)
+        outcome = preflight.compare(items, capture.group, capture.device)
+        capture.conduct.told_before(outcome)
+        if home.sinks is not None:
+            _publish_preflight(outcome, observer, home)
+    if unlike is not None:
+        observer.stand_down(unlike)
+    return observer
+
+
+def given_block(config: Given) -> SilentConsistencyConfig | None:
+    """What a script gives as ``config``: a parsed block, a block, or a dict or file that holds one under its name.
+
+    Returns:
+        None where it is switched off; the defaults where nothing is given.
+
+    Raises:
+        ConfigError: it cannot be honoured, or the file cannot be read.
+    """
+    if isinstance(config, SilentConsistencyConfig):
+        return config
+    held = {} if config is None else load_ds_config(config)
+    return parse(held if BLOCK in held else {BLOCK: held})
+
+
+def observer_of(held: Any) -> Observer | None:
+    """The observer of what a script holds, or None when it has none (no block, disabled, no optimizer, or closed)."""
+    observer: Observer | None = held.__dict__.get(_ATTRIBUTE)
+    return None if observer is None or observer.closed else observer
+
+
+def _capture_of(subject: Subject, config: SilentConsistencyConfig) -> StepCapture:
+    return StepCapture(subject.framework(config), config, subject.gather_limit)
+
+
+def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigError | None:
+    try:
+        if observer_of(subject.held) is not None:
+            raise ConfigError(
+                f"this {subject.words.training} is already observed; close its observer (ds_silent.observer_of) first"
+            )
+        subject.refuse(config)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _publish_preflight(outcome: preflight.PreflightOutcome, observer: Observer, home: RunDirectory) -> None:
+    console = Console(stderr=True)  # colours on a terminal only, and none with NO_COLOR
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a log has no edge
+    console.print(preflight.table(outcome))
+    home.write_preflight(json.dumps(preflight.to_json(outcome), indent=1) + "\n")
+    for event in preflight.events_of(outcome):
+        observer.report(event)
+
+
+def _close_at_exit(observer: Observer) -> None:
+    """The last step's record is still under way when a script just ends."""
+    reference = weakref.ref(observer)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)

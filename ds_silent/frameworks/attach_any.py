@@ -1,0 +1,93 @@
+"""One way in for whatever a script holds: the framework is recognised by what it has made.
+
+    observer = attach(engine)                                    # DeepSpeed
+    observer = attach(ddp, optimizer=optimizer, config=block)    # DistributedDataParallel
+    with observe(model, optimizer, config=block) as observer:    # the same, closed on every path
+        ...
+
+A framework that the script has not imported is not imported here either.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_silent.attaching import Given
+from ds_silent.config import ConfigError
+from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.extras import is_first, print_without_traceback
+from ds_silent.observer import Observer
+
+_KNOWN = "a DeepSpeedEngine, a DistributedDataParallel, or a module under fully_shard"
+
+
+def attach(
+    training: Any,
+    config: Given = None,
+    *,
+    optimizer: Any = None,
+    loader: Any = None,
+    accumulation: int = 1,
+    _gather_limit: int = GATHER_LIMIT,
+) -> Observer | None:
+    """Observe a training that someone else made; ``observer.close()`` undoes it. Every rank calls it.
+
+    Args:
+        training: a DeepSpeedEngine, a DistributedDataParallel or a module under ``fully_shard``, before its first step.
+        config: the block as a dict, parsed, or the path of a file that holds it; by default an engine's own, else all
+            defaults.
+        optimizer: the torch optimizer, or several; an engine has its own.
+        loader: this rank's DataLoader or sampler, for the preflight and the size of an epoch; an engine may have one.
+        accumulation: micro-batches per step, where the script accumulates; an engine knows it.
+        _gather_limit: for tests: a few ranks can be above it.
+
+    Returns:
+        the observer, or None when the block says ``"enabled": false`` or the engine has no optimizer.
+
+    Raises:
+        ConfigError, SinkError: see :func:`ds_silent.initialize`.
+    """
+    if isinstance(training, DistributedDataParallel):
+        from ds_silent.frameworks.ddp.attach import attach_ddp
+
+        return attach_ddp(
+            training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
+        )
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and issubclass(type(training), getattr(fsdp, "FSDPModule", ())):
+        from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
+
+        return attach_fsdp2(
+            training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
+        )
+    if "deepspeed" in sys.modules and isinstance(training, sys.modules["deepspeed"].DeepSpeedEngine):
+        from ds_silent.frameworks.deepspeed.attach import attach_engine
+
+        return attach_engine(training, config, loader=loader, _gather_limit=_gather_limit)
+    print_without_traceback(ConfigError, tells=lambda _: is_first())
+    raise ConfigError(_not_known(training, getattr(fsdp, "FullyShardedDataParallel", ())))
+
+
+@contextmanager
+def observe(training: Any, optimizer: Any = None, config: Given = None, **named: Any) -> Iterator[Observer | None]:
+    """:func:`attach`, and :meth:`~ds_silent.Observer.close` on every way out."""
+    observer = attach(training, config, optimizer=optimizer, **named)
+    try:
+        yield observer
+    finally:
+        if observer is not None:
+            observer.close()
+
+
+def _not_known(training: Any, fsdp1: Any) -> str:
+    got = type(training).__name__
+    if isinstance(training, fsdp1):
+        return (
+            f"ds_silent cannot observe a {got} (FSDP1), whose gradients are hidden in flat parameters; use fully_shard"
+        )
+    return f"ds_silent.attach takes {_KNOWN}, got {got}; give it what the framework has made of the model"

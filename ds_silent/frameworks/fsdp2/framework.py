@@ -1,0 +1,160 @@
+"""One model under ``fully_shard``: what it answers, and where its hooks are.
+
+framework = FSDP2Framework(model, optimizers, config, micro_batch_rows=4, accumulation=1)
+framework.connect(moments)
+framework.close(ended=True)          # the modules and their optimizers are as they were
+
+A backward sees plain, whole parameters, whose hooks give each micro-batch's local gradient; it is reduced and freed at
+once. What comes out is this rank's rows of ``parameter.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.frameworks.base import Moments, Part, Ranks
+from ds_silent.frameworks.fsdp2.modules import fsdp_modules, group_of, mesh_of, plain_parameters, share_of
+from ds_silent.frameworks.patches import Patches
+from ds_silent.frameworks.torch_loop import TorchLoop
+from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic
+from ds_silent.ranks.communicator import own_group
+from ds_silent.replicas.checksums import Items
+from ds_silent.words import TORCH
+
+
+class FSDP2Framework:
+    """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        config: SilentConsistencyConfig,
+        micro_batch_rows: int,
+        accumulation: int,
+    ):
+        self.words, self.module = TORCH, model
+        self._optimizers, self._modules = list(optimizers), fsdp_modules(model)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names, self._shards = [name for name, _ in named], [p for _, p in named]
+        self.numels = [p.numel() for p in self._shards]
+        mesh = mesh_of(named)
+        group = own_group(group_of(mesh))
+        self.ranks = Ranks(group, group, torch.device(self._local(self._shards[0]).device))
+        self._ranks = dist.get_world_size(group)
+        self.micro_batches = self.boundaries = accumulation
+        self.micro_batch_rows = micro_batch_rows
+        self.additive = self.overlapped = self.whole_at_hook = True
+        self.aggregate_replicated, self.clip = False, 0.0
+        self.observes_applied = config.integrity.aggregation and config.direction.method != "off"
+        self._share = share_of(self._shards, mesh)
+        self._pieces = {id(self._shards[piece.index]): piece for piece in self._share}
+        self._plain = plain_parameters(model, self._modules, self.names)
+        self._synchronises = True
+        self._loop = TorchLoop(model, self._optimizers, lambda: self._synchronises)
+        self._patches = Patches()
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def arithmetic(self, elements: int, width: int) -> Arithmetic:
+        """Gradients travel in the policy's ``reduce_dtype``, else in that of the forward, else in their own."""
+        own = max((p.dtype for p in self._shards), key=UNIT_ROUNDOFF.__getitem__)
+        policies = [module._get_fsdp_state()._mp_policy for module in self._modules]  # torch 2.6 to 2.13
+        travelling = [policy.reduce_dtype or policy.param_dtype or own for policy in policies]
+        seen = [policy.param_dtype or own for policy in policies]
+        communication = max(travelling, key=UNIT_ROUNDOFF.__getitem__)
+        narrows = UNIT_ROUNDOFF[communication] > min(UNIT_ROUNDOFF[dtype] for dtype in seen)
+        after = (communication, *((own,) if UNIT_ROUNDOFF[own] > UNIT_ROUNDOFF[communication] else ()))
+        return Arithmetic(
+            communication,
+            before=1 + narrows,
+            after=after,
+            reductions=self.micro_batches,
+            accumulation=own,
+            applied=own,
+            norm=own,
+            elements=elements,
+            width=width,
+            handed_unscaled=True,
+        )
+
+    @property
+    def step(self) -> int:
+        return self._loop.step
+
+    @property
+    def samples(self) -> int:
+        return self._loop.rows * self._ranks
+
+    @property
+    def batch(self) -> float:
+        return float(self._loop.batch)
+
+    def skipped(self, applied: bool | None) -> bool:
+        return self._loop.skipped
+
+    @property
+    def update_skipped(self) -> bool:
+        return self._loop.skipped
+
+    def is_boundary(self) -> bool:
+        return self._loop.is_boundary()
+
+    def accumulated(self, index: int) -> Tensor | None:
+        return None
+
+    def reduced(self, index: int) -> Tensor | None:
+        return None
+
+    @staticmethod
+    def _local(tensor: Any) -> Tensor:
+        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return local
+
+    def aggregated(self) -> Iterator[Part] | None:
+        held = ((piece, self._shards[piece.index].grad) for piece in self._share)
+        return (
+            (piece.index, piece.start, self._local(grad).detach().reshape(-1)[: piece.numel])
+            for piece, grad in held
+            if grad is not None
+        )
+
+    def applied(self, optimizer: Any) -> Iterator[Part]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                piece = self._pieces.get(id(parameter))
+                if piece is not None and parameter.grad is not None:
+                    yield piece.index, piece.start, self._local(parameter.grad).detach().reshape(-1)[: piece.numel]
+
+    def scale(self, seen: Tensor | None) -> float | Tensor:
+        return 1.0 if seen is None else seen
+
+    def gram(self) -> Tensor | None:
+        return None
+
+    def optimizers(self) -> list[Any]:
+        return self._optimizers
+
+    def replicated(self) -> tuple[Items, Callable[[], Items]]:
+        """Each number has one owner, or replicas that only some ranks hold."""
+        return [], list
+
+    # -- connecting and disconnecting ----------------------------------------------------------------------------
+
+    def connect(self, moments: Moments) -> None:
+        self._patches.wrap(self.module, "set_requires_gradient_sync", self._set_synchronises)
+        self._loop.connect(moments, self._plain)
+
+    def _set_synchronises(self, original: Callable[..., Any], value: bool, *args: Any, **kwargs: Any) -> Any:
+        self._synchronises = bool(value)
+        return original(value, *args, **kwargs)
+
+    def close(self, ended: bool) -> None:
+        self._patches.undo()
+        self._loop.close()

@@ -1,0 +1,181 @@
+"""The moments of a training loop that a script writes itself: torch's forward, backward and optimizer.
+
+loop = TorchLoop(module, optimizers, synchronises)
+loop.connect(moments, parameters)        # parameters: whose gradients a hook sees before they are accumulated
+loop.close()
+
+No object of such a loop knows what an optimizer step is, so the steps are counted here: one begins to end when the
+first optimizer is about to step, and has ended when all have, or when the next training forward comes.
+
+* **backward**: ``torch.autograd.backward``, which ``Tensor.backward`` looks up when it is called. Its outermost call
+  begins and ends a micro-batch: a reentrant checkpoint's calls lie inside, and whatever overlaps with a backward is
+  done behind it (DDP, FSDP2). Its root is the loss.
+* **step**: hooks of the optimizers. A GradScaler leaves its optimizer out without a word where it finds infinities:
+  that step is a skipped one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_silent.capture.local_gradient import loss_in
+from ds_silent.exchange.row_ids import batch_tensors
+from ds_silent.frameworks.base import Moments
+from ds_silent.frameworks.patches import Patches
+
+
+class TorchLoop:
+    """See the module docstring.
+
+    Attributes:
+        step: the optimizer step under way, from 1.
+        rows: that this rank has consumed.
+        micro_batches: of the step that was taken last.
+        batch: rows of this rank in that step.
+        skipped: whether the GradScaler left that step out.
+        scaled: whether a GradScaler is at work.
+        bypassed: whether a gradient came of a forward that did not go through the wrapper.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Any], synchronises: Callable[[], bool]):
+        """``synchronises``: whether the backward under way reduces, which is the step's last or only one."""
+        self._module, self._optimizers = module, list(optimizers)
+        self._synchronises = synchronises
+        self._patches = Patches()
+        self._moments: Moments | None = None
+        self.step, self.rows, self.batch = 1, 0, 0
+        self.skipped = self.scaled = False
+        self._rows = 0  # of the step under way
+        self._depth = 0  # of backward calls
+        self._root: Tensor | None = None  # of the outermost
+        self._unscaled: Tensor | None = None  # what the GradScaler has scaled last
+        self._forward_loss = False  # the forward itself gave one
+        self._open = False  # gradients have come in the backward under way
+        self._stepped: set[int] | None = None  # optimizers, while a step ends
+        self._boundary = False
+
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch under way is reduced."""
+        return self._boundary if self._open else self._synchronises()
+
+    def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
+        """Register every hook."""
+        self._moments = moments
+        patches = self._patches
+        patches.add(self._module.register_forward_pre_hook(self._forward, with_kwargs=True))
+        patches.add(self._module.register_forward_hook(self._forwarded))
+        for index, parameter in enumerate(parameters):
+            patches.add(parameter.register_hook(partial(self._gradient, index)))
+        for optimizer in self._optimizers:
+            patches.add(optimizer.register_step_pre_hook(self._applying))
+            patches.add(optimizer.register_step_post_hook(self._applied))
+        patches.wrap(torch.autograd, "backward", self._backward)
+        scaler = torch.amp.GradScaler
+        patches.wrap_method(scaler, "scale", self._scale)
+        patches.wrap_method(scaler, "step", self._scaler_step)
+
+    def close(self) -> None:
+        """Take every hook off; what was counted stays."""
+        self._patches.undo()
+        self._root = self._unscaled = None
+
+    # -- forward and backward ------------------------------------------------------------------------------------
+
+    def _forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        assert self._moments is not None
+        if torch.is_grad_enabled():
+            self._ended()
+            self._forward_loss = False
+            self._rows += self._moments.together.alone(rows_in, args, kwargs) or 0
+        self._moments.forward(module, args, kwargs)
+
+    def _forwarded(self, module: Any, args: Any, output: Any) -> None:
+        assert self._moments is not None
+        self._forward_loss = torch.is_grad_enabled() and loss_in(output) is not None
+        self._moments.forwarded(module, args, output)
+
+    def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._depth == 0:
+            self._root = tensors if isinstance(tensors, Tensor) and tensors.numel() == 1 else None
+        self._depth += 1
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._backward_ended()
+
+    def _gradient(self, index: int, gradient: Tensor) -> None:
+        assert self._moments is not None
+        if not self._open:
+            self._open, self._boundary = True, self._synchronises()
+            loss = self._root if self._unscaled is None else self._unscaled
+            if loss is not None and not self._forward_loss:
+                self._moments.loss(loss)
+        self._moments.gradient(index, gradient)
+
+    def _backward_ended(self) -> None:
+        self._root = self._unscaled = None
+        if self._open:
+            assert self._moments is not None
+            self._moments.micro_batch_ended()
+            boundary, self._open = self._boundary, False
+            if boundary:
+                self._moments.reduced()
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        assert self._moments is not None
+        self._begin_to_end()
+        self._moments.applying(optimizer, args, kwargs)
+
+    def _begin_to_end(self) -> None:
+        assert self._moments is not None
+        if self._stepped is None:
+            self._backward_ended()
+            self._stepped = set()
+            self._moments.before_update()
+
+    def _applied(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stepped is not None:
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) == len(self._optimizers):
+                self._ended()
+
+    def _ended(self, skipped: bool = False) -> None:
+        """The step is over, if one was ending."""
+        if self._stepped is not None:
+            assert self._moments is not None
+            self._stepped, self.skipped = None, skipped
+            self.step += 1
+            self.rows, self.batch, self._rows = self.rows + self._rows, self._rows, 0
+            self._moments.updated()
+
+    # -- a loss scale --------------------------------------------------------------------------------------------
+
+    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        if isinstance(outputs, Tensor) and outputs.numel() == 1 and outputs.requires_grad and scaler.is_enabled():
+            assert self._moments is not None
+            self.scaled, self._unscaled = True, outputs
+            outputs.register_hook(partial(self._moments.scaled, 1.0))  # type: ignore[no-untyped-call]
+        return original(scaler, outputs)
+
+    def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self.step
+        result = original(scaler, optimizer, *args, **kwargs)
+        if self.step == before and self._stepped is None and any(optimizer is own for own in self._optimizers):
+            self._begin_to_end()
+            self._ended(skipped=True)
+        return result
+
+
+def rows_in(args: Any, kwargs: Any) -> int:
+    """Rows of a micro-batch: the first dimension of the first tensor that has one."""
+    tensors, _ = batch_tensors(args, kwargs)
+    return next((int(tensor.shape[0]) for tensor in tensors if tensor.ndim), 0)

@@ -1,0 +1,231 @@
+"""Where epochs begin and end, and whether a sampler is told of a new one: rows dealt as loaders deal them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from ds_silent.capture.data_facts import DataFacts, Walk
+from ds_silent.config import DetectorsConfig
+from ds_silent.detectors import Evidence, Judge
+from ds_silent.exchange.row_ids import pack_ids
+from ds_silent.measure.rows import RowsOfStep, RowTracker
+from ds_silent.records import Event, StepRecord
+
+
+class Deal:
+    """Real samplers and loaders of every rank, cut into optimizer steps across the epochs; tracked and judged."""
+
+    def __init__(
+        self, rows: int, ranks: int, batch: int, accumulation: int, drop_last: bool, watched: bool, told: bool
+    ):
+        self.rows, self.ranks, self.watched, self.told = rows, ranks, watched, told
+        self.accumulation, self.own_rows = accumulation, batch * accumulation
+        data: Any = list(range(rows))
+        self.samplers = [DistributedSampler(data, num_replicas=ranks, rank=r, seed=3) for r in range(ranks)]
+        self.loaders = [DataLoader(data, batch, sampler=s, drop_last=drop_last) for s in self.samplers]
+        self.tracker, self.judge = RowTracker(), Judge(DetectorsConfig())
+        self.events: list[Event] = []
+        self.said: list[RowsOfStep] = []
+        self.steps_of_epochs: list[int] = []
+        self._waiting: list[tuple[bool, list[torch.Tensor]]] = []
+
+    def epoch(self, number: int | None, limit: int = 10**9) -> None:
+        """One pass; ``number`` is given to ``set_epoch``, None is forgotten."""
+        for sampler in self.samplers:
+            if number is not None:
+                sampler.set_epoch(number)
+        for index, batches in enumerate(zip(*self.loaders, strict=True)):
+            if index == limit:
+                break
+            self._waiting.append((index == 0, list(batches)))
+            if len(self._waiting) == self.accumulation:
+                self._step()
+        self.steps_of_epochs.append(len(self.said))
+
+    def _step(self) -> None:
+        taken, self._waiting = self._waiting, []
+        capacity = self.own_rows
+        sent = torch.stack([pack_ids(torch.cat([m[r] for _, m in taken]), capacity) for r in range(self.ranks)])
+        places = np.cumsum([0] + [len(m[0]) for _, m in taken])
+        starts = tuple(int(p) for p, (first, _) in zip(places, taken, strict=False) if first)
+        walk = Walk(DataFacts(self.rows, True), starts if self.watched else (), self.watched, self.told)
+        told = self.tracker.step(sent.double(), self.own_rows, self.rows, walk)
+        assert told is not None
+        self.said.append(told)
+        evidence = Evidence(
+            duplicates=told.pairs,
+            rows_per_rank=told.rows,
+            own_rows=told.own_rows,
+            own_repeats=told.own_repeats,
+            coverage=told.epoch,
+            same_order=told.same_order,
+        )
+        record = StepRecord(len(self.said), 0, None, self.ranks)
+        self.events += self.judge.step(record, evidence)
+
+
+CUTS = [
+    *((103, 4, 2, 1), (103, 4, 8, 4), (26, 4, 2, 4), (26, 4, 2, 1)),
+    *((1000, 2, 8, 4), (1001, 3, 4, 4), (57, 2, 3, 1), (640, 4, 5, 3)),
+]
+"""Rows, ranks, rows of a micro-batch, micro-batches of a step."""
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize(("rows", "ranks", "batch", "accumulation"), CUTS)
+def test_healthy_epochs_are_silent_wherever_they_end(
+    rows: int, ranks: int, batch: int, accumulation: int, drop_last: bool, watched: bool
+) -> None:
+    """Short last batches, rows that the sampler fills up with, steps that an epoch ends in."""
+    deal = Deal(rows, ranks, batch, accumulation, drop_last, watched, told=True)
+    for epoch in range(12):
+        deal.epoch(epoch)
+    assert deal.events == []
+    for told in deal.said:
+        assert told.epoch is not None
+        assert told.coverage.repeated is not None
+        fill = (-rows) % ranks
+        assert told.coverage.repeated <= (fill + (0 if watched else ranks)) / rows + 1e-9
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize(("rows", "ranks", "batch", "accumulation"), CUTS)
+def test_forgetting_set_epoch_is_told_in_the_second_epoch(
+    rows: int, ranks: int, batch: int, accumulation: int, watched: bool, told: bool
+) -> None:
+    deal = Deal(rows, ranks, batch, accumulation, drop_last=False, watched=watched, told=told)
+    for _ in range(3):
+        deal.epoch(None)
+    assert [(event.kind, event.severity, event.ranks) for event in deal.events] == [
+        ("same-order", "warning", tuple(range(ranks)))
+    ]
+    assert "set_epoch" in deal.events[0].remedy
+    first, second, third = deal.steps_of_epochs
+    per_rank = -(-rows // ranks)  # the sum of log n over the rows that come again: too little for chance in tiny epochs
+    enough = sum(np.log(rows - k) for k in range(min(per_rank, 64))) > 22.2
+    assert first < deal.events[0].step <= (second if enough else third)
+
+
+def test_set_epoch_called_at_last_ends_it() -> None:
+    deal = Deal(120, 2, 4, 1, True, True, True)
+    for epoch in (None, None, 1, 2, 3, 4, 5):
+        deal.epoch(epoch)
+    assert [(event.kind, event.severity) for event in deal.events] == [
+        ("same-order", "warning"),
+        ("same-order", "info"),
+    ]
+
+
+def test_a_trial_batch_before_the_training_is_no_epoch() -> None:
+    deal = Deal(400, 2, 4, 1, True, True, True)
+    deal.epoch(0, limit=1)
+    deal.epoch(0)
+    deal.epoch(1)
+    assert deal.events == []
+
+
+def test_epochs_that_are_broken_off_are_told_of_their_order_only() -> None:
+    """Ten batches of each pass: with a new shuffle healthy, without one the same ten batches again and again."""
+    healthy, forgotten = (Deal(400, 2, 4, 1, True, True, True) for _ in range(2))
+    for epoch in range(8):
+        healthy.epoch(epoch, limit=10)
+        forgotten.epoch(None, limit=10)
+    assert healthy.events == []
+    assert [event.kind for event in forgotten.events] == ["same-order"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_same_order_by_design_is_healthy(told: bool) -> None:
+    """Without shuffling; and where nobody knows, with ids in their own order or with hashes, which say nothing."""
+    for facts, ids in ((DataFacts(40, False), True), (DataFacts(40), True), (DataFacts(None), told)):
+        tracker, judge = RowTracker(), Judge(DetectorsConfig())
+        order = np.arange(40) if ids else np.random.default_rng(1).permutation(40) * 7919
+        for step in range(30):
+            rows = [torch.from_numpy(order[(step * 8) % 40 :][r::2][:4]) for r in range(2)]
+            sent = torch.stack([pack_ids(one, 4) for one in rows]).double()
+            seen = tracker.step(sent, 4, facts.rows, Walk(facts, told=ids))
+            assert seen is not None
+            evidence = Evidence(coverage=seen.epoch, same_order=seen.same_order)
+            assert judge.step(StepRecord(step + 1, 0, None, 2), evidence) == []
+
+
+def test_a_resume_within_an_epoch_goes_on() -> None:
+    """The loader is made anew for the rest of the epoch, or for the whole of it."""
+    for rest in (True, False):
+        deal = Deal(160, 2, 4, 1, True, True, True)
+        deal.epoch(0, limit=10)
+        state = json.loads(json.dumps(deal.tracker.state_dict(False)))
+        judged = json.loads(json.dumps(deal.judge.state_dict()))
+        order = [list(iter(sampler)) for sampler in deal.samplers]
+        deal.tracker, deal.judge = RowTracker(), Judge(DetectorsConfig())
+        deal.tracker.load_state_dict(state)
+        deal.judge.load_state_dict(judged)
+        if rest:
+            data: Any = list(range(160))
+            whole, deal.loaders = deal.loaders, [DataLoader(data, 4, sampler=one[40:]) for one in order]
+            deal.epoch(None)
+            assert deal.said[-1].coverage.seen == 1.0
+            deal.loaders = whole
+        else:
+            deal.epoch(0)
+        for epoch in range(1, 4):
+            deal.epoch(epoch)
+        assert deal.events == []
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_own_permutations_are_told_by_ids_and_by_content(told: bool) -> None:
+    """By content it is a warning that says what else it may be: the data may hold rows several times."""
+    deal = Deal(1000, 4, 5, 1, True, True, told)
+    for rank, sampler in enumerate(deal.samplers):
+        sampler.seed = rank
+    deal.epoch(0)
+    severity = {event.kind: event.severity for event in deal.events}
+    assert severity["data-order-mismatch"] == ("error" if told else "warning")
+    assert ("the data hold several times" in deal.events[0].message) == (not told)
+
+
+def test_rows_that_the_data_hold_twice_are_healthy_by_content() -> None:
+    """Seven of a hundred rows are copies; by their ids they are rows like others."""
+    order = np.random.default_rng(2)
+    content = np.arange(2000) * 7919
+    content[:140] = content[1000:1140]
+    for told in (True, False):
+        tracker, judge = RowTracker(), Judge(DetectorsConfig())
+        for epoch in range(3):
+            rows = order.permutation(2000)
+            for step in range(250):
+                taken = rows[step * 8 : step * 8 + 8]
+                ids = torch.from_numpy(taken if told else content[taken])
+                sent = torch.stack([pack_ids(ids[r::2], 4) for r in range(2)]).double()
+                walk = Walk(DataFacts(2000, True), (0,) * (step == 0), True, told)
+                seen = tracker.step(sent, 4, 2000, walk)
+                assert seen is not None
+                evidence = Evidence(coverage=seen.epoch, same_order=seen.same_order)
+                assert judge.step(StepRecord(epoch * 250 + step + 1, 0, None, 2), evidence) == []
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_data_without_a_length_tell_what_came_again(watched: bool) -> None:
+    """An iterable data set: rows that came again since its loader began, against sets; nothing of an epoch."""
+    tracker, visits = RowTracker(), list[int]()
+    generator = np.random.default_rng(4)
+    for step in range(20):
+        begins = watched and step == 10
+        rows = [torch.from_numpy(generator.integers(0, 60, 4)) for _ in range(3)]
+        told = tracker.step(
+            torch.stack([pack_ids(one, 4) for one in rows]).double(), 4, None, Walk(DataFacts(), (0,) * begins, watched)
+        )
+        visits = [*([] if begins else visits), *torch.cat(rows).tolist()]
+        assert told is not None
+        assert (told.coverage.seen, told.epoch) == (None, None)
+        assert told.coverage.repeated == pytest.approx(1 - len(set(visits)) / len(visits), abs=1e-12)

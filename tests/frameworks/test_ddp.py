@@ -1,0 +1,53 @@
+"""DistributedDataParallel: every number against the oracle, every weight against a training without the block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ddp_training import DDPCase, train_ddp
+from tests.distributed import run_distributed
+from tests.frameworks.test_oracle import STEPS, check, chunks
+from tests.training import Trace
+
+COVERING = (
+    DDPCase(),
+    DDPCase(accumulation=3),
+    DDPCase(accumulation=2, reduces_each=True),
+    DDPCase(views=True, accumulation=2),
+    DDPCase(static=True),
+    DDPCase(unused="rank"),
+    DDPCase(unused="micro", accumulation=2),
+    DDPCase(dtype="bf16", accumulation=2),
+    DDPCase(clipping=0.1, accumulation=2),
+    DDPCase(scaled=True),
+    DDPCase(scaled=True, clipping=0.1),
+    DDPCase(checkpointing="reentrant"),
+    DDPCase(checkpointing="non-reentrant", views=True),
+    DDPCase(method="exact", accumulation=2),
+    DDPCase(exact_interval=2, per_layer=True),
+    DDPCase(method="off"),
+    DDPCase(interval=3),
+)
+
+
+def run_cases(cases: tuple[DDPCase, ...], directory: str) -> list[tuple[Trace, Trace]]:
+    """On every rank: each case with the block and without it."""
+    results = []
+    for number, case in enumerate(cases):
+        folder = Path(directory) / str(number)
+        observed = train_ddp(case, folder / "on", STEPS, enabled=True, oracle=True)
+        plain = train_ddp(case, folder / "off", STEPS, enabled=False)
+        results.append((observed, plain))
+    return results
+
+
+@pytest.mark.parametrize("cases", chunks(COVERING, 9), ids=lambda cases: f"{len(cases)}-cases")
+def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[DDPCase, ...], tmp_path: Path) -> None:
+    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path)), timeout=280))
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    cases = (DDPCase(accumulation=2), DDPCase(dtype="bf16"), DDPCase(unused="rank"), DDPCase(method="exact"))
+    check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path)), timeout=280))

@@ -1,0 +1,137 @@
+"""What is told of DistributedDataParallel and FSDP2 trainings in which something is wrong, and of what looks so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_silent
+from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
+from tests.distributed import run_distributed
+
+STEPS = 6
+Hook = Callable[[Any, Any], Any]
+
+
+def mean_but_for_one(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, not their texts
+    """A communication hook that forgets to reduce the last bucket."""
+    if bucket.is_last():
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+mean_but_for_one.__name__ = "allreduce_hook"  # says of itself that it is the plain mean
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong; ``kind`` and ``ranks`` of the first event that is no note, None: nothing is told."""
+
+    kind: str | None
+    ranks: tuple[int, ...] = ()
+    step: int = 1
+    hook: Hook | None = None
+    bypassed: bool = False  # the script calls ddp.module
+    same_rows: bool = False
+    drift: int = 0  # step after which rank 2's weights change
+    scaled: float = 1.0  # rank 2's loss
+    case: DDPCase = field(default_factory=DDPCase)
+
+
+FAULTS = {
+    "healthy": Fault(None),
+    "healthy, fully_shard": Fault(None, case=FSDP2Case()),
+    "a hook that rounds": Fault(None, case=DDPCase(hook="fp16_compress_hook")),
+    "a bucket that is not reduced": Fault("unreduced-gradient", hook=mean_but_for_one),
+    "a forward around DDP": Fault("unreduced-gradient", bypassed=True),
+    "the same rows": Fault("duplicate-data", (0, 1, 2, 3), same_rows=True),
+    "the same rows, fully_shard": Fault("duplicate-data", (0, 1, 2, 3), same_rows=True, case=FSDP2Case()),
+    "a replica drifts": Fault("replica-drift", (2,), step=4, drift=2),
+    "a loss times 50": Fault("outlier-rank", (2,), step=2, scaled=50.0),
+    "a loss times 50, fully_shard": Fault("outlier-rank", (2,), step=2, scaled=50.0, case=FSDP2Case()),
+}
+
+
+def train(directory: str, fault: Fault) -> dict[str, Any]:
+    """On every rank; what rank 0 has written."""
+    sharded = isinstance(fault.case, FSDP2Case)
+    model, optimizer = build_fsdp2(fault.case) if isinstance(fault.case, FSDP2Case) else build(fault.case)
+    if fault.hook is not None:
+        model.register_comm_hook(None, fault.hook)
+    block = {"output_dir": directory, "tensorboard": False, "integrity": {"replica_interval": 2}}
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0 if fault.same_rows else rank)
+    with ds_silent.observe(model, optimizer, config=block):
+        for step in range(1, STEPS + 1):
+            tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+            loss = (model.module if fault.bypassed else model)(tokens, False)
+            (loss * (fault.scaled if rank == 2 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == fault.drift and rank == 2 and not sharded:
+                with torch.no_grad():
+                    model.module.norm.weight[0] += 1e-3
+    if rank:
+        return {}
+    events = [event for event in read_events(Path(directory, "events.jsonl")) if event["severity"] != "info"]
+    return {"events": events, "records": list(read_metrics(Path(directory, "metrics.jsonl")))}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_wrong_is_told_as_it_is(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    found = run_distributed(train, 4, (str(tmp_path), fault))[0]
+    assert [record["step"] for record in found["records"]] == list(range(1, STEPS + 1))
+    if fault.kind is None:
+        assert found["events"] == []
+        return
+    first = found["events"][0]
+    assert (first["kind"], first["step"]) == (fault.kind, fault.step), first
+    if fault.ranks:
+        assert tuple(first["ranks"]) == fault.ranks, first
+
+
+def signs(state, bucket):  # type: ignore[no-untyped-def]
+    """A communication hook that keeps the signs alone, as sign SGD does."""
+    buffer = bucket.buffer()
+    buffer.copy_(buffer.sign())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def lossy(directory: str) -> dict[str, Any]:
+    model, optimizer = build(DDPCase())
+    model.register_comm_hook(None, signs)
+    return train_plainly(model, optimizer, directory)
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+        for _ in range(STEPS):
+            model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if dist.get_rank():
+        return {}
+    events = [event for event in read_events(Path(directory, "events.jsonl")) if event["severity"] != "info"]
+    return {"events": events, "records": list(read_metrics(Path(directory, "metrics.jsonl")))}
+
+
+def test_a_lossy_hook_is_not_checked_and_not_called_wrong(tmp_path: Path) -> None:
+    found = run_distributed(lossy, 2, (str(tmp_path),))[0]
+    assert found["events"] == []
+    assert len(found["records"]) == STEPS
+    assert {record["integrity"]["relative_error"] for record in found["records"]} == {None}
+    assert all(record["direction"]["mean_cosine"] is not None for record in found["records"])
