@@ -11,6 +11,7 @@ defines.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import runpy
@@ -21,7 +22,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from ds_silent.extras import MissingExtra, needs
+from ds_silent.extras import MissingExtra, is_first, needs
 
 _USAGE = "usage: python -m ds_silent [-m package.module | train.py] [args]"
 _LOCAL_RANK = ("--local_rank", "--local-rank")  # DeepSpeed's launcher; torch.distributed.launch
@@ -45,10 +46,23 @@ def main() -> None:
     from ds_silent.frameworks.deepspeed.attach import take_its_place
 
     take_its_place()
+    atexit.register(_say_if_nothing_was_observed)
     if target.is_module:
         _run_module(target)
     else:
         _run_script(target)
+
+
+def _say_if_nothing_was_observed() -> None:
+    """Silence would look like health."""
+    from ds_silent.attaching import anything_observed
+
+    if is_first() and not anything_observed():
+        print(
+            'ds_silent: nothing was observed: no engine with a "silent_consistency" block (enabled) and an optimizer came '
+            "came by; add the block to the ds_config, or call ds_silent.attach in the script",
+            file=sys.stderr,
+        )
 
 
 def _target_of(arguments: Sequence[str]) -> _Target:

@@ -39,6 +39,7 @@ from ds_silent.words import Words
 
 logger = logging.getLogger("ds_silent")
 _ATTRIBUTE = "_ds_silent_observer"
+_observed: list[str] = []  # trainings of this process, for who ran a script to have one observed
 
 
 Given = SilentConsistencyConfig | Mapping[str, Any] | str | Path | None
@@ -86,6 +87,7 @@ def observe(
     home = RunDirectory.open(config, capture.group, capture.device, subject.monitor_write)
     observer = Observer(capture, config, home)
     subject.held.__dict__[_ATTRIBUTE] = observer
+    _observed.append(words.training)
     _close_at_exit(observer)
     ranks = dist.get_world_size(capture.group)
     if home.sinks is not None:
@@ -118,6 +120,11 @@ def given_block(config: Given) -> SilentConsistencyConfig | None:
         return config
     held = {} if config is None else load_ds_config(config)
     return parse(held if BLOCK in held else {BLOCK: held})
+
+
+def anything_observed() -> bool:
+    """Whether a training of this process has had an observer."""
+    return bool(_observed)
 
 
 def observer_of(held: Any) -> Observer | None:

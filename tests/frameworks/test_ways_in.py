@@ -241,6 +241,14 @@ def test_a_module_under_the_launcher_is_observed(project: Path) -> None:
     assert observed(project / "ours") == (4, 2)
 
 
+def test_a_script_in_which_nothing_is_observed_says_so_at_its_end(project: Path) -> None:
+    (project / "empty.py").write_text("print('done')\n")
+    status, said = run([sys.executable, "-m", "ds_silent", "empty.py"], project)
+    assert status == 0
+    assert said.index("done") < said.index("ds_silent: nothing was observed")
+    assert said.count("nothing was observed") == 1
+
+
 def test_what_a_script_breaks_on_is_its_own_traceback(project: Path) -> None:
     (project / "broken.py").write_text("import nowhere_to_be_found\n")
     status, said = run([sys.executable, "-m", "ds_silent", "broken.py"], project)
