@@ -59,7 +59,7 @@ def _say_if_nothing_was_observed() -> None:
 
     if is_first() and not anything_observed():
         print(
-            'ds_silent: nothing was observed: no engine with a "silent_consistency" block (enabled) and an optimizer came '
+            'ds_silent: nothing was observed: no engine with an optimizer and an enabled "silent_consistency" block '
             "came by; add the block to the ds_config, or call ds_silent.attach in the script",
             file=sys.stderr,
         )
