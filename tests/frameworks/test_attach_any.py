@@ -1,0 +1,90 @@
+"""Whatever is handed over: recognised, or refused with one sentence that says what it got, the same on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_silent
+from tests.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
+from tests.distributed import run_distributed
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), [], "model", None])
+def test_what_is_not_known_is_a_sentence(given: Any) -> None:
+    with pytest.raises(ds_silent.ConfigError, match=f"got {type(given).__name__}; give it what the framework has made"):
+        ds_silent.attach(given)
+
+
+def refused(directory: str) -> list[str]:
+    """The sentence of each attempt, on every rank."""
+    said = []
+
+    def attempt(model: Any, optimizer: Any, block: dict[str, Any]) -> None:
+        try:
+            ds_silent.attach(model, {"output_dir": directory, "preflight": False, **block}, optimizer=optimizer)
+        except ds_silent.ConfigError as error:
+            said.append(str(error))
+
+    model, optimizer = build(DDPCase())
+    attempt(model, None, {})
+    attempt(model, "AdamW", {})
+    attempt(model, optimizer, {"reduction": "ordered"})
+    attempt(model, optimizer, {"respond": {"on_aggregation_error": "retry"}})
+    attempt(model, optimizer, {"interval": 1 + dist.get_rank()})
+    attempt(model, optimizer, {"interval": 0} if dist.get_rank() == 1 else {})
+    sharded, own = build_fsdp2(FSDP2Case())
+    attempt(sharded, own, {"respond": {"on_replica_drift": "mean"}})
+    observer = ds_silent.attach(model, {"output_dir": directory, "preflight": False}, optimizer=optimizer)
+    attempt(model, optimizer, {})
+    assert observer is not None
+    assert ds_silent.observer_of(model) is observer
+    observer.close()
+    assert ds_silent.observer_of(model) is None
+    return said
+
+
+def test_what_cannot_be_is_refused_on_every_rank_alike(tmp_path: Path) -> None:
+    first, second = run_distributed(refused, 2, (str(tmp_path),))
+    assert first == second
+    expected = [
+        "needs the torch optimizer that steps this DistributedDataParallel model, got NoneType",
+        "needs the torch optimizer that steps this DistributedDataParallel model, got str",
+        'silent_consistency.reduction "ordered" is for DeepSpeed',
+        'silent_consistency.respond.on_aggregation_error "retry" is for DeepSpeed',
+        "silent_consistency.interval",
+        "interval must be",
+        "need whole replicas, and fully_shard shards them",
+        "is already observed",
+    ]
+    assert len(first) == len(expected), first
+    for sentence, part in zip(first, expected, strict=True):
+        assert part in sentence
+        assert "\n" not in sentence
+
+
+def closes(directory: str) -> tuple[list[str], bool]:
+    """The with statement closes on an error's way out too; nothing is left on the training."""
+    model, optimizer = build(DDPCase())
+    backward, scale = torch.autograd.backward, torch.amp.GradScaler.scale
+    try:
+        with ds_silent.observe(model, optimizer, config={"output_dir": directory, "preflight": False}):
+            raise RuntimeError("the script's own")
+    except RuntimeError as error:
+        said = [str(error)]
+    hooks = [model._forward_pre_hooks, model.module._forward_pre_hooks, model.module._forward_hooks]
+    hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooks += [p._backward_hooks or {} for p in model.parameters()]
+    clean = torch.autograd.backward is backward and torch.amp.GradScaler.scale is scale and not any(map(len, hooks))
+    return said, clean
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    for said, clean in run_distributed(closes, 2, (str(tmp_path),)):
+        assert said == ["the script's own"]
+        assert clean
