@@ -17,6 +17,7 @@ from typing import Any
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import as_ids
+from ds_silent.frameworks.base import Counts
 from ds_silent.observing.steps import Steps
 from ds_silent.recorder import make_recorder
 from ds_silent.records import Event, StepRecord
@@ -104,9 +105,11 @@ class Observer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, so it is that rank's
-        which must be kept. Steps and samples are in the framework's own counters."""
+        which must be kept. Steps and samples are in the framework's own counters, and here where it has none."""
         self._together.tried(self._publish_early)
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
+        if isinstance(self._capture.framework, Counts):
+            state["counted"] = self._capture.framework.counted()
         return state | (self._together.alone(self._own_state) or {})
 
     def _own_state(self) -> dict[str, Any]:
@@ -118,6 +121,9 @@ class Observer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
+        counted = state.get("counted")
+        if counted is not None and isinstance(self._capture.framework, Counts):
+            self._capture.framework.count_on(**counted)
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._replicas.loaded(state.get("weights"))

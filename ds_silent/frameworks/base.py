@@ -49,6 +49,7 @@ class Moments:
     forward: Callable[..., object]  # (module, args, kwargs) before the module's forward: a micro-batch's rows
     forwarded: Callable[..., object]  # (module, args, output) behind it: a loss, where nobody gives one
     loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins
+    share: Callable[..., object]  # (loss) the same of one that was divided: the shares of a step add up to its loss
     scaled: Callable[..., object]  # (factor, gradient) of the loss: together the factor on the step's gradients
     gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated; from a hook
     micro_batch_ended: Callable[[], bool | None]  # (): before a reduction; whether exact inner products are due
@@ -152,6 +153,17 @@ class HasReplica(Protocol):
 
     def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
         """Its tensors: with what the optimizer keeps beside fp32 masters, and the buffers that a forward may change."""
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """No object of the training knows its steps: they are counted here, and kept with the observer's state."""
+
+    def counted(self) -> dict[str, int]:
+        """JSON values: the steps that are done, and this rank's rows of them."""
+
+    def count_on(self, steps: int, rows: int) -> None:
+        """Go on behind a checkpoint of :meth:`counted`; between two steps."""
 
 
 @runtime_checkable

@@ -90,6 +90,12 @@ class DDPFramework:
     def batch(self) -> float:
         return float(self._loop.batch)
 
+    def counted(self) -> dict[str, int]:
+        return self._loop.counted()
+
+    def count_on(self, steps: int, rows: int) -> None:
+        self._loop.count_on(steps, rows)
+
     def skipped(self, applied: bool | None) -> bool:
         return self._loop.skipped
 

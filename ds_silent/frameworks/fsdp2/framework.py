@@ -96,6 +96,12 @@ class FSDP2Framework:
     def batch(self) -> float:
         return float(self._loop.batch)
 
+    def counted(self) -> dict[str, int]:
+        return self._loop.counted()
+
+    def count_on(self, steps: int, rows: int) -> None:
+        self._loop.count_on(steps, rows)
+
     def skipped(self, applied: bool | None) -> bool:
         return self._loop.skipped
 
