@@ -95,7 +95,7 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         held = training_of(kwargs["model"])
         if held is not None and observer_of(held) is not None:
             return observer_of(held)  # python -m ds_silent has honoured the ds_config's block
-        if held is None and not (dist.is_initialized() and dist.get_world_size() > 1):
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             if given_block(self._config) is not None:
                 logger.warning(
                     "ds_silent: one process trains this model, so there is nothing to compare and nothing is observed; "

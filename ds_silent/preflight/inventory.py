@@ -257,7 +257,7 @@ def sampler_facts(loader: Any) -> SamplerFacts | None:
 def samplers_in(loader: Any) -> list[Any]:
     """The loader, and all loaders and samplers in it, from the outside to the inside.
 
-    A DataLoader of a batch sampler has a ``sampler`` too, in the order of the rows, which nobody asks: so it comes last.
+    A DataLoader of a batch sampler has a ``sampler`` too, which nobody asks: so that comes last.
     """
     found: list[Any] = []
     waiting = [loader]

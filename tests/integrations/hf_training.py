@@ -37,14 +37,12 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def model_of(dropout: float = 0.0) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
-    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, **rates, **tokens)
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, attention_dropout=dropout, **sizes, **tokens))
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,22 @@ class HFTrace:
     trained: float = 0.0
 
 
-def as_launched() -> None:
-    """What torchrun sets and the spawner does not: the environment that accelerate reads."""
+def as_launched(deepspeed: bool) -> None:
+    """What torchrun sets and the spawner does not: the environment that accelerate reads.
+
+    It knows DeepSpeed on accelerators only: on CPUs it would call every rank the only one.
+    """
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, ACCELERATE_USE_CPU="true")
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    if deepspeed:
+        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
 
 
 def plain_loss(logits: Tensor, labels: Tensor) -> float:
@@ -107,7 +115,8 @@ def trainer_of(
         "num_train_epochs": case.epochs,
         "max_steps": case.steps,
         "learning_rate": 1e-2,
-        "use_cpu": True,
+        "use_cpu": case.stage is None,
+        "accelerator_config": {"use_configured_state": True},
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -136,7 +145,7 @@ def train(case: HFCase, directory: Path, observed: bool, resume: bool = False) -
     """On every rank."""
     from ds_silent.integrations.huggingface import SilentConsistencyCallback
 
-    as_launched()
+    as_launched(case.stage is not None)
     block = {"output_dir": str(directory / "silent"), "tensorboard": False}
     callbacks = [SilentConsistencyCallback(block)] if observed and case.block == "callback" else []
     trainer = trainer_of(case, directory, callbacks, block if observed and case.block == "ds_config" else None)
@@ -157,6 +166,10 @@ def train(case: HFCase, directory: Path, observed: bool, resume: bool = False) -
 
     trainer.compute_loss = compute_loss
     result = trainer.train(resume_from_checkpoint=resume or None)
+    wrapper = "DistributedDataParallel" if case.stage is None else "DeepSpeedEngine"
+    assert type(trainer.model_wrapped).__name__ == wrapper
+    observed_still = [callback for callback in callbacks if callback.observer is not None]
+    assert not observed_still, "an observer is open behind the training's end"
     weights = hash_of(parameter.detach() for parameter in trainer.model.parameters())
     records: tuple[dict[str, Any], ...] = ()
     events: tuple[dict[str, Any], ...] = ()

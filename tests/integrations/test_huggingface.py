@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import run_distributed
-from tests.integrations.hf_training import HFCase, HFTrace, train
+from tests.integrations.hf_training import HFCase, HFTrace, as_launched, train, trainer_of
 
 CASES = {
     "one micro-batch": HFCase(),
@@ -15,6 +16,7 @@ CASES = {
     "a last step of fewer micro-batches": HFCase(accumulation=3, rows=64),
     "rows that even_batches repeats": HFCase(rows=70, epochs=3),
     "unused parameters are not looked for": HFCase(accumulation=2, named={"ddp_find_unused_parameters": False}),
+    "a loss of one's own": HFCase(accumulation=3, rows=64, loss="given", uneven=False),
 }
 
 
@@ -38,6 +40,88 @@ def check(case: HFCase, ranks: list[tuple[HFTrace, HFTrace]]) -> None:
         assert record["loss"]["per_rank"] == pytest.approx([rank[0].losses[place] for rank in ranks], rel=1e-5)
         assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"]
     assert ranks[0][0].events == ()
+
+
+UNDER_DEEPSPEED = {
+    "stage 0, the callback's block": HFCase(stage=0, accumulation=2),
+    "stage 2, the callback's block": HFCase(stage=2, accumulation=3),
+    "stage 1, a loss of one's own": HFCase(stage=1, accumulation=2, loss="given", uneven=False),
+}
+
+
+def resumed(case: HFCase, directory: str) -> list[HFTrace]:
+    """On every rank: 4 steps and a checkpoint, the rest in a new Trainer; then all of it at once, unobserved."""
+    saved = {**case.named, "save_strategy": "steps", "save_steps": 4}
+    first = replace(case, steps=4, named={**saved, "lr_scheduler_type": "constant"})
+    folder = Path(directory)
+    return [
+        train(first, folder, True),
+        train(replace(first, steps=8), folder, True, resume=True),
+        train(replace(first, steps=8), folder / "plain", False),
+    ]
+
+
+@pytest.mark.parametrize("stage", [None, 1])
+def test_a_checkpoint_goes_on(stage: int | None, tmp_path: Path) -> None:
+    """Records, steps and rows go on behind the checkpoint; nothing is said that the whole training would not say."""
+    found = run_distributed(resumed, 2, (HFCase(accumulation=2, stage=stage, epochs=3), str(tmp_path)), timeout=280)
+    first, second, plain = found[0]
+    assert [record["step"] for record in first.records] == [1, 2, 3, 4]
+    assert [record["step"] for record in second.records] == list(range(1, 9))
+    assert [record["samples"] for record in second.records] == [16 * step for step in range(1, 9)]
+    assert second.events == ()
+    assert [rank[1].weights for rank in found] == [rank[2].weights for rank in found]
+    assert first.losses + second.losses == plain.losses
+    for place, record in enumerate(second.records):
+        assert record["loss"]["per_rank"] == pytest.approx([rank[2].losses[place] for rank in found], rel=1e-5)
+
+
+def from_unobserved(directory: str) -> HFTrace:
+    case = HFCase(steps=4, named={"save_strategy": "steps", "save_steps": 4})
+    train(case, Path(directory), False)
+    return train(replace(case, steps=8), Path(directory), True, resume=True)
+
+
+def test_a_checkpoint_of_an_unobserved_training(tmp_path: Path) -> None:
+    """The Trainer asks such a checkpoint for the callback's state, and cannot save again where there is none."""
+    trace = run_distributed(from_unobserved, 2, (str(tmp_path),), timeout=280)[0]
+    assert [record["step"] for record in trace.records] == [5, 6, 7, 8]
+    assert trace.records[0]["samples"] == 5 * 8
+    assert trace.events == ()
+
+
+def ds_config_goes_first(directory: str) -> tuple[bool, bool]:
+    """On every rank: whether records are where the ds_config's block says, and where the callback's does."""
+    from ds_silent.integrations.huggingface import SilentConsistencyCallback
+
+    as_launched(deepspeed=True)
+    own, other = Path(directory, "own"), Path(directory, "other")
+    callback = SilentConsistencyCallback({"output_dir": str(other)})
+    block = {"output_dir": str(own), "tensorboard": False}
+    trainer_of(HFCase(stage=1, steps=2), Path(directory), [callback], block).train()
+    return own.exists(), other.exists()
+
+
+def test_the_block_of_the_ds_config_goes_first(tmp_path: Path) -> None:
+    assert run_distributed(ds_config_goes_first, 2, (str(tmp_path),), timeout=280)[0] == (True, False)
+
+
+def alone(directory: str) -> list[HFTrace]:
+    case = HFCase(steps=2)
+    return [train(case, Path(directory, "on"), True), train(case, Path(directory, "off"), False)]
+
+
+def test_one_process_is_told_and_trains_on(tmp_path: Path) -> None:
+    observed, plain = run_distributed(alone, 1, (str(tmp_path),), timeout=120)[0]
+    assert observed.weights == plain.weights
+    assert not (tmp_path / "on" / "silent").exists()
+
+
+def test_the_trainer_under_deepspeed(tmp_path: Path) -> None:
+    cases = tuple(UNDER_DEEPSPEED.values())
+    found = run_distributed(both, 2, (cases, str(tmp_path)), timeout=280)
+    for place, case in enumerate(cases):
+        check(case, [rank[place] for rank in found])
 
 
 def test_the_trainer_under_ddp(tmp_path: Path) -> None:
