@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import ds_silent
+from ds_silent.attaching import given_block
+from ds_silent.capture.mean_loss import mean_of, times_its_share
+from ds_silent.config import ConfigError
+from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
-from tests.integrations.hf_training import HFCase, HFTrace, as_launched, train, trainer_of
+from tests.frameworks.test_ways_in import free_port, run
+from tests.integrations.hf_training import HFCase, HFTrace, Rows, as_launched, model_of, train, trainer_of
 
+EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "huggingface.py"
 CASES = {
     "one micro-batch": HFCase(),
     "accumulation": HFCase(accumulation=2, dropout=0.1),
@@ -129,3 +140,83 @@ def test_the_trainer_under_ddp(tmp_path: Path) -> None:
     found = run_distributed(both, 2, (cases, str(tmp_path)), timeout=280)
     for place, case in enumerate(cases):
         check(case, [rank[place] for rank in found])
+
+
+def by_hand(directory: str) -> dict[str, Any]:
+    """On every rank: a loop of accelerate's, saved after 3 steps and gone on in a second one; rank 0's records."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    as_launched(deepspeed=False)
+    losses, events = [], []
+    for begins, ends in ((0, 3), (3, 6)):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = DataLoader(Rows(96), batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        block = {"output_dir": directory, "tensorboard": False}
+        observer = ds_silent.attach(model, block, optimizer=optimizer, loader=loader, accumulation=2)
+        assert observer is not None
+        accelerator.register_for_checkpointing(observer)
+        if begins:
+            accelerator.load_state(f"{directory}/saved")
+        micro = []
+        for batch in itertools.islice(loader, 2 * begins, 2 * ends):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                micro.append(float(loss.detach()))
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        losses += [sum(pair) / 2 for pair in zip(micro[::2], micro[1::2], strict=True)]
+        if not begins:
+            accelerator.save_state(f"{directory}/saved")
+        observer.close()
+    records = []
+    if accelerator.is_main_process:
+        records = list(read_metrics(Path(directory, "metrics.jsonl")))
+        events = [event for event in read_events(Path(directory, "events.jsonl")) if event["severity"] != "info"]
+    return {"losses": losses, "records": records, "events": events}
+
+
+def test_a_loop_of_accelerates_own(tmp_path: Path) -> None:
+    found = run_distributed(by_hand, 2, (str(tmp_path),), timeout=200)
+    assert [record["step"] for record in found[0]["records"]] == list(range(1, 7))
+    for place, record in enumerate(found[0]["records"]):
+        assert record["loss"]["per_rank"] == pytest.approx([rank["losses"][place] for rank in found], rel=1e-6)
+        assert record["samples"] == 16 * (place + 1)
+    assert found[0]["events"] == []
+
+
+def test_the_example_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    status, said = run([*command, str(EXAMPLE), "--epochs", "1", "--output-dir", str(tmp_path / "out")], tmp_path)
+    assert status == 0, said
+    records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert all(abs(record["loss"]["mean"] - 4.2) < 0.5 for record in records)  # log 64 = 4.16, and not half of it
+    assert [
+        event["kind"] for event in read_events(tmp_path / "out" / "events.jsonl") if event["severity"] != "info"
+    ] == []
+
+
+def test_the_example_is_a_few_lines_more() -> None:
+    assert sum("Silent" in line for line in EXAMPLE.read_text(encoding="utf-8").splitlines()[4:]) <= 15
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_the_mean_of_a_share(reduction: str, ignored: int) -> None:
+    """Models that are given ``num_items_in_batch`` divide by it; some take the mean all the same."""
+    labels, logits = torch.arange(8), torch.randn(8, 10, requires_grad=True)
+    labels[:ignored] = -100
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction) / (40 if reduction == "sum" else 1)
+    factor = times_its_share(torch.nn.Linear(1, 1), {"num_items_in_batch": torch.tensor(40), "labels": labels})
+    expected = -torch.stack([logits.detach()[i].log_softmax(0)[i] for i in range(ignored, 8)]).mean()
+    torch.testing.assert_close(mean_of(loss, factor), expected)
+
+
+def test_auto_in_the_block_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r'interval.*"auto"'):
+        given_block({"interval": "auto"})
