@@ -121,12 +121,11 @@ class Observer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
-        counted = state.get("counted")
-        if counted is not None and isinstance(self._capture.framework, Counts):
-            self._capture.framework.count_on(**counted)
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._replicas.loaded(state.get("weights"))
+        if isinstance(self._capture.framework, Counts) and isinstance(state.get("counted"), dict):
+            self._capture.framework.count_on(state["counted"])
         self._published.recorder.load_state_dict(state)
 
     def before_checkpoint(self) -> None:

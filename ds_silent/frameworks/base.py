@@ -157,13 +157,13 @@ class HasReplica(Protocol):
 
 @runtime_checkable
 class Counts(Protocol):
-    """No object of the training knows its steps: they are counted here, and kept with the observer's state."""
+    """Nobody but the adapter counts the steps: they go with the observer's state."""
 
     def counted(self) -> dict[str, int]:
-        """JSON values: the steps that are done, and this rank's rows of them."""
+        """JSON values, for a checkpoint."""
 
-    def count_on(self, steps: int, rows: int) -> None:
-        """Go on behind a checkpoint of :meth:`counted`; between two steps."""
+    def count_on(self, counted: dict[str, int]) -> None:
+        """Continue from :meth:`counted`."""
 
 
 @runtime_checkable

@@ -64,14 +64,6 @@ class TorchLoop:
         """Whether the micro-batch under way is reduced."""
         return self._boundary if self._open else self._synchronises()
 
-    def counted(self) -> dict[str, int]:
-        """See :class:`ds_silent.frameworks.base.Counts`."""
-        return {"steps": self.step - 1, "rows": self.rows}
-
-    def count_on(self, steps: int, rows: int) -> None:
-        """Between two steps."""
-        self.step, self.rows = steps + 1, rows
-
     def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
         """Register every hook."""
         self._moments = moments

@@ -74,7 +74,7 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         if self.observer is not None and state.global_step:
             steps = int(state.global_step)  # every rank's own; without a state of ours the rows are those it should be
             rows = steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
-            counted = {**(kept or {}).get("counted", {"rows": rows}), "steps": steps}
+            counted = {**(kept or {}).get("counted", {"rows": rows}), "step": steps + 1}
             self.observer.load_state_dict({**(kept or {}), "counted": counted})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -96,18 +96,18 @@ class FSDP2Framework:
     def batch(self) -> float:
         return float(self._loop.batch)
 
-    def counted(self) -> dict[str, int]:
-        return self._loop.counted()
-
-    def count_on(self, steps: int, rows: int) -> None:
-        self._loop.count_on(steps, rows)
-
     def skipped(self, applied: bool | None) -> bool:
         return self._loop.skipped
 
     @property
     def update_skipped(self) -> bool:
         return self._loop.skipped
+
+    def counted(self) -> dict[str, int]:
+        return {"step": self._loop.step, "rows": self._loop.rows}
+
+    def count_on(self, counted: dict[str, int]) -> None:
+        self._loop.step, self._loop.rows = int(counted["step"]), int(counted["rows"])
 
     def is_boundary(self) -> bool:
         return self._loop.is_boundary()
