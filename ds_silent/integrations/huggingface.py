@@ -1,6 +1,6 @@
 """transformers' Trainer, observed by a callback: one line of a script.
 
-    trainer = Trainer(model, arguments, callbacks=[SilentConsistencyCallback({"output_dir": "runs/my-run"})])
+    callback = SilentConsistencyCallback({"output_dir": "runs/my-run"})     # Trainer(..., callbacks=[callback])
 
 What trains the model is known when the training begins: the model itself under ``fully_shard``, or the
 DistributedDataParallel or DeepSpeedEngine around it, to which a callback is given no way. It is looked for among the
