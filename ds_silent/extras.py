@@ -17,6 +17,7 @@ from types import TracebackType
 EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "finetune": ("deepspeed", "transformers", "datasets", "tokenizers"),
+    "huggingface": ("transformers", "accelerate"),
     "plots": ("matplotlib",),
 }
 """Extra -> the packages of it that are imported."""

@@ -105,7 +105,7 @@ class Observer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, so it is that rank's
-        which must be kept. Steps and samples are in the framework's own counters."""
+        which must be kept. Steps and samples are in the framework's own counters, and here where it has none."""
         self._together.tried(self._publish_early)
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
         if isinstance(self._capture.framework, Counts):

@@ -1,7 +1,7 @@
 """What one rank knows of the step under way, made into one observation: no framework here.
 
     collector = StepCollector(local, rows, sends, together)
-    collector.loss(loss)                                 # per micro-batch
+    collector.loss(loss)                                 # per micro-batch; or its share(loss)
     collector.reduced(aggregated)                        # the reduction has ended; the script may change its result now
     collector.observation(aggregated, known, hashes)     # the step begins
     collector.apply(parts)                               # from inside the optimizer's step: what it is about to use
@@ -71,6 +71,7 @@ class StepCollector:
         self._local_taken: _Taken | None = None  # the local gradient's, where the reduction was seen to end
         self._reduced: _Reduced | None = None
         self._losses: list[Tensor] = []
+        self._shares: list[Tensor] = []
         self._forward_losses: list[Tensor] = []
         self._applied = False
 
@@ -81,13 +82,18 @@ class StepCollector:
         self._forward_losses.clear()
         self._losses.append(loss.detach())
 
+    def share(self, loss: Tensor) -> None:
+        """What a micro-batch adds to the step's loss, where nobody knows its own: a script has divided it."""
+        self._forward_losses.clear()
+        self._shares.append(loss.detach())
+
     def forward_loss(self, loss: Tensor) -> None:
         """A loss that a forward returned: it counts where nobody calls :meth:`loss`."""
         self._forward_losses.append(loss.detach())
 
     def late_forward_loss(self, loss: Tensor) -> None:
         """The same, known only when the backward is under way; :meth:`loss` may have counted it."""
-        if not self._losses:
+        if not self._losses and not self._shares:
             self._forward_losses.append(loss.detach())
 
     def reduced(self, aggregated: Iterable[Part] | None) -> None:
@@ -158,11 +164,12 @@ class StepCollector:
     def _before_reduction(self, known: Known) -> Observation:
         """What was there before the reduction."""
         local, tokens = self._local, self._rows.take_label_tokens()
-        losses = self._losses or self._forward_losses
+        losses = self._losses or self._shares or self._forward_losses
+        shares = len(losses) if losses is self._shares else 1  # they add up to the mean of the micro-batches'
         sketches, squares = self._local_taken or local.accumulator.take()
         return Observation(
             loss=Loss(
-                total=torch.stack([loss.float().reshape(()) for loss in losses]).sum() if losses else 0.0,
+                total=torch.stack([loss.float().reshape(()) for loss in losses]).sum() * shares if losses else 0.0,
                 count=float(len(losses)),
                 scale=known.scale,
                 tokens=0.0 if tokens is None else tokens,

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.capture.mean_loss import IGNORED_LABEL
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import batch_tensors, pack_ids, row_hashes
 
 logger = logging.getLogger("ds_silent")
 MAX_ROWS = 4096  # per rank and observation: 48 kB
-IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
 
 
 def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:

@@ -27,6 +27,7 @@ from ds_silent.capture.data_facts import Walk
 from ds_silent.capture.listener import Listener, Owner
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_gradient import LocalGradient, layers_of, loss_in
+from ds_silent.capture.mean_loss import mean_of, times_its_share
 from ds_silent.capture.observation import Known, Sends, StepCollector
 from ds_silent.capture.row_ids import RowIds, id_capacity
 from ds_silent.config import SilentConsistencyConfig
@@ -100,6 +101,7 @@ class StepCapture:
         self.conduct = Conduct(framework.module, framework.optimizers, framework.words)
         self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
+        self._times_share: Tensor | None = None  # of the forward under way, where its loss is a share of the step's
         self._listener: Listener | None = None
         self._owner: Owner | None = None
         self._stop_watching: Callable[[], None] | None = None
@@ -237,6 +239,7 @@ class StepCapture:
                 forward=partial(alone, self._forward),
                 forwarded=partial(alone, self._forwarded),
                 loss=partial(alone, self._collector.loss),
+                share=partial(alone, self._collector.share),
                 scaled=partial(alone, self._scaled),
                 gradient=partial(alone, self._gradient),
                 micro_batch_ended=partial(play, self._micro_batch_ended),
@@ -268,6 +271,7 @@ class StepCapture:
         """
         if not torch.is_grad_enabled():
             return
+        self._times_share = times_its_share(self.framework.module, kwargs)
         if self.framework.module.training:  # a wrapper's own flag stays when its module is told to evaluate
             self._evaluated = self._evaluated_loss = None
             self.conduct.before_forward()
@@ -280,12 +284,14 @@ class StepCapture:
         if not torch.is_grad_enabled():
             return
         loss = loss_in(output)
+        if loss is not None:
+            loss = mean_of(loss, self._times_share)
         if self.framework.module.training:
             self.conduct.after_forward()
             if loss is not None:
                 self._collector.forward_loss(loss)
         else:
-            self._evaluated_loss = None if loss is None else loss.detach()
+            self._evaluated_loss = loss
 
     def _train_in_evaluation_mode(self, forward: Callable[[], None]) -> None:
         """The forward that was kept was a training's after all."""

@@ -41,7 +41,7 @@ def attach(
         training: a DeepSpeedEngine, a DistributedDataParallel or a module under ``fully_shard``, before its first step.
         config: the block as a dict, parsed, or the path of a file that holds it; by default an engine's own, else all
             defaults.
-        optimizer: the torch optimizer, or several; an engine has its own.
+        optimizer: the torch optimizer (or accelerate's around it), or several; an engine has its own.
         loader: this rank's DataLoader or sampler, for the preflight and the size of an epoch; an engine may have one.
         accumulation: micro-batches per step, where the script accumulates; an engine knows it.
         _gather_limit: for tests: a few ranks can be above it.

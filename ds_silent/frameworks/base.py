@@ -49,6 +49,7 @@ class Moments:
     forward: Callable[..., object]  # (module, args, kwargs) before the module's forward: a micro-batch's rows
     forwarded: Callable[..., object]  # (module, args, output) behind it: a loss, where nobody gives one
     loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins
+    share: Callable[..., object]  # (loss) the same of one that was divided: the shares of a step add up to its loss
     scaled: Callable[..., object]  # (factor, gradient) of the loss: together the factor on the step's gradients
     gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated; from a hook
     micro_batch_ended: Callable[[], bool | None]  # (): before a reduction; whether exact inner products are due

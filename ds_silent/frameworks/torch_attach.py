@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,7 @@ def attach_wrapped(
     wrapped: Wrapped, optimizer: Any, config: Given, loader: Any, accumulation: int, gather_limit: int = GATHER_LIMIT
 ) -> Observer | None:
     """See :func:`ds_silent.attach_ddp`. Every rank calls it."""
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = [torch_optimizer(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     block, refusal = None, None
     try:
         refuse_strange_optimizers(wrapped.name, optimizers)
@@ -51,7 +52,7 @@ def attach_wrapped(
     except ConfigError as error:
         refusal = error
     try:
-        rows = getattr(loader, "batch_size", None) or ROWS
+        rows = rows_per_batch(loader) or ROWS
         subject = Subject(
             held=wrapped.held,
             words=TORCH,
@@ -67,6 +68,18 @@ def attach_wrapped(
     except (ConfigError, SinkError):
         print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
         raise
+
+
+def torch_optimizer(optimizer: Any) -> Any:
+    """What an ``AcceleratedOptimizer`` holds, which is a torch optimizer in name only; else the optimizer itself."""
+    accelerated = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
+    return optimizer.optimizer if isinstance(optimizer, accelerated) else optimizer
+
+
+def rows_per_batch(loader: Any) -> int | None:
+    """Rows that a loader, or the batch sampler in it, gives at once; None where it does not say."""
+    sizes = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def refuse_strange_optimizers(name: str, optimizers: Sequence[Any]) -> None:

@@ -9,7 +9,8 @@ first optimizer is about to step, and has ended when all have, or when the next 
 
 * **backward**: ``torch.autograd.backward``, which ``Tensor.backward`` looks up when it is called. Its outermost call
   begins and ends a micro-batch: a reentrant checkpoint's calls lie inside, and whatever overlaps with a backward is
-  done behind it (DDP, FSDP2). Its root is the loss.
+  done behind it (DDP, FSDP2). Where a forward gives no loss, its root is one: the step's gradient is that of the
+  roots' sum, so they are shares of the step's loss.
 * **step**: hooks of the optimizers. A GradScaler leaves its optimizer out without a word where it finds infinities:
   that step is a skipped one.
 """
@@ -116,7 +117,7 @@ class TorchLoop:
             self._open, self._boundary = True, self._synchronises()
             loss = self._root if self._unscaled is None else self._unscaled
             if loss is not None and not self._forward_loss:
-                self._moments.loss(loss)
+                self._moments.share(loss)
         self._moments.gradient(index, gradient)
 
     def _backward_ended(self) -> None:

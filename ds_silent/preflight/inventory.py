@@ -233,31 +233,40 @@ def sampler_facts(loader: Any) -> SamplerFacts | None:
     """What a DataLoader, a loader around one or a sampler says of its sharding; None when it says nothing.
 
     Relies on ``num_replicas``, ``rank``, ``seed``, ``epoch`` of ``torch.utils.data.DistributedSampler``, and on
-    ``num_processes`` and ``process_index`` of accelerate's shards. A sampler of one's own is read by the names of
-    torch's.
+    ``num_processes`` and ``process_index`` of accelerate's shards, in which its ``SeedableRandomSampler`` (with an
+    ``initial_seed``) holds the data. A sampler of one's own is read by the names of torch's.
     """
-    for sampler in samplers_in(loader):
+    samplers = samplers_in(loader)
+    for place_in, sampler in enumerate(samplers):
         for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
             world_size, rank = getattr(sampler, size, None), getattr(sampler, place, None)
             if isinstance(world_size, int) and isinstance(rank, int):
-                rows = length_of(getattr(sampler, "dataset", None))
-                seed = getattr(sampler, "seed", None)
-                follows = [getattr(sampler, name, None) for name in ("seed", "epoch", "shuffle", "drop_last")]
-                permutation = hash_text(repr((type(sampler).__name__, rows, follows)))
-                return SamplerFacts(world_size, rank, permutation, seed if isinstance(seed, int) else None, rows)
+                within = samplers[place_in:]
+                sets = [getattr(one, name, None) for one in within for name in ("dataset", "data_source")]
+                rows = next((length for length in map(length_of, sets) if length is not None), None)
+                said = [getattr(one, name, None) for one in within for name in ("seed", "initial_seed")]
+                seed = next((one for one in said if isinstance(one, int)), None)
+                names = ("seed", "initial_seed", "epoch", "shuffle", "drop_last", "even_batches", "split_batches")
+                follows = [[getattr(one, name, None) for name in names] for one in within]
+                kinds = [type(one).__name__ for one in within]
+                permutation = hash_text(repr((kinds, rows, follows)))
+                return SamplerFacts(world_size, rank, permutation, seed, rows)
     return None
 
 
 def samplers_in(loader: Any) -> list[Any]:
-    """The loader, and all loaders and samplers in it, from the outside to the inside."""
+    """The loader, and all loaders and samplers in it, from the outside to the inside.
+
+    A DataLoader of a batch sampler has a ``sampler`` too, which nobody asks: so that comes last.
+    """
     found: list[Any] = []
     waiting = [loader]
     while waiting and len(found) < 8:
         one = waiting.pop(0)
         if one is not None and not any(one is other for other in found):
             found.append(one)
-            names = ("data_sampler", "sampler", "batch_sampler", "dataloader", "_index_sampler")
-            waiting += [getattr(one, name, None) for name in names]
+            names = ("data_sampler", "batch_sampler", "sampler", "dataloader", "_index_sampler")
+            waiting = [*(getattr(one, name, None) for name in names), *waiting]
     return found
 
 

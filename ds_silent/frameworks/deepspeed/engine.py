@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
+from ds_silent.capture.local_gradient import loss_in
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.frameworks.base import Moments, Part, Ranks
 from ds_silent.frameworks.deepspeed.applied import applied_gradients, applied_places, base_optimizers
@@ -74,6 +75,7 @@ class DeepSpeedFramework:
         self.accumulated = self.reduced if self._ordered is None else self._ordered.held
         # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
         self.whole_at_hook = self._ordered is None
+        self._forward_loss = False  # the newest forward gave one
         self._reduce: Callable[..., Any] | None = None
         self._again: Callable[[], Any] | None = None  # the step's reduction, to be called again
 
@@ -187,7 +189,7 @@ class DeepSpeedFramework:
         for index, parameter in enumerate(self._parameters):
             patches.add(parameter.register_hook(partial(moments.gradient, index)))
         patches.add(engine.register_forward_pre_hook(moments.forward, with_kwargs=True))
-        patches.add(engine.register_forward_hook(moments.forwarded))
+        patches.add(engine.register_forward_hook(partial(self._forwarded, moments)))
         if self.observes_applied or self._autocast_scales:
             for optimizer in base_optimizers(engine):
                 patches.add(optimizer.register_step_pre_hook(moments.applying))
@@ -220,9 +222,21 @@ class DeepSpeedFramework:
             )
         self._patches.around(self._engine, name, before, after)
 
+    def _forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
+        self._forward_loss = torch.is_grad_enabled() and loss_in(output) is not None
+        moments.forwarded(module, args, output)
+
     def _before_backward(self, moments: Moments, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper."""
-        moments.loss(loss)
+        """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper.
+
+        Without ``scale_wrt_gas`` the script has divided it already, as accelerate's and transformers' do: then the
+        forward's loss is the true one.
+        """
+        divides = kwargs.get("scale_wrt_gas", True)
+        if divides:
+            moments.loss(loss)
+        elif not self._forward_loss:
+            moments.share(loss)
         if self._scales_loss and loss.requires_grad:
-            steps = self._engine.gradient_accumulation_steps() if kwargs.get("scale_wrt_gas", True) else 1
+            steps = self._engine.gradient_accumulation_steps() if divides else 1
             loss.register_hook(partial(moments.scaled, steps))  # type: ignore[no-untyped-call]

@@ -1,0 +1,63 @@
+"""The mean loss of a micro-batch, where a trainer has made its loss a share of the whole step's.
+
+factor = times_its_share(module, kwargs)     # None: the forward's loss is the mean already
+mean_of(loss, factor)
+
+transformers' Trainer counts the label tokens of all micro-batches of a step (and of all ranks) and hands their number
+to the forward as ``num_items_in_batch``; the model then divides its sum by that number and not by its own tokens. Some
+models take the number and take the mean all the same, which is seen in what autograd has recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NODES = 16  # between a loss and the function that made it: a division, a cast, the sum with another loss
+IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
+
+
+def times_its_share(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
+    """0-dim fp32: what makes a forward's loss the mean over the micro-batch's own label tokens.
+
+    Args:
+        module: whose ``loss_function`` says whether its labels are shifted (transformers' do).
+        inputs: keyword arguments of the forward.
+    """
+    items, labels = inputs.get("num_items_in_batch"), inputs.get("shift_labels")
+    if not isinstance(labels, Tensor):
+        labels = inputs.get("labels")
+        if isinstance(labels, Tensor) and labels.ndim > 1 and shifts_labels(module):
+            labels = labels[..., 1:]
+    if items is None or not isinstance(labels, Tensor) or labels.dtype.is_floating_point:
+        return None  # losses of floating labels (a regression's) are means whatever they are given
+    total = torch.as_tensor(items, device=labels.device).float().reshape(-1)[0]
+    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def mean_of(loss: Tensor, factor: Tensor | None) -> Tensor:
+    """A forward's loss, still with its graph, as the mean over the micro-batch's own tokens; without a graph."""
+    return loss.detach() if factor is None or is_a_mean(loss) else loss.detach() * factor
+
+
+def is_a_mean(loss: Tensor) -> bool:
+    """Whether the first loss of torch's in the graph, near its root, took the mean; not where there is none."""
+    waiting = [loss.grad_fn]
+    for _ in range(NODES):
+        node = waiting.pop(0) if waiting else None
+        reduction = getattr(node, "_saved_reduction", None)  # of NllLossBackward0 and the like; 0 none, 1 mean, 2 sum
+        if reduction is not None:
+            return bool(reduction == 1)
+        waiting += [inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None]
+    return False
+
+
+def shifts_labels(module: nn.Module) -> bool:
+    """Whether position i of the labels is what position i - 1 predicts: in transformers' decoders."""
+    causal = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
+    encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    return causal is not None and getattr(module, "loss_function", None) is causal and not encodes

@@ -1,0 +1,174 @@
+"""transformers' Trainer, observed by a callback: one line of a script.
+
+    callback = SilentConsistencyCallback({"output_dir": "runs/my-run"})     # Trainer(..., callbacks=[callback])
+
+What trains the model is known when the training begins: the model itself under ``fully_shard``, or the
+DistributedDataParallel or DeepSpeedEngine around it, to which a callback is given no way. It is looked for among the
+objects of the process, once. An engine around another model, such as DPO's reference, is left alone.
+
+The observer's state travels in ``trainer_state.json``, where the Trainer keeps its callbacks' states, written by rank 0
+and read by all ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_silent.attaching import Given, given_block, observer_of
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
+from ds_silent.extras import is_first, needs, print_without_traceback
+from ds_silent.frameworks.attach_any import attach
+from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+from ds_silent.observer import Observer
+from ds_silent.ranks import start
+from ds_silent.sinks import SinkError
+
+needs("ds_silent.integrations.huggingface", "huggingface")
+
+from transformers import TrainerCallback  # noqa: E402 - behind the sentence that says what is missing
+from transformers.trainer_callback import ExportableState  # noqa: E402
+
+logger = logging.getLogger("ds_silent")
+_KEPT = "kept"  # the attribute, and the key in trainer_state.json
+
+
+class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is not typed
+    """Observes the training of a ``transformers.Trainer`` from its beginning to its end. On every rank.
+
+    Under DeepSpeed the block of the ds_config goes before ``config``, which is for one that has none. A single process
+    has nobody to be compared with: then one sentence says so, and the training goes on unobserved.
+
+    Args:
+        config: the block as a dict, parsed, or the path of a file that holds it; by default all defaults.
+
+    Attributes:
+        observer: of the training under way; None before, after, and where nothing is observed.
+
+    Raises:
+        ConfigError, SinkError: as the training begins, see :func:`ds_silent.initialize`; the same on every rank.
+    """
+
+    def __init__(self, config: Given = None):
+        self._config = config
+        self.observer: Observer | None = None
+        self.kept: dict[str, Any] | None = None  # the Trainer may write it, from a checkpoint
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The model is wrapped, and a checkpoint is loaded."""
+        self._close()  # of a training that broke off, as where a Trainer looks for a batch size
+        kept = _kept_in(state, type(self).__name__)
+        try:
+            self.observer = self._observer(args, kwargs)
+        except (ConfigError, SinkError):
+            print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
+            raise
+        if self.observer is not None and state.global_step:
+            steps = int(state.global_step)  # every rank's own; without a state of ours the rows are those it should be
+            rows = steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
+            counted = {**(kept or {}).get("counted", {"rows": rows}), "step": steps + 1}
+            self.observer.load_state_dict({**(kept or {}), "counted": counted})
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint was written, by all ranks."""
+        if self.observer is not None:
+            self.observer.before_checkpoint()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Where a training breaks off instead, the observer closes as the process ends, or as the next one begins."""
+        self._close()
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer keeps in a checkpoint; it asks on rank 0."""
+        kept = None if self.observer is None or self.observer.closed else self.observer.state_dict()
+        return {"args": {"config": _as_json(self._config)}, "attributes": {_KEPT: kept}}
+
+    def _observer(self, args: Any, kwargs: Mapping[str, Any]) -> Observer | None:
+        held = training_of(kwargs["model"])
+        if held is not None and observer_of(held) is not None:
+            return observer_of(held)  # python -m ds_silent has honoured the ds_config's block
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            if given_block(self._config) is not None:
+                logger.warning(
+                    "ds_silent: one process trains this model, so there is nothing to compare and nothing is observed; "
+                    "start it with torchrun or accelerate launch on two processes or more"
+                )
+            return None
+        return attach(
+            kwargs["model"] if held is None else held,  # one that cannot be observed is refused in one sentence
+            None if has_own_block(held) else given_block_of(self._config),
+            optimizer=kwargs.get("optimizer"),
+            loader=kwargs.get("train_dataloader"),
+            accumulation=args.gradient_accumulation_steps,
+        )
+
+    def _close(self) -> None:
+        if self.observer is not None:
+            self.observer.close()
+            self.observer = None
+
+
+def training_of(model: Any) -> Any:
+    """What trains ``model`` data-parallel: itself where it is wrapped or under ``fully_shard``, else what wraps it.
+
+    None where nothing does. Two wrap the same model where a Trainer has begun anew: the garbage goes first.
+    """
+    kinds: tuple[type, ...] = (DistributedDataParallel,)
+    if "deepspeed" in sys.modules:
+        kinds += (sys.modules["deepspeed"].DeepSpeedEngine,)
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    if issubclass(type(model), (*kinds, *([sharded] if sharded else []))):
+        return model
+    found = _around(model, kinds)
+    if len(found) > 1:
+        del found
+        gc.collect()
+        found = _around(model, kinds)
+    return found[-1] if found else None
+
+
+def _around(model: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """By ``type``: ``isinstance`` asks an object for its ``__class__``, and a lazy one would load something."""
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    return [one for one in wrappers if getattr(one, "module", None) is model]
+
+
+def has_own_block(held: Any) -> bool:
+    """Whether a DeepSpeedEngine's configuration has the block."""
+    given = None if isinstance(held, DistributedDataParallel) else getattr(held, "config", None)
+    if not isinstance(given, (str, Path, Mapping)):
+        return False
+    try:
+        return find_block(load_ds_config(given)) is not None
+    except ConfigError:
+        return True  # it is told where all ranks hear of it
+
+
+def given_block_of(config: Given) -> Given:
+    """``config`` as :func:`ds_silent.attach` takes it; None means an engine's own there, which has none."""
+    return {BLOCK: {}} if config is None else config
+
+
+def _kept_in(state: Any, name: str) -> dict[str, Any] | None:
+    """The observer's state in a checkpoint's TrainerState; makes the place where the next one is written.
+
+    A checkpoint of an unobserved training has none, and the Trainer asks for it.
+    """
+    held = state.stateful_callbacks.setdefault(name, {})
+    first = held[0] if isinstance(held, list) and held else held
+    found = first.get("attributes", {}).get(_KEPT) if isinstance(first, Mapping) else None
+    return found if isinstance(found, dict) else None
+
+
+def _as_json(config: Given) -> Any:
+    if isinstance(config, SilentConsistencyConfig):
+        return config.model_dump(mode="json")
+    return str(config) if isinstance(config, Path) else config

@@ -1,0 +1,218 @@
+"""transformers' Trainer and accelerate, observed: losses as plainly computed, the same weights, and a resume."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_silent
+from ds_silent.attaching import given_block
+from ds_silent.capture.mean_loss import mean_of, times_its_share
+from ds_silent.config import ConfigError
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.distributed import run_distributed
+from tests.frameworks.test_ways_in import free_port, run
+from tests.integrations.hf_training import HFCase, HFTrace, Rows, as_launched, model_of, train, trainer_of
+
+EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "huggingface.py"
+CASES = {
+    "one micro-batch": HFCase(),
+    "accumulation": HFCase(accumulation=2, dropout=0.1),
+    "a last step of fewer micro-batches": HFCase(accumulation=3, rows=64),
+    "rows that even_batches repeats": HFCase(rows=70, epochs=3),
+    "unused parameters are not looked for": HFCase(accumulation=2, named={"ddp_find_unused_parameters": False}),
+    "a loss of one's own": HFCase(accumulation=3, rows=64, loss="given", uneven=False),
+}
+
+
+def both(cases: tuple[HFCase, ...], directory: str) -> list[tuple[HFTrace, HFTrace]]:
+    """On every rank: each case observed, and not."""
+    return [
+        (train(case, Path(directory, f"{place}-on"), True), train(case, Path(directory, f"{place}-off"), False))
+        for place, case in enumerate(cases)
+    ]
+
+
+def check(case: HFCase, ranks: list[tuple[HFTrace, HFTrace]]) -> None:
+    """Weights are bit-identical; every record's losses are each rank's own."""
+    for observed, plain in ranks:
+        assert observed.weights == plain.weights
+        assert observed.losses == plain.losses
+    records = ranks[0][0].records
+    steps = len(ranks[0][0].losses)
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    for place, record in enumerate(records):
+        assert record["loss"]["per_rank"] == pytest.approx([rank[0].losses[place] for rank in ranks], rel=1e-5)
+        assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"]
+    assert ranks[0][0].events == ()
+
+
+UNDER_DEEPSPEED = {
+    "stage 0, the callback's block": HFCase(stage=0, accumulation=2),
+    "stage 2, the callback's block": HFCase(stage=2, accumulation=3),
+    "stage 1, a loss of one's own": HFCase(stage=1, accumulation=2, loss="given", uneven=False),
+}
+
+
+def resumed(case: HFCase, directory: str) -> list[HFTrace]:
+    """On every rank: 4 steps and a checkpoint, the rest in a new Trainer; then all of it at once, unobserved."""
+    saved = {**case.named, "save_strategy": "steps", "save_steps": 4}
+    first = replace(case, steps=4, named={**saved, "lr_scheduler_type": "constant"})
+    folder = Path(directory)
+    return [
+        train(first, folder, True),
+        train(replace(first, steps=8), folder, True, resume=True),
+        train(replace(first, steps=8), folder / "plain", False),
+    ]
+
+
+@pytest.mark.parametrize("stage", [None, 1])
+def test_a_checkpoint_goes_on(stage: int | None, tmp_path: Path) -> None:
+    """Records, steps and rows go on behind the checkpoint; nothing is said that the whole training would not say."""
+    found = run_distributed(resumed, 2, (HFCase(accumulation=2, stage=stage, epochs=3), str(tmp_path)), timeout=280)
+    first, second, plain = found[0]
+    assert [record["step"] for record in first.records] == [1, 2, 3, 4]
+    assert [record["step"] for record in second.records] == list(range(1, 9))
+    assert [record["samples"] for record in second.records] == [16 * step for step in range(1, 9)]
+    assert second.events == ()
+    assert [rank[1].weights for rank in found] == [rank[2].weights for rank in found]
+    assert first.losses + second.losses == plain.losses
+    for place, record in enumerate(second.records):
+        assert record["loss"]["per_rank"] == pytest.approx([rank[2].losses[place] for rank in found], rel=1e-5)
+
+
+def from_unobserved(directory: str) -> HFTrace:
+    case = HFCase(steps=4, named={"save_strategy": "steps", "save_steps": 4})
+    train(case, Path(directory), False)
+    return train(replace(case, steps=8), Path(directory), True, resume=True)
+
+
+def test_a_checkpoint_of_an_unobserved_training(tmp_path: Path) -> None:
+    """The Trainer asks such a checkpoint for the callback's state, and cannot save again where there is none."""
+    trace = run_distributed(from_unobserved, 2, (str(tmp_path),), timeout=280)[0]
+    assert [record["step"] for record in trace.records] == [5, 6, 7, 8]
+    assert trace.records[0]["samples"] == 5 * 8
+    assert trace.events == ()
+
+
+def ds_config_goes_first(directory: str) -> tuple[bool, bool]:
+    """On every rank: whether records are where the ds_config's block says, and where the callback's does."""
+    from ds_silent.integrations.huggingface import SilentConsistencyCallback
+
+    as_launched(deepspeed=True)
+    own, other = Path(directory, "own"), Path(directory, "other")
+    callback = SilentConsistencyCallback({"output_dir": str(other)})
+    block = {"output_dir": str(own), "tensorboard": False}
+    trainer_of(HFCase(stage=1, steps=2), Path(directory), [callback], block).train()
+    return own.exists(), other.exists()
+
+
+def test_the_block_of_the_ds_config_goes_first(tmp_path: Path) -> None:
+    assert run_distributed(ds_config_goes_first, 2, (str(tmp_path),), timeout=280)[0] == (True, False)
+
+
+def alone(directory: str) -> list[HFTrace]:
+    case = HFCase(steps=2)
+    return [train(case, Path(directory, "on"), True), train(case, Path(directory, "off"), False)]
+
+
+def test_one_process_is_told_and_trains_on(tmp_path: Path) -> None:
+    observed, plain = run_distributed(alone, 1, (str(tmp_path),), timeout=120)[0]
+    assert observed.weights == plain.weights
+    assert not (tmp_path / "on" / "silent").exists()
+
+
+def test_the_trainer_under_deepspeed(tmp_path: Path) -> None:
+    cases = tuple(UNDER_DEEPSPEED.values())
+    found = run_distributed(both, 2, (cases, str(tmp_path)), timeout=280)
+    for place, case in enumerate(cases):
+        check(case, [rank[place] for rank in found])
+
+
+def test_the_trainer_under_ddp(tmp_path: Path) -> None:
+    cases = tuple(CASES.values())
+    found = run_distributed(both, 2, (cases, str(tmp_path)), timeout=280)
+    for place, case in enumerate(cases):
+        check(case, [rank[place] for rank in found])
+
+
+def by_hand(directory: str) -> dict[str, Any]:
+    """On every rank: a loop of accelerate's, saved after 3 steps and gone on in a second one; rank 0's records."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    as_launched(deepspeed=False)
+    losses, events = [], []
+    for begins, ends in ((0, 3), (3, 6)):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = DataLoader(Rows(96), batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        block = {"output_dir": directory, "tensorboard": False}
+        observer = ds_silent.attach(model, block, optimizer=optimizer, loader=loader, accumulation=2)
+        assert observer is not None
+        accelerator.register_for_checkpointing(observer)
+        if begins:
+            accelerator.load_state(f"{directory}/saved")
+        micro = []
+        for batch in itertools.islice(loader, 2 * begins, 2 * ends):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                micro.append(float(loss.detach()))
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        losses += [sum(pair) / 2 for pair in zip(micro[::2], micro[1::2], strict=True)]
+        if not begins:
+            accelerator.save_state(f"{directory}/saved")
+        observer.close()
+    records = []
+    if accelerator.is_main_process:
+        records = list(read_metrics(Path(directory, "metrics.jsonl")))
+        events = [event for event in read_events(Path(directory, "events.jsonl")) if event["severity"] != "info"]
+    return {"losses": losses, "records": records, "events": events}
+
+
+def test_a_loop_of_accelerates_own(tmp_path: Path) -> None:
+    found = run_distributed(by_hand, 2, (str(tmp_path),), timeout=200)
+    assert [record["step"] for record in found[0]["records"]] == list(range(1, 7))
+    for place, record in enumerate(found[0]["records"]):
+        assert record["loss"]["per_rank"] == pytest.approx([rank["losses"][place] for rank in found], rel=1e-6)
+        assert record["samples"] == 16 * (place + 1)
+    assert found[0]["events"] == []
+
+
+def test_the_example_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    status, said = run([*command, str(EXAMPLE), "--epochs", "1", "--output-dir", str(tmp_path / "out")], tmp_path)
+    assert status == 0, said
+    records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert all(abs(record["loss"]["mean"] - 4.2) < 0.5 for record in records)  # log 64 = 4.16, and not half of it
+    assert [
+        event["kind"] for event in read_events(tmp_path / "out" / "events.jsonl") if event["severity"] != "info"
+    ] == []
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_the_mean_of_a_share(reduction: str, ignored: int) -> None:
+    """Models that are given ``num_items_in_batch`` divide by it; some take the mean all the same."""
+    labels, logits = torch.arange(8), torch.randn(8, 10, requires_grad=True)
+    labels[:ignored] = -100
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction) / (40 if reduction == "sum" else 1)
+    factor = times_its_share(torch.nn.Linear(1, 1), {"num_items_in_batch": torch.tensor(40), "labels": labels})
+    expected = -torch.stack([logits.detach()[i].log_softmax(0)[i] for i in range(ignored, 8)]).mean()
+    torch.testing.assert_close(mean_of(loss, factor), expected)
+
+
+def test_auto_in_the_block_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r'interval.*"auto"'):
+        given_block({"interval": "auto"})
