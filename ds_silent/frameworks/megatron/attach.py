@@ -1,0 +1,108 @@
+"""From a model in Megatron-core's ``DistributedDataParallel``, in one chunk or several, and its optimizer to an observer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ds_silent.attaching import Given, given_block
+from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.extras import is_first, needs, print_without_traceback
+from ds_silent.frameworks.megatron.buffers import inner_optimizers
+from ds_silent.frameworks.megatron.framework import WORDS, MegatronFramework, module_of
+from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped
+from ds_silent.observer import Observer
+
+_MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync")
+
+
+def attach_megatron(
+    model: Any,
+    optimizer: Any,
+    config: Given = None,
+    *,
+    loader: Any = None,
+    accumulation: int | None = None,
+    _gather_limit: int = GATHER_LIMIT,
+) -> Observer | None:
+    """Observe a Megatron-core training; ``observer.close()`` undoes it. Every rank calls it.
+
+    Each data-parallel group is observed by itself. Where there are several (tensor or pipeline parallelism), their
+    records are in directories of their own below ``output_dir``, such as ``tp0-pp1``.
+
+    Args:
+        model: what ``DistributedDataParallel`` has made of the model, or the list of its chunks, before its first step.
+        optimizer: what ``get_megatron_optimizer`` has returned.
+        config, loader, _gather_limit: as :func:`ds_silent.attach_ddp` takes them.
+        accumulation: micro-batches per step; by default what Megatron's own calculator says, else 1.
+
+    Returns:
+        the observer, or None when the block says ``"enabled": false``.
+
+    Raises:
+        ConfigError: the block or the model cannot be honoured; the same on every rank.
+        MissingExtra: megatron-core is not installed.
+        SinkError: the first rank of a group cannot write to its directory; raised on every rank of the group.
+    """
+    needs("ds_silent.attach_megatron", "megatron")
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    steps = accumulation or _micro_batches()
+    try:
+        inner = _checked(chunks, optimizer)
+        block = given_block(config)
+    except ConfigError:
+        print_without_traceback(ConfigError, tells=lambda _: is_first())
+        raise
+    wrapped = Wrapped(
+        name="Megatron-core's DistributedDataParallel",
+        held=chunks[0],
+        module=module_of(chunks),
+        group=lambda: chunks[0].dp_cp_group,
+        framework=lambda _, config, rows, steps: MegatronFramework(chunks, optimizer, config, rows, steps),
+        facts=lambda: {
+            "the distributed optimizer": bool(chunks[0].ddp_config.use_distributed_optimizer),
+            "the number of chunks": len(chunks),
+        },
+        sharded=False,
+        words=WORDS,
+        repairs=False,
+    )
+    placed = None if block is None else _placed(block, chunks[0])
+    return attach_wrapped(wrapped, inner, placed, loader, steps, _gather_limit)
+
+
+def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
+    """The ``torch.optim`` optimizers; raises :class:`ConfigError` for what cannot be observed."""
+    for chunk in chunks or [None]:
+        named = type(chunk).__name__
+        if hasattr(chunk, "ddp_config") and chunk.ddp_config.use_megatron_fsdp:
+            raise ConfigError(f"ds_silent cannot observe Megatron-FSDP ({named}) yet; use DistributedDataParallel")
+        missing = [member for member in _MEMBERS if not hasattr(chunk, member)]
+        if missing:
+            raise ConfigError(
+                "attach_megatron takes megatron.core.distributed.DistributedDataParallel of megatron-core 0.14 or "
+                f"newer, or a list of them, got {named} without {missing[0]}"
+            )
+        if chunk.expert_parallel_buffers:
+            raise ConfigError("ds_silent cannot observe expert parallelism of Megatron-core yet; use expert size 1")
+    if not hasattr(optimizer, "get_loss_scale"):
+        raise ConfigError(
+            f"attach_megatron needs what get_megatron_optimizer has returned, got {type(optimizer).__name__}; give it "
+            "as the second argument"
+        )
+    return [inner for _, inner in inner_optimizers(optimizer)]
+
+
+def _micro_batches() -> int:
+    from megatron.core import num_microbatches_calculator as calculator
+
+    known = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None
+    return int(calculator.get_num_microbatches()) if known else 1
+
+
+def _placed(block: SilentConsistencyConfig, chunk: Any) -> SilentConsistencyConfig:
+    """With a directory for each data-parallel group, where there are several."""
+    groups = {"tp": chunk.tp_group, "pp": chunk.pp_group}
+    label = "-".join(f"{name}{group.rank()}" for name, group in groups.items() if group.size() > 1)
+    return block.model_copy(update={"output_dir": f"{block.output_dir}/{label}"}) if label else block
