@@ -39,7 +39,6 @@ class Wrapped:
     sharded: bool  # no rank holds a whole parameter
     words: Words = TORCH
     repairs: bool = True  # whole replicas can be written between two steps
-    refuse: Callable[[], None] = lambda: None  # raises ConfigError for what this framework cannot have observed
 
 
 def attach_wrapped(
@@ -50,7 +49,6 @@ def attach_wrapped(
     block, refusal = None, None
     try:
         refuse_strange_optimizers(wrapped.name, optimizers)
-        wrapped.refuse()
         block = given_block(config)
     except ConfigError as error:
         refusal = error

@@ -1,1 +1,1 @@
-"""The adapter of Megatron-core's ``DistributedDataParallel`` and optimizers: the only folder that touches their inside."""
+"""The adapter of Megatron-core's ``DistributedDataParallel``: the only folder that touches its inside."""

@@ -1,4 +1,4 @@
-"""From a model in Megatron-core's ``DistributedDataParallel``, in one chunk or several, and its optimizer to an observer."""
+"""From a model in Megatron-core's ``DistributedDataParallel``, or its chunks, and its optimizer to an observer."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ framework = MegatronFramework(chunks, optimizer, config, micro_batch_rows=4, acc
 framework.connect(moments)
 framework.close(ended=True)          # chunks, buckets and optimizers are as they were
 
-Gradients accumulate in ``parameter.main_grad``, where fused kernels write too: so each is looked at once per step, whole,
-as the reduction of its bucket starts. The factor that it should be reduced with follows from the configuration, never
-from the bucket's own.
+Gradients accumulate in ``parameter.main_grad``, where fused kernels write too: so each is looked at once per step,
+whole, as the reduction of its bucket starts. The factor that it should be reduced with follows from the configuration,
+never from the bucket's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The losses of Megatron's schedules, which no module returns: a script's ``forward_step`` hands out a function for them.
+"""The losses of Megatron's schedules, which no module returns: the script's ``forward_step`` names a function for them.
 
 watch_losses(patches, chunks, loss)      # loss(value) of each training micro-batch, from now on
 
