@@ -52,6 +52,8 @@ class _CPU(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         result = function(*args, **kwargs)
@@ -64,7 +66,12 @@ class _CPU(TorchFunctionMode):
 def on_cpu() -> Iterator[None]:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     warnings.filterwarnings("ignore", module="megatron")
-    with patch("torch.cuda.current_device", lambda: torch.device("cpu")), _CPU():
+    tracker = "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork"  # no dropout, so nothing is drawn
+    with (
+        patch("torch.cuda.current_device", lambda: torch.device("cpu")),
+        patch(tracker, lambda *_: nullcontext()),
+        _CPU(),
+    ):
         yield
 
 
