@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from ds_silent.attaching import Given, given_block
 from ds_silent.config import ConfigError, SilentConsistencyConfig
@@ -13,6 +15,7 @@ from ds_silent.frameworks.megatron.buffers import inner_optimizers
 from ds_silent.frameworks.megatron.framework import WORDS, MegatronFramework, module_of
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped
 from ds_silent.observer import Observer
+from ds_silent.replicas.duplicates import Duplicates
 
 _MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync")
 
@@ -54,12 +57,18 @@ def attach_megatron(
     except ConfigError:
         print_without_traceback(ConfigError, tells=lambda _: is_first())
         raise
+    made: list[MegatronFramework] = []
+
+    def framework(_: Any, config: SilentConsistencyConfig, rows: int, steps: int) -> MegatronFramework:
+        made.append(MegatronFramework(chunks, optimizer, config, rows, steps))
+        return made[-1]
+
     wrapped = Wrapped(
         name="Megatron-core's DistributedDataParallel",
         held=chunks[0],
         module=module_of(chunks),
         group=lambda: chunks[0].dp_cp_group,
-        framework=lambda _, config, rows, steps: MegatronFramework(chunks, optimizer, config, rows, steps),
+        framework=framework,
         facts=lambda: {
             "the distributed optimizer": bool(chunks[0].ddp_config.use_distributed_optimizer),
             "the number of chunks": len(chunks),
@@ -69,7 +78,10 @@ def attach_megatron(
         repairs=False,
     )
     placed = None if block is None else _placed(block, chunks[0])
-    return attach_wrapped(wrapped, inner, placed, loader, steps, _gather_limit)
+    observer = attach_wrapped(wrapped, inner, placed, loader, steps, _gather_limit)
+    if observer is not None and block is not None and chunks[0].dp_cp_group.rank() == 0:
+        made[0].beside = _beside(chunks, block.integrity.replica_interval, observer)
+    return observer
 
 
 def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
@@ -106,3 +118,29 @@ def _placed(block: SilentConsistencyConfig, chunk: Any) -> SilentConsistencyConf
     groups = {"tp": chunk.tp_group, "pp": chunk.pp_group}
     label = "-".join(f"{name}{group.rank()}" for name, group in groups.items() if group.size() > 1)
     return block.model_copy(update={"output_dir": f"{block.output_dir}/{label}"}) if label else block
+
+
+def _beside(chunks: Sequence[Any], every: int, observer: Observer) -> Callable[[int], None]:
+    """Compares what other data-parallel groups hold alike, on the first rank of each: its own group sees the rest."""
+    kept = list(_duplicates(chunks)) if every else []
+
+    def compare(step: int) -> None:
+        for duplicates in kept if every and step % every == 0 else ():
+            event = duplicates.compare(step)
+            if event is not None:
+                observer.report(event)
+
+    return compare
+
+
+def _duplicates(chunks: Sequence[Any]) -> Iterator[Duplicates]:
+    named = [(name, p) for chunk in chunks for name, p in chunk.module.named_parameters()]
+    whole = [(name, p) for name, p in named if not getattr(p, "tensor_model_parallel", False)]
+    if chunks[0].tp_group.size() > 1 and whole:
+        yield Duplicates("tensor-parallel duplicates", dist.get_process_group_ranks(chunks[0].tp_group), whole)
+    tied = [(name, p) for name, p in named if getattr(p, "shared_embedding", False)]
+    if chunks[0].pp_group.size() > 1 and tied:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_embedding_group(check_initialized=False)
+        yield Duplicates("tied embeddings", dist.get_process_group_ranks(group), tied[:1])

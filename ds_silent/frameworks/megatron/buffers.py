@@ -11,6 +11,7 @@ A bucket's own ``param_to_index`` leaves the padding out (0.16); the buffer's ``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -112,24 +113,18 @@ def inner_optimizers(optimizer: Any) -> list[tuple[Any, Any]]:
 
 def trained_by(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """(a model's parameter, what stands for it or for this rank's shard of it in the ``torch.optim`` optimizer)."""
-    if hasattr(optimizer, "shard_fp32_groups"):
-        masters = optimizer.shard_fp32_from_float16_groups
-        if optimizer.config.use_precision_aware_optimizer:
-            own = {id(p) for group in optimizer.optimizer.param_groups for p in group["params"]}
-            if not all(id(master) in own for group in masters for master in group):
-                masters = optimizer.shard_float16_groups
-        kinds = [(optimizer.model_float16_groups, masters), (optimizer.model_fp32_groups, optimizer.shard_fp32_groups)]
-        for models, inners in kinds:
-            for model, inner in zip(models, inners, strict=True):
-                yield from zip(model, inner, strict=True)
+    if hasattr(optimizer, "shard_fp32_groups"):  # distributed
+        masters, halves = optimizer.shard_fp32_from_float16_groups, optimizer.shard_float16_groups
+        held = halves if any(master is None for group in masters for master in group) else masters
+        kinds = [(optimizer.model_float16_groups, held), (optimizer.model_fp32_groups, optimizer.shard_fp32_groups)]
     elif hasattr(optimizer, "fp32_from_float16_groups"):
-        for model, inner in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
-            yield from zip(model, inner, strict=True)
-        for model in optimizer.fp32_from_fp32_groups:
-            yield from zip(model, model, strict=True)
+        kinds = [(optimizer.float16_groups, optimizer.fp32_from_float16_groups)]
+        kinds += [(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups)]
     else:
-        for group in optimizer.optimizer.param_groups:
-            yield from zip(group["params"], group["params"], strict=True)
+        groups = [group["params"] for group in optimizer.optimizer.param_groups]
+        kinds = [(groups, groups)]
+    for models, inners in kinds:
+        yield from zip(chain.from_iterable(models), chain.from_iterable(inners), strict=True)
 
 
 def applied_gradient(parameter: Tensor) -> Tensor | None:

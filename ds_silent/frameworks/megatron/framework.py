@@ -70,10 +70,12 @@ class MegatronFramework:
         self._pieces = {piece.index: piece for piece in self._buffers.share}
         self._patches = Patches()
         self._moments: Moments | None = None
-        self.step, self._rows, self._step_rows, self._last_rows = 1, 0, 0, 0
+        self.step = 1
+        self._rows = self._step_rows = self._last_rows = 0
         self._skipped = False
         self._looked: set[int] = set()  # parameters, in the step under way
         self._finished: set[int] = set()  # chunks whose reduction has ended in it
+        self.beside: Callable[[int], object] = _nothing  # (step) before each, for what other groups hold alike
 
     @property
     def _is_part(self) -> bool:
@@ -90,7 +92,7 @@ class MegatronFramework:
 
     @property
     def samples(self) -> int:
-        return self._rows * self._data_ranks
+        return self._rows * int(self._data_ranks)
 
     @property
     def batch(self) -> float:
@@ -201,6 +203,7 @@ class MegatronFramework:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._moments is not None
         self._reduction_ended()
+        self._moments.together.alone(self.beside, self.step)
         self._moments.before_update()
         result = original(*args, **kwargs)
         self._skipped = isinstance(result, tuple) and result[0] is False
