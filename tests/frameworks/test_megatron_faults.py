@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from ds_silent.config import ConfigError
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
@@ -94,3 +96,25 @@ def test_what_is_wrong_is_told_as_it_is(tmp_path: Path) -> None:
         assert [record["step"] for record in records] == list(range(1, STEPS + 1)), name
         first = [(event["kind"], event["step"]) for event in events[:1]]
         assert first == ([] if kind is None else [(kind, 1)]), (name, events)
+
+
+def stands_for(**members: Any) -> Any:
+    """What has the members of Megatron's wrapper that are looked at before anything communicates."""
+    kept = {"buffers": [], "bucket_groups": [], "expert_parallel_buffers": [], "dp_cp_group": None}
+    kept |= {"finish_grad_sync": None, "ddp_config": SimpleNamespace(use_megatron_fsdp=False)}
+    return SimpleNamespace(**{name: value for name, value in (kept | members).items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (stands_for(ddp_config=SimpleNamespace(use_megatron_fsdp=True)), "cannot observe Megatron-FSDP"),
+        (stands_for(expert_parallel_buffers=[object()]), "cannot observe expert parallelism"),
+        (stands_for(dp_cp_group=...), "got SimpleNamespace without dp_cp_group"),
+        ([], "or a list of them, got NoneType"),
+        ([stands_for()], "needs what get_megatron_optimizer has returned, got SGD"),
+    ],
+)
+def test_what_cannot_be_observed_is_refused_in_one_sentence(model: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ds_silent.attach_megatron(model, torch.optim.SGD([torch.zeros(1)], lr=1.0))
