@@ -100,8 +100,13 @@ def refuse_unsupported(wrapped: Wrapped, config: SilentConsistencyConfig) -> Non
             f'{BLOCK}.respond.on_replica_drift "stop" writes a checkpoint of DeepSpeed; use "report" with '
             f'{wrapped.name}, and detectors.stop_on "error" to end the training'
         )
-    whole = wrapped.repairs and not wrapped.sharded
-    if not whole and (respond.on_replica_drift != "report" or resync.mode != "off"):
+    writes = respond.on_replica_drift != "report" or resync.mode != "off"
+    if writes and not wrapped.repairs:
+        raise ConfigError(
+            f"{BLOCK}.respond.on_replica_drift and {BLOCK}.resync write weights, which ds_silent does not do with "
+            f'{wrapped.name} yet; use "report" and "off"'
+        )
+    if wrapped.sharded and writes:
         raise ConfigError(
             f"{BLOCK}.respond.on_replica_drift and {BLOCK}.resync need whole replicas, and {wrapped.name} shards "
             'them; use "report" and "off"'

@@ -1,7 +1,7 @@
 """What ranks of different data-parallel groups hold alike: layer norms of tensor parallelism, tied embeddings.
 
-    duplicates = Duplicates("tensor-parallel duplicates", ranks=(0, 1), items=[("norm.weight", norm.weight)])
-    event = duplicates.compare(step)         # now and then, on each of these ranks; on the first, where they differ
+    duplicates = Duplicates("tensor-parallel duplicates", ranks=(0, 1), items=[("norm.weight", weight)], every=100)
+    event = duplicates.compare(step)         # as each step begins, on each of them; on the first, where they differ
 
 Each data-parallel group is observed by itself, and one may stop to observe or take its steps later than another: a
 collective between them could hang. So each rank leaves its checksums in the process group's key-value store, and the
@@ -11,6 +11,7 @@ first one looks whether all are there, at this call or at a later one. Nobody wa
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from ds_silent.records import Event
 from ds_silent.replicas.checksums import Bits, Items
 
 SHOWN = 3
+SLOTS = 8
+"""Comparisons whose checksums are kept: a group that is further behind is not compared."""
 
 
 class Duplicates:
@@ -30,46 +33,45 @@ class Duplicates:
         what: for the message.
         ranks: of the whole training, that hold them; this one is among them.
         items: on every rank the same number, in the same order.
+        every: steps between comparisons, from 1.
     """
 
-    def __init__(self, what: str, ranks: Sequence[int], items: Items):
-        self._what, self._ranks, self._items = what, tuple(ranks), list(items)
+    def __init__(self, what: str, ranks: Sequence[int], items: Items, every: int):
+        self._what, self._ranks, self._items, self._every = what, tuple(ranks), list(items), every
         self._me = dist.get_rank()
         self._store: Any = dist.distributed_c10d._get_default_store()  # torch 2.4 to 2.13
         self._bits = Bits()
-        self._waiting: list[int] = []  # steps at which all may have left theirs
+        self._waiting: deque[int] = deque(maxlen=SLOTS)  # steps of which all may have left theirs
         self._apart = False
 
     def compare(self, step: int) -> Event | None:
-        """Leave this rank's checksums as of ``step``; what the first rank finds of this step or of earlier ones.
+        """Leave this rank's checksums as ``step`` begins, if it is due; what the first rank finds, of earlier ones too.
 
-        Waits for the device. An episode is told once.
+        Waits for the device where it is due. An episode is told once.
         """
-        self._store.set(self._key(step, self._me), json.dumps(self._bits(self._items).tolist()))
+        if step % self._every:
+            return None
+        self._store.set(self._key(step, self._me), json.dumps([step, self._bits(self._items).tolist()]))
         if self._me != self._ranks[0]:
             return None
         self._waiting.append(step)
-        return self._heard()
+        events = [event for event in map(self._heard, list(self._waiting)) if event is not None]
+        return events[0] if events else None
 
-    def _heard(self) -> Event | None:
-        event = None
-        while self._waiting:
-            step = self._waiting[0]
-            keys = [self._key(step, rank) for rank in self._ranks]
-            if not self._store.check(keys):
-                break
-            said = [json.loads(self._store.get(key)) for key in keys]
-            for key in keys:
-                self._store.delete_key(key)
-            self._waiting.pop(0)
-            apart = any(values != said[0] for values in said)
-            if apart and not self._apart and event is None:
-                event = self._event(step, said)
-            self._apart = apart
-        return event
+    def _heard(self, step: int) -> Event | None:
+        keys = [self._key(step, rank) for rank in self._ranks]
+        if not self._store.check(keys):
+            return None
+        steps, said = zip(*(json.loads(self._store.get(key)) for key in keys), strict=True)
+        if any(other != step for other in steps):  # somebody is behind, or far ahead
+            return None
+        self._waiting.remove(step)
+        before, self._apart = self._apart, any(values != said[0] for values in said)
+        return self._event(step, list(said)) if self._apart and not before else None
 
     def _key(self, step: int, rank: int) -> str:
-        return f"ds_silent/duplicates/{self._what}/{'-'.join(map(str, self._ranks))}/{step}/{rank}"
+        slot = step // self._every % SLOTS
+        return f"ds_silent/duplicates/{self._what}/{'-'.join(map(str, self._ranks))}/{slot}/{rank}"
 
     def _event(self, step: int, said: list[list[int]]) -> Event:
         places = [place for place, values in enumerate(zip(*said, strict=True)) if len(set(values)) > 1]

@@ -77,7 +77,7 @@ def attach_megatron(
         words=WORDS,
         repairs=False,
     )
-    placed = None if block is None else _placed(block, chunks[0])
+    placed = config if block is None else _placed(block, chunks[0])
     observer = attach_wrapped(wrapped, inner, placed, loader, steps, _gather_limit)
     if observer is not None and block is not None and chunks[0].dp_cp_group.rank() == 0:
         made[0].beside = _beside(chunks, block.integrity.replica_interval, observer)
@@ -122,25 +122,26 @@ def _placed(block: SilentConsistencyConfig, chunk: Any) -> SilentConsistencyConf
 
 def _beside(chunks: Sequence[Any], every: int, observer: Observer) -> Callable[[int], None]:
     """Compares what other data-parallel groups hold alike, on the first rank of each: its own group sees the rest."""
-    kept = list(_duplicates(chunks)) if every else []
+    kept = list(_duplicates(chunks, every)) if every else []
 
     def compare(step: int) -> None:
-        for duplicates in kept if every and step % every == 0 else ():
-            event = duplicates.compare(step)
+        for event in (duplicates.compare(step) for duplicates in kept):
             if event is not None:
                 observer.report(event)
 
     return compare
 
 
-def _duplicates(chunks: Sequence[Any]) -> Iterator[Duplicates]:
+def _duplicates(chunks: Sequence[Any], every: int) -> Iterator[Duplicates]:
     named = [(name, p) for chunk in chunks for name, p in chunk.module.named_parameters()]
     whole = [(name, p) for name, p in named if not getattr(p, "tensor_model_parallel", False)]
     if chunks[0].tp_group.size() > 1 and whole:
-        yield Duplicates("tensor-parallel duplicates", dist.get_process_group_ranks(chunks[0].tp_group), whole)
+        ranks = dist.get_process_group_ranks(chunks[0].tp_group)
+        yield Duplicates("tensor-parallel duplicates", ranks, whole, every)
     tied = [(name, p) for name, p in named if getattr(p, "shared_embedding", False)]
     if chunks[0].pp_group.size() > 1 and tied:
         from megatron.core import parallel_state
 
         group = parallel_state.get_embedding_group(check_initialized=False)
-        yield Duplicates("tied embeddings", dist.get_process_group_ranks(group), tied[:1])
+        if group is not None:
+            yield Duplicates("tied embeddings", dist.get_process_group_ranks(group), tied[:1], every)
