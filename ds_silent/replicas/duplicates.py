@@ -11,7 +11,7 @@ first one looks whether all are there, at this call or at a later one. Nobody wa
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +24,7 @@ from ds_silent.replicas.checksums import Bits, Items
 SHOWN = 3
 SLOTS = 8
 """Comparisons whose checksums are kept: a group that is further behind is not compared."""
+_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # in this process: a training after another has other keys
 
 
 class Duplicates:
@@ -39,6 +40,8 @@ class Duplicates:
     def __init__(self, what: str, ranks: Sequence[int], items: Items, every: int):
         self._what, self._ranks, self._items, self._every = what, tuple(ranks), list(items), every
         self._me = dist.get_rank()
+        _made[what, self._ranks] += 1
+        self._number = _made[what, self._ranks]
         self._store: Any = dist.distributed_c10d._get_default_store()  # torch 2.4 to 2.13
         self._bits = Bits()
         self._waiting: deque[int] = deque(maxlen=SLOTS)  # steps of which all may have left theirs
@@ -71,7 +74,7 @@ class Duplicates:
 
     def _key(self, step: int, rank: int) -> str:
         slot = step // self._every % SLOTS
-        return f"ds_silent/duplicates/{self._what}/{'-'.join(map(str, self._ranks))}/{slot}/{rank}"
+        return f"ds_silent/duplicates/{self._what}/{self._number}/{'-'.join(map(str, self._ranks))}/{slot}/{rank}"
 
     def _event(self, step: int, said: list[list[int]]) -> Event:
         places = [place for place, values in enumerate(zip(*said, strict=True)) if len(set(values)) > 1]

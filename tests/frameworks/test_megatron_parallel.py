@@ -115,4 +115,4 @@ def check(record: dict[str, Any], shape: Shape, ranks: int, has_loss: bool) -> N
 
 
 def is_fault(event: dict[str, Any]) -> bool:
-    return event["severity"] != "info"
+    return event["severity"] != "info" or event["kind"] == "gradient-changed"

@@ -75,6 +75,11 @@ class Buffers:
                         yield Slice(self._index[id(parameter)], low - start, high - low)
 
     @property
+    def gradients(self) -> list[Tensor]:
+        """The buffers themselves."""
+        return [buffer.grad_data for _, buffer in self._buffers()]
+
+    @property
     def groups(self) -> list[Any]:
         """Whose buckets are reduced together, of all chunks."""
         return [group for chunk in self.chunks for group in chunk.bucket_groups]

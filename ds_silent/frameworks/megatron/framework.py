@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks import replicated
@@ -203,6 +204,8 @@ class MegatronFramework:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._moments is not None
         self._reduction_ended()
+        if self._is_part:  # Megatron has gone on: layer norms and tied embeddings, in ways that torch does not count
+            increment_version(self._buffers.gradients)
         self._moments.together.alone(self.beside, self.step)
         self._moments.before_update()
         result = original(*args, **kwargs)
