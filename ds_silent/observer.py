@@ -17,6 +17,7 @@ from typing import Any
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import as_ids
+from ds_silent.frameworks.base import Counts
 from ds_silent.observing.steps import Steps
 from ds_silent.recorder import make_recorder
 from ds_silent.records import Event, StepRecord
@@ -107,6 +108,8 @@ class Observer:
         which must be kept. Steps and samples are in the framework's own counters."""
         self._together.tried(self._publish_early)
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
+        if isinstance(self._capture.framework, Counts):
+            state["counted"] = self._capture.framework.counted()
         return state | (self._together.alone(self._own_state) or {})
 
     def _own_state(self) -> dict[str, Any]:
@@ -121,6 +124,8 @@ class Observer:
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._replicas.loaded(state.get("weights"))
+        if isinstance(self._capture.framework, Counts) and isinstance(state.get("counted"), dict):
+            self._capture.framework.count_on(state["counted"])
         self._published.recorder.load_state_dict(state)
 
     def before_checkpoint(self) -> None:

@@ -33,6 +33,8 @@ RUN_BY: dict[str, str] = {
     "torchrun --nproc_per_node 8 -m ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
     "python -m ds_silent -m package.module ...": "tests/frameworks/test_ways_in.py",
     "launch/train.py": "tests/launch/test_train.py",
+    "torchrun --nproc_per_node 4 launch/examples/ddp.py": "tests/launch/test_examples.py",
+    "torchrun --nproc_per_node 4 launch/examples/fsdp2.py": "tests/launch/test_examples.py",
     "launch/gpu.sh --dry-run": "tests/launch/test_scripts.py",
     "ds-silent check ds_config.json": "tests/commands/test_cli.py",
     "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",

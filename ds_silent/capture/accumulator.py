@@ -1,5 +1,7 @@
 """One pass over a gradient, wherever its pieces turn up: its sketch and its squared norm.
 
+The norm itself, of all pieces together and without the loss scale, is made of it by :mod:`ds_silent.measure.record`.
+
     accumulator = Accumulator(plan, offsets, numels)
     accumulator.add(3, flat)                    # the whole gradient of tensor 3
     accumulator.add(5, shard, start=1024)       # a part of tensor 5, e.g. what this rank owns of it

@@ -12,8 +12,8 @@ from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import FIELDS, Gathered, Observation, Sums, on_any
-from ds_silent.exchange.packing import failed_rows, pack_scalars, unpack
-from ds_silent.ranks.together import Once, SparseGradientError, Together
+from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack
+from ds_silent.ranks.together import Once, Together
 
 _LATE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketch_squared")
 
@@ -33,7 +33,7 @@ class ConstantSizeExchange:
         self._sums = torch.zeros(3 * size + layout.gram, device=device)  # unit sketches, sketches, aggregate, Gram
         self._own = torch.zeros(size, device=device)
         self._mine = torch.zeros(layout.scalars, device=device)
-        self._failed, self._unseen = failed_rows(layout.scalars, device)
+        self._failed = FailedRows(layout.scalars, device)
         self._all = torch.zeros(self._ranks * layout.scalars, device=device)
         self._sums_landing, self._scalars_landing = Landing(self._sums), Landing(self._all)
         self._step: int | None = None
@@ -43,7 +43,7 @@ class ConstantSizeExchange:
     def post(self, step: int, observation: Observation, together: Together) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
         packed = together.alone(self._pack, observation)  # where it broke, nobody reads the sums
-        mine = self._without(together) if packed is None else packed
+        mine = self._failed.of(together.failure) if packed is None else packed
         self._step = step
         reduced = together.once(
             lambda: dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
@@ -51,10 +51,6 @@ class ConstantSizeExchange:
         self._sums_landing.start(reduced)
         gathered = together.once(lambda: all_gather(self._all, mine, group=self._group, async_op=True))
         self._scalars_landing.start(gathered)
-
-    def _without(self, together: Together) -> Tensor:
-        """The row of a rank that has no observation to send."""
-        return self._unseen if isinstance(together.failure, SparseGradientError) else self._failed
 
     def _pack(self, observation: Observation) -> Tensor:
         """Fill the buffers; this rank's scalars."""

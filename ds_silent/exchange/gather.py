@@ -16,15 +16,14 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.constant_size import ConstantSizeExchange
 from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import GATHER_LIMIT, Layout, gathers_sketches
 from ds_silent.exchange.observation import EachRank, Gathered, Observation
-from ds_silent.exchange.packing import failed_rows, pack, unpack
-from ds_silent.ranks.together import Once, SparseGradientError, Together
+from ds_silent.exchange.packing import FailedRows, pack, unpack
+from ds_silent.ranks.together import Once, Together
 
 
 class GatherExchange:
@@ -35,7 +34,7 @@ class GatherExchange:
         self._ranks = dist.get_world_size(group)
         width = layout.scalars + layout.vectors
         self._mine = torch.zeros(width, device=device)
-        self._failed, self._unseen = failed_rows(width, device)
+        self._failed = FailedRows(width, device)
         self._all = torch.zeros(self._ranks * width, device=device)
         self._landing = Landing(self._all)
         self._step: int | None = None
@@ -43,14 +42,10 @@ class GatherExchange:
     def post(self, step: int, observation: Observation, together: Together) -> None:
         """Start the collective of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
         packed = together.alone(pack, self._layout, observation, self._mine)
-        mine = self._without(together) if packed is None else packed
+        mine = self._failed.of(together.failure) if packed is None else packed
         self._step = step
         work = together.once(lambda: all_gather(self._all, mine, group=self._group, async_op=True))
         self._landing.start(work)
-
-    def _without(self, together: Together) -> Tensor:
-        """The row of a rank that has no observation to send."""
-        return self._unseen if isinstance(together.failure, SparseGradientError) else self._failed
 
     def collect(self, once: Once) -> Gathered | None:
         """What was posted last and not yet collected, or None."""

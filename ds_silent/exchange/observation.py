@@ -17,7 +17,7 @@ from torch import Tensor
 T = TypeVar("T", float | Tensor, Tensor)
 _0: Any = 0.0
 
-BROKE, LEFT, ASTRAY, UNSEEN = 1.0, 2.0, 3.0, 4.0
+BROKE, LEFT, ASTRAY, UNSEEN, UNEVEN = 1.0, 2.0, 3.0, 4.0, 5.0
 """Values of ``failed``: an internal error; the observer was closed there; gradients were reduced and no step taken; a
 gradient that cannot be observed. See :mod:`ds_silent.ranks.lockstep`."""
 

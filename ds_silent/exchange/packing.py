@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ds_silent.exchange.layout import WORDS, Layout
-from ds_silent.exchange.observation import BROKE, FIELDS, GROUPS, UNSEEN, Gathered, Observation, on_all
+from ds_silent.exchange.observation import BROKE, FIELDS, GROUPS, UNEVEN, UNSEEN, Gathered, Observation, on_all
 from ds_silent.maths.sketch import fold
+from ds_silent.ranks.together import SparseGradientError, UnevenInputsError, Unobservable
 
 _values = attrgetter(*FIELDS)
 _ENDS = list(accumulate(len(fields(group)) for group in GROUPS.values()))
@@ -23,11 +24,21 @@ _BEGINS = [0, *_ENDS[:-1]]
 _SPANS = [(name, GROUPS[name], begin, end) for name, begin, end in zip(GROUPS, _BEGINS, _ENDS, strict=True)]
 
 
-def failed_rows(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What a rank sends that has nothing to send: it broke, or its gradient cannot be observed."""
-    rows = torch.zeros(2, width, device=device)
-    rows[:, FIELDS.index("status.failed")] = torch.tensor([BROKE, UNSEEN], device=device)
-    return rows[0], rows[1]
+_CODES: dict[type[Exception], float] = {Exception: BROKE, SparseGradientError: UNSEEN, UnevenInputsError: UNEVEN}
+
+
+class FailedRows:
+    """What a rank sends that has nothing to send, made beforehand: it broke, or the training cannot be observed."""
+
+    def __init__(self, width: int, device: torch.device):
+        rows = torch.zeros(len(_CODES), width, device=device)
+        rows[:, FIELDS.index("status.failed")] = torch.tensor(list(_CODES.values()), device=device)
+        self._rows: dict[type[Exception], Tensor] = dict(zip(_CODES, rows.unbind(), strict=True))
+
+    def of(self, failure: Exception | None) -> Tensor:
+        """(width,) fp32."""
+        kind: type[Exception] = type(failure) if isinstance(failure, Unobservable) else Exception
+        return self._rows[kind]
 
 
 def pack(layout: Layout, observation: Observation, out: Tensor) -> Tensor:

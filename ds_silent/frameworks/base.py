@@ -155,6 +155,17 @@ class HasReplica(Protocol):
 
 
 @runtime_checkable
+class Counts(Protocol):
+    """Nobody but the adapter counts the steps: they go with the observer's state."""
+
+    def counted(self) -> dict[str, int]:
+        """JSON values, for a checkpoint."""
+
+    def count_on(self, counted: dict[str, int]) -> None:
+        """Continue from :meth:`counted`."""
+
+
+@runtime_checkable
 class SavesSuspect(Protocol):
     """The framework's own checkpoint can be written to a place that is named."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNSEEN, Gathered, Status
+from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, Gathered, Status
 from ds_silent.ranks.parts import outvoted, parts_of
 from ds_silent.records import Event
 from ds_silent.words import TORCH, Words
@@ -90,7 +90,7 @@ class Lockstep:
 
 def stopping(step: int, failed: list[float], words: Words) -> Event:
     """The event of the worst that some ranks have said."""
-    code = next(code for code in (BROKE, UNSEEN, ASTRAY, LEFT) if code in failed or code == LEFT)
+    code = next(code for code in (BROKE, UNSEEN, UNEVEN, ASTRAY, LEFT) if code in failed or code == LEFT)
     ranks = tuple(rank for rank, word in enumerate(failed) if word == code)
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     remedy = "The training is not affected; please report the warning that the rank printed."
@@ -103,6 +103,9 @@ def stopping(step: int, failed: list[float], words: Words) -> Event:
     elif code == UNSEEN:
         message = f"On {names} a gradient at step {step} is sparse, which cannot be observed; all stop observing."
         remedy = "Make the module with sparse=False, if it is to be observed."
+    elif code == UNEVEN:
+        message = f"From step {step} on the ranks may take different numbers of steps (join()); all stop observing."
+        remedy = "Give every rank the same number of batches, if it is to be observed: drop the last, or fill it up."
     else:
         message = f"ds_silent broke on {names} at step {step} and stopped observing."
     return Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy)

@@ -42,8 +42,16 @@ def at_once(function: Callable[[], _Result], /) -> _Result:
     return function()
 
 
-class SparseGradientError(Exception):
-    """A gradient that cannot be observed: not an error of ours."""
+class Unobservable(Exception):
+    """Something of the training that cannot be observed: not an error of ours."""
+
+
+class SparseGradientError(Unobservable):
+    """A gradient of which only some rows are there."""
+
+
+class UnevenInputsError(Unobservable):
+    """The ranks take different numbers of steps, by design."""
 
 
 class BrokeOff(RuntimeError):
@@ -79,7 +87,7 @@ class Together:
         if self.failure is None:
             error = error.error if isinstance(error, _GroupBroke) else error
             self.failure = error
-            if isinstance(error, SparseGradientError):
+            if isinstance(error, Unobservable):
                 logger.warning("ds_silent: %s", error)
                 return
             logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)

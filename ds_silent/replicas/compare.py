@@ -1,4 +1,4 @@
-"""Compares the ranks' replicas: which tensors differ, and which ranks hold the same. The one place that does.
+"""Compares the ranks' replicas: which tensors differ, and which ranks hold the same, tensor by tensor.
 
     found = compare(items, bits, group)          # a collective: every rank calls it at the same step
     found.equal, found.apart                     # False, (3,): positions of the tensors that differ

@@ -15,6 +15,7 @@ from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.probe import ROWS
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
+from tests.frameworks.test_oracle import chunks as in_parts
 from tests.megatron_training import MegatronCase, build_gpt, parallel, step_gpt
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -81,7 +82,7 @@ def harm(chunks: list[Any], name: str) -> None:
             next(named).mul_(1.01)
 
 
-@pytest.mark.parametrize("names", [tuple(SHAPES)[:3], tuple(SHAPES)[3:]], ids=("tensor", "pipeline"))
+@pytest.mark.parametrize("names", in_parts(tuple(SHAPES), 2), ids=lambda names: names[0])
 def test_each_data_parallel_group_is_observed_by_itself(names: tuple[str, ...], tmp_path: Path) -> None:
     results = run_distributed(train_all, RANKS, (str(tmp_path), names), timeout=280)
     for name in names:

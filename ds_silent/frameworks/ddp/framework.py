@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks import replicated
 from ds_silent.frameworks.base import Moments, Part, Ranks
 from ds_silent.frameworks.ddp.reduction import arithmetic_of, hook_of, keeps_the_mean
+from ds_silent.frameworks.patches import Patches
 from ds_silent.frameworks.shares import Slice, cut, nth_share
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.communicator import own_group
+from ds_silent.ranks.together import Together, UnevenInputsError
 from ds_silent.replicas.checksums import Items, Replica
 from ds_silent.words import TORCH
 
@@ -72,6 +75,7 @@ class DDPFramework:
         self._pieces = {id(self._parameters[piece.index]): piece for piece in self._share or ()}
         self._loop = TorchLoop(self.module, self._optimizers, lambda: bool(ddp.require_backward_grad_sync))
         self._ranks = dist.get_world_size(group)
+        self._patches = Patches()
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -96,6 +100,12 @@ class DDPFramework:
     @property
     def update_skipped(self) -> bool:
         return self._loop.skipped
+
+    def counted(self) -> dict[str, int]:
+        return {"step": self._loop.step, "rows": self._loop.rows}
+
+    def count_on(self, counted: dict[str, int]) -> None:
+        self._loop.step, self._loop.rows = int(counted["step"]), int(counted["rows"])
 
     def is_boundary(self) -> bool:
         return self._loop.is_boundary()
@@ -144,7 +154,15 @@ class DDPFramework:
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
+        self._patches.add(self._ddp.register_forward_pre_hook(partial(self._refuse_join, moments.together)))
         self._loop.connect(moments, self._parameters)
 
+    def _refuse_join(self, together: Together, *_: Any) -> None:
+        """Inside ``ddp.join()`` a rank without rows shadows the others' reductions and takes no step: whoever exchanged
+        something there would wait for it. Read is ``_join_config`` (torch 2.4 to 2.13)."""
+        if self._ddp._join_config.enable and torch.is_grad_enabled():
+            together.fail(UnevenInputsError("inside DistributedDataParallel.join() nothing is observed"))
+
     def close(self, ended: bool) -> None:
+        self._patches.undo()
         self._loop.close()

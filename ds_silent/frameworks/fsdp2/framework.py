@@ -103,6 +103,12 @@ class FSDP2Framework:
     def update_skipped(self) -> bool:
         return self._loop.skipped
 
+    def counted(self) -> dict[str, int]:
+        return {"step": self._loop.step, "rows": self._loop.rows}
+
+    def count_on(self, counted: dict[str, int]) -> None:
+        self._loop.step, self._loop.rows = int(counted["step"]), int(counted["rows"])
+
     def is_boundary(self) -> bool:
         return self._loop.is_boundary()
 

@@ -1,0 +1,43 @@
+"""Each example as it stands, by its launcher; and how little of it is ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_silent.sinks.jsonl import read_events, read_metrics
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
+OURS = 15  # lines beyond an unobserved script, at most
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_an_example_trains_and_is_observed(name: str, tmp_path: Path) -> None:
+    launcher = Path(sys.executable).with_name("torchrun")
+    script = [str(EXAMPLES / f"{name}.py"), "--epochs", "1", "--output-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parents[1])}
+    done = subprocess.run(
+        [str(launcher), "--standalone", "--nproc_per_node", "2", *script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "last loss" in done.stdout
+    records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [record["step"] for record in records] == list(range(1, 33))  # 512 rows in 2 x 8
+    assert records[-1]["epoch"] == 1.0
+    assert records[-1]["loss"]["mean"] < records[0]["loss"]["mean"]
+    assert all(record["integrity"]["relative_error"] < record["integrity"]["rounding_bound"] for record in records)
+    assert [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["severity"] != "info"] == []
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
+def test_little_of_an_example_is_ours(script: Path) -> None:
+    lines = script.read_text(encoding="utf-8").split('"""', 2)[2].splitlines()
+    assert 0 < sum("silent" in line for line in lines) <= OURS
