@@ -149,6 +149,12 @@ class MegatronFramework:
             *(() if self._buffers.distributed else replicated.states_of(optimizers)),
         ]
 
+    def counted(self) -> dict[str, int]:
+        return {"step": self.step, "rows": self._rows}
+
+    def count_on(self, counted: dict[str, int]) -> None:
+        self.step, self._rows = int(counted["step"]), int(counted["rows"])
+
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
