@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ds_silent.frameworks.attach_any import attach, observe
     from ds_silent.frameworks.ddp.attach import attach_ddp
     from ds_silent.frameworks.deepspeed.attach import initialize
+    from ds_silent.frameworks.megatron.attach import attach_megatron
     from ds_silent.observer import Observer
     from ds_silent.records import Event, StepRecord
     from ds_silent.sinks import SinkError
@@ -30,6 +31,7 @@ __all__ = [
     "StepRecord",
     "attach",
     "attach_ddp",
+    "attach_megatron",
     "initialize",
     "observe",
     "observer_of",
@@ -44,6 +46,7 @@ _MODULES = {
     "SinkError": "sinks",
     "StepRecord": "records",
     "attach_ddp": "frameworks.ddp.attach",
+    "attach_megatron": "frameworks.megatron.attach",
     "attach": "frameworks.attach_any",
     "initialize": "frameworks.deepspeed.attach",
     "observe": "frameworks.attach_any",

@@ -16,13 +16,14 @@ from types import TracebackType
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
+    "megatron": ("megatron.core",),
     "finetune": ("deepspeed", "transformers", "datasets", "tokenizers"),
     "huggingface": ("transformers", "accelerate"),
     "plots": ("matplotlib",),
 }
 """Extra -> the packages of it that are imported."""
 
-_NAMES = {"deepspeed": "DeepSpeed"}
+_NAMES = {"deepspeed": "DeepSpeed", "megatron.core": "megatron-core"}
 
 
 class MissingExtra(ImportError):
@@ -31,7 +32,10 @@ class MissingExtra(ImportError):
 
 def installed(package: str) -> bool:
     """Whether ``import package`` finds something; nothing is imported."""
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # what the package is in
+        return False
 
 
 def needs(what: str, extra: str) -> None:

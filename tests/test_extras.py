@@ -16,7 +16,7 @@ from ds_silent import extras
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ds_silent"
-NOT_THERE = ("deepspeed", "transformers", "datasets", "matplotlib", "accelerate", "tokenizers")
+NOT_THERE = ("deepspeed", "transformers", "datasets", "matplotlib", "accelerate", "tokenizers", "megatron.core")
 # what Python itself does where a package is not installed: find_spec gives None, an import raises ModuleNotFoundError
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[0] = {name!r}; "
 CLI = "from ds_silent.cli import app; app()"
@@ -115,6 +115,15 @@ def test_what_needs_deepspeed_says_so_in_one_sentence(
     expected = f'{what} needs DeepSpeed, which is not installed: pip install "ds_silent[deepspeed]"'
     assert the_sentence(wrong) == expected
     assert code == exit_code
+
+
+def test_megatron_is_named_where_it_is_missing() -> None:
+    code, _, wrong = without("import ds_silent; ds_silent.attach_megatron(None, None)")
+    assert the_sentence(wrong) == (
+        "ds_silent: ds_silent.attach_megatron needs megatron-core, which is not installed: "
+        'pip install "ds_silent[megatron]"'
+    )
+    assert code == 1
 
 
 def test_one_rank_says_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,16 @@ class Case:
         """Whether nobody holds the whole local gradient: each micro-batch is looked at by itself."""
         return self.stage >= 2
 
+    @property
+    def sums_exactly(self) -> bool:
+        """Whether a reduction of few ranks may round nothing: its terms have fewer digits than its sums."""
+        return False
+
+    @property
+    def unscaled_wrongly(self) -> bool:
+        """DeepSpeed unscales stage 0's fp16 gradients, which were never scaled."""
+        return self.dtype == "fp16" and self.stage == 0
+
     def block(self, output_dir: Path) -> dict[str, Any]:
         return {
             "output_dir": str(output_dir),

@@ -23,7 +23,9 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.observer import Observer
 
-_KNOWN = "a DeepSpeedEngine, a DistributedDataParallel, or a module under fully_shard"
+_KNOWN = (
+    "a DeepSpeedEngine, a DistributedDataParallel, a module under fully_shard, or Megatron-core's model or model chunks"
+)
 
 
 def attach(
@@ -32,18 +34,21 @@ def attach(
     *,
     optimizer: Any = None,
     loader: Any = None,
-    accumulation: int = 1,
+    accumulation: int | None = None,
     _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
     """Observe a training that someone else made; ``observer.close()`` undoes it. Every rank calls it.
 
     Args:
-        training: a DeepSpeedEngine, a DistributedDataParallel or a module under ``fully_shard``, before its first step.
+        training: a DeepSpeedEngine, a DistributedDataParallel, a module under ``fully_shard``, or Megatron-core's model
+            or list of chunks, before its first step.
         config: the block as a dict, parsed, or the path of a file that holds it; by default an engine's own, else all
             defaults.
-        optimizer: the torch optimizer (or accelerate's around it), or several; an engine has its own.
+        optimizer: the torch optimizer (or accelerate's around it), or several, or Megatron-core's; an engine has its
+            own.
         loader: this rank's DataLoader or sampler, for the preflight and the size of an epoch; an engine may have one.
-        accumulation: micro-batches per step, where the script accumulates; an engine knows it.
+        accumulation: micro-batches per step, where the script accumulates, by default 1; an engine knows it, and
+            Megatron-core may.
         _gather_limit: for tests: a few ranks can be above it.
 
     Returns:
@@ -56,19 +61,25 @@ def attach(
         from ds_silent.frameworks.ddp.attach import attach_ddp
 
         return attach_ddp(
-            training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
+            training, optimizer, config, loader=loader, accumulation=accumulation or 1, _gather_limit=_gather_limit
         )
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and issubclass(type(training), getattr(fsdp, "FSDPModule", ())):
         from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
 
         return attach_fsdp2(
-            training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
+            training, optimizer, config, loader=loader, accumulation=accumulation or 1, _gather_limit=_gather_limit
         )
     if "deepspeed" in sys.modules and isinstance(training, sys.modules["deepspeed"].DeepSpeedEngine):
         from ds_silent.frameworks.deepspeed.attach import attach_engine
 
         return attach_engine(training, config, loader=loader, _gather_limit=_gather_limit)
+    if _is_megatron(training):
+        from ds_silent.frameworks.megatron.attach import attach_megatron
+
+        return attach_megatron(
+            training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
+        )
     print_without_traceback(ConfigError, tells=lambda _: is_first())
     raise ConfigError(_not_known(training, getattr(fsdp, "FullyShardedDataParallel", ())))
 
@@ -82,6 +93,13 @@ def observe(training: Any, optimizer: Any = None, config: Given = None, **named:
     finally:
         if observer is not None:
             observer.close()
+
+
+def _is_megatron(training: Any) -> bool:
+    """Whether it is one of Megatron-core's wrappers of a model, or a list whose first is."""
+    first = training[0] if isinstance(training, (list, tuple)) and training else training
+    base: Any = sys.modules.get("megatron.core.distributed.data_parallel_base")
+    return base is not None and isinstance(first, base._BaseDataParallel)
 
 
 def _not_known(training: Any, fsdp1: Any) -> str:

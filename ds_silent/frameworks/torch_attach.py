@@ -22,7 +22,7 @@ from ds_silent.observer import Observer
 from ds_silent.preflight.inventory import Training
 from ds_silent.ranks import start
 from ds_silent.sinks import SinkError
-from ds_silent.words import TORCH
+from ds_silent.words import TORCH, Words
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
 
@@ -38,6 +38,8 @@ class Wrapped:
     framework: Callable[[Sequence[Any], SilentConsistencyConfig, int, int], Framework]  # optimizers, .., rows, steps
     facts: Callable[[], dict[str, Any]]  # what else the ranks' collectives follow from
     sharded: bool  # no rank holds a whole parameter
+    words: Words = TORCH
+    repairs: bool = True  # whole replicas can be written between two steps
 
 
 def attach_wrapped(
@@ -55,12 +57,14 @@ def attach_wrapped(
         rows = rows_per_batch(loader) or ROWS
         subject = Subject(
             held=wrapped.held,
-            words=TORCH,
+            words=wrapped.words,
             group=wrapped.group(),
             facts=lambda: {"the number of micro-batches": accumulation, **parameter_facts(wrapped), **wrapped.facts()},
             refuse=partial(refuse_unsupported, wrapped),
             framework=lambda own: wrapped.framework(optimizers, own, rows, accumulation),
-            training=lambda: Training("torch", wrapped.module, optimizers[0], sharded=lambda tensor: wrapped.sharded),
+            training=lambda: Training(
+                wrapped.words.framework, wrapped.module, optimizers[0], sharded=lambda tensor: wrapped.sharded
+            ),
             loader=loader,
             gather_limit=gather_limit,
         )
@@ -109,7 +113,13 @@ def refuse_unsupported(wrapped: Wrapped, config: SilentConsistencyConfig) -> Non
             f'{BLOCK}.respond.on_replica_drift "stop" writes a checkpoint of DeepSpeed; use "report" with '
             f'{wrapped.name}, and detectors.stop_on "error" to end the training'
         )
-    if wrapped.sharded and (respond.on_replica_drift != "report" or resync.mode != "off"):
+    writes = respond.on_replica_drift != "report" or resync.mode != "off"
+    if writes and not wrapped.repairs:
+        raise ConfigError(
+            f"{BLOCK}.respond.on_replica_drift and {BLOCK}.resync write weights, which ds_silent does not do with "
+            f'{wrapped.name} yet; use "report" and "off"'
+        )
+    if wrapped.sharded and writes:
         raise ConfigError(
             f"{BLOCK}.respond.on_replica_drift and {BLOCK}.resync need whole replicas, and {wrapped.name} shards "
             'them; use "report" and "off"'

@@ -76,7 +76,7 @@ class RunDirectory:
             SinkError: ``output_dir`` cannot be written; on every rank.
         """
         home, refusal = cls(config, group, device), None
-        if dist.get_rank() == 0:
+        if dist.get_rank(group) == 0:
             home._engine = _free_number(home._key)
             try:
                 home._take(monitor_write)
@@ -221,7 +221,7 @@ class RunDirectory:
     def _agree(self, *numbers: int) -> list[int]:
         """Rank 0's numbers, and its directory, whatever this rank's own configuration says. A collective."""
         answer = torch.zeros(LONGEST + len(numbers), dtype=torch.int32)
-        if dist.get_rank() == 0:
+        if dist.get_rank(self._group) == 0:
             name = os.fsencode(self.directory)[:LONGEST]
             answer[: len(name)] = torch.tensor(list(name), dtype=torch.int32)
             answer[LONGEST:] = torch.tensor(numbers, dtype=torch.int32)

@@ -1,0 +1,1 @@
+"""The adapter of Megatron-core's ``DistributedDataParallel``: the only folder that touches its inside."""

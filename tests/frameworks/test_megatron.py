@@ -1,0 +1,52 @@
+"""Megatron-core: every number against the oracle, every weight against a training without the block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.frameworks.test_oracle import STEPS, check, chunks
+from tests.megatron_training import MegatronCase, train_megatron
+from tests.training import Trace
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+COVERING = (
+    MegatronCase(),
+    MegatronCase(accumulation=3),
+    MegatronCase(overlap=True, accumulation=2),
+    MegatronCase(distributed=True),
+    MegatronCase(distributed=True, overlap=True, accumulation=2),
+    MegatronCase(dtype="bf16", accumulation=2),
+    MegatronCase(dtype="bf16", distributed=True, overlap=True),
+    MegatronCase(dtype="bf16", reduce_in_own=True, accumulation=2),
+    MegatronCase(dtype="fp16"),
+    MegatronCase(dtype="fp16", distributed=True, clipping=0.1),
+    MegatronCase(clipping=0.1, accumulation=2),
+    MegatronCase(distributed=True, clipping=0.1),
+    MegatronCase(unused="rank"),
+    MegatronCase(unused="micro", accumulation=2),
+    MegatronCase(checkpointing="reentrant"),
+    MegatronCase(method="exact", accumulation=2),
+    MegatronCase(exact_interval=2, per_layer=True, distributed=True),
+    MegatronCase(method="off"),
+    MegatronCase(interval=3, overlap=True),
+)
+
+
+def run_cases(cases: tuple[MegatronCase, ...], directory: str) -> list[tuple[Trace, Trace]]:
+    """On every rank: each case with the block and without it."""
+    results = []
+    for number, case in enumerate(cases):
+        folder = Path(directory) / str(number)
+        observed = train_megatron(case, folder / "on", STEPS, enabled=True, oracle=True)
+        plain = train_megatron(case, folder / "off", STEPS, enabled=False)
+        results.append((observed, plain))
+    return results
+
+
+@pytest.mark.parametrize("cases", chunks(COVERING, 5), ids=lambda cases: f"{len(cases)}-cases")
+def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[MegatronCase, ...], tmp_path: Path) -> None:
+    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path)), timeout=280))
