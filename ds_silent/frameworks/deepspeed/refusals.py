@@ -30,6 +30,8 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsis
         found = "compile.deepcompile true (it reduces gradients inside the compiled graph)"
     elif zero.get("zenflow"):
         found = "zero_optimization.zenflow (it applies parts of the gradient at different steps)"
+    elif switched_on(section(zero, "offload_optimizer"), "super_offload"):
+        found = "zero_optimization.offload_optimizer.super_offload true (it applies gradients during the backward)"
     elif re.sub(r"[^a-z0-9]", "", optimizer.lower()) in ONE_BIT_OPTIMIZERS:
         found = f"optimizer.type {optimizer} (it communicates compressed momentum, not gradients)"
     elif ds_config.get("sparse_gradients"):
