@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -31,7 +32,7 @@ Harm = Callable[[Any], None]
 class Shaped:
     """One training."""
 
-    kind: str  # ulysses, mesh, tensor, pipeline, experts
+    kind: str  # ulysses, mesh, tensor, domino, pipeline, experts
     stage: int = 0
     accumulation: int = 1
     clipping: float = 0.0
@@ -76,13 +77,53 @@ class Block(nn.Module):
         return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
 
 
+class Domino(nn.Module):
+    """A layer of Domino's, which takes the rows in two halves."""
+
+    def __init__(self, mpu: Any):
+        from deepspeed.runtime.domino import async_linear
+        from deepspeed.runtime.domino.transformer import DominoTransformerLayer
+
+        super().__init__()
+        async_linear.TP_group = None  # of the training before
+        self.layer = DominoTransformerLayer(
+            SimpleNamespace(
+                hidden_size=WIDTH,
+                ffn_hidden_size=2 * WIDTH,
+                kv_channels=WIDTH // 2,
+                num_attention_heads=2,
+                params_dtype=torch.float32,
+                init_method=nn.init.xavier_normal_,
+                output_layer_init_method=nn.init.xavier_normal_,
+                perform_initialization=True,
+                add_bias_linear=True,
+                gated_linear_unit=False,
+                attention_dropout=0.0,
+                hidden_dropout=0.0,
+                layernorm_epsilon=1e-5,
+                apply_residual_connection_post_layernorm=False,
+            ),
+            mpu,
+            None,
+            1,
+        )
+        generator = torch.Generator().manual_seed(mpu.get_tensor_model_parallel_rank())
+        for name, parameter in self.layer.named_parameters():
+            if name.endswith("weight") and parameter.ndim == 2:  # the parts of a tensor are not alike
+                nn.init.xavier_normal_(parameter, generator=generator)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        halves = hidden.transpose(0, 1).chunk(2, dim=1)
+        return torch.cat(self.layer(halves, None), dim=1).transpose(0, 1)
+
+
 class Model(nn.Module):
     """Each rank has ``LENGTH`` tokens of a row; ``sequence``: of the ranks that share it, all see the row's mean."""
 
-    def __init__(self, sequence: Any = None, experts: int = 1):
+    def __init__(self, sequence: Any = None, experts: int = 1, domino: Any = None):
         super().__init__()
         self.embedding = nn.Embedding(CLASSES, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() if domino is None else Domino(domino) for _ in range(2))
         self.sequence, self.experts = sequence, None
         if experts > 1:
             from deepspeed.moe.layer import MoE
@@ -146,6 +187,10 @@ def make(shaped: Shaped, directory: Path | None) -> Made:
     elif shaped.kind == "tensor":
         row, factor, model = rank // 2, 2.0 / ranks, Model()  # the batch counts each row on each rank
         first, step = rank % 2, 2
+    elif shaped.kind == "domino":
+        groups._init_tp_mesh_device(2)
+        data_ranks, row, factor, given["mpu"] = ranks // 2, rank // 2, 2.0 / ranks, groups
+        first, step, model = rank % 2, 2, Model(domino=groups)
     elif shaped.kind == "pipeline":
         data_ranks, factor, model = ranks // 2, 2.0 / ranks, pipeline()
         row, tied = rank % data_ranks, [rank % data_ranks, rank % data_ranks + data_ranks]

@@ -22,6 +22,7 @@ HEALTHY_ON_4 = {
     "ulysses on 4": Shaped("ulysses", accumulation=2),
     "tensor": Shaped("tensor", accumulation=2),
     "tensor, stage 1": Shaped("tensor", stage=1, clipping=0.5),
+    "domino": Shaped("domino", accumulation=2),
     "pipeline": Shaped("pipeline", accumulation=2),
     "pipeline, stage 1": Shaped("pipeline", stage=1, accumulation=2),
     "experts": Shaped("experts", accumulation=2),
@@ -40,6 +41,10 @@ HARMED_ON_4 = {
     "tensor, one rank's times 1.5": (Shaped("tensor", harm="scaled"), {"tp0": ("replica-drift",), "tp1": WRONG_SUMS}),
     "tensor, not reduced": (Shaped("tensor", harm="dropped"), {"tp0": WRONG_SUMS, "tp1": WRONG_SUMS}),
     "tensor, a layer norm apart": (Shaped("tensor", harm="a layer norm apart"), {"tp0": ("replica-drift",), "tp1": ()}),
+    "domino, a layer norm apart": (
+        Shaped("domino", harm="a layer norm apart"),
+        {"tp0": ("replica-drift",), "tp1": ()},
+    ),
     "pipeline, one rank's times 1.5": (Shaped("pipeline", harm="scaled"), {"pp1": WRONG_SUMS}),
     "pipeline, not reduced": (Shaped("pipeline", harm="dropped"), {"pp0": WRONG_SUMS, "pp1": WRONG_SUMS}),
     "pipeline, tied weights apart": (
@@ -128,7 +133,7 @@ def check(shaped: Shaped, record: dict[str, Any], truth: dict[str, Any], ranks: 
     assert record["samples"] == record["step"] * ROWS * shaped.accumulation * rows, where
     first_stage = shaped.kind == "pipeline" and where[1] < ranks // 2
     assert (record["loss"]["per_rank"] is None) == first_stage, where
-    comparable = shaped.kind in ("tensor", "pipeline")
+    comparable = shaped.kind in ("tensor", "domino", "pipeline")
     assert (record["noise_scale"] is not None) == comparable, where
 
 

@@ -3,7 +3,7 @@
     shape = shape_of(engine)
     shape.label                        # "tp1": below output_dir, where several groups are observed by themselves
     shape.aggregate_of(parameter)      # (this rank's place, how many) among those that hold its whole aggregate
-    for duplicates in duplicates_of(engine, every=100): duplicates.compare(step)
+    kept = list(duplicates_of(engine, every=100, writer=True))      # each: compare(step)
 
 Everything is read from what the script has given - the mpu, the mesh, the model - and never from the optimizer, which
 applies it.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_silent.replicas.checksums import Items
 from ds_silent.replicas.duplicates import Duplicates
@@ -130,8 +130,9 @@ def duplicates_of(engine: Any, every: int, writer: bool) -> Iterator[Duplicates]
             tied = [(name, p) for name, p in named if p is weight]
             yield Duplicates("tied weights", dist.get_process_group_ranks(group), tied, every)
     elif writer and engine.mp_world_size > 1:
-        whole = [(name, p) for name, p in named if not _is_split(p)]
-        if whole:
+        split = {id(p) for p in _split(engine.module)}
+        whole = [(name, p) for name, p in named if id(p) not in split]
+        if split and whole:  # where nothing says what is split, nothing is known to be whole
             ranks = dist.get_process_group_ranks(engine.mpu.get_model_parallel_group())
             yield Duplicates("tensor-parallel duplicates", ranks, whole, every)
     yield from _expert_duplicates(named, every)
@@ -168,6 +169,14 @@ def _place(group: dist.ProcessGroup | None) -> Place:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def _is_split(parameter: Tensor) -> bool:
-    """As ``deepspeed.runtime.utils.is_model_parallel_parameter``."""
-    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+def _split(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters of which other ranks have other parts.
+
+    They are marked, see ``deepspeed.runtime.utils.is_model_parallel_parameter``; only Domino's linear layers do not.
+    """
+    for inner in module.modules():
+        marked = type(inner).__name__ in ("DominoAsyncColumnParallelLinear", "RowParallelLinearNoComm")
+        for parameter in inner.parameters(recurse=False):
+            marks = (getattr(parameter, name, False) for name in ("tensor_model_parallel", "model_parallel"))
+            if marked or any(marks):
+                yield parameter
