@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ds_silent
+from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
 from tests.distributed import run_distributed
 from tests.shapes_training import ROWS, Shaped, make, train
 
@@ -29,6 +32,27 @@ HEALTHY_ON_4 = {
     "experts, stage 1": Shaped("experts", stage=1),
     "experts, stage 2": Shaped("experts", stage=2, accumulation=2),
 }
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP32_SUMS: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+MORE = {
+    **{
+        f"{kind}, bf16": Shaped(kind, accumulation=2, top=BF16) for kind in ("ulysses", "tensor", "pipeline", "experts")
+    },
+    **{f"{kind}, bf16, stage 1": Shaped(kind, 1, 2, top=BF16) for kind in ("ulysses", "tensor", "pipeline", "experts")},
+    **{f"{kind}, fp32 sums": Shaped(kind, 1, 2, top=FP32_SUMS) for kind in ("tensor", "pipeline", "experts")},
+    **{f"{kind}, clipped": Shaped(kind, 1, 2, clipping=0.1) for kind in ("tensor", "pipeline", "experts")},
+    "tensor, stage 2": Shaped("tensor", 2, 2),
+    "domino, stage 1": Shaped("domino", 1, 2),
+    "pipeline, overlap": Shaped("pipeline", 1, 2, top={"zero_optimization": {"stage": 1, "overlap_comm": True}}),
+    "ulysses, stage 2, all_reduce": Shaped(
+        "ulysses", 2, 2, top={"zero_optimization": {"stage": 2, "reduce_scatter": False}}
+    ),
+    "ulysses, stage 3, all_reduce": Shaped(
+        "ulysses", 3, 2, top={"zero_optimization": {"stage": 3, "reduce_scatter": False}}
+    ),
+    "ulysses, sums": Shaped("ulysses", top={"gradient_allreduce_op": "sum"}),
+}
+"""In the matrix: no event, and the same bits."""
 WRONG_SUMS = ("aggregation-error", "unreduced-gradient")
 HARMED_ON_2 = {
     "ulysses, one rank's times 1.5": (Shaped("ulysses", harm="scaled"), {".": WRONG_SUMS}),
@@ -159,6 +183,19 @@ def test_what_is_wrong_is_told_where_it_is(table: Any, found: str, request: pyte
                 assert events[0]["step"] == 1, (name, group, events)
 
 
+def test_the_mesh_is_shown_without_the_observer(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "mesh_param_drift.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--ranks", "2"], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("mpu", "mesh_param"))]
+    assert [row[:2] for row in rows] == [[way, str(step)] for way in ("mpu", "mesh_param") for step in (1, 2, 3)]
+    apart = [float(row[2]) for row in rows]
+    assert apart[:3] == [0.0] * 3
+    assert min(apart[3:]) > 1e-3
+    assert done.returncode == 1, done.stderr
+
+
 def test_a_mesh_that_is_not_reduced_over_is_told_with_the_remedy(on_2: tuple[Path, list[dict[str, Any]]]) -> None:
     events = {event["kind"]: event for event in on_2[1][0]["mesh"]["events"]}
     assert set(events) == {"aggregation-error", "replica-drift"}
@@ -172,3 +209,24 @@ def test_responses_are_refused_in_one_sentence(on_2: tuple[Path, list[dict[str, 
         for name in REFUSED:
             assert of_rank[name].startswith(f"silent_consistency.{name}, where other ranks take part"), of_rank[name]
             assert "\n" not in of_rank[name]
+
+
+def test_experts_that_deepspeed_makes_itself_are_refused() -> None:
+    with pytest.raises(ds_silent.ConfigError, match=r"cannot observe expert_parallel\.enabled true"):
+        refuse_unsupported_config({"expert_parallel": {"enabled": True, "autoep_size": 2}})
+
+
+def train_more(directory: str) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (train(shaped, Path(directory, name), STEPS), train(shaped, None, STEPS)) for name, shaped in MORE.items()
+    }
+
+
+@pytest.mark.matrix
+def test_more_settings(tmp_path: Path) -> None:
+    for of_rank in run_distributed(train_more, 4, (str(tmp_path),), timeout=280):
+        for name, (observed, plain) in of_rank.items():
+            assert observed["weights"] == plain["weights"], name
+            assert observed["events"] == [], name
+            for record in observed["records"]:
+                assert 0.0 < record["integrity"]["relative_error"] < record["integrity"]["rounding_bound"], name

@@ -37,6 +37,8 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsis
         found = f"optimizer.type {optimizer} (it communicates compressed momentum, not gradients)"
     elif ds_config.get("sparse_gradients"):
         found = "sparse_gradients true (they are gathered, not reduced)"
+    elif switched_on(section(ds_config, "expert_parallel"), "enabled"):
+        found = "expert_parallel.enabled true (AutoEP has not been tried)"
     if found:
         raise ConfigError(
             f'silent_consistency cannot observe {found}; remove it, or set "silent_consistency": {{"enabled": false}}'
