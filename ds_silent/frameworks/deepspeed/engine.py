@@ -208,7 +208,8 @@ class DeepSpeedFramework:
         self._around("backward", partial(moments.together.alone, self._before_backward, moments), behind)
         if self._pipeline:
             for name in ("allreduce_gradients", "_bf16_reduce_grads"):
-                self._around(name, partial(self._pipe_reduces, moments))
+                self._around(name, moments.before_reduction)
+                self._around(name, partial(moments.together.alone, self._pipe_loss, moments))  # comes first
         elif self._ordered is not None:
             self._ordered.connect()
             self._ordered.look = moments.micro_batch_ended
@@ -216,7 +217,9 @@ class DeepSpeedFramework:
             self._reduce = getattr(engine, "allreduce_gradients", None)
             self._around("allreduce_gradients", moments.before_reduction)
         # called once per optimizer step, after the reduction (0.12 to 0.19)
-        self._around("_take_model_step", partial(self._before_update, moments), moments.updated)
+        self._around("_take_model_step", moments.before_update, moments.updated)
+        if not self._shape.plain:
+            self._around("_take_model_step", partial(moments.together.alone, self._look_beside))  # comes first
         self._around("save_checkpoint", moments.before_checkpoint)
         self._around("destroy", moments.ends)
 
@@ -236,20 +239,15 @@ class DeepSpeedFramework:
             )
         self._patches.around(self._engine, name, before, after)
 
-    def _pipe_reduces(self, moments: Moments, *args: Any, **kwargs: Any) -> None:
+    def _pipe_loss(self, moments: Moments, *args: Any, **kwargs: Any) -> None:
         """All backwards of the step are over; the last stage has added up the losses (0.16.9 to 0.19.8)."""
-        moments.together.alone(self._pipe_loss, moments)
-        moments.before_reduction(*args, **kwargs)
-
-    def _pipe_loss(self, moments: Moments) -> None:
         total = self._engine.total_loss
         if isinstance(total, Tensor):
             moments.loss(total / self._engine.gradient_accumulation_steps())
 
-    def _before_update(self, moments: Moments, *args: Any, **kwargs: Any) -> None:
+    def _look_beside(self, *args: Any, **kwargs: Any) -> None:
         if self.beside is not None:
-            moments.together.alone(self.beside, self.step)
-        moments.before_update(*args, **kwargs)
+            self.beside(self.step)
 
     def _forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
         self._forward_loss = torch.is_grad_enabled() and loss_in(output) is not None
