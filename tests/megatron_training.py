@@ -1,27 +1,21 @@
-"""The same small training under Megatron-core, as scripts that write their own loop do it; on the CPU.
-
-Megatron-core asks for CUDA by name in a few places: :func:`on_cpu` answers them with the CPU.
-"""
+"""The same small training under Megatron-core, as scripts that write their own loop do it; on the CPU."""
 
 from __future__ import annotations
 
 import json
-import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import ds_silent
 from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.megatron_on_cpu import on_cpu
 from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.ddp_training import skips
@@ -45,34 +39,6 @@ class MegatronCase(Case):
     @property
     def unscaled_wrongly(self) -> bool:
         return False
-
-
-class _CPU(TorchFunctionMode):
-    """``device="cuda"`` is the CPU, and a CPU tensor's type is named as CUDA's."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if function is torch.Tensor.cuda:
-            return args[0]
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        result = function(*args, **kwargs)
-        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return str(result).replace("torch.", "torch.cuda.")
-        return result
-
-
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    warnings.filterwarnings("ignore", module="megatron")
-    tracker = "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork"  # no dropout, so nothing is drawn
-    with (
-        patch("torch.cuda.current_device", lambda: torch.device("cpu")),
-        patch(tracker, lambda *_: nullcontext()),
-        _CPU(),
-    ):
-        yield
 
 
 @contextmanager

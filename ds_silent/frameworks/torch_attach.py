@@ -81,8 +81,9 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 
 def rows_per_batch(loader: Any) -> int | None:
-    """Rows that a loader, or the batch sampler in it, gives at once; None where it does not say."""
-    sizes = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
+    """Rows that a loader, its iterator, or the batch sampler in it, gives at once; None where it does not say."""
+    held = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "_index_sampler", None))
+    sizes = (getattr(one, "batch_size", None) for one in held)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
