@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ds_silent.attaching import Given, Subject, given_block, observe
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
@@ -40,6 +40,7 @@ class Wrapped:
     sharded: bool  # no rank holds a whole parameter
     words: Words = TORCH
     repairs: bool = True  # whole replicas can be written between two steps
+    others: Callable[[Tensor], bool] = lambda tensor: False  # not every rank has this one: experts
 
 
 def attach_wrapped(
@@ -63,7 +64,10 @@ def attach_wrapped(
             refuse=partial(refuse_unsupported, wrapped),
             framework=lambda own: wrapped.framework(optimizers, own, rows, accumulation),
             training=lambda: Training(
-                wrapped.words.framework, wrapped.module, optimizers[0], sharded=lambda tensor: wrapped.sharded
+                wrapped.words.framework,
+                wrapped.module,
+                optimizers[0],
+                sharded=lambda tensor: wrapped.sharded or wrapped.others(tensor),
             ),
             loader=loader,
             gather_limit=gather_limit,

@@ -109,7 +109,6 @@ def stands_for(**members: Any) -> Any:
     ("model", "told"),
     [
         (stands_for(ddp_config=SimpleNamespace(use_megatron_fsdp=True)), "cannot observe Megatron-FSDP"),
-        (stands_for(expert_parallel_buffers=[object()]), "cannot observe expert parallelism"),
         (stands_for(dp_cp_group=...), "got SimpleNamespace without dp_cp_group"),
         ([], "or a list of them, got NoneType"),
         ([stands_for()], "needs what get_megatron_optimizer has returned, got SGD"),
