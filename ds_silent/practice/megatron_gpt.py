@@ -54,6 +54,10 @@ def gpt_models(shape: Shape, vocabulary: int, length: int, per_token: bool = Fal
 
     routed: dict[str, Any] = {}
     if shape.experts:
+        from megatron.core.transformer.moe import moe_utils
+
+        if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 asks for it where Transformer Engine is not installed
+            moe_utils.te_general_gemm = None
         routed = {"num_moe_experts": shape.experts, "expert_model_parallel_size": shape.experts}
         routed |= {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none"}
     config = TransformerConfig(
