@@ -16,7 +16,7 @@ from ds_silent.frameworks.megatron.framework import WORDS, MegatronFramework, mo
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped
 from ds_silent.observer import Observer
 
-_MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync")
+_MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync", "tp_group")
 
 
 def attach_megatron(
@@ -89,8 +89,8 @@ def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
         missing = [member for member in _MEMBERS if not hasattr(chunk, member)]
         if missing:
             raise ConfigError(
-                "attach_megatron takes megatron.core.distributed.DistributedDataParallel of megatron-core 0.14 or "
-                f"newer, or a list of them, got {named} without {missing[0]}"
+                "attach_megatron takes megatron.core.distributed.DistributedDataParallel of megatron-core 0.15 or "
+                f"newer, or a list of them, got {named} without {missing[0]} of megatron-core {_version()}"
             )
         if chunk.expert_parallel_buffers:
             among, all_ranks = (
@@ -107,6 +107,12 @@ def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
             "as the second argument"
         )
     return [inner for _, inner in inner_optimizers(optimizer)]
+
+
+def _version() -> str:
+    from megatron import core
+
+    return str(getattr(core, "__version__", "of no version"))
 
 
 def _micro_batches() -> int:
