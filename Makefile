@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo test test-matrix test-real-bugs test-package readme docs lint format clean
+.PHONY: help demo demo-megatron test test-matrix test-real-bugs test-package readme docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -19,6 +19,9 @@ help: ## show this list
 demo: $(READY) ## fine-tune the embedded model in each scenario on 4 CPU ranks and compare them (5 minutes)
 	@sh .ci/setup.sh unlock
 	@$(PYTHON_IN_VENV) launch/demo.py
+
+demo-megatron: $(READY) ## Megatron-core on 4 CPU ranks, healthy and with faults of public issues (2 minutes)
+	@$(PYTHON_IN_VENV) launch/demo_megatron.py
 
 test: lint ## lint, then the tests in real processes
 	@sh .ci/setup.sh unlock

@@ -3,10 +3,15 @@
     deepspeed --num_gpus 8 --module ds_silent train.py ...      # the launcher puts --local_rank=N before the script
     torchrun --nproc_per_node 8 -m ds_silent train.py ...
     python -m ds_silent -m package.module ...                   # as Python's own -m
+    python -m ds_silent --silent-consistency-config block.json pretrain_gpt.py ...
 
-The script's own ``deepspeed.initialize`` becomes :func:`ds_silent.initialize`; nothing else changes: ``__main__``,
-``sys.argv`` and ``sys.path`` are what Python itself would make of the script, so that data-loader workers find what it
-defines.
+The script's own ``deepspeed.initialize`` becomes :func:`ds_silent.initialize`. Whatever else it trains - under
+``DistributedDataParallel``, ``fully_shard`` or Megatron-core - is attached (:mod:`ds_silent.frameworks.unedited`), with
+the block of the file named before the script, or in the environment variable SILENT_CONSISTENCY_CONFIG, or all
+defaults. A ds_config without a block gets that of the file too.
+
+Nothing else changes: ``__main__``, ``sys.argv`` and ``sys.path`` are what Python itself would make of the script, so
+that data-loader workers find what it defines.
 """
 
 from __future__ import annotations
@@ -16,15 +21,20 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_silent.extras import MissingExtra, is_first, needs
+from ds_silent.extras import is_first
 
-_USAGE = "usage: python -m ds_silent [-m package.module | train.py] [args]"
+if TYPE_CHECKING:
+    from ds_silent.frameworks.patches import Patches
+
+_CONFIG = "--silent-consistency-config"
+_VARIABLE = "SILENT_CONSISTENCY_CONFIG"
+_USAGE = f"usage: python -m ds_silent [{_CONFIG} FILE] [-m package.module | train.py] [args]"
 _LOCAL_RANK = ("--local_rank", "--local-rank")  # DeepSpeed's launcher; torch.distributed.launch
 
 
@@ -35,32 +45,62 @@ class _Target:
     name: str
     is_module: bool
     arguments: tuple[str, ...]  # as plain ``deepspeed train.py`` would hand them over: the launcher's own come first
+    config: str | None = None  # the file that holds the block
 
 
 def main() -> None:
     target = _target_of(sys.argv[1:])
+    patches = _take_places(target.config or os.environ.get(_VARIABLE))
     try:
-        needs("python -m ds_silent", "deepspeed")
-    except MissingExtra as error:
-        sys.exit(f"ds_silent: {error}")
-    from ds_silent.frameworks.deepspeed.attach import take_its_place
-
-    take_its_place()
-    atexit.register(_say_if_nothing_was_observed)
-    if target.is_module:
-        _run_module(target)
-    else:
-        _run_script(target)
+        if target.is_module:
+            _run_module(target)
+        else:
+            _run_script(target)
+    finally:
+        patches.undo()
 
 
-def _say_if_nothing_was_observed() -> None:
+def _take_places(file: str | None) -> Patches:
+    """Of what a script calls to make a training; a file that is no block ends everything with one sentence."""
+    from ds_silent.attaching import given_block
+    from ds_silent.config import ConfigError
+    from ds_silent.frameworks.patches import Patches
+
+    try:
+        block = given_block(file)
+    except ConfigError as error:
+        sys.exit(f"ds_silent: {error}" if is_first() else 1)
+    patches = Patches()
+
+    def deepspeed_is_there(_: ModuleType) -> None:
+        from ds_silent.frameworks.deepspeed.attach import take_its_place
+
+        take_its_place(block if file else None)
+
+    patches.after_import("deepspeed", deepspeed_is_there)
+    missed: Callable[[], list[str]] = list
+    if block is not None:
+        from ds_silent.frameworks.unedited import Unedited
+
+        unedited = Unedited(block)
+        patches.also(unedited.undo)
+        missed = unedited.missed
+    atexit.register(_say_if_nothing_was_observed, missed)
+    return patches
+
+
+def _say_if_nothing_was_observed(missed: Callable[[], list[str]]) -> None:
     """Silence would look like health."""
     from ds_silent.attaching import anything_observed
 
     if is_first() and not anything_observed():
+        why = "; ".join(missed()) or (
+            'no DeepSpeed engine with an optimizer and an enabled "silent_consistency" block, no '
+            "DistributedDataParallel, fully_shard or Megatron-core model with an optimizer came by"
+        )
         print(
-            'ds_silent: nothing was observed: no engine with an optimizer and an enabled "silent_consistency" block '
-            "came by; add the block to the ds_config, or call ds_silent.attach in the script",
+            f"ds_silent: nothing was observed: {why}; add the block to the ds_config, or call ds_silent.attach in the "
+            "script",
             file=sys.stderr,
         )
 
@@ -68,6 +108,7 @@ def _say_if_nothing_was_observed() -> None:
 def _target_of(arguments: Sequence[str]) -> _Target:
     """Nothing behind the script is looked at: it is the script's."""
     launchers: list[str] = []
+    config: str | None = None
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
@@ -78,16 +119,20 @@ def _target_of(arguments: Sequence[str]) -> _Target:
             launchers.append(option)
             if "=" not in option and rest:
                 launchers.append(rest.pop(0))
+        elif option.split("=")[0] == _CONFIG:
+            config = option.partition("=")[2] or (rest.pop(0) if rest and "=" not in option else "")
+            if not config:
+                sys.exit(f"ds_silent: {_CONFIG} needs the file that holds the block, got nothing; {_USAGE}")
         elif option == "-m" and rest:
             # DeepSpeed's --module and the -m of Python mean the same
-            return _Target(rest[0], True, (*launchers, *rest[1:]))
+            return _Target(rest[0], True, (*launchers, *rest[1:]), config)
         elif option != "--":
             _refuse(f"{option} {'without a module' if option == '-m' else 'before the script'}")
     if not rest:
         _refuse("nothing")
     if not os.path.isfile(rest[0]):
         _refuse(f"{rest[0]}, which is {'a directory' if os.path.isdir(rest[0]) else 'no file'} (in {os.getcwd()})")
-    return _Target(rest[0], False, (*launchers, *rest[1:]))
+    return _Target(rest[0], False, (*launchers, *rest[1:]), config)
 
 
 def _refuse(given: str) -> None:

@@ -1,27 +1,20 @@
-"""The same small training under Megatron-core, as scripts that write their own loop do it; on the CPU.
-
-Megatron-core asks for CUDA by name in a few places: :func:`on_cpu` answers them with the CPU.
-"""
+"""The same small training under Megatron-core, as scripts that write their own loop do it; on the CPU."""
 
 from __future__ import annotations
 
 import json
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import ds_silent
 from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.megatron_gpt import Shape, gpt_models, parallel, take_step
 from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.ddp_training import skips
@@ -45,47 +38,6 @@ class MegatronCase(Case):
     @property
     def unscaled_wrongly(self) -> bool:
         return False
-
-
-class _CPU(TorchFunctionMode):
-    """``device="cuda"`` is the CPU, and a CPU tensor's type is named as CUDA's."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if function is torch.Tensor.cuda:
-            return args[0]
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        result = function(*args, **kwargs)
-        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return str(result).replace("torch.", "torch.cuda.")
-        return result
-
-
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    warnings.filterwarnings("ignore", module="megatron")
-    tracker = "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork"  # no dropout, so nothing is drawn
-    with (
-        patch("torch.cuda.current_device", lambda: torch.device("cpu")),
-        patch(tracker, lambda *_: nullcontext()),
-        _CPU(),
-    ):
-        yield
-
-
-@contextmanager
-def parallel(tensor: int = 1, pipeline: int = 1, virtual: int | None = None) -> Iterator[None]:
-    """Megatron's process groups, and its names for the CPU."""
-    from megatron.core import parallel_state
-
-    with on_cpu():
-        parallel_state.initialize_model_parallel(tensor, pipeline, virtual)
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
 
 
 def wrap(modules: list[Any], case: MegatronCase, **config: Any) -> tuple[list[Any], Any]:
@@ -177,75 +129,17 @@ def _train(case: MegatronCase, output_dir: Path, steps: int, enabled: bool, orac
     return Trace(weights_hash, state, tuple(losses), records, truth, layers, events)
 
 
-def build_gpt(tensor: int, pipeline: int, virtual: int | None, case: MegatronCase) -> tuple[list[Any], Any, Any]:
+def build_gpt(
+    tensor: int, pipeline: int, virtual: int | None, case: MegatronCase, sequence: bool = False
+) -> tuple[list[Any], Any, Any]:
     """(chunks, optimizer, Megatron's configuration) of a small GPT with tied embeddings, of Megatron's own layers."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
     torch.manual_seed(1)
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
-        num_attention_heads=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
-        pipeline_dtype=torch.float32,
-        calculate_per_token_loss=case.per_token,
-        use_cpu_initialization=True,
-        batch_p2p_comm=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    stages = [None] if virtual is None else list(range(virtual))
-    models = [
-        GPTModel(
-            config,
-            get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY + 3,
-            max_sequence_length=LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=True,
-            vp_stage=stage,
-        )
-        for stage in stages
-    ]
+    shape = Shape(tensor, pipeline, virtual, sequence)
+    models, config = gpt_models(shape, VOCABULARY + 3, LENGTH, case.per_token)
     return *wrap(models, case, transformer=config), config
 
 
 def step_gpt(chunks: list[Any], optimizer: Any, case: MegatronCase, generator: torch.Generator) -> Any:
     """One step of Megatron's own schedule; what ``optimizer.step`` returns."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    def loss_function(output: Tensor) -> tuple[Any, ...]:
-        tokens = torch.tensor(output.numel(), dtype=torch.int)
-        return (output.sum(), tokens, {}) if case.per_token else (output.mean(), {})
-
-    def forward_step(data: Any, model: Any) -> tuple[Any, Any]:
-        tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
-        places = torch.arange(LENGTH).expand(ROWS, LENGTH)
-        mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
-        return model(tokens, places, mask, labels=tokens.roll(-1, 1)), loss_function
-
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[None] * len(chunks) if len(chunks) > 1 else None,
-        model=chunks,
-        num_microbatches=case.accumulation,
-        seq_length=LENGTH,
-        micro_batch_size=ROWS,
-        forward_only=False,
-    )
-    result = optimizer.step()
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    return result
+    rows = (torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in iter(int, 1))
+    return take_step(chunks, optimizer, rows, case.accumulation, (ROWS, LENGTH), case.per_token)

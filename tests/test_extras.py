@@ -103,7 +103,6 @@ def test_records_are_read(tmp_path: Path) -> None:
     ("program", "arguments", "exit_code", "what"),
     [
         (CLI, ["drill"], 2, "ds-silent: ds-silent drill"),
-        (MODULE, [__file__], 1, "ds_silent: python -m ds_silent"),
         ("import ds_silent; ds_silent.initialize(model=None)", [], 1, "ds_silent: ds_silent.initialize"),
         ("from ds_silent import initialize", [], 1, "ds_silent: ds_silent.initialize"),
     ],
@@ -115,6 +114,14 @@ def test_what_needs_deepspeed_says_so_in_one_sentence(
     expected = f'{what} needs DeepSpeed, which is not installed: pip install "ds_silent[deepspeed]"'
     assert the_sentence(wrong) == expected
     assert code == exit_code
+
+
+def test_the_way_in_runs_a_script_that_needs_no_framework(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('done')")
+    code, said, wrong = without(MODULE, str(script))
+    assert (code, said.strip()) == (0, "done"), wrong
+    assert the_sentence(wrong).startswith("ds_silent: nothing was observed: no DeepSpeed engine")
 
 
 def test_megatron_is_named_where_it_is_missing() -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import dataloader
 from ds_silent.capture.data_facts import DataFacts, data_facts
 
 logger = logging.getLogger("ds_silent")
-_watches: weakref.WeakSet[LoaderWatch] = weakref.WeakSet()
+_watches: weakref.WeakSet[LoaderWatch | LoaderMemory] = weakref.WeakSet()
 _originals: list[Callable[[Any], Any]] = []  # the one, while it is wrapped
 
 
@@ -45,31 +45,16 @@ class LoaderWatch:
         self._mixed = False
 
     def connect(self) -> LoaderWatch:
-        """Begin; ``remove()`` ends it."""
-        _watches.add(self)
-        iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
-        if not _originals and iterator is not None:
-            original = iterator.__next__
-            _originals.append(original)
-
-            def advance(self: Any) -> Any:
-                batch = original(self)
-                for watch in tuple(_watches):
-                    try:
-                        watch.advanced(self)
-                    except Exception as error:  # in the script's own loop: it must not end it
-                        _watches.discard(watch)
-                        logger.warning("ds_silent: the loader is not followed any more: %s", error)
-                return batch
-
-            setattr(iterator, "__next__", advance)  # noqa: B010 - a class of torch's
+        """Begin; ``remove()`` ends it. What a script fed its first batch with is remembered, where somebody does."""
+        for memory in [one for one in _watches if isinstance(one, LoaderMemory)]:
+            if memory.newest is not None:
+                self.advanced(memory.newest)
+        _connect(self)
         return self
 
     def remove(self) -> None:
         """The last to go leaves torch's class as it was."""
-        _watches.discard(self)
-        if not _watches and _originals:
-            setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010
+        _disconnect(self)
 
     def advanced(self, iterator: Any) -> None:
         """An iterator has given a batch; of evaluation, too."""
@@ -89,3 +74,54 @@ class LoaderWatch:
             return False
         self.facts, self.seen, self._training = self._newest_facts, True, self._newest
         return True
+
+
+class LoaderMemory:
+    """Remembers from now on which iterator of a loader was advanced last, for a watch that connects later.
+
+    Attributes:
+        newest: None before the first, and once it is gone.
+    """
+
+    def __init__(self) -> None:
+        self._newest: weakref.ref[Any] | None = None
+        _connect(self)
+
+    @property
+    def newest(self) -> Any:
+        return None if self._newest is None else self._newest()
+
+    def advanced(self, iterator: Any) -> None:
+        """An iterator has given a batch."""
+        self._newest = weakref.ref(iterator)
+
+    def remove(self) -> None:
+        """Forget it."""
+        _disconnect(self)
+
+
+def _connect(watch: LoaderWatch | LoaderMemory) -> None:
+    _watches.add(watch)
+    iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
+    if _originals or iterator is None:
+        return
+    original = iterator.__next__
+    _originals.append(original)
+
+    def advance(self: Any) -> Any:
+        batch = original(self)
+        for watch in tuple(_watches):
+            try:
+                watch.advanced(self)
+            except Exception as error:  # in the script's own loop: it must not end it
+                _watches.discard(watch)
+                logger.warning("ds_silent: the loader is not followed any more: %s", error)
+        return batch
+
+    setattr(iterator, "__next__", advance)  # noqa: B010 - a class of torch's
+
+
+def _disconnect(watch: LoaderWatch | LoaderMemory) -> None:
+    _watches.discard(watch)
+    if not _watches and _originals:
+        setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010

@@ -46,6 +46,7 @@ class Sends:
     layer_sketches: bool
     layer_aggregates: bool
     applied: bool  # what the optimizer applies is observed
+    counted: frozenset[int] | None = None  # parameters that count in the whole model's norm, where others hold the rest
 
 
 class Known(NamedTuple):
@@ -212,6 +213,8 @@ class StepCollector:
             aggregate = self._aggregate = aggregates.sum(0) if local.sketching else None
             if reduced is not None:
                 found = self._handed(reduced, parts, found)
+            if self._sends.counted is not None:
+                found = replace(found, counted=_squared(parts, self._sends.counted))
         return replace(
             before,
             reduced=found,
@@ -240,3 +243,8 @@ class StepCollector:
         total, aggregate = applied.sum(0), self._aggregate
         factor, error = multiple_of(total, aggregate)
         return Applied(1.0, factor, torch.dot(error, error), torch.dot(total, total))
+
+
+def _squared(parts: list[Part], counted: frozenset[int]) -> float | Tensor:
+    squares = [values.float().square().sum() for index, _, values in parts if index in counted]
+    return torch.stack(squares).sum() if squares else 0.0

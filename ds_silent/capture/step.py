@@ -34,7 +34,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT, Shape
 from ds_silent.exchange.observation import Code, Observation
 from ds_silent.exchange.row_ids import packed_size
-from ds_silent.frameworks.base import Framework, Moments, Part, Repeats
+from ds_silent.frameworks.base import Framework, HasPeers, Moments, Part, Repeats
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Together
 from ds_silent.replicas.checksums import LayerChecksums
@@ -96,7 +96,8 @@ class StepCapture:
         )
         self._rows = RowIds(enabled=config.coverage, capacity=capacity, micro_batch=framework.micro_batch_rows)
         self._loaders = LoaderWatch(ranks)
-        sends = Sends(by_layer, checks, applied=framework.observes_applied)
+        counted = framework.in_norm if isinstance(framework, HasPeers) else None
+        sends = Sends(by_layer, checks, framework.observes_applied, counted)
         self._collector = StepCollector(self._local, self._rows, sends, self.together)
         self.conduct = Conduct(framework.module, framework.optimizers, framework.words)
         self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's

@@ -75,6 +75,7 @@ class Reduced(Generic[T]):
     handed_seen: T = _0  # 1 when it was changed before the step and looked at again; -1 when it was changed unseen
     handed_squared: T = _0  # as the step began, where it was looked at again
     replica_seen: T = _0  # 1 when the first hash is that of the replica
+    counted: T = _0  # squared, as the step began: of what counts in the whole model's norm, where others hold the rest
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ is in :mod:`ds_silent.capture.step`, once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.together import Together
+from ds_silent.ranks.whole_model import WholeModel
+from ds_silent.records import Event
 from ds_silent.replicas.checksums import Items, Replica
 from ds_silent.words import Words
 
@@ -165,6 +167,17 @@ class Counts(Protocol):
 
     def count_on(self, counted: dict[str, int]) -> None:
         """Continue from :meth:`counted`."""
+
+
+@runtime_checkable
+class HasPeers(Protocol):
+    """Ranks of other groups hold the rest of the model, or the same once more."""
+
+    model: WholeModel | None  # on a group's first rank, where one group does not know all
+    in_norm: frozenset[int] | None  # parameters that count in the whole model's norm, where a step clips by it
+
+    def beside(self, step: int) -> Iterable[Event]:
+        """What differs between ranks of several groups as a step begins; on every rank, and nobody waits."""
 
 
 @runtime_checkable

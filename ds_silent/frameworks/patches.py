@@ -5,14 +5,20 @@ patches.add(parameter.register_hook(hook))
 patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
 patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
 patches.wrap_method(GradScaler, "step", call)  # call(original, instance, *args, **kwargs), for all instances
+patches.after_import("deepspeed", act)         # act(module) once the script imports it, or now
 patches.undo()                                 # everything is as it was
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -24,7 +30,11 @@ class Patches:
 
     def add(self, handle: Any) -> None:
         """A handle with ``remove()``, as torch's hooks give."""
-        self._undo.append(handle.remove)
+        self.also(handle.remove)
+
+    def also(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` too when everything is taken off."""
+        self._undo.append(undo)
 
     def wrap(self, instance: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Call ``wrapper(original, *args, **kwargs)`` for ``instance.name(...)``; other instances are untouched.
@@ -55,15 +65,16 @@ class Patches:
 
         self._replace(instance, name, call)
 
-    def wrap_method(self, kind: type, name: str, wrapper: Callable[..., Any]) -> None:
+    def wrap_method(self, kind: type, name: str, wrapper: Callable[..., Any], inherited: type | None = None) -> None:
         """Call ``wrapper(original, instance, *args, **kwargs)`` for ``name`` of all instances of a class.
 
-        For objects that nobody hands over, such as a script's GradScaler.
+        For objects that nobody hands over, such as a script's GradScaler. A class that is mixed in ahead of another
+        has the method of that one: ``inherited``.
 
         Raises:
             AttributeError: there is no such method.
         """
-        original = getattr(kind, name)
+        original = getattr(inherited or kind, name)
         own = kind.__dict__.get(name)
 
         def call(instance: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +101,43 @@ class Patches:
         instance.__dict__[name] = call
         self._undo.append(undo)
 
+    def after_import(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        """Call ``act(module)`` as soon as the module of that name has run: before anybody has its names."""
+        module = sys.modules.get(name)
+        if module is not None:
+            act(module)
+            return
+        finder = _AfterImport(name, act)
+        sys.meta_path.insert(0, finder)
+        self._undo.append(lambda: sys.meta_path.remove(finder))
+
     def undo(self) -> None:
         """Take everything off; may be called again."""
         while self._undo:
             self._undo.pop()()
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds nothing itself; what others find for the name tells when it has run."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]):
+        self._name, self._act, self._asks = name, act, False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name or self._asks:
+            return None
+        self._asks = True
+        try:
+            found = importlib.util.find_spec(fullname)
+        finally:
+            self._asks = False
+        if found is not None and found.loader is not None and hasattr(found.loader, "__dict__"):
+            execute = found.loader.exec_module
+            found.loader.__dict__["exec_module"] = partial(self._execute, execute)
+        return found
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
+        self._act(module)

@@ -1,6 +1,6 @@
 """What every rank of a plain data-parallel training holds whole, from the module and its optimizers alone.
 
-items = [*parameters_of(module), *buffers_of(module), *masters_of(module, optimizers), *states_of(optimizers)]
+items = [*parameters_of(module), *rest_of(module, optimizers)]
 replica = replica_of(module, optimizers, optimizer_state=True, buffers=True)
 """
 
@@ -19,6 +19,11 @@ from ds_silent.replicas.checksums import Items, Replica
 def parameters_of(module: nn.Module) -> Items:
     """Every parameter, trainable or not."""
     return list(module.named_parameters())
+
+
+def rest_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
+    """Buffers, masters and the optimizers' own state."""
+    return [*buffers_of(module), *masters_of(module, optimizers), *states_of(optimizers)]
 
 
 def buffers_of(module: nn.Module) -> Items:

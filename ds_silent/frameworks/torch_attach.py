@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ds_silent.attaching import Given, Subject, given_block, observe
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
@@ -40,6 +40,7 @@ class Wrapped:
     sharded: bool  # no rank holds a whole parameter
     words: Words = TORCH
     repairs: bool = True  # whole replicas can be written between two steps
+    others: Callable[[Tensor], bool] = lambda tensor: False  # not every rank has this one: experts
 
 
 def attach_wrapped(
@@ -63,7 +64,10 @@ def attach_wrapped(
             refuse=partial(refuse_unsupported, wrapped),
             framework=lambda own: wrapped.framework(optimizers, own, rows, accumulation),
             training=lambda: Training(
-                wrapped.words.framework, wrapped.module, optimizers[0], sharded=lambda tensor: wrapped.sharded
+                wrapped.words.framework,
+                wrapped.module,
+                optimizers[0],
+                sharded=lambda tensor: wrapped.sharded or wrapped.others(tensor),
             ),
             loader=loader,
             gather_limit=gather_limit,
@@ -81,8 +85,9 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 
 def rows_per_batch(loader: Any) -> int | None:
-    """Rows that a loader, or the batch sampler in it, gives at once; None where it does not say."""
-    sizes = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
+    """Rows that a loader, its iterator, or the batch sampler in it, gives at once; None where it does not say."""
+    held = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "_index_sampler", None))
+    sizes = (getattr(one, "batch_size", None) for one in held)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 

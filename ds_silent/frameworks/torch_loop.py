@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ds_silent.capture.local_gradient import loss_in
 from ds_silent.exchange.row_ids import batch_tensors
 from ds_silent.frameworks.base import Moments
+from ds_silent.frameworks.counts import StepCounts
 from ds_silent.frameworks.patches import Patches
 
 
@@ -34,11 +35,7 @@ class TorchLoop:
     """See the module docstring.
 
     Attributes:
-        step: the optimizer step under way, from 1.
-        rows: that this rank has consumed.
-        micro_batches: of the step that was taken last.
-        batch: rows of this rank in that step.
-        skipped: whether the GradScaler left that step out.
+        counts: the steps; a GradScaler may have left one out.
         scaled: whether a GradScaler is at work.
         bypassed: whether a gradient came of a forward that did not go through the wrapper.
     """
@@ -49,8 +46,7 @@ class TorchLoop:
         self._synchronises = synchronises
         self._patches = Patches()
         self._moments: Moments | None = None
-        self.step, self.rows, self.batch = 1, 0, 0
-        self.skipped = self.scaled = False
+        self.counts, self.scaled = StepCounts(), False
         self._rows = 0  # of the step under way
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
@@ -153,9 +149,9 @@ class TorchLoop:
         """The step is over, if one was ending."""
         if self._stepped is not None:
             assert self._moments is not None
-            self._stepped, self.skipped = None, skipped
-            self.step += 1
-            self.rows, self.batch, self._rows = self.rows + self._rows, self._rows, 0
+            self._stepped = None
+            self.counts.take(self._rows, skipped)
+            self._rows = 0
             self._moments.updated()
 
     # -- a loss scale --------------------------------------------------------------------------------------------
@@ -168,9 +164,9 @@ class TorchLoop:
         return original(scaler, outputs)
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self.step
+        before = self.counts.step
         result = original(scaler, optimizer, *args, **kwargs)
-        if self.step == before and self._stepped is None and any(optimizer is own for own in self._optimizers):
+        if self.counts.step == before and self._stepped is None and any(optimizer is own for own in self._optimizers):
             self._begin_to_end()
             self._ended(skipped=True)
         return result

@@ -43,6 +43,7 @@ Common-mode faults cannot be seen here: a gradient that was wrong before it was 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,11 @@ from torch import Tensor
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 LARGEST_EXCESS = 700.0  # nats: rarer than a float64 can say
 SMALLEST_STEP = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}  # between subnormals
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Which rounds most; float32 of none."""
+    return max(dtypes, key=UNIT_ROUNDOFF.__getitem__, default=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ that it belongs to.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,13 +60,20 @@ class Audit:
         clip: largest norm of the applied gradient; 0 is none.
         log_rate: minus the natural logarithm of the rate of false alarms per measured step.
         layers: names.
+        whole_norm: of a step, of the whole model's gradient, where this group holds a part of it; None: not known.
     """
 
     def __init__(
-        self, layout: Layout, arithmetic: Arithmetic, clip: float, log_rate: float, layers: tuple[str, ...] = ()
+        self,
+        layout: Layout,
+        arithmetic: Arithmetic,
+        clip: float,
+        log_rate: float,
+        layers: tuple[str, ...] = (),
+        whole_norm: Callable[[int], float | None] | None = None,
     ):
         self._layout, self._arithmetic, self._clip, self._log_rate = layout, arithmetic, clip, log_rate
-        self._layers = layers
+        self._layers, self._whole_norm = layers, whole_norm
         self._past: _Past | None = None
         self._previous: Tensor | None = None
         self._applied_before = False
@@ -196,6 +204,11 @@ class Audit:
         past, seen = self._past, gathered.applied.seen
         if past is None or not bool((seen != 0.0).all()) or not past.known or past.norm == 0.0:
             return None
+        if self._clip > 0.0 and self._whole_norm is not None:
+            norm = self._whole_norm(past.step)
+            if norm is None or not math.isfinite(norm):
+                return None
+            past = replace(past, norm=norm)
         stepped = seen > 0
         if not bool(stepped.any()) and not self._applied_before:
             return None  # its calls were never seen: not observed

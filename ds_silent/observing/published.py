@@ -11,6 +11,7 @@ from ds_silent.capture.conduct import Unlike
 from ds_silent.capture.step import StepCapture
 from ds_silent.exchange.observation import Gathered, on_any
 from ds_silent.measure.context import Contexts
+from ds_silent.ranks.whole_model import WholeModel
 from ds_silent.recorder import Recorder
 from ds_silent.records import Event
 from ds_silent.replicas.compare import Drift
@@ -26,8 +27,16 @@ class Published:
         contexts: what this rank alone knows of the steps that are under way.
     """
 
-    def __init__(self, capture: StepCapture, recorder: Recorder, replicas: ReplicaChecks, responder: Responder):
-        self.recorder = recorder
+    def __init__(
+        self,
+        capture: StepCapture,
+        recorder: Recorder,
+        replicas: ReplicaChecks,
+        responder: Responder,
+        model: WholeModel | None = None,
+    ):
+        """``model``: where other groups hold the rest of it, on the writing rank."""
+        self.recorder, self._model = recorder, model
         self.contexts = Contexts(capture)
         self._capture, self._replicas, self._responder = capture, replicas, responder
         self._conduct = capture.conduct
@@ -94,4 +103,5 @@ class Published:
         self._written = gathered.step
         told = self._responder.take(gathered.step)
         if self.recorder.writes:
+            gathered = gathered if self._model is None else self._model.exchange(gathered)
             self.recorder.step(gathered, self.contexts.take(gathered.step), drift, told, wait)

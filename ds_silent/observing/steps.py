@@ -29,7 +29,7 @@ from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import layout_of
 from ds_silent.exchange.observation import LEFT, Gathered, Observation, Status, Wishes, on_any
-from ds_silent.frameworks.base import SavesSuspect
+from ds_silent.frameworks.base import HasPeers, SavesSuspect
 from ds_silent.measure.reduction import Audit
 from ds_silent.observing.published import Published
 from ds_silent.ranks.lockstep import Lockstep
@@ -63,14 +63,18 @@ class Steps:
         self._layout = layout_of(config, capture.shape)
         self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.shape.gather_limit)
         log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
-        self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names)
+        peers = capture.framework if isinstance(capture.framework, HasPeers) else None
+        self._beside = None if peers is None else peers.beside
+        model = None if peers is None else peers.model
+        whole_norm = None if model is None else model.norm
+        self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, whole_norm)
         self._responder = Responder(capture, self._exchange, self._audit, config)
         after_updates = self._responder.compares_replicas
         self.replicas = ReplicaChecks(config, capture.framework.replicated(), capture.group, after_updates)
         words = capture.framework.words
         ranks, alike = capture.shape.ranks, capture.framework.ranks.alike
         recorder = make_recorder(home.sinks, config, self._audit, self._layout, ranks, words, alike)
-        self.published = Published(capture, recorder, self.replicas, self._responder)
+        self.published = Published(capture, recorder, self.replicas, self._responder, model)
         self.records_loaded: str | None = None
         self.observing = True
         most = capture.framework.boundaries
@@ -139,6 +143,8 @@ class Steps:
         self._home.settle(step - 1, self._capture.samples, self.records_loaded, self._once)
         self._publish(self._exchange.collect(self._once))
         self._alone(self.published.weights_verified, step)
+        if self._beside is not None:
+            self._alone(self._look_beside, step)
         if self._decided(lambda: self.observing and (self.measures(due) or not self._greeted)):
             observation = self._observation(step, due)
             self._gather_micro_batches(step)
@@ -146,6 +152,11 @@ class Steps:
             self._greeted, self._posted = True, step
         if not (self._responder.communicates(due, self.replicas.due) and self._someone_failed(step)):
             self._respond(step, partial(self._responder.before_update, step, due))
+
+    def _look_beside(self, step: int) -> None:
+        assert self._beside is not None
+        for event in self._beside(step):
+            self.published.report(event)
 
     def _publish(self, gathered: Gathered | None) -> None:
         if gathered is None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
 logger = logging.getLogger("ds_silent")
 _own: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}  # of a training's group and its members
+_made: Counter[tuple[int, ...]] = Counter()  # groups of these members; another process group has another store
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -22,8 +27,26 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     key = (id(dist.distributed_c10d._get_default_group()), members)
     if key not in _own:
         # no rank outside of the group needs to come, nor may it be waited for
-        _own[key] = dist.new_group(list(members), timeout=_timeout(group), use_local_synchronization=True)
+        with _named(members):
+            _own[key] = dist.new_group(list(members), timeout=_timeout(group), use_local_synchronization=True)
     return _own[key]
+
+
+@contextmanager
+def _named(members: tuple[int, ...]) -> Iterator[None]:
+    """The same name on every rank. Torch's has the number of groups that a rank is in, in which ranks may be unlike
+    (Megatron's embedding groups): then each waits for ranks under a name of its own (torch 2.4 to 2.13)."""
+    c10d: Any = dist.distributed_c10d
+    if not hasattr(c10d, "_hash_ranks_to_str"):
+        yield
+        return
+    _made[members] += 1
+    name, original = f"ds_silent_{_made[members]}_{'_'.join(map(str, members))}", c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = original
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:

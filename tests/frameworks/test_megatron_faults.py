@@ -101,7 +101,7 @@ def test_what_is_wrong_is_told_as_it_is(tmp_path: Path) -> None:
 def stands_for(**members: Any) -> Any:
     """What has the members of Megatron's wrapper that are looked at before anything communicates."""
     kept = {"buffers": [], "bucket_groups": [], "expert_parallel_buffers": [], "dp_cp_group": None}
-    kept |= {"finish_grad_sync": None, "ddp_config": SimpleNamespace(use_megatron_fsdp=False)}
+    kept |= {"finish_grad_sync": None, "tp_group": None, "ddp_config": SimpleNamespace(use_megatron_fsdp=False)}
     return SimpleNamespace(**{name: value for name, value in (kept | members).items() if value is not ...})
 
 
@@ -109,8 +109,8 @@ def stands_for(**members: Any) -> Any:
     ("model", "told"),
     [
         (stands_for(ddp_config=SimpleNamespace(use_megatron_fsdp=True)), "cannot observe Megatron-FSDP"),
-        (stands_for(expert_parallel_buffers=[object()]), "cannot observe expert parallelism"),
         (stands_for(dp_cp_group=...), "got SimpleNamespace without dp_cp_group"),
+        (stands_for(tp_group=...), r"megatron-core 0.15 or newer, .* without tp_group of megatron-core \d"),
         ([], "or a list of them, got NoneType"),
         ([stands_for()], "needs what get_megatron_optimizer has returned, got SGD"),
     ],

@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks import replicated
 from ds_silent.frameworks.base import Moments, Part, Ranks
+from ds_silent.frameworks.counts import CountsItself
 from ds_silent.frameworks.ddp.reduction import arithmetic_of, hook_of, keeps_the_mean
 from ds_silent.frameworks.patches import Patches
 from ds_silent.frameworks.shares import Slice, cut, nth_share
@@ -36,7 +37,7 @@ from ds_silent.words import TORCH
 logger = logging.getLogger("ds_silent")
 
 
-class DDPFramework:
+class DDPFramework(CountsItself):
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
 
     def __init__(
@@ -74,38 +75,14 @@ class DDPFramework:
         self._share = whole if self.keeps_the_mean else None
         self._pieces = {id(self._parameters[piece.index]): piece for piece in self._share or ()}
         self._loop = TorchLoop(self.module, self._optimizers, lambda: bool(ddp.require_backward_grad_sync))
-        self._ranks = dist.get_world_size(group)
+        self._counts = self._loop.counts
+        self._data_ranks = dist.get_world_size(group)
         self._patches = Patches()
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def arithmetic(self, elements: int, width: int) -> Arithmetic:
         return arithmetic_of(self._ddp, {p.dtype for p in self._parameters}, elements, width)
-
-    @property
-    def step(self) -> int:
-        return self._loop.step
-
-    @property
-    def samples(self) -> int:
-        return self._loop.rows * self._ranks
-
-    @property
-    def batch(self) -> float:
-        return float(self._loop.batch)
-
-    def skipped(self, applied: bool | None) -> bool:
-        return self._loop.skipped
-
-    @property
-    def update_skipped(self) -> bool:
-        return self._loop.skipped
-
-    def counted(self) -> dict[str, int]:
-        return {"step": self._loop.step, "rows": self._loop.rows}
-
-    def count_on(self, counted: dict[str, int]) -> None:
-        self._loop.step, self._loop.rows = int(counted["step"]), int(counted["rows"])
 
     def is_boundary(self) -> bool:
         return self._loop.is_boundary()
@@ -130,22 +107,11 @@ class DDPFramework:
                 if piece is not None and values is not None:
                     yield piece.index, piece.start, values
 
-    def scale(self, seen: Tensor | None) -> float | Tensor:
-        return 1.0 if seen is None else seen
-
-    def gram(self) -> Tensor | None:
-        return None
-
     def optimizers(self) -> list[Any]:
         return self._optimizers
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
-        module, optimizers = self.module, self._optimizers
-        return replicated.parameters_of(module), lambda: [
-            *replicated.buffers_of(module),
-            *replicated.masters_of(module, optimizers),
-            *replicated.states_of(optimizers),
-        ]
+        return replicated.parameters_of(self.module), lambda: replicated.rest_of(self.module, self._optimizers)
 
     def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
         """Its tensors may be written between two steps."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic
+from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 
 _NARROW = {
     "fp16_compress_hook": torch.float16,
@@ -41,10 +41,10 @@ def arithmetic_of(ddp: Any, dtypes: set[torch.dtype], elements: int, width: int)
 
     ``mixed_precision`` casts parameters and gradients to ``reduce_dtype``, and the result back.
     """
-    own = max(dtypes, key=UNIT_ROUNDOFF.__getitem__, default=torch.float32)
+    own = coarsest(dtypes)
     precision = getattr(ddp, "mixed_precision", None)
     narrowed = _NARROW.get(hook_of(ddp)) or getattr(precision, "reduce_dtype", None) or own
-    communication = max((own, narrowed), key=UNIT_ROUNDOFF.__getitem__)
+    communication = coarsest((own, narrowed))
     return Arithmetic(
         communication,
         before=2 + (communication != own),

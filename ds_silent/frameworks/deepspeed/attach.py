@@ -112,9 +112,14 @@ def attach_engine(
 _deepspeed_initialize = deepspeed.initialize  # kept, because take_its_place puts ours there
 
 
-def take_its_place() -> None:
-    """From now on a script's own ``deepspeed.initialize`` is :func:`initialize`."""
+_fallback: list[SilentConsistencyConfig] = []  # the block of a ds_config that has none, of who ran the script
+
+
+def take_its_place(block: SilentConsistencyConfig | None = None) -> None:
+    """From now on a script's own ``deepspeed.initialize`` is :func:`initialize`; ``block`` is for a ds_config without
+    one."""
     deepspeed.initialize = initialize
+    _fallback[:] = [] if block is None else [block]
 
 
 def _observe(
@@ -198,6 +203,8 @@ def _block_of(arguments: Mapping[str, Any]) -> SilentConsistencyConfig | None:
         return None  # DeepSpeed says what is wrong
     ds_config = load_ds_config(source)
     config = parse(ds_config)
+    if _fallback and find_block(ds_config) is None:
+        config = _fallback[0]
     if config is not None:
         refuse_unsupported_config(ds_config, config)
     return config

@@ -139,23 +139,14 @@ def duplicates_of(engine: Any, every: int, writer: bool) -> Iterator[Duplicates]
 
 
 def _expert_duplicates(named: Items, every: int) -> Iterator[Duplicates]:
-    """The first rank of all looks at all groups of experts: it writes."""
+    """Of each group of experts: the first rank of all looks at what all ranks leave, it writes."""
     from deepspeed.utils import groups
 
     for key in sorted({name for _, p in named if (name := expert_group(p))}):
         held = [(name, p) for name, p in named if expert_group(p) == key]
         own = dist.get_process_group_ranks(groups._get_expert_data_parallel_group(key))
-        step = dist.get_world_size() // len(own)
-        every_group = _all_groups(own, step)
-        for ranks in every_group if dist.get_rank() == 0 else [own]:
-            if len(ranks) > 1:
-                yield Duplicates("experts", ranks, held, every, reader=0)
-
-
-def _all_groups(own: list[int], number: int) -> list[list[int]]:
-    """The ranks of every group of experts, from rank 0's: consecutive ranks, or strided ones."""
-    shift = 1 if len(own) < 2 or own[1] - own[0] > 1 else len(own)
-    return [[rank + shift * index for rank in own] for index in range(number)]
+        if len(own) > 1:
+            yield Duplicates("experts", range(dist.get_world_size()), held, every, own)
 
 
 def _experts(engine: Any) -> dict[str, Place]:

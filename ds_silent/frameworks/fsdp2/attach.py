@@ -12,7 +12,7 @@ from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.fsdp2.framework import FSDP2Framework
-from ds_silent.frameworks.fsdp2.modules import group_of, mesh_of
+from ds_silent.frameworks.fsdp2.modules import group_of, mesh_of, reshard
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped
 from ds_silent.observer import Observer
 
@@ -42,6 +42,7 @@ def attach_fsdp2(
     if not isinstance(model, FSDPModule):
         print_without_traceback(ConfigError, tells=lambda _: is_first())
         raise ConfigError(f"attach_fsdp2 takes a module under fully_shard, got {type(model).__name__}")
+    reshard(model)
     wrapped = Wrapped(
         name="fully_shard",
         held=model,

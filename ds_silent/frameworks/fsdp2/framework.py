@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks.base import Moments, Part, Ranks
+from ds_silent.frameworks.counts import CountsItself
 from ds_silent.frameworks.fsdp2.modules import fsdp_modules, group_of, mesh_of, plain_parameters, share_of
 from ds_silent.frameworks.patches import Patches
 from ds_silent.frameworks.torch_loop import TorchLoop
-from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic
+from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
 from ds_silent.ranks.communicator import own_group
 from ds_silent.replicas.checksums import Items
 from ds_silent.words import TORCH
 
 
-class FSDP2Framework:
+class FSDP2Framework(CountsItself):
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
 
     def __init__(
@@ -47,7 +48,7 @@ class FSDP2Framework:
         mesh = mesh_of(named)
         group = own_group(group_of(mesh))
         self.ranks = Ranks(group, group, torch.device(self._local(self._shards[0]).device))
-        self._ranks = dist.get_world_size(group)
+        self._data_ranks = dist.get_world_size(group)
         self.micro_batches = self.boundaries = accumulation
         self.micro_batch_rows = micro_batch_rows
         self.additive = self.overlapped = self.whole_at_hook = True
@@ -58,17 +59,18 @@ class FSDP2Framework:
         self._plain = plain_parameters(model, self._modules, self.names)
         self._synchronises = True
         self._loop = TorchLoop(model, self._optimizers, lambda: self._synchronises)
+        self._counts = self._loop.counts
         self._patches = Patches()
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def arithmetic(self, elements: int, width: int) -> Arithmetic:
         """Gradients travel in the policy's ``reduce_dtype``, else in that of the forward, else in their own."""
-        own = max((p.dtype for p in self._shards), key=UNIT_ROUNDOFF.__getitem__)
+        own = coarsest(p.dtype for p in self._shards)
         policies = [module._get_fsdp_state()._mp_policy for module in self._modules]  # torch 2.6 to 2.13
         travelling = [policy.reduce_dtype or policy.param_dtype or own for policy in policies]
         seen = [policy.param_dtype or own for policy in policies]
-        communication = max(travelling, key=UNIT_ROUNDOFF.__getitem__)
+        communication = coarsest(travelling)
         narrows = UNIT_ROUNDOFF[communication] > min(UNIT_ROUNDOFF[dtype] for dtype in seen)
         after = (communication, *((own,) if UNIT_ROUNDOFF[own] > UNIT_ROUNDOFF[communication] else ()))
         return Arithmetic(
@@ -83,31 +85,6 @@ class FSDP2Framework:
             width=width,
             handed_unscaled=True,
         )
-
-    @property
-    def step(self) -> int:
-        return self._loop.step
-
-    @property
-    def samples(self) -> int:
-        return self._loop.rows * self._ranks
-
-    @property
-    def batch(self) -> float:
-        return float(self._loop.batch)
-
-    def skipped(self, applied: bool | None) -> bool:
-        return self._loop.skipped
-
-    @property
-    def update_skipped(self) -> bool:
-        return self._loop.skipped
-
-    def counted(self) -> dict[str, int]:
-        return {"step": self._loop.step, "rows": self._loop.rows}
-
-    def count_on(self, counted: dict[str, int]) -> None:
-        self._loop.step, self._loop.rows = int(counted["step"]), int(counted["rows"])
 
     def is_boundary(self) -> bool:
         return self._loop.is_boundary()
@@ -137,12 +114,6 @@ class FSDP2Framework:
                 piece = self._pieces.get(id(parameter))
                 if piece is not None and parameter.grad is not None:
                     yield piece.index, piece.start, self._local(parameter.grad).detach().reshape(-1)[: piece.numel]
-
-    def scale(self, seen: Tensor | None) -> float | Tensor:
-        return 1.0 if seen is None else seen
-
-    def gram(self) -> Tensor | None:
-        return None
 
     def optimizers(self) -> list[Any]:
         return self._optimizers

@@ -19,6 +19,12 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def reshard(model: nn.Module) -> None:
+    """Back to the parameters that optimizers hold: behind a forward without gradients the root's are whole."""
+    for module in reversed(fsdp_modules(model)):
+        module.reshard()
+
+
 def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
     """The one device mesh of all trainable parameters.
 
@@ -90,5 +96,4 @@ def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> 
         held = dict(model.named_parameters())
         return [held[name] for name in names]
     finally:
-        for module in reversed(modules):
-            module.reshard()
+        reshard(model)

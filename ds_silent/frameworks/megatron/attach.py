@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,9 +15,8 @@ from ds_silent.frameworks.megatron.buffers import inner_optimizers
 from ds_silent.frameworks.megatron.framework import WORDS, MegatronFramework, module_of
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped
 from ds_silent.observer import Observer
-from ds_silent.replicas.duplicates import Duplicates
 
-_MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync")
+_MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync", "tp_group")
 
 
 def attach_megatron(
@@ -52,25 +51,19 @@ def attach_megatron(
     """
     needs("ds_silent.attach_megatron", "megatron")
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    steps = accumulation or _micro_batches()
     try:
         inner = _checked(chunks, optimizer)
         block = given_block(config)
     except ConfigError:
         print_without_traceback(ConfigError, tells=lambda _: is_first())
         raise
-    made: list[MegatronFramework] = []
-
-    def framework(_: Any, config: SilentConsistencyConfig, rows: int, steps: int) -> MegatronFramework:
-        made.append(MegatronFramework(chunks, optimizer, config, rows, steps))
-        return made[-1]
-
+    experts = {id(p) for chunk in chunks for buffer in chunk.expert_parallel_buffers for p in buffer.param_index_map}
     wrapped = Wrapped(
         name="Megatron-core's DistributedDataParallel",
         held=chunks[0],
         module=module_of(chunks),
         group=lambda: chunks[0].dp_cp_group,
-        framework=framework,
+        framework=lambda _, config, rows, steps: MegatronFramework(chunks, optimizer, config, rows, steps),
         facts=lambda: {
             "the distributed optimizer": bool(chunks[0].ddp_config.use_distributed_optimizer),
             "the number of chunks": len(chunks),
@@ -78,12 +71,10 @@ def attach_megatron(
         sharded=False,
         words=WORDS,
         repairs=False,
+        others=lambda tensor: id(tensor) in experts,
     )
     placed = config if block is None else _placed(block, chunks[0])
-    observer = attach_wrapped(wrapped, inner, placed, loader, steps, _gather_limit)
-    if observer is not None and block is not None and chunks[0].dp_cp_group.rank() == 0:
-        made[0].beside = _beside(chunks, block.integrity.replica_interval, observer)
-    return observer
+    return attach_wrapped(wrapped, inner, placed, loader, accumulation or _micro_batches(), _gather_limit)
 
 
 def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
@@ -91,21 +82,37 @@ def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
     for chunk in chunks or [None]:
         named = type(chunk).__name__
         if hasattr(chunk, "ddp_config") and chunk.ddp_config.use_megatron_fsdp:
-            raise ConfigError(f"ds_silent cannot observe Megatron-FSDP ({named}) yet; use DistributedDataParallel")
+            raise ConfigError(
+                f"ds_silent cannot observe Megatron-FSDP ({named}), which reduces each micro-batch's gradients into "
+                "shards and frees them; use DistributedDataParallel with the distributed optimizer"
+            )
         missing = [member for member in _MEMBERS if not hasattr(chunk, member)]
         if missing:
             raise ConfigError(
-                "attach_megatron takes megatron.core.distributed.DistributedDataParallel of megatron-core 0.14 or "
-                f"newer, or a list of them, got {named} without {missing[0]}"
+                "attach_megatron takes megatron.core.distributed.DistributedDataParallel of megatron-core 0.15 or "
+                f"newer, or a list of them, got {named} without {missing[0]} of megatron-core {_version()}"
             )
         if chunk.expert_parallel_buffers:
-            raise ConfigError("ds_silent cannot observe expert parallelism of Megatron-core yet; use expert size 1")
+            among, all_ranks = (
+                dist.get_process_group_ranks(group) for group in (chunk.expt_dp_group, chunk.dp_cp_group)
+            )
+            if not set(among) <= set(all_ranks):
+                raise ConfigError(
+                    f"ds_silent needs the ranks that share experts to be data-parallel ranks, got {among} of "
+                    f"{all_ranks}; use an expert_tensor_parallel_size that divides the tensor parallelism evenly"
+                )
     if not hasattr(optimizer, "get_loss_scale"):
         raise ConfigError(
             f"attach_megatron needs what get_megatron_optimizer has returned, got {type(optimizer).__name__}; give it "
             "as the second argument"
         )
     return [inner for _, inner in inner_optimizers(optimizer)]
+
+
+def _version() -> str:
+    from megatron import core
+
+    return str(getattr(core, "__version__", "of no version"))
 
 
 def _micro_batches() -> int:
@@ -120,30 +127,3 @@ def _placed(block: SilentConsistencyConfig, chunk: Any) -> SilentConsistencyConf
     groups = {"tp": chunk.tp_group, "pp": chunk.pp_group}
     label = "-".join(f"{name}{group.rank()}" for name, group in groups.items() if group.size() > 1)
     return block.model_copy(update={"output_dir": f"{block.output_dir}/{label}"}) if label else block
-
-
-def _beside(chunks: Sequence[Any], every: int, observer: Observer) -> Callable[[int], None]:
-    """Compares what other data-parallel groups hold alike, on the first rank of each: its own group sees the rest."""
-    kept = list(_duplicates(chunks, every)) if every else []
-
-    def compare(step: int) -> None:
-        for event in (duplicates.compare(step) for duplicates in kept):
-            if event is not None:
-                observer.report(event)
-
-    return compare
-
-
-def _duplicates(chunks: Sequence[Any], every: int) -> Iterator[Duplicates]:
-    named = [(name, p) for chunk in chunks for name, p in chunk.module.named_parameters()]
-    whole = [(name, p) for name, p in named if not getattr(p, "tensor_model_parallel", False)]
-    if chunks[0].tp_group.size() > 1 and whole:
-        ranks = dist.get_process_group_ranks(chunks[0].tp_group)
-        yield Duplicates("tensor-parallel duplicates", ranks, whole, every)
-    tied = [(name, p) for name, p in named if getattr(p, "shared_embedding", False)]
-    if chunks[0].pp_group.size() > 1 and tied:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_embedding_group(check_initialized=False)
-        if group is not None:
-            yield Duplicates("tied embeddings", dist.get_process_group_ranks(group), tied[:1], every)

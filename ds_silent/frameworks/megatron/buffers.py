@@ -5,6 +5,9 @@ buffers.names, buffers.parameters                  # trainable, in the order of 
 buffers.share                                      # pieces of the aggregate that this rank answers for
 buffers.values(piece)                              # flat, as they lie in the buffer
 
+Experts are reduced among the ranks that hold the same ones, but divided as all others are: by the ranks that reduce
+those. So over these the pieces of all aggregates still add up to the mean of the ranks' gradients, whoever holds which.
+
 A bucket's own ``param_to_index`` leaves the padding out (0.16); the buffer's ``param_index_map`` has it.
 """
 
@@ -14,11 +17,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ds_silent.frameworks.shares import Slice, nth_share
-from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF
+from ds_silent.frameworks.shares import Slice, cut, nth_share
 
 
 class Buffers:
@@ -28,6 +29,8 @@ class Buffers:
         chunks: as the script holds them.
         names: of the trainable parameters; of several chunks, with the chunk's number.
         parameters: the same.
+        unreduced: names of those that are in no buffer.
+        experts: ids of the parameters that are reduced among the ranks which hold the same experts.
         share: what this rank answers for.
         distributed: the optimizer is: a rank holds its part of the aggregate only.
         dtypes: of the gradients.
@@ -35,54 +38,54 @@ class Buffers:
 
     def __init__(self, chunks: Sequence[Any]):
         self.chunks = list(chunks)
+        self.distributed = bool(chunks[0].ddp_config.use_distributed_optimizer)
+        held = [
+            (chunk, buffer, expert) for chunk in chunks for expert in (False, True) for buffer in _of(chunk, expert)
+        ]
+        lies = {id(p): (buffer, start) for _, buffer, _ in held for p, (start, *_) in buffer.param_index_map.items()}
+        self.experts = frozenset(id(p) for _, buffer, expert in held if expert for p in buffer.param_index_map)
         named = [pair for number, chunk in enumerate(chunks) for pair in self._named(number, chunk)]
-        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        self.unreduced = [name for name, p in named if id(p) not in lies]
+        self.names = [name for name, p in named if id(p) in lies]
+        self.parameters = [p for _, p in named if id(p) in lies]
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self.distributed = bool(self.chunks[0].ddp_config.use_distributed_optimizer)
-        self._places: dict[int, tuple[Tensor, int]] = {}  # buffer and first element in it, of each parameter
-        for _, buffer in self._buffers():
-            for parameter, (start, _, _) in buffer.param_index_map.items():
-                self._places[self._index[id(parameter)]] = buffer.grad_data, start
-        self.dtypes = {grad.dtype for grad, _ in self._places.values()}
-        self.share = sorted(self._shard(), key=lambda piece: piece.index) if self.distributed else self._nth()
+        self._places = [lies[id(parameter)] for parameter in self.parameters]
+        self.gradients = [buffer.grad_data for _, buffer, _ in held]
+        self.dtypes = {gradient.dtype for gradient in self.gradients}
+        pieces = chain.from_iterable(map(self._shard, *zip(*held, strict=True))) if self.distributed else self._nth()
+        self.share = sorted(pieces, key=lambda piece: piece.index)
 
     def _named(self, number: int, chunk: Any) -> Iterator[tuple[str, Tensor]]:
         prefix = f"chunk{number}." if len(self.chunks) > 1 else ""
         return ((prefix + name, p) for name, p in chunk.module.named_parameters() if p.requires_grad)
 
-    def _buffers(self) -> Iterator[tuple[Any, Any]]:
-        for chunk in self.chunks:
-            for buffer in chunk.buffers:
-                yield chunk, buffer
+    def _nth(self) -> Iterator[Slice]:
+        for expert in (False, True):
+            own = [index for index, p in enumerate(self.parameters) if (id(p) in self.experts) == expert]
+            group, _ = _groups(self.chunks[0], expert)
+            for piece in nth_share([self.parameters[index].numel() for index in own], group.rank(), group.size()):
+                yield Slice(own[piece.index], piece.start, piece.numel)
 
-    def _nth(self) -> list[Slice]:
-        group = self.chunks[0].dp_cp_group
-        return nth_share([parameter.numel() for parameter in self.parameters], group.rank(), group.size())
-
-    def _shard(self) -> Iterator[Slice]:
+    def _shard(self, chunk: Any, buffer: Any, expert: bool) -> Iterator[Slice]:
         """Each bucket is cut into as many equal parts as ranks. Several instances hold the same: the first answers."""
-        for chunk, buffer in self._buffers():
-            group = chunk.intra_dp_cp_group
-            if chunk.dp_cp_group.rank() >= group.size() and chunk.ddp_config.num_distributed_optimizer_instances > 1:
-                continue
-            for bucket in buffer.buckets:
-                part = bucket.grad_data.numel() // group.size()
-                begin = bucket.offset + group.rank() * part
-                for parameter in bucket.params_list:
-                    start, end, _ = buffer.param_index_map[parameter]
-                    low, high = max(start, begin), min(end, begin + part)
-                    if low < high:
-                        yield Slice(self._index[id(parameter)], low - start, high - low)
+        whole, group = _groups(chunk, expert)
+        if whole.rank() >= group.size():
+            return
+        for bucket in buffer.buckets:
+            part = bucket.grad_data.numel() // group.size()
+            begin = bucket.offset + group.rank() * part
+            for parameter in bucket.params_list:
+                start, end, _ = buffer.param_index_map[parameter]
+                low, high = max(start, begin), min(end, begin + part)
+                if low < high:
+                    yield Slice(self._index[id(parameter)], low - start, high - low)
 
     @property
-    def gradients(self) -> list[Tensor]:
-        """The buffers themselves."""
-        return [buffer.grad_data for _, buffer in self._buffers()]
-
-    @property
-    def groups(self) -> list[Any]:
+    def bucket_groups(self) -> Iterator[Any]:
         """Whose buckets are reduced together, of all chunks."""
-        return [group for chunk in self.chunks for group in chunk.bucket_groups]
+        return (
+            group for chunk in self.chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        )
 
     def indices(self, group: Any) -> list[int]:
         """Of the parameters that a group of buckets holds."""
@@ -98,16 +101,32 @@ class Buffers:
 
     def values(self, piece: Slice) -> Tensor:
         """What the buffer holds of a piece, flat."""
-        grad, start = self._places[piece.index]
-        return grad[start + piece.start : start + piece.start + piece.numel]
+        buffer, start = self._places[piece.index]
+        values: Tensor = buffer.grad_data[start + piece.start : start + piece.start + piece.numel]
+        return values
 
     def whole(self, index: int) -> Tensor:
         """What the buffer holds of a parameter, flat."""
         return self.values(Slice(index, 0, self.parameters[index].numel()))
 
-    def index_of(self, parameter: Tensor) -> int | None:
-        """None for what is not trained here."""
-        return self._index.get(id(parameter))
+    def applied_of(self, optimizer: Any) -> Iterator[tuple[Slice, Tensor]]:
+        """What one of Megatron's optimizers is about to apply of this rank's share, flat."""
+        pieces = {piece.index: piece for piece in self.share}
+        for parameter, stands_for_it in trained_by(optimizer):
+            piece, values = pieces.get(self._index.get(id(parameter), -1)), _applied(stands_for_it)
+            if piece is not None and values is not None:
+                yield piece, values.detach().reshape(-1) if self.distributed else _part(values, piece)
+
+
+def _of(chunk: Any, expert: bool) -> list[Any]:
+    return list(chunk.expert_parallel_buffers if expert else chunk.buffers)
+
+
+def _groups(chunk: Any, expert: bool) -> tuple[Any, Any]:
+    """(who reduces together, those of them who share one instance of the optimizer)."""
+    if expert:
+        return chunk.expt_dp_group, chunk.intra_expt_dp_group
+    return chunk.dp_cp_group, chunk.intra_dp_cp_group
 
 
 def inner_optimizers(optimizer: Any) -> list[tuple[Any, Any]]:
@@ -132,12 +151,13 @@ def trained_by(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(chain.from_iterable(models), chain.from_iterable(inners), strict=True)
 
 
-def applied_gradient(parameter: Tensor) -> Tensor | None:
-    """What a ``torch.optim`` optimizer is about to apply; optimizers that are aware of precision keep it elsewhere."""
+def _applied(parameter: Tensor) -> Tensor | None:
+    """Optimizers that are aware of precision keep it elsewhere."""
     decoupled = getattr(parameter, "decoupled_grad", None)
     return parameter.grad if decoupled is None else decoupled
 
 
-def coarsest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """In which gradients are reduced."""
-    return max(dtypes, key=UNIT_ROUNDOFF.__getitem__, default=torch.float32)
+def _part(values: Tensor, piece: Slice) -> Tensor:
+    part = cut(values, piece)
+    assert part is not None
+    return part

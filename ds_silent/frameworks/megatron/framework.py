@@ -23,13 +23,15 @@ from torch.autograd.graph import increment_version
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks import replicated
 from ds_silent.frameworks.base import Moments, Part, Ranks
-from ds_silent.frameworks.megatron.buffers import Buffers, applied_gradient, coarsest, inner_optimizers, trained_by
+from ds_silent.frameworks.counts import CountsItself, StepCounts
+from ds_silent.frameworks.megatron.buffers import Buffers, inner_optimizers, trained_by
 from ds_silent.frameworks.megatron.losses import watch_losses
+from ds_silent.frameworks.megatron.peers import Peers
 from ds_silent.frameworks.patches import Patches
-from ds_silent.frameworks.shares import Slice, cut
 from ds_silent.frameworks.torch_loop import rows_in
-from ds_silent.maths.rounding_bound import Arithmetic
+from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 from ds_silent.ranks.communicator import own_group
+from ds_silent.records import Event
 from ds_silent.replicas.checksums import Items
 from ds_silent.words import Words
 
@@ -42,69 +44,44 @@ WORDS = Words(
 )
 
 
-class MegatronFramework:
+class MegatronFramework(CountsItself):
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
 
     def __init__(
-        self,
-        chunks: Sequence[Any],
-        optimizer: Any,
-        config: SilentConsistencyConfig,
-        micro_batch_rows: int,
-        accumulation: int,
+        self, chunks: Sequence[Any], optimizer: Any, config: SilentConsistencyConfig, rows: int, accumulation: int
     ):
-        self.words, self._optimizer, self._buffers = WORDS, optimizer, Buffers(chunks)
-        self._chunks = list(chunks)
-        self.module = module_of(chunks)
-        self.names = self._buffers.names
-        self.numels = [parameter.numel() for parameter in self._buffers.parameters]
+        self.words, self._optimizer, self._chunks = WORDS, optimizer, list(chunks)
+        self._buffers = buffers = Buffers(chunks)
+        self.module, self.names = module_of(chunks), buffers.names
+        self.numels = [parameter.numel() for parameter in buffers.parameters]
         group = own_group(chunks[0].dp_cp_group)
-        self.ranks = Ranks(group, group, self._buffers.parameters[0].device)
-        self._ranks, self._data_ranks = dist.get_world_size(group), chunks[0].dp_group.size()
-        self.micro_batch_rows = micro_batch_rows * accumulation
+        self.ranks = Ranks(group, group, buffers.parameters[0].device)
+        self._counts, self._data_ranks = StepCounts(), chunks[0].dp_group.size()
+        self.micro_batch_rows = rows * accumulation
         self.micro_batches = self.boundaries = 1  # looked at once per step, so that nothing is known of each
         self.additive, self.overlapped, self.whole_at_hook = False, True, True
-        self.aggregate_replicated = not self._buffers.distributed
+        self.aggregate_replicated = not buffers.distributed and not buffers.experts
         self.clip = float(optimizer.config.clip_grad)
-        checks = config.integrity.aggregation and config.direction.method != "off"
-        self.observes_applied = checks and not (self.clip and self._is_part)
-        self._pieces = {piece.index: piece for piece in self._buffers.share}
+        self.observes_applied = config.integrity.aggregation and config.direction.method != "off"
+        self._peers = Peers(chunks, buffers, config.integrity.replica_interval)
+        self.model = self._peers.model
+        self.in_norm = self._peers.in_norm() if self.clip and self._peers.is_part else None
         self._patches = Patches()
         self._moments: Moments | None = None
-        self.step = 1
-        self._rows = self._step_rows = self._last_rows = 0
-        self._skipped = False
-        self._looked: set[int] = set()  # parameters, in the step under way
+        self._rows = 0  # of the step under way
+        self._looked: set[int] = set()  # parameters, in it
         self._finished: set[int] = set()  # chunks whose reduction has ended in it
-        self.beside: Callable[[int], object] = _nothing  # (step) before each, for what other groups hold alike
-
-    @property
-    def _is_part(self) -> bool:
-        """Whether other ranks hold other parameters of the model: nobody here knows the norm that it is clipped by."""
-        return any(group.size() > 1 for group in (self._chunks[0].tp_group, self._chunks[0].pp_group))
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def arithmetic(self, elements: int, width: int) -> Arithmetic:
         """A bucket is multiplied by 1/N in place and added up, in its own dtype."""
-        own = coarsest(self._buffers.dtypes)
+        own, ranks = coarsest(self._buffers.dtypes), float(dist.get_world_size(self.ranks.reduced))
         sums = bool(self._chunks[0].config.calculate_per_token_loss)
-        return Arithmetic(own, accumulation=own, elements=elements, width=width, total=self._ranks if sums else 1.0)
-
-    @property
-    def samples(self) -> int:
-        return self._rows * int(self._data_ranks)
-
-    @property
-    def batch(self) -> float:
-        return float(self._last_rows)
+        return Arithmetic(own, accumulation=own, elements=elements, width=width, total=ranks if sums else 1.0)
 
     def skipped(self, applied: bool | None) -> bool:
-        return self._skipped and bool(self._optimizer.config.fp16)
-
-    @property
-    def update_skipped(self) -> bool:
-        return self._skipped
+        return self._counts.skipped and bool(self._optimizer.config.fp16)
 
     def is_boundary(self) -> bool:
         return True
@@ -122,38 +99,29 @@ class MegatronFramework:
     def applied(self, optimizer: Any) -> Iterator[Part]:
         for outer, inner in inner_optimizers(self._optimizer):
             if inner is optimizer:
-                for parameter, stands_for_it in trained_by(outer):
-                    index, values = self._buffers.index_of(parameter), applied_gradient(stands_for_it)
-                    piece = None if index is None else self._pieces.get(index)
-                    if piece is not None and values is not None:
-                        own = piece if not self._buffers.distributed else Slice(piece.index, 0, piece.numel)
-                        part = cut(values, own)
-                        assert part is not None
-                        yield piece.index, piece.start, part
+                yield from ((piece.index, piece.start, part) for piece, part in self._buffers.applied_of(outer))
 
     def scale(self, seen: Tensor | None) -> float | Tensor:
         factor: Tensor = self._optimizer.get_loss_scale()
         return factor.detach().float().reshape(())
 
-    def gram(self) -> Tensor | None:
-        return None
-
     def optimizers(self) -> list[Any]:
         return [inner for _, inner in inner_optimizers(self._optimizer)]
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
-        module, optimizers = self.module, self.optimizers()
-        return replicated.parameters_of(module), lambda: [
-            *replicated.buffers_of(module),
-            *(() if self._buffers.distributed else replicated.masters_of(module, optimizers)),
-            *(() if self._buffers.distributed else replicated.states_of(optimizers)),
+        """All but experts: those of other ranks are others."""
+        experts = self._buffers.experts
+        alike = [pair for pair in replicated.parameters_of(self.module) if id(pair[1]) not in experts]
+        inner = [
+            inner
+            for outer, inner in inner_optimizers(self._optimizer)
+            if not self._buffers.distributed and not any(id(parameter) in experts for parameter, _ in trained_by(outer))
         ]
+        return alike, lambda: replicated.rest_of(self.module, inner)
 
-    def counted(self) -> dict[str, int]:
-        return {"step": self.step, "rows": self._rows}
-
-    def count_on(self, counted: dict[str, int]) -> None:
-        self.step, self._rows = int(counted["step"]), int(counted["rows"])
+    def beside(self, step: int) -> list[Event]:
+        """See :class:`ds_silent.frameworks.base.HasPeers`."""
+        return self._peers.compare(step)
 
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
@@ -162,7 +130,7 @@ class MegatronFramework:
         patches.add(self._chunks[0].module.register_forward_pre_hook(self._forward, with_kwargs=True))
         patches.add(self._chunks[-1].module.register_forward_hook(moments.forwarded))
         watch_losses(patches, self._chunks, moments.loss)
-        for group in self._buffers.groups:
+        for group in self._buffers.bucket_groups:
             patches.wrap(group, "start_grad_sync", partial(self._reduction_starts, group))
         for chunk in self._chunks:
             patches.around(chunk, "finish_grad_sync", _nothing, partial(self._chunk_finished, chunk))
@@ -177,7 +145,7 @@ class MegatronFramework:
         assert self._moments is not None
         self.module.training = module.training
         if torch.is_grad_enabled():
-            self._step_rows += self._moments.together.alone(rows_in, args, kwargs) or 0
+            self._rows += self._moments.together.alone(rows_in, args, kwargs) or 0
         self._moments.forward(module, args, kwargs)
 
     def _reduction_starts(self, group: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -210,14 +178,12 @@ class MegatronFramework:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._moments is not None
         self._reduction_ended()
-        if self._is_part:  # Megatron has gone on: layer norms and tied embeddings, in ways that torch does not count
+        if self._peers.is_part:  # Megatron has gone on: layer norms, tied embeddings, in ways that torch does not count
             increment_version(self._buffers.gradients)
-        self._moments.together.alone(self.beside, self.step)
         self._moments.before_update()
         result = original(*args, **kwargs)
-        self._skipped = isinstance(result, tuple) and result[0] is False
-        self._rows, self._last_rows, self._step_rows = self._rows + self._step_rows, self._step_rows, 0
-        self.step += 1
+        self._counts.take(self._rows, skipped=isinstance(result, tuple) and result[0] is False)
+        self._rows = 0
         self._moments.updated()
         return result
 

@@ -1,0 +1,153 @@
+"""Trainings of a script that nobody edits: each is attached as its first training forward begins.
+
+    unedited = Unedited(block)           # before the script runs
+    unedited.missed()                    # what came by and could not be observed, and why
+    unedited.undo()
+
+Then everything is made: the wrapper of the model, which every rank of its group calls, the optimizers, the loader. The
+one place that all such forwards go through is ``__call__`` of the wrapper's class: before torch has collected the hooks
+that it is to call. What a script has not imported is not imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_silent.attaching import observer_of
+from ds_silent.capture.loaders import LoaderMemory
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.frameworks.attach_any import attach
+from ds_silent.frameworks.patches import Patches
+from ds_silent.observer import Observer
+
+_MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
+
+
+class Unedited:
+    """Watches the whole process, for one block."""
+
+    def __init__(self, config: SilentConsistencyConfig):
+        self._config, self._patches = config, Patches()
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._of_megatron: list[tuple[Any, Sequence[Any]]] = []  # what get_megatron_optimizer has made, and of what
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # observed, or not to be
+        self._missed: dict[str, str] = {}  # by class
+        self._observers: list[Observer] = []
+        self._loaders = LoaderMemory()
+        patches = self._patches
+        patches.add(self._loaders)
+        patches.wrap_method(torch.optim.Optimizer, "__init__", self._optimizer_made)
+        patches.wrap_method(DistributedDataParallel, "__call__", self._called)
+        patches.around(dist, "destroy_process_group", self._process_group_ends)
+        patches.after_import("torch.distributed.fsdp", self._watch_fsdp2)
+        patches.after_import("megatron.core.distributed.data_parallel_base", self._watch_megatron)
+        for name in _MEGATRON_OPTIMIZERS:
+            patches.after_import(name, self._watch_megatron_optimizers)
+
+    def undo(self) -> None:
+        """The classes are as they were; what is observed goes on."""
+        self._patches.undo()
+
+    def missed(self) -> list[str]:
+        """A sentence for each kind of training that came by unobserved."""
+        return list(self._missed.values())
+
+    # -- what the script makes -----------------------------------------------------------------------------------
+
+    def _optimizer_made(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def _watch_fsdp2(self, fsdp: ModuleType) -> None:
+        if hasattr(fsdp, "FSDPModule"):  # torch 2.6
+            self._patches.wrap_method(fsdp.FSDPModule, "__call__", self._called, inherited=nn.Module)
+
+    def _watch_megatron(self, module: ModuleType) -> None:
+        self._patches.wrap_method(module._BaseDataParallel, "__call__", self._called)
+
+    def _watch_megatron_optimizers(self, module: ModuleType) -> None:
+        for name in [name for name in vars(module) if name.startswith("get_megatron") and name.endswith("optimizer")]:
+            self._patches.wrap(module, name, self._megatron_optimizer_made)
+
+    def _megatron_optimizer_made(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = original(*args, **kwargs)
+        chunks = kwargs["model_chunks"] if "model_chunks" in kwargs else args[1]
+        self._of_megatron.append((optimizer, list(chunks)))
+        return optimizer
+
+    # -- the forward ---------------------------------------------------------------------------------------------
+
+    def _called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and module not in self._seen and not torch.compiler.is_compiling():
+            self._look_at(module)
+        return original(module, *args, **kwargs)
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Attach, where somebody steps its parameters. The same on every rank of its group, as the forward is."""
+        kind = type(module).__name__
+        held, optimizer = self._trained(module)
+        if observer_of(module) is not None:
+            self._seen.add(module)
+        elif optimizer:
+            self._missed.pop(kind, None)
+            for one in held if isinstance(held, list) else [held]:
+                self._seen.add(one)
+            self._begin(held, optimizer)
+        else:
+            self._missed[kind] = (
+                f"the script trains a {kind}, but no optimizer of its parameters was made "
+                f"{'by get_megatron_optimizer ' if _is_megatron(module) else ''}before its forward"
+            )
+
+    def _trained(self, module: nn.Module) -> tuple[Any, Any]:
+        """What :func:`ds_silent.attach` takes: the module or its chunks, and the optimizers of its parameters."""
+        if _is_megatron(module):
+            made = [(list(chunks), one) for one, chunks in self._of_megatron if any(own is module for own in chunks)]
+            return made[-1] if made else (module, None)
+        if not isinstance(module, DistributedDataParallel):
+            from ds_silent.frameworks.fsdp2.modules import reshard
+
+            reshard(module)
+        own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        alive = [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
+        return module, [
+            one for one in alive if any(id(p) in own for group in one.param_groups for p in group["params"])
+        ]
+
+    def _begin(self, held: Any, optimizer: Any) -> None:
+        observer = attach(held, self._config, optimizer=optimizer, loader=self._loaders.newest)
+        taken = _taken_by_megatron() if isinstance(held, list) else None
+        if observer is not None:
+            self._observers.append(observer)
+            if taken:
+                observer.load_state_dict({"counted": taken})
+
+    def _process_group_ends(self, group: Any = None) -> None:
+        """What the last step has sent is under way in it."""
+        if group is None or group is dist.group.WORLD:
+            for observer in self._observers:
+                observer.close()
+
+
+def _is_megatron(module: nn.Module) -> bool:
+    base: Any = sys.modules.get("megatron.core.distributed.data_parallel_base")
+    return base is not None and isinstance(module, base._BaseDataParallel)
+
+
+def _taken_by_megatron() -> dict[str, int] | None:
+    """Steps and rows of a checkpoint that ``megatron.training`` goes on with, where it runs the loop."""
+    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    taken = getattr(arguments, "iteration", None)
+    if not isinstance(taken, int) or taken <= 0:
+        return None
+    ranks = max(getattr(arguments, "data_parallel_size", None) or 1, 1)
+    return {"step": taken + 1, "rows": (getattr(arguments, "consumed_train_samples", None) or 0) // ranks}

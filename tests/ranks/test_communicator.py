@@ -1,0 +1,22 @@
+"""A communicator of the observers' own, whatever other groups a rank is in."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ds_silent.ranks.communicator import own_group
+from tests.distributed import run_distributed
+
+
+def make_after_unlike_groups() -> float:
+    """On every rank: rank 1 is in one group more than rank 0."""
+    dist.new_group([1])
+    group = own_group(dist.distributed_c10d._get_default_group())
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return float(total)
+
+
+def test_ranks_that_are_in_unlike_numbers_of_groups_find_each_other() -> None:
+    assert run_distributed(make_after_unlike_groups, 2, timeout=60) == [2.0, 2.0]
