@@ -11,8 +11,10 @@ first optimizer is about to step, and has ended when all have, or when the next 
   begins and ends a micro-batch: a reentrant checkpoint's calls lie inside, and whatever overlaps with a backward is
   done behind it (DDP, FSDP2). Where a forward gives no loss, its root is one: the step's gradient is that of the
   roots' sum, so they are shares of the step's loss.
-* **step**: hooks of the optimizers. A GradScaler leaves its optimizer out without a word where it finds infinities:
-  that step is a skipped one.
+* **forward**: the outermost one; a module may call itself, as Lightning's training step calls its own ``forward``.
+* **step**: hooks of the optimizers. One that is given a closure runs forward and backward itself, so it begins to apply
+  when the closure has returned; each call of it is a step. A GradScaler leaves its optimizer out without a word where
+  it finds infinities: that step is a skipped one.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class TorchLoop:
         self.step, self.rows, self.batch = 1, 0, 0
         self.skipped = self.scaled = False
         self._rows = 0  # of the step under way
+        self._forwards = 0  # of calls under way, one inside the other
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
         self._unscaled: Tensor | None = None  # what the GradScaler has scaled last
@@ -69,7 +72,7 @@ class TorchLoop:
         self._moments = moments
         patches = self._patches
         patches.add(self._module.register_forward_pre_hook(self._forward, with_kwargs=True))
-        patches.add(self._module.register_forward_hook(self._forwarded))
+        patches.add(self._module.register_forward_hook(self._forwarded, always_call=True))
         for index, parameter in enumerate(parameters):
             patches.add(parameter.register_hook(partial(self._gradient, index)))
         for optimizer in self._optimizers:
@@ -90,6 +93,9 @@ class TorchLoop:
     def _forward(self, module: Any, args: Any, kwargs: Any) -> None:
         assert self._moments is not None
         if torch.is_grad_enabled():
+            self._forwards += 1
+            if self._forwards > 1:
+                return
             self._ended()
             self._forward_loss = False
             self._rows += self._moments.together.alone(rows_in, args, kwargs) or 0
@@ -97,6 +103,10 @@ class TorchLoop:
 
     def _forwarded(self, module: Any, args: Any, output: Any) -> None:
         assert self._moments is not None
+        if torch.is_grad_enabled():
+            self._forwards = max(self._forwards - 1, 0)
+            if self._forwards:
+                return
         self._forward_loss = torch.is_grad_enabled() and loss_in(output) is not None
         self._moments.forwarded(module, args, output)
 
@@ -131,7 +141,23 @@ class TorchLoop:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A step pre-hook; torch takes the arguments that it returns."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._applies(optimizer, args, kwargs)
+            return None
+
+        def evaluated(*given: Any, **named: Any) -> Any:
+            result = closure(*given, **named)
+            self._applies(optimizer, args, kwargs)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    def _applies(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         assert self._moments is not None
         self._begin_to_end()
         self._moments.applying(optimizer, args, kwargs)
