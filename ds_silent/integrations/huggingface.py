@@ -13,21 +13,18 @@ and read by all ranks.
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.attaching import Given, given_block, observer_of
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
+from ds_silent.attaching import Given, observer_of
+from ds_silent.config import ConfigError
 from ds_silent.extras import is_first, needs, print_without_traceback
 from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+from ds_silent.integrations.held import alone, as_json, block_for
 from ds_silent.observer import Observer
 from ds_silent.ranks import start
 from ds_silent.sinks import SinkError
@@ -37,7 +34,6 @@ needs("ds_silent.integrations.huggingface", "huggingface")
 from transformers import TrainerCallback  # noqa: E402 - behind the sentence that says what is missing
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-logger = logging.getLogger("ds_silent")
 _KEPT = "kept"  # the attribute, and the key in trainer_state.json
 
 
@@ -89,22 +85,17 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
     def state(self) -> dict[str, Any]:
         """What the Trainer keeps in a checkpoint; it asks on rank 0."""
         kept = None if self.observer is None or self.observer.closed else self.observer.state_dict()
-        return {"args": {"config": _as_json(self._config)}, "attributes": {_KEPT: kept}}
+        return {"args": {"config": as_json(self._config)}, "attributes": {_KEPT: kept}}
 
     def _observer(self, args: Any, kwargs: Mapping[str, Any]) -> Observer | None:
         held = training_of(kwargs["model"])
         if held is not None and observer_of(held) is not None:
             return observer_of(held)  # python -m ds_silent has honoured the ds_config's block
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            if given_block(self._config) is not None:
-                logger.warning(
-                    "ds_silent: one process trains this model, so there is nothing to compare and nothing is observed; "
-                    "start it with torchrun or accelerate launch on two processes or more"
-                )
+        if alone(self._config, "torchrun or accelerate launch on two processes or more"):
             return None
         return attach(
             kwargs["model"] if held is None else held,  # one that cannot be observed is refused in one sentence
-            None if has_own_block(held) else given_block_of(self._config),
+            block_for(held, self._config),
             optimizer=kwargs.get("optimizer"),
             loader=kwargs.get("train_dataloader"),
             accumulation=args.gradient_accumulation_steps,
@@ -141,22 +132,6 @@ def _around(model: Any, kinds: tuple[type, ...]) -> list[Any]:
     return [one for one in wrappers if getattr(one, "module", None) is model]
 
 
-def has_own_block(held: Any) -> bool:
-    """Whether a DeepSpeedEngine's configuration has the block."""
-    given = None if isinstance(held, DistributedDataParallel) else getattr(held, "config", None)
-    if not isinstance(given, (str, Path, Mapping)):
-        return False
-    try:
-        return find_block(load_ds_config(given)) is not None
-    except ConfigError:
-        return True  # it is told where all ranks hear of it
-
-
-def given_block_of(config: Given) -> Given:
-    """``config`` as :func:`ds_silent.attach` takes it; None means an engine's own there, which has none."""
-    return {BLOCK: {}} if config is None else config
-
-
 def _kept_in(state: Any, name: str) -> dict[str, Any] | None:
     """The observer's state in a checkpoint's TrainerState; makes the place where the next one is written.
 
@@ -166,9 +141,3 @@ def _kept_in(state: Any, name: str) -> dict[str, Any] | None:
     first = held[0] if isinstance(held, list) and held else held
     found = first.get("attributes", {}).get(_KEPT) if isinstance(first, Mapping) else None
     return found if isinstance(found, dict) else None
-
-
-def _as_json(config: Given) -> Any:
-    if isinstance(config, SilentConsistencyConfig):
-        return config.model_dump(mode="json")
-    return str(config) if isinstance(config, Path) else config

@@ -33,6 +33,16 @@ SILENCE_SECONDS = 240.0  # longer than any training of the drill, and than DeepS
 SETTLE_SECONDS = 0.5
 LINES_SHOWN = 12
 
+# with what a first step imports: torch's compiler, because optimizers ask whether they are compiled, and its back end,
+# because DeepSpeed's Muon decorates a function with it; together seconds of CPU on each rank
+PRELOADED = [
+    "torch",
+    "ds_silent.frameworks.deepspeed.attach",
+    "torch._dynamo",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
+]
+
 Task = Callable[[], None]
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -108,7 +118,7 @@ def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], file: Path) 
 @contextmanager
 def _started(tasks: list[Task], daemon: bool) -> Iterator[tuple[list[BaseProcess], Path]]:
     """A process for each task, and the folder of their notes; those that are left at the end are killed."""
-    _CONTEXT.set_forkserver_preload(["torch", "ds_silent.frameworks.deepspeed.attach"])  # what is there
+    _CONTEXT.set_forkserver_preload(PRELOADED)  # what is there of it
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported, in the fork server
     with tempfile.TemporaryDirectory(prefix="ds_silent_ranks_") as directory:
         processes: list[BaseProcess] = [
