@@ -2,6 +2,7 @@
 
 factor = times_its_share(module, kwargs)     # None: the forward's loss is the mean already
 mean_of(loss, factor)
+is_share(divided, node_of(loss), parts=4)     # a script has divided it by the number of micro-batches
 
 transformers' Trainer counts the label tokens of all micro-batches of a step (and of all ranks) and hands their number
 to the forward as ``num_items_in_batch``; the model then divides its sum by that number and not by its own tokens. Some
@@ -61,3 +62,20 @@ def shifts_labels(module: nn.Module) -> bool:
     causal = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
     encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
     return causal is not None and getattr(module, "loss_function", None) is causal and not encodes
+
+
+def node_of(loss: Tensor | None) -> int | None:
+    """The number of the operation that made a loss, in this thread; it keeps no graph alive."""
+    made = None if loss is None else loss.grad_fn
+    return None if made is None else int(made._sequence_nr())
+
+
+def is_share(loss: Tensor, node: int | None, parts: int) -> bool:
+    """Whether ``loss`` is the result of :func:`node_of`'s operation, divided by ``parts`` and nothing more."""
+    made = loss.grad_fn
+    if node is None or parts < 2 or made is None or made.name() != "DivBackward0":
+        return False
+    inner, divisor = made.next_functions[0][0], getattr(made, "_saved_other", None)
+    if inner is None or inner._sequence_nr() != node or not isinstance(divisor, Tensor) or divisor.numel() != 1:
+        return False
+    return divisor.device.type == "cpu" and float(divisor) == parts  # a number of Python's; another is not waited for

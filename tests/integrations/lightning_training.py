@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,10 +12,13 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ds_silent.integrations.lightning_entry import VARIABLE
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
@@ -139,7 +143,7 @@ def trainer_of(case: LightningCase, directory: Path, callbacks: Sequence[Any], b
         "max_epochs": case.epochs,
         "max_steps": case.steps,
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "default_root_dir": str(directory),
@@ -159,20 +163,45 @@ def data() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(rows, rows.sum(1, keepdim=True) + 1)
 
 
+class Scalars(Logger):
+    """What a logger is given."""
+
+    name, version = "scalars", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.seen.setdefault(int(step or 0), {}).update(metrics)
+
+    def log_hyperparams(self, *args: Any, **named: Any) -> None:
+        pass
+
+
 def train(
-    case: LightningCase, directory: Path, observed: bool, checkpoint: str | None = None, save: str | None = None
+    case: LightningCase, directory: Path, observed: bool, checkpoint: str | None = None, keep: bool = False
 ) -> LightningTrace:
-    """On every rank."""
+    """On every rank; ``keep``: with a checkpoint at the end of each epoch."""
     from ds_silent.integrations.lightning import SilentConsistencyCallback
 
     as_launched()
     block = {"output_dir": str(directory / "silent"), "tensorboard": False}
-    callbacks = [SilentConsistencyCallback(block)] if observed and case.block == "callback" else []
+    callbacks: list[Any] = []
+    if observed and case.block == "callback":
+        callbacks = [SilentConsistencyCallback(block, log="logger" in case.named)]
+    os.environ.pop(VARIABLE, None)
+    if observed and case.block == "environment":
+        file = directory / f"block-{dist.get_rank()}.json"
+        directory.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(block))
+        os.environ[VARIABLE] = str(file)
+    if keep:
+        callbacks += [ModelCheckpoint(dirpath=directory / "kept", filename="end", save_on_train_epoch_end=True)]
     trainer = trainer_of(case, directory, callbacks, block if observed and case.block == "ds_config" else None)
     model = Model(case.manual, case.strategy == "fsdp2")
     trainer.fit(model, DataLoader(data(), batch_size=BATCH, shuffle=True), ckpt_path=checkpoint)
-    if save is not None:
-        trainer.save_checkpoint(save)
+    os.environ.pop(VARIABLE, None)
     for callback in trainer.callbacks:
         assert getattr(callback, "observer", None) is None, "an observer is open behind the training's end"
     held = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
