@@ -9,8 +9,8 @@ first optimizer is about to step, and has ended when all have, or when the next 
 
 * **backward**: ``torch.autograd.backward``, which ``Tensor.backward`` looks up when it is called. Its outermost call
   begins and ends a micro-batch: a reentrant checkpoint's calls lie inside, and whatever overlaps with a backward is
-  done behind it (DDP, FSDP2). Where a forward gives no loss, its root is one: the step's gradient is that of the
-  roots' sum, so they are shares of the step's loss.
+  done behind it (DDP, FSDP2). Where it does not begin with a loss that the forward gave, its root is one: the step's
+  gradient is that of the roots' sum, so they are shares of the step's loss.
 * **forward**: the outermost one; a module may call itself, as Lightning's training step calls its own ``forward``.
 * **step**: hooks of the optimizers. One that is given a closure runs forward and backward itself, so it begins to apply
   when the closure has returned; each call of it is a step. A GradScaler leaves its optimizer out without a word where
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_silent.capture.local_gradient import loss_in
+from ds_silent.capture.mean_loss import Made, comes_of, made_by
 from ds_silent.exchange.row_ids import batch_tensors
 from ds_silent.frameworks.base import Moments
 from ds_silent.frameworks.patches import Patches
@@ -58,7 +59,7 @@ class TorchLoop:
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
         self._unscaled: Tensor | None = None  # what the GradScaler has scaled last
-        self._forward_loss = False  # the forward itself gave one
+        self._forward_loss: Made | None = None  # of the newest forward, where it gave one
         self._open = False  # gradients have come in the backward under way
         self._stepped: set[int] | None = None  # optimizers, while a step ends
         self._boundary = False
@@ -97,7 +98,7 @@ class TorchLoop:
             if self._forwards > 1:
                 return
             self._ended()
-            self._forward_loss = False
+            self._forward_loss = None
             self._rows += self._moments.together.alone(rows_in, args, kwargs) or 0
         self._moments.forward(module, args, kwargs)
 
@@ -107,7 +108,7 @@ class TorchLoop:
             self._forwards = max(self._forwards - 1, 0)
             if self._forwards:
                 return
-        self._forward_loss = torch.is_grad_enabled() and loss_in(output) is not None
+            self._forward_loss = made_by(loss_in(output))
         self._moments.forwarded(module, args, output)
 
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +127,7 @@ class TorchLoop:
         if not self._open:
             self._open, self._boundary = True, self._synchronises()
             loss = self._root if self._unscaled is None else self._unscaled
-            if loss is not None and not self._forward_loss:
+            if loss is not None and not comes_of(loss, self._forward_loss):
                 self._moments.share(loss)
         self._moments.gradient(index, gradient)
 

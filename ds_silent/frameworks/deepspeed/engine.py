@@ -19,7 +19,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from ds_silent.capture.local_gradient import loss_in
-from ds_silent.capture.mean_loss import is_share, node_of
+from ds_silent.capture.mean_loss import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.frameworks.base import Moments, Part, Ranks
 from ds_silent.frameworks.deepspeed.applied import applied_gradients, applied_places, base_optimizers
@@ -79,8 +79,7 @@ class DeepSpeedFramework:
         self.accumulated = self.reduced if self._ordered is None else self._ordered.held
         # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
         self.whole_at_hook = self._ordered is None
-        self._forward_loss = False  # the newest forward gave one
-        self._forward_node: int | None = None  # what made it
+        self._forward_loss: Made | None = None  # of the newest forward
         self._told = False  # that a script divides it, too
         self._reduce: Callable[..., Any] | None = None
         self._again: Callable[[], Any] | None = None  # the step's reduction, to be called again
@@ -230,7 +229,7 @@ class DeepSpeedFramework:
 
     def _forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
         loss = loss_in(output) if torch.is_grad_enabled() else None
-        self._forward_loss, self._forward_node = loss is not None, node_of(loss)
+        self._forward_loss = made_by(loss)
         moments.forwarded(module, args, output)
 
     def _before_backward(self, moments: Moments, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -240,11 +239,11 @@ class DeepSpeedFramework:
         forward's loss is the true one. So it is where both divide, as Lightning and DeepSpeed do.
         """
         divides = kwargs.get("scale_wrt_gas", True)
-        if divides and is_share(loss, self._forward_node, self.micro_batches):
+        if divides and is_share(loss, self._forward_loss, self.micro_batches):
             self._say_divided_twice()
         elif divides:
             moments.loss(loss)
-        elif not self._forward_loss:
+        elif not comes_of(loss, self._forward_loss):
             moments.share(loss)
         if self._scales_loss and loss.requires_grad:
             steps = self._engine.gradient_accumulation_steps() if divides else 1
