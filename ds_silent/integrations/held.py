@@ -56,3 +56,9 @@ def as_json(config: Given) -> Any:
     if isinstance(config, SilentConsistencyConfig):
         return config.model_dump(mode="json")
     return str(config) if isinstance(config, Path) else config
+
+
+def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A block whose ``"auto"`` values are left out: the defaults."""
+    left = {key: value for key, value in block.items() if not (isinstance(value, str) and value == "auto")}
+    return {key: without_auto(value) if isinstance(value, Mapping) else value for key, value in left.items()}

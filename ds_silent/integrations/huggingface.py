@@ -13,6 +13,7 @@ and read by all ranks.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -21,10 +22,10 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.attaching import Given, observer_of
-from ds_silent.config import ConfigError
+from ds_silent.config import BLOCK, ConfigError
 from ds_silent.extras import is_first, needs, print_without_traceback
 from ds_silent.frameworks.attach_any import attach
-from ds_silent.integrations.held import alone, as_json, block_for
+from ds_silent.integrations.held import alone, as_json, block_for, without_auto
 from ds_silent.observer import Observer
 from ds_silent.ranks import start
 from ds_silent.sinks import SinkError
@@ -32,7 +33,7 @@ from ds_silent.sinks import SinkError
 needs("ds_silent.integrations.huggingface", "huggingface")
 
 from transformers import TrainerCallback  # noqa: E402 - behind the sentence that says what is missing
-from transformers.trainer_callback import ExportableState  # noqa: E402
+from transformers.trainer_callback import CallbackHandler, ExportableState  # noqa: E402
 
 _KEPT = "kept"  # the attribute, and the key in trainer_state.json
 
@@ -43,8 +44,11 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
     Under DeepSpeed the block of the ds_config goes before ``config``, which is for one that has none. A single process
     has nobody to be compared with: then one sentence says so, and the training goes on unobserved.
 
+    ``"auto"`` in the ds_config's block, which accelerate would refuse because nothing fills it in, is the default.
+
     Args:
         config: the block as a dict, parsed, or the path of a file that holds it; by default all defaults.
+        log: also put the numbers into the Trainer's own log, and so into whatever ``report_to`` names.
 
     Attributes:
         observer: of the training under way; None before, after, and where nothing is observed.
@@ -53,10 +57,17 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         ConfigError, SinkError: as the training begins, see :func:`ds_silent.initialize`; the same on every rank.
     """
 
-    def __init__(self, config: Given = None):
-        self._config = config
+    def __init__(self, config: Given = None, log: bool = False):
+        self._config, self._logs = config, log
+        self._logged = 0  # the newest step that the log has
         self.observer: Observer | None = None
         self.kept: dict[str, Any] | None = None  # the Trainer may write it, from a checkpoint
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer is made; accelerate reads the ds_config as the training begins."""
+        ds_config: Any = getattr(getattr(args, "hf_deepspeed_config", None), "config", None)
+        if isinstance(ds_config, dict) and isinstance(ds_config.get(BLOCK), dict):
+            ds_config[BLOCK] = without_auto(ds_config[BLOCK])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model is wrapped, and a checkpoint is loaded."""
@@ -67,11 +78,25 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         except (ConfigError, SinkError):
             print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
             raise
+        if self._logs:
+            self._go_before_the_others()
         if self.observer is not None and state.global_step:
             steps = int(state.global_step)  # every rank's own; without a state of ours the rows are those it should be
             rows = steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
             counted = {**(kept or {}).get("counted", {"rows": rows}), "step": steps + 1}
             self.observer.load_state_dict({**(kept or {}), "counted": counted})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """The newest record's numbers, but those of single ranks and layers, go with the training's own."""
+        record = None if self.observer is None else self.observer.last_record
+        if not self._logs or record is None or record.step == self._logged or not logs or "loss" not in logs:
+            return
+        self._logged = record.step
+        assert self.observer is not None
+        values = {tag: value for tag, value in self.observer.scalars.items() if not tag.startswith("silent/per_")}
+        logs.update({tag: value for tag, value in values.items() if math.isfinite(value)})
+        if state.log_history:
+            state.log_history[-1].update(logs)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A checkpoint was written, by all ranks."""
@@ -100,6 +125,13 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
             loader=kwargs.get("train_dataloader"),
             accumulation=args.gradient_accumulation_steps,
         )
+
+    def _go_before_the_others(self) -> None:
+        """Those that report come first, and we would be too late."""
+        for handler in gc.get_objects():
+            if issubclass(type(handler), CallbackHandler) and any(one is self for one in handler.callbacks):
+                handler.callbacks.remove(self)
+                handler.callbacks.insert(0, self)
 
     def _close(self) -> None:
         if self.observer is not None:

@@ -20,9 +20,12 @@ from tests.distributed import run_distributed
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.hf_training import HFCase, HFTrace, Rows, as_launched, model_of, train, trainer_of
 
+DISPATCHED = {"use_configured_state": True, "dispatch_batches": True, "split_batches": False}
 EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "huggingface.py"
 CASES = {
     "one micro-batch": HFCase(),
+    "rows of like lengths together": HFCase(grouped=True),
+    "batches that rank 0 deals": HFCase(rows=70, epochs=3, named={"accelerator_config": DISPATCHED}),
     "accumulation": HFCase(accumulation=2, dropout=0.1),
     "a last step of fewer micro-batches": HFCase(accumulation=3, rows=64),
     "rows that even_batches repeats": HFCase(rows=70, epochs=3),
@@ -115,6 +118,46 @@ def ds_config_goes_first(directory: str) -> tuple[bool, bool]:
 
 def test_the_block_of_the_ds_config_goes_first(tmp_path: Path) -> None:
     assert run_distributed(ds_config_goes_first, 2, (str(tmp_path),), timeout=280)[0] == (True, False)
+
+
+def auto_and_the_log(directory: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """On every rank: the Trainer's log, what a reporter was given, and the records' directories."""
+    from transformers import TrainerCallback
+
+    from ds_silent.integrations.huggingface import SilentConsistencyCallback
+
+    class Reporter(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.given: list[dict[str, Any]] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.given.append(dict(logs))
+
+    as_launched(deepspeed=True)
+    reporter = Reporter()
+    block = {
+        "output_dir": f"{directory}/own",
+        "interval": "auto",
+        "tensorboard": False,
+        "direction": {"method": "auto"},
+    }
+    case = HFCase(stage=1, steps=4, named={"logging_steps": 1})
+    trainer = trainer_of(case, Path(directory), [reporter, SilentConsistencyCallback(log=True)], block)
+    trainer.train()
+    return trainer.state.log_history, reporter.given, [str(one) for one in Path(directory).glob("**/metrics.jsonl")]
+
+
+def test_auto_is_the_default_and_the_log_has_the_numbers(tmp_path: Path) -> None:
+    found = run_distributed(auto_and_the_log, 2, (str(tmp_path),), timeout=280)
+    history, given, written = found[0]
+    assert written == [str(tmp_path / "own" / "metrics.jsonl")]
+    records = list(read_metrics(tmp_path / "own" / "metrics.jsonl"))
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for logged in (history, given):
+        stds = [one["silent/loss/std"] for one in logged if "silent/loss/std" in one]
+        assert stds == pytest.approx([record["loss"]["std"] for record in records[:3]])  # a record comes one step later
+        assert not [key for one in logged for key in one if key.startswith("silent/per_")]
+    assert not [key for one in found[1][0] for key in one if key.startswith("silent/")]  # the rank that writes has them
 
 
 def alone(directory: str) -> list[HFTrace]:
