@@ -191,9 +191,23 @@ def by_hand(directory: str) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     as_launched(deepspeed=False)
+    from accelerate.tracking import GeneralTracker, on_main_process
+
+    class Kept(GeneralTracker):  # type: ignore[misc]
+        name, requires_logging_directory, tracker = "kept", False, None
+        seen: dict[int, dict[str, float]] = {}  # noqa: RUF012 - of both accelerators
+
+        @on_main_process
+        def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
+            self.seen.setdefault(int(step or 0), {}).update(values)
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            pass
+
     losses, events = [], []
     for begins, ends in ((0, 3), (3, 6)):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=Kept())
+        accelerator.init_trackers("test")
         model = model_of()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         loader = DataLoader(Rows(96), batch_size=4)
@@ -212,6 +226,8 @@ def by_hand(directory: str) -> dict[str, Any]:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
+                if accelerator.sync_gradients and observer.last_record is not None:
+                    accelerator.log(observer.scalars, step=observer.last_record.step)
         losses += [sum(pair) / 2 for pair in zip(micro[::2], micro[1::2], strict=True)]
         if not begins:
             accelerator.save_state(f"{directory}/saved")
@@ -220,7 +236,7 @@ def by_hand(directory: str) -> dict[str, Any]:
     if accelerator.is_main_process:
         records = list(read_metrics(Path(directory, "metrics.jsonl")))
         events = [event for event in read_events(Path(directory, "events.jsonl")) if event["severity"] != "info"]
-    return {"losses": losses, "records": records, "events": events}
+    return {"losses": losses, "records": records, "events": events, "tracked": Kept.seen}
 
 
 def test_a_loop_of_accelerates_own(tmp_path: Path) -> None:
@@ -230,6 +246,12 @@ def test_a_loop_of_accelerates_own(tmp_path: Path) -> None:
         assert record["loss"]["per_rank"] == pytest.approx([rank["losses"][place] for rank in found], rel=1e-6)
         assert record["samples"] == 16 * (place + 1)
     assert found[0]["events"] == []
+    tracked = found[0]["tracked"]
+    assert list(tracked) == [1, 2, 4, 5]  # a record comes one step later
+    assert all(
+        one["silent/loss/std"] == pytest.approx(found[0]["records"][step - 1]["loss"]["std"])
+        for step, one in tracked.items()
+    )
 
 
 def test_the_example_under_torchrun(tmp_path: Path) -> None:

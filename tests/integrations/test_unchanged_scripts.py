@@ -15,10 +15,8 @@ from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.frameworks.test_ways_in import free_port, run
 
 SCRIPTS = Path(__file__).parent / "scripts"
-COMMON = (
-    "--max_steps 3 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --logging_steps 1 --report_to none "
-    "--save_strategy no"
-).split()
+COMMON = ["--max_steps=3", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=2", "--logging_steps=1"]
+QUIET = ["--report_to", "none", "--save_strategy", "no"]
 
 
 def launched(script: list[str], tmp_path: Path) -> list[dict[str, Any]]:
@@ -33,7 +31,14 @@ def launched(script: list[str], tmp_path: Path) -> list[dict[str, Any]]:
     }
     (tmp_path / "ds_config.json").write_text(json.dumps(ds_config))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
-    options = ["--deepspeed", "ds_config.json", "--accelerator_config", '{"use_configured_state": true}', *COMMON]
+    options = [
+        "--deepspeed",
+        "ds_config.json",
+        "--accelerator_config",
+        '{"use_configured_state": true}',
+        *COMMON,
+        *QUIET,
+    ]
     ours = ["-m", "ds_silent", str(SCRIPTS / "deepspeed_on_cpu.py")]
     status, said = run([*command, *ours, *script, *options, "--output_dir", "out"], tmp_path)
     assert status == 0, said
@@ -48,9 +53,8 @@ def logged(tmp_path: Path) -> list[float]:
 
 
 def test_run_clm(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text(
-        "".join(f"What is {i} plus {j}? It is {i + j}.\n" for i in range(20) for j in range(9))
-    )
+    lines = [f"What is {i} plus {j}? It is {i + j}.\n" for i in range(20) for j in range(9)]
+    (tmp_path / "train.txt").write_text("".join(lines))
     script = [str(SCRIPTS / "run_clm.py"), "--model_name_or_path", str(EMBEDDED), "--train_file", "train.txt"]
     records = launched(script, tmp_path)
     assert [record["step"] for record in records] == [1, 2, 3]
