@@ -19,11 +19,12 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "megatron": ("megatron.core",),
     "finetune": ("deepspeed", "transformers", "datasets", "tokenizers"),
     "huggingface": ("transformers", "accelerate"),
+    "lightning": ("lightning",),
     "plots": ("matplotlib",),
 }
 """Extra -> the packages of it that are imported."""
 
-_NAMES = {"deepspeed": "DeepSpeed", "megatron.core": "megatron-core"}
+_NAMES = {"deepspeed": "DeepSpeed", "megatron.core": "megatron-core", "lightning": "Lightning"}
 
 
 class MissingExtra(ImportError):

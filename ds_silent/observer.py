@@ -22,6 +22,7 @@ from ds_silent.observing.steps import Steps
 from ds_silent.recorder import make_recorder
 from ds_silent.records import Event, StepRecord
 from ds_silent.sinks.run_directory import RunDirectory
+from ds_silent.sinks.scalars import scalars
 
 logger = logging.getLogger("ds_silent")
 
@@ -69,6 +70,12 @@ class Observer:
     def last_record(self) -> StepRecord | None:
         """The newest record, on the rank that writes."""
         return self._published.recorder.last_record
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The newest record's numbers by the tags of TensorBoard's curves, for a tracker of the script's own; empty on
+        the ranks that do not write."""
+        return {} if self.last_record is None else dict(scalars(self.last_record))
 
     @property
     def closed(self) -> bool:

@@ -27,6 +27,7 @@ class DDPCase(Case):
     views: bool = False  # gradients are views into the reducer's buckets
     reduces_each: bool = False  # the script forgets no_sync
     scaled: bool = False  # a GradScaler
+    closure: bool = False  # the optimizer runs forward, backward and clipping
     hook: str | None = None  # a communication hook
 
     @property
@@ -109,19 +110,27 @@ def train_ddp(case: DDPCase, output_dir: Path, steps: int, enabled: bool, oracle
         ]
         if oracle:
             expected.append(oracle_step([whole(p) for p in module.parameters()], copy, batches, case, step + 1))
-        for micro, (tokens, skip) in enumerate(batches):
-            alone = micro < case.accumulation - 1 and not case.reduces_each
-            if sharded:
-                ddp.set_requires_gradient_sync(not alone)
-            with ddp.no_sync() if alone and not sharded else nullcontext():
-                loss = ddp(tokens, skip)
-                losses.append(float(loss.detach()))
-                share = loss / case.accumulation
-                (share if scaler is None else scaler.scale(share)).backward()
-        if case.clipping:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(module.parameters(), case.clipping)
+
+        def micro_batches(batches: list[tuple[Tensor, bool]] = batches) -> None:
+            for micro, (tokens, skip) in enumerate(batches):
+                alone = micro < case.accumulation - 1 and not case.reduces_each
+                if sharded:
+                    ddp.set_requires_gradient_sync(not alone)
+                with ddp.no_sync() if alone and not sharded else nullcontext():
+                    loss = ddp(tokens, skip)
+                    losses.append(float(loss.detach()))
+                    share = loss / case.accumulation
+                    (share if scaler is None else scaler.scale(share)).backward()
+            if case.clipping:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(module.parameters(), case.clipping)
+
+        if case.closure:
+            optimizer.step(micro_batches)
+            optimizer.zero_grad()
+            continue
+        micro_batches()
         if scaler is None:
             optimizer.step()
         else:

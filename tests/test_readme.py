@@ -37,6 +37,13 @@ RUN_BY: dict[str, str] = {
     "torchrun --nproc_per_node 4 launch/examples/ddp.py": "tests/launch/test_examples.py",
     "torchrun --nproc_per_node 4 launch/examples/fsdp2.py": "tests/launch/test_examples.py",
     "torchrun --nproc_per_node 4 launch/examples/huggingface.py": "tests/integrations/test_huggingface.py",
+    "torchrun --nproc_per_node 4 launch/examples/lightning_trainer.py": "tests/integrations/test_lightning.py",
+    "torchrun --nproc_per_node 8 -m ds_silent -m trl.scripts.sft --deepspeed ds_config.json ...": (
+        "tests/integrations/test_unchanged_scripts.py"
+    ),
+    "torchrun --nproc_per_node 8 -m ds_silent run_clm.py --deepspeed ds_config.json ...": (
+        "tests/integrations/test_unchanged_scripts.py"
+    ),
     "launch/gpu.sh --dry-run": "tests/launch/test_scripts.py",
     "ds-silent check ds_config.json": "tests/commands/test_cli.py",
     "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",

@@ -9,10 +9,12 @@ first optimizer is about to step, and has ended when all have, or when the next 
 
 * **backward**: ``torch.autograd.backward``, which ``Tensor.backward`` looks up when it is called. Its outermost call
   begins and ends a micro-batch: a reentrant checkpoint's calls lie inside, and whatever overlaps with a backward is
-  done behind it (DDP, FSDP2). Where a forward gives no loss, its root is one: the step's gradient is that of the
-  roots' sum, so they are shares of the step's loss.
-* **step**: hooks of the optimizers. A GradScaler leaves its optimizer out without a word where it finds infinities:
-  that step is a skipped one.
+  done behind it (DDP, FSDP2). Where it does not begin with a loss that the forward gave, its root is one: the step's
+  gradient is that of the roots' sum, so they are shares of the step's loss.
+* **forward**: the outermost one; a module may call itself, as Lightning's training step calls its own ``forward``.
+* **step**: hooks of the optimizers. One that is given a closure runs forward and backward itself, so it begins to apply
+  when the closure has returned; each call of it is a step. A GradScaler leaves its optimizer out without a word where
+  it finds infinities: that step is a skipped one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_silent.capture.local_gradient import loss_in
+from ds_silent.capture.mean_loss import Made, comes_of, made_by
 from ds_silent.exchange.row_ids import batch_tensors
 from ds_silent.frameworks.base import Moments
 from ds_silent.frameworks.counts import StepCounts
@@ -48,10 +51,11 @@ class TorchLoop:
         self._moments: Moments | None = None
         self.counts, self.scaled = StepCounts(), False
         self._rows = 0  # of the step under way
+        self._forwards = 0  # of calls under way, one inside the other
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
         self._unscaled: Tensor | None = None  # what the GradScaler has scaled last
-        self._forward_loss = False  # the forward itself gave one
+        self._forward_loss: Made | None = None  # of the newest forward, where it gave one
         self._open = False  # gradients have come in the backward under way
         self._stepped: set[int] | None = None  # optimizers, while a step ends
         self._boundary = False
@@ -65,7 +69,7 @@ class TorchLoop:
         self._moments = moments
         patches = self._patches
         patches.add(self._module.register_forward_pre_hook(self._forward, with_kwargs=True))
-        patches.add(self._module.register_forward_hook(self._forwarded))
+        patches.add(self._module.register_forward_hook(self._forwarded, always_call=True))
         for index, parameter in enumerate(parameters):
             patches.add(parameter.register_hook(partial(self._gradient, index)))
         for optimizer in self._optimizers:
@@ -86,14 +90,21 @@ class TorchLoop:
     def _forward(self, module: Any, args: Any, kwargs: Any) -> None:
         assert self._moments is not None
         if torch.is_grad_enabled():
+            self._forwards += 1
+            if self._forwards > 1:
+                return
             self._ended()
-            self._forward_loss = False
+            self._forward_loss = None
             self._rows += self._moments.together.alone(rows_in, args, kwargs) or 0
         self._moments.forward(module, args, kwargs)
 
     def _forwarded(self, module: Any, args: Any, output: Any) -> None:
         assert self._moments is not None
-        self._forward_loss = torch.is_grad_enabled() and loss_in(output) is not None
+        if torch.is_grad_enabled():
+            self._forwards = max(self._forwards - 1, 0)
+            if self._forwards:
+                return
+            self._forward_loss = made_by(loss_in(output))
         self._moments.forwarded(module, args, output)
 
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +123,7 @@ class TorchLoop:
         if not self._open:
             self._open, self._boundary = True, self._synchronises()
             loss = self._root if self._unscaled is None else self._unscaled
-            if loss is not None and not self._forward_loss:
+            if loss is not None and not comes_of(loss, self._forward_loss):
                 self._moments.share(loss)
         self._moments.gradient(index, gradient)
 
@@ -127,7 +138,23 @@ class TorchLoop:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A step pre-hook; torch takes the arguments that it returns."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._applies(optimizer, args, kwargs)
+            return None
+
+        def evaluated(*given: Any, **named: Any) -> Any:
+            result = closure(*given, **named)
+            self._applies(optimizer, args, kwargs)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    def _applies(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         assert self._moments is not None
         self._begin_to_end()
         self._moments.applying(optimizer, args, kwargs)

@@ -13,21 +13,19 @@ and read by all ranks.
 from __future__ import annotations
 
 import gc
-import logging
+import math
 import sys
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.attaching import Given, given_block, observer_of
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
+from ds_silent.attaching import Given, observer_of
+from ds_silent.config import BLOCK, ConfigError
 from ds_silent.extras import is_first, needs, print_without_traceback
 from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+from ds_silent.integrations.held import alone, as_json, block_for, without_auto
 from ds_silent.observer import Observer
 from ds_silent.ranks import start
 from ds_silent.sinks import SinkError
@@ -35,9 +33,8 @@ from ds_silent.sinks import SinkError
 needs("ds_silent.integrations.huggingface", "huggingface")
 
 from transformers import TrainerCallback  # noqa: E402 - behind the sentence that says what is missing
-from transformers.trainer_callback import ExportableState  # noqa: E402
+from transformers.trainer_callback import CallbackHandler, ExportableState  # noqa: E402
 
-logger = logging.getLogger("ds_silent")
 _KEPT = "kept"  # the attribute, and the key in trainer_state.json
 
 
@@ -47,8 +44,11 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
     Under DeepSpeed the block of the ds_config goes before ``config``, which is for one that has none. A single process
     has nobody to be compared with: then one sentence says so, and the training goes on unobserved.
 
+    ``"auto"`` in the ds_config's block, which accelerate would refuse because nothing fills it in, is the default.
+
     Args:
         config: the block as a dict, parsed, or the path of a file that holds it; by default all defaults.
+        log: also put the numbers into the Trainer's own log, and so into whatever ``report_to`` names.
 
     Attributes:
         observer: of the training under way; None before, after, and where nothing is observed.
@@ -57,10 +57,17 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         ConfigError, SinkError: as the training begins, see :func:`ds_silent.initialize`; the same on every rank.
     """
 
-    def __init__(self, config: Given = None):
-        self._config = config
+    def __init__(self, config: Given = None, log: bool = False):
+        self._config, self._logs = config, log
+        self._logged = 0  # the newest step that the log has
         self.observer: Observer | None = None
         self.kept: dict[str, Any] | None = None  # the Trainer may write it, from a checkpoint
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer is made; accelerate reads the ds_config as the training begins."""
+        ds_config: Any = getattr(getattr(args, "hf_deepspeed_config", None), "config", None)
+        if isinstance(ds_config, dict) and isinstance(ds_config.get(BLOCK), dict):
+            ds_config[BLOCK] = without_auto(ds_config[BLOCK])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model is wrapped, and a checkpoint is loaded."""
@@ -71,11 +78,25 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         except (ConfigError, SinkError):
             print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
             raise
+        if self._logs:
+            self._go_before_the_others()
         if self.observer is not None and state.global_step:
             steps = int(state.global_step)  # every rank's own; without a state of ours the rows are those it should be
             rows = steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
             counted = {**(kept or {}).get("counted", {"rows": rows}), "step": steps + 1}
             self.observer.load_state_dict({**(kept or {}), "counted": counted})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """The newest record's numbers, but those of single ranks and layers, go with the training's own."""
+        record = None if self.observer is None else self.observer.last_record
+        if not self._logs or record is None or record.step == self._logged or not logs or "loss" not in logs:
+            return
+        self._logged = record.step
+        assert self.observer is not None
+        values = {tag: value for tag, value in self.observer.scalars.items() if not tag.startswith("silent/per_")}
+        logs.update({tag: value for tag, value in values.items() if math.isfinite(value)})
+        if state.log_history:
+            state.log_history[-1].update(logs)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A checkpoint was written, by all ranks."""
@@ -89,26 +110,28 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
     def state(self) -> dict[str, Any]:
         """What the Trainer keeps in a checkpoint; it asks on rank 0."""
         kept = None if self.observer is None or self.observer.closed else self.observer.state_dict()
-        return {"args": {"config": _as_json(self._config)}, "attributes": {_KEPT: kept}}
+        return {"args": {"config": as_json(self._config)}, "attributes": {_KEPT: kept}}
 
     def _observer(self, args: Any, kwargs: Mapping[str, Any]) -> Observer | None:
         held = training_of(kwargs["model"])
         if held is not None and observer_of(held) is not None:
             return observer_of(held)  # python -m ds_silent has honoured the ds_config's block
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            if given_block(self._config) is not None:
-                logger.warning(
-                    "ds_silent: one process trains this model, so there is nothing to compare and nothing is observed; "
-                    "start it with torchrun or accelerate launch on two processes or more"
-                )
+        if alone(self._config, "torchrun or accelerate launch on two processes or more"):
             return None
         return attach(
             kwargs["model"] if held is None else held,  # one that cannot be observed is refused in one sentence
-            None if has_own_block(held) else given_block_of(self._config),
+            block_for(held, self._config),
             optimizer=kwargs.get("optimizer"),
             loader=kwargs.get("train_dataloader"),
             accumulation=args.gradient_accumulation_steps,
         )
+
+    def _go_before_the_others(self) -> None:
+        """Those that report come first, and we would be too late."""
+        for handler in gc.get_objects():
+            if issubclass(type(handler), CallbackHandler) and any(one is self for one in handler.callbacks):
+                handler.callbacks.remove(self)
+                handler.callbacks.insert(0, self)
 
     def _close(self) -> None:
         if self.observer is not None:
@@ -141,22 +164,6 @@ def _around(model: Any, kinds: tuple[type, ...]) -> list[Any]:
     return [one for one in wrappers if getattr(one, "module", None) is model]
 
 
-def has_own_block(held: Any) -> bool:
-    """Whether a DeepSpeedEngine's configuration has the block."""
-    given = None if isinstance(held, DistributedDataParallel) else getattr(held, "config", None)
-    if not isinstance(given, (str, Path, Mapping)):
-        return False
-    try:
-        return find_block(load_ds_config(given)) is not None
-    except ConfigError:
-        return True  # it is told where all ranks hear of it
-
-
-def given_block_of(config: Given) -> Given:
-    """``config`` as :func:`ds_silent.attach` takes it; None means an engine's own there, which has none."""
-    return {BLOCK: {}} if config is None else config
-
-
 def _kept_in(state: Any, name: str) -> dict[str, Any] | None:
     """The observer's state in a checkpoint's TrainerState; makes the place where the next one is written.
 
@@ -166,9 +173,3 @@ def _kept_in(state: Any, name: str) -> dict[str, Any] | None:
     first = held[0] if isinstance(held, list) and held else held
     found = first.get("attributes", {}).get(_KEPT) if isinstance(first, Mapping) else None
     return found if isinstance(found, dict) else None
-
-
-def _as_json(config: Given) -> Any:
-    if isinstance(config, SilentConsistencyConfig):
-        return config.model_dump(mode="json")
-    return str(config) if isinstance(config, Path) else config

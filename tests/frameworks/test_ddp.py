@@ -21,6 +21,7 @@ COVERING = (
     DDPCase(unused="micro", accumulation=2),
     DDPCase(dtype="bf16", accumulation=2),
     DDPCase(clipping=0.1, accumulation=2),
+    DDPCase(clipping=0.1, accumulation=2, closure=True),
     DDPCase(scaled=True),
     DDPCase(scaled=True, clipping=0.1),
     DDPCase(checkpointing="reentrant"),

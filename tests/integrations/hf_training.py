@@ -56,6 +56,7 @@ class HFCase:
     loss: str = "model"  # or "given": a compute_loss_func
     uneven: bool = True
     dropout: float = 0.0
+    grouped: bool = False  # rows of like lengths together
     stage: int | None = None  # of DeepSpeed
     block: str = "callback"  # or "ds_config"
     named: dict[str, Any] = field(default_factory=dict)  # more TrainingArguments
@@ -131,6 +132,9 @@ def trainer_of(
             "zero_force_ds_cpu_optimizer": False,
         }
         named["deepspeed"] = ds_config if block is None else {**ds_config, "silent_consistency": block}
+    if case.grouped:  # transformers 5, and 4
+        new = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
+        named |= {"train_sampling_strategy": "group_by_length"} if new else {"group_by_length": True}
     arguments = TrainingArguments(str(directory), **{**named, **case.named})
     loss = {"compute_loss_func": squared} if case.loss == "given" else {}
     trainer = Trainer(
@@ -168,6 +172,8 @@ def train(case: HFCase, directory: Path, observed: bool, resume: bool = False) -
     result = trainer.train(resume_from_checkpoint=resume or None)
     wrapper = "DistributedDataParallel" if case.stage is None else "DeepSpeedEngine"
     assert type(trainer.model_wrapped).__name__ == wrapper
+    dispatches = case.named.get("accelerator_config", {}).get("dispatch_batches", False)
+    assert (type(trainer.callback_handler.train_dataloader).__name__ == "DataLoaderDispatcher") == dispatches
     observed_still = [callback for callback in callbacks if callback.observer is not None]
     assert not observed_still, "an observer is open behind the training's end"
     weights = hash_of(parameter.detach() for parameter in trainer.model.parameters())

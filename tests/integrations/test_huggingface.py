@@ -20,9 +20,12 @@ from tests.distributed import run_distributed
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.hf_training import HFCase, HFTrace, Rows, as_launched, model_of, train, trainer_of
 
+DISPATCHED = {"use_configured_state": True, "dispatch_batches": True, "split_batches": False}
 EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "huggingface.py"
 CASES = {
     "one micro-batch": HFCase(),
+    "rows of like lengths together": HFCase(grouped=True),
+    "batches that rank 0 deals": HFCase(rows=70, epochs=3, named={"accelerator_config": DISPATCHED}),
     "accumulation": HFCase(accumulation=2, dropout=0.1),
     "a last step of fewer micro-batches": HFCase(accumulation=3, rows=64),
     "rows that even_batches repeats": HFCase(rows=70, epochs=3),
@@ -117,6 +120,46 @@ def test_the_block_of_the_ds_config_goes_first(tmp_path: Path) -> None:
     assert run_distributed(ds_config_goes_first, 2, (str(tmp_path),), timeout=280)[0] == (True, False)
 
 
+def auto_and_the_log(directory: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """On every rank: the Trainer's log, what a reporter was given, and the records' directories."""
+    from transformers import TrainerCallback
+
+    from ds_silent.integrations.huggingface import SilentConsistencyCallback
+
+    class Reporter(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.given: list[dict[str, Any]] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.given.append(dict(logs))
+
+    as_launched(deepspeed=True)
+    reporter = Reporter()
+    block = {
+        "output_dir": f"{directory}/own",
+        "interval": "auto",
+        "tensorboard": False,
+        "direction": {"method": "auto"},
+    }
+    case = HFCase(stage=1, steps=4, named={"logging_steps": 1})
+    trainer = trainer_of(case, Path(directory), [reporter, SilentConsistencyCallback(log=True)], block)
+    trainer.train()
+    return trainer.state.log_history, reporter.given, [str(one) for one in Path(directory).glob("**/metrics.jsonl")]
+
+
+def test_auto_is_the_default_and_the_log_has_the_numbers(tmp_path: Path) -> None:
+    found = run_distributed(auto_and_the_log, 2, (str(tmp_path),), timeout=280)
+    history, given, written = found[0]
+    assert written == [str(tmp_path / "own" / "metrics.jsonl")]
+    records = list(read_metrics(tmp_path / "own" / "metrics.jsonl"))
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for logged in (history, given):
+        stds = [one["silent/loss/std"] for one in logged if "silent/loss/std" in one]
+        assert stds == pytest.approx([record["loss"]["std"] for record in records[:3]])  # a record comes one step later
+        assert not [key for one in logged for key in one if key.startswith("silent/per_")]
+    assert not [key for one in found[1][0] for key in one if key.startswith("silent/")]  # the rank that writes has them
+
+
 def alone(directory: str) -> list[HFTrace]:
     case = HFCase(steps=2)
     return [train(case, Path(directory, "on"), True), train(case, Path(directory, "off"), False)]
@@ -148,9 +191,23 @@ def by_hand(directory: str) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     as_launched(deepspeed=False)
+    from accelerate.tracking import GeneralTracker, on_main_process
+
+    class Kept(GeneralTracker):  # type: ignore[misc]
+        name, requires_logging_directory, tracker = "kept", False, None
+        seen: dict[int, dict[str, float]] = {}  # noqa: RUF012 - of both accelerators
+
+        @on_main_process
+        def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
+            self.seen.setdefault(int(step or 0), {}).update(values)
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            pass
+
     losses, events = [], []
     for begins, ends in ((0, 3), (3, 6)):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=Kept())
+        accelerator.init_trackers("test")
         model = model_of()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         loader = DataLoader(Rows(96), batch_size=4)
@@ -169,6 +226,8 @@ def by_hand(directory: str) -> dict[str, Any]:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
+                if accelerator.sync_gradients and observer.last_record is not None:
+                    accelerator.log(observer.scalars, step=observer.last_record.step)
         losses += [sum(pair) / 2 for pair in zip(micro[::2], micro[1::2], strict=True)]
         if not begins:
             accelerator.save_state(f"{directory}/saved")
@@ -177,7 +236,7 @@ def by_hand(directory: str) -> dict[str, Any]:
     if accelerator.is_main_process:
         records = list(read_metrics(Path(directory, "metrics.jsonl")))
         events = [event for event in read_events(Path(directory, "events.jsonl")) if event["severity"] != "info"]
-    return {"losses": losses, "records": records, "events": events}
+    return {"losses": losses, "records": records, "events": events, "tracked": Kept.seen}
 
 
 def test_a_loop_of_accelerates_own(tmp_path: Path) -> None:
@@ -187,6 +246,12 @@ def test_a_loop_of_accelerates_own(tmp_path: Path) -> None:
         assert record["loss"]["per_rank"] == pytest.approx([rank["losses"][place] for rank in found], rel=1e-6)
         assert record["samples"] == 16 * (place + 1)
     assert found[0]["events"] == []
+    tracked = found[0]["tracked"]
+    assert list(tracked) == [1, 2, 4, 5]  # a record comes one step later
+    assert all(
+        one["silent/loss/std"] == pytest.approx(found[0]["records"][step - 1]["loss"]["std"])
+        for step, one in tracked.items()
+    )
 
 
 def test_the_example_under_torchrun(tmp_path: Path) -> None:

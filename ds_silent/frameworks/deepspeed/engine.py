@@ -7,6 +7,7 @@ framework.close(ended=True)          # the engine is as it was
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from ds_silent.capture.local_gradient import loss_in
+from ds_silent.capture.mean_loss import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.frameworks.base import Moments, Part, Ranks
 from ds_silent.frameworks.deepspeed.applied import applied_gradients, applied_places, base_optimizers
@@ -39,6 +41,8 @@ from ds_silent.frameworks.patches import Patches
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.communicator import own_group
 from ds_silent.replicas.checksums import Items, Replica
+
+logger = logging.getLogger("ds_silent")
 
 
 class DeepSpeedFramework:
@@ -81,7 +85,8 @@ class DeepSpeedFramework:
         self.accumulated = self.reduced if self._ordered is None else self._ordered.held
         # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
         self.whole_at_hook = self._ordered is None and not self._pipeline
-        self._forward_loss = False  # the newest forward gave one
+        self._forward_loss: Made | None = None  # of the newest forward
+        self._told = False  # that a script divides it, too
         self._reduce: Callable[..., Any] | None = None
         self._again: Callable[[], Any] | None = None  # the step's reduction, to be called again
 
@@ -250,20 +255,35 @@ class DeepSpeedFramework:
             self.beside(self.step)
 
     def _forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
-        self._forward_loss = torch.is_grad_enabled() and loss_in(output) is not None
+        loss = loss_in(output) if torch.is_grad_enabled() else None
+        self._forward_loss = made_by(loss)
         moments.forwarded(module, args, output)
 
     def _before_backward(self, moments: Moments, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper.
 
         Without ``scale_wrt_gas`` the script has divided it already, as accelerate's and transformers' do: then the
-        forward's loss is the true one.
+        forward's loss is the true one. So it is where both divide, as Lightning and DeepSpeed do.
         """
         divides = kwargs.get("scale_wrt_gas", True)
-        if divides:
+        if divides and is_share(loss, self._forward_loss, self.micro_batches):
+            self._say_divided_twice()
+        elif divides:
             moments.loss(loss)
-        elif not self._forward_loss:
+        elif not comes_of(loss, self._forward_loss):
             moments.share(loss)
         if self._scales_loss and loss.requires_grad:
             steps = self._engine.gradient_accumulation_steps() if divides else 1
             loss.register_hook(partial(moments.scaled, steps))  # type: ignore[no-untyped-call]
+
+    def _say_divided_twice(self) -> None:
+        """Alike on all ranks, so that no comparison of them shows it."""
+        if not self._told and dist.get_rank(self.ranks.reduced) == 0:
+            logger.warning(
+                "ds_silent: the loss is divided by %d micro-batches before engine.backward, which divides it again (so "
+                "does Lightning with DeepSpeed): the gradient is 1/%d of their mean; choose the learning rate and "
+                "gradient_clipping for that",
+                self.micro_batches,
+                self.micro_batches,
+            )
+        self._told = True

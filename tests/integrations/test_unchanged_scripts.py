@@ -1,0 +1,72 @@
+"""Scripts of transformers and TRL as they stand: ``python -m ds_silent`` and the ds_config's block are all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_silent.extras import installed
+from ds_silent.finetune.models import EMBEDDED
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.frameworks.test_ways_in import free_port, run
+
+SCRIPTS = Path(__file__).parent / "scripts"
+COMMON = ["--max_steps=3", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=2", "--logging_steps=1"]
+QUIET = ["--report_to", "none", "--save_strategy", "no"]
+
+
+def launched(script: list[str], tmp_path: Path) -> list[dict[str, Any]]:
+    """The records of a script under DeepSpeed, on two ranks; nothing was found wrong."""
+    ds_config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2},
+        "zero_force_ds_cpu_optimizer": False,
+        "silent_consistency": {"output_dir": str(tmp_path / "run"), "tensorboard": False},
+    }
+    (tmp_path / "ds_config.json").write_text(json.dumps(ds_config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    options = [
+        "--deepspeed",
+        "ds_config.json",
+        "--accelerator_config",
+        '{"use_configured_state": true}',
+        *COMMON,
+        *QUIET,
+    ]
+    ours = ["-m", "ds_silent", str(SCRIPTS / "deepspeed_on_cpu.py")]
+    status, said = run([*command, *ours, *script, *options, "--output_dir", "out"], tmp_path)
+    assert status == 0, said
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event for event in events if event["severity"] != "info"] == []
+    return list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+
+
+def logged(tmp_path: Path) -> list[float]:
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    return [one["loss"] for one in history if "loss" in one]
+
+
+def test_run_clm(tmp_path: Path) -> None:
+    lines = [f"What is {i} plus {j}? It is {i + j}.\n" for i in range(20) for j in range(9)]
+    (tmp_path / "train.txt").write_text("".join(lines))
+    script = [str(SCRIPTS / "run_clm.py"), "--model_name_or_path", str(EMBEDDED), "--train_file", "train.txt"]
+    records = launched(script, tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert [record["loss"]["mean"] for record in records] == pytest.approx(logged(tmp_path), rel=1e-4)
+
+
+@pytest.mark.skipif(not installed("trl"), reason="TRL is not installed")
+def test_trls_own_sft_script(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {i} plus {j}?", "completion": f" It is {i + j}."} for i in range(8) for j in range(8)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script = ["trl.scripts.sft", "--model_name_or_path", str(EMBEDDED), "--dataset_name", "data"]
+    records = launched([*script, "--bf16", "False", "--dtype", "float32"], tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert all(4 < record["loss"]["mean"] < 5 for record in records)
