@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_silent.drill.deepspeed.rehearsal import Start
 from ds_silent.drill.deepspeed.setting import make_setting
+from ds_silent.drill.rehearsal import Start
 from ds_silent.practice.model import PracticeModel, Rows, make_rows
 
 
