@@ -237,6 +237,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "accumulation": setting.accumulation,
         "notes": list(setting.notes),
         "skipped": list(outcome.skipped),
+        **setting.skipped_facts([FAULTS[name] for name in outcome.skipped]),
         "trainings": [_result_json(result, plain) for result in outcome.results],
     }
 

@@ -20,6 +20,8 @@ _0: Any = 0.0
 BROKE, LEFT, ASTRAY, UNSEEN, UNEVEN = 1.0, 2.0, 3.0, 4.0, 5.0
 """Values of ``failed``: an internal error; the observer was closed there; gradients were reduced and no step taken; a
 gradient that cannot be observed. See :mod:`ds_silent.ranks.lockstep`."""
+LEFT_OUT = -2.0
+"""In :class:`Applied`: the script has cleared the reduced gradient, and no optimizer was to apply it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Reduced(Generic[T]):
 class Applied(Generic[T]):
     """What the optimizer used of that part in the step before."""
 
-    seen: T = _0  # -1 when it applied nothing
+    seen: T = _0  # -1 when it applied nothing, LEFT_OUT when the script did not want it to
     factor: T = _0  # applied over aggregated
     error: T = _0  # squared length of what no factor explains
     squared: T = _0

@@ -12,7 +12,8 @@ first optimizer is about to step, and has ended when all have, or when the next 
   done behind it (DDP, FSDP2). Where a forward gives no loss, its root is one: the step's gradient is that of the
   roots' sum, so they are shares of the step's loss.
 * **step**: hooks of the optimizers. A GradScaler leaves its optimizer out without a word where it finds infinities:
-  that step is a skipped one.
+  that step is a skipped one. A reduced gradient that ``zero_grad`` clears before any optimizer has stepped was a step
+  that the script leaves out: it ends there, so that no rank waits for the observation of one that goes on.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class TorchLoop:
         micro_batches: of the step that was taken last.
         batch: rows of this rank in that step.
         skipped: whether the GradScaler left that step out.
+        left_out: whether the script did, by clearing its gradient.
         scaled: whether a GradScaler is at work.
         bypassed: whether a gradient came of a forward that did not go through the wrapper.
     """
@@ -50,7 +52,7 @@ class TorchLoop:
         self._patches = Patches()
         self._moments: Moments | None = None
         self.step, self.rows, self.batch = 1, 0, 0
-        self.skipped = self.scaled = False
+        self.skipped = self.left_out = self.scaled = False
         self._rows = 0  # of the step under way
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
@@ -58,6 +60,7 @@ class TorchLoop:
         self._forward_loss = False  # the forward itself gave one
         self._open = False  # gradients have come in the backward under way
         self._stepped: set[int] | None = None  # optimizers, while a step ends
+        self._reduced = False  # since the last step
         self._boundary = False
 
     def is_boundary(self) -> bool:
@@ -75,6 +78,7 @@ class TorchLoop:
         for optimizer in self._optimizers:
             patches.add(optimizer.register_step_pre_hook(self._applying))
             patches.add(optimizer.register_step_post_hook(self._applied))
+            patches.around(optimizer, "zero_grad", self._clearing)
         patches.wrap(torch.autograd, "backward", self._backward)
         scaler = torch.amp.GradScaler
         patches.wrap_method(scaler, "scale", self._scale)
@@ -127,6 +131,7 @@ class TorchLoop:
             self._moments.micro_batch_ended()
             boundary, self._open = self._boundary, False
             if boundary:
+                self._reduced = True
                 self._moments.reduced()
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -140,7 +145,7 @@ class TorchLoop:
         assert self._moments is not None
         if self._stepped is None:
             self._backward_ended()
-            self._stepped = set()
+            self._stepped, self._reduced = set(), False
             self._moments.before_update()
 
     def _applied(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -149,11 +154,17 @@ class TorchLoop:
             if len(self._stepped) == len(self._optimizers):
                 self._ended()
 
-    def _ended(self, skipped: bool = False) -> None:
+    def _clearing(self, *args: Any, **kwargs: Any) -> None:
+        """The gradients go: with them a step that no optimizer has begun."""
+        if self._reduced and self._stepped is None:
+            self._begin_to_end()
+            self._ended(left_out=True)
+
+    def _ended(self, skipped: bool = False, left_out: bool = False) -> None:
         """The step is over, if one was ending."""
         if self._stepped is not None:
             assert self._moments is not None
-            self._stepped, self.skipped = None, skipped
+            self._stepped, self.skipped, self.left_out = None, skipped, left_out
             self.step += 1
             self.rows, self.batch, self._rows = self.rows + self._rows, self._rows, 0
             self._moments.updated()

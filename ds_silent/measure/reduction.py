@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import Gathered, Sums, on_all
+from ds_silent.exchange.observation import LEFT_OUT, Gathered, Sums, on_all
 from ds_silent.maths.causes import Cause, Pieces, explain
 from ds_silent.maths.micro_batches import MicroBatches, explain_micro_batches
 from ds_silent.maths.rounding_bound import (
@@ -199,6 +199,8 @@ class Audit:
         stepped = seen > 0
         if not bool(stepped.any()) and not self._applied_before:
             return None  # its calls were never seen: not observed
+        if bool((seen == LEFT_OUT).all()):
+            return None  # the scripts of all ranks have thrown the gradient away together
         self._applied_before |= bool(stepped.any())
         expected = self._factor(past, past.scale)
         scale = float(gathered.loss.scale[0])

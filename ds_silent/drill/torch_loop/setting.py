@@ -39,6 +39,7 @@ MEANINGLESS: Mapping[Framework, Mapping[str, str]] = {
     },
     "fsdp2": {
         "config-value": _NO_CONFIG,
+        "buffer-changed": "FSDP2 keeps no buffers alike: each rank's are its own",
         "layer-without-gradient": _WAITS,
         "frozen-trained": _WAITS,
         "parameter-unreduced": _REFUSED,
@@ -72,6 +73,9 @@ class TorchSetting(Setting):
 
     def facts(self) -> dict[str, Any]:
         return {"framework": self.framework}
+
+    def skipped_facts(self, faults: list[Fault]) -> dict[str, Any]:
+        return {"not_applicable": {fault.name: self.why_not(fault) for fault in faults}}
 
     def refuse(self, config: dict[str, Any], block: SilentConsistencyConfig) -> None:
         if block.respond.on_aggregation_error == "retry" or block.reduction == "ordered":

@@ -101,7 +101,11 @@ class FSDP2Framework:
 
     @property
     def update_skipped(self) -> bool:
-        return self._loop.skipped
+        return self._loop.skipped or self._loop.left_out
+
+    @property
+    def left_out(self) -> bool:
+        return self._loop.left_out
 
     def counted(self) -> dict[str, int]:
         return {"step": self._loop.step, "rows": self._loop.rows}
