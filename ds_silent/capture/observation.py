@@ -228,9 +228,12 @@ class StepCollector:
             changed = differs(reduced.remembered, values)
             return found if changed is None else replace(found, handed_seen=-changed)
         sketches, squares = self._read(parts)
-        if self._local.sketching:
-            self._aggregate = sketches.sum(0)
-        return replace(found, handed_seen=1.0, handed_squared=squares.sum())
+        found = replace(found, handed_seen=1.0, handed_squared=squares.sum())
+        if self._aggregate is None:
+            return found
+        before, self._aggregate = self._aggregate, sketches.sum(0)
+        factor, error = multiple_of(self._aggregate, before)
+        return replace(found, handed_factor=factor, handed_error=torch.dot(error, error))
 
     def _compare_applied(self, left_out: bool) -> Applied[float | Tensor]:
         """Applied = factor * aggregate + error, of this rank's share; all of it stays on the device."""

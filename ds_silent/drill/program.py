@@ -178,7 +178,7 @@ def _responses(faults: list[Fault]) -> list[Response]:
 def trial_of(fault: Fault, options: DrillOptions, setting: Setting) -> Trial:
     """One fault's training. Steps count in measured ones: with ``interval`` 10 a history of 20 measurements takes 200
     steps. What happens at one step only happens at a measured one."""
-    setting = setting.answering(fault.response)
+    setting, fault = setting.answering(fault.response), setting.expected(fault)
     interval = setting.interval
     first = fault.first_step * interval if fault.first_step > 1 else fault.first_step
     strike = Strike(options.rank, options.ranks, first, fault.size, setting.stage, setting.masters)

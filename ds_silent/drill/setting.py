@@ -114,6 +114,10 @@ class Setting(ABC):
     def meaningless(self, fault: Fault) -> str | None:
         """Why the fault means nothing here, whatever response is on."""
 
+    def expected(self, fault: Fault) -> Fault:
+        """The fault, with what must be said of it here."""
+        return fault
+
     def skipped_facts(self, faults: list[Fault]) -> dict[str, Any]:
         """What the JSON file says of faults that are left out, beside their names."""
         return {}

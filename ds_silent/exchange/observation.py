@@ -76,6 +76,8 @@ class Reduced(Generic[T]):
     squared: T = _0
     handed_seen: T = _0  # 1 when it was changed before the step and looked at again; -1 when it was changed unseen
     handed_squared: T = _0  # as the step began, where it was looked at again
+    handed_factor: T = _0  # and how many times the aggregate it was then
+    handed_error: T = _0  # squared length of what no factor explains
     replica_seen: T = _0  # 1 when the first hash is that of the replica
 
 

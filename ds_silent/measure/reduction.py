@@ -111,6 +111,7 @@ class Audit:
             repeated,
             micro_batches,
             self._arithmetic.result(len(gathered.status.failed)),
+            examined.handed,
         )
 
     # -- the reduction -------------------------------------------------------------------------------------------------
@@ -119,7 +120,8 @@ class Audit:
         """The reduction of one step, without remembering anything of it."""
         overflows = self._arithmetic.communication == torch.float16
         changed = bool((gathered.reduced.handed_seen != 0.0).any())
-        return Examined(*self._aggregation(gathered), self._received(gathered), overflows, changed)
+        check, cause = self._aggregation(gathered)
+        return Examined(check, cause, self._received(gathered), overflows, changed, self._handed(gathered))
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         if not self._layout.size or not on_all(gathered.local.seen) or not on_all(gathered.reduced.seen):
@@ -165,6 +167,29 @@ class Audit:
         layers = gathered.hashes[:, 1:]
         apart = (layers != layers[0]).any(0).nonzero().flatten().tolist()
         return {layer: parts_of(layers[:, layer].tolist()) for layer in apart}
+
+    def _handed(self, gathered: Gathered) -> tuple[float, ...] | None:
+        """Scripts clip and scale between the reduction and the step: on all ranks alike, or it is a fault.
+
+        Other changes are not compared: what is written to one parameter may lie in one rank's share alone.
+        """
+        seen = gathered.reduced
+        moved = seen.handed_seen > 0
+        known = self._layout.size > 0 and on_all(seen.seen) and bool((seen.handed_seen >= 0).all())
+        if not known or not bool(moved.any()):
+            return None
+        factors = torch.where(moved & (seen.squared > 0.0), seen.handed_factor, torch.ones_like(seen.handed_factor))
+        if moved.all():  # an empty share goes with the others
+            factors = torch.where(seen.squared > 0.0, factors, factors[seen.squared > 0.0].median())
+        squares = torch.where(moved, seen.handed_squared, seen.squared)
+        if not bool(torch.isfinite(torch.stack((factors, squares))).all()) or not bool((squares > 0.0).any()):
+            return None
+        bound = applied_tolerance(gathered.aggregate, self._arithmetic, self._log_rate)
+        if bool((torch.where(moved, seen.handed_error, 0.0) > bound**2 * squares.sum()).any()):
+            return None
+        apart = float(factors.max() - factors.min())
+        alike = apart <= 2.0 * factor_tolerance(self._arithmetic) * float(factors.abs().max())
+        return None if alike else tuple(factors.tolist())
 
     # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
 

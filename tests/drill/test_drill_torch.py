@@ -1,8 +1,9 @@
-"""The drill under DistributedDataParallel and FSDP2: some of each kind of fault, in real trainings of two ranks."""
+"""The drill under DistributedDataParallel and FSDP2: some of each kind of fault, in real trainings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from ds_silent.practice.ranks import on_ranks
 from tests.drill.cold_start import QUIET, cold
 
 BLOCK: dict[str, Any] = {**QUIET, "detectors": {"enabled": True}}
-RANKS = 2
+RANKS = 3  # the fewest of which one can be outvoted
 CELLS: tuple[tuple[Framework, Any, int, tuple[str, ...]], ...] = (
     ("ddp", "fp32", 1, ("contribution-missing", "parameter-unreduced", "update-skipped", "mean-update-noisy")),
     ("ddp", "bf16", 2, ("micro-batch-missing", "gradients-not-cleared", "weight-changed")),
     ("fsdp2", "fp32", 1, ("bucket-dropped", "aggregate-flip-byte-3", "update-skipped", "division-forgotten")),
-    ("fsdp2", "bf16", 2, ("contribution-doubled", "partition-not-cleared", "applied-noise")),
+    ("fsdp2", "bf16", 2, ("contribution-doubled", "partition-not-cleared", "applied-factor-4-one-rank")),
 )
 
 
@@ -42,9 +43,7 @@ def trials_of_cell(number: int) -> tuple[Trial, ...]:
     options = DrillOptions(faults=CELLS[number][3], ranks=RANKS, rank=1, steps=30)
     trials, skipped = trials_of(options, setting_of(number))
     assert skipped == ()
-    return tuple(
-        trial if trial.fault else Trial(trial.name, None, trial.strike, 6) for trial in (trials[0], *trials[3:])
-    )
+    return (replace(trials[0], steps=9), *trials[3:])  # as long as the healthy training with a response
 
 
 def perform(send: Callable[[Any], None], directory: str) -> None:
@@ -67,7 +66,7 @@ def test_they_are_found_as_under_deepspeed(number: int, runs: dict[int, list[Run
     setting, trials = setting_of(number), trials_of_cell(number)
     outcome = Outcome(setting, tuple(judged(trials, runs[number], setting)), ())
     wrong = {r.trial.name: (r.verdict, r.repair, r.run.events) for r in outcome.results if not r.right}
-    assert wrong == {}
+    assert not wrong, "\n".join(f"{n}: {v[0]} {v[1]} {v[2]}" for n, v in wrong.items())
     assert exit_code(outcome) == 0
     assert to_json(outcome)["framework"] == setting.framework
     repairs = {r.trial.name: r.repair.answer for r in outcome.results if r.repair is not None}
@@ -103,8 +102,8 @@ def test_what_only_deepspeed_can_do_is_not_tried_elsewhere() -> None:
         with pytest.raises(ConfigError, match="only a reduction of DeepSpeed"):
             setting.answering(RETRY)
     assert ddp.why_not(FAULTS["micro-batch-missing"]) == "it takes gradient_accumulation_steps 2 in the configuration"
-    three = make_setting(None, 2, "ddp").why_not(FAULTS["majority-tie"])
-    assert three == "needs at least 3 ranks"
+    two = make_setting(None, 2, "ddp").why_not(FAULTS["majority-tie"])
+    assert two == "needs at least 3 ranks"
     assert trial_of(FAULTS["nan-loss"], DrillOptions(), fsdp2).strike.stage == 3
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
@@ -25,6 +25,7 @@ Framework = Literal["ddp", "fsdp2"]
 NAMES: Mapping[Framework, str] = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
 READ = (BLOCK, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
+_THE_SCRIPTS = "between the reduction and the step a gradient is the script's to change"
 _NO_CONFIG = "the script clips by itself: there is no configuration to read it from"
 _ONE_OWNER = "each number has one owner: nobody else holds it, so nobody could differ"
 _FOR_ONE_STEP = "gathered weights are freed behind each forward and backward: no copy of them is left to compare"
@@ -33,12 +34,15 @@ _WAITS = "the ranks' reductions then differ in size, and FSDP2 itself waits for 
 MEANINGLESS: Mapping[Framework, Mapping[str, str]] = {
     "ddp": {
         "config-value": _NO_CONFIG,
+        "applied-factor-4": f"{_THE_SCRIPTS}, on all ranks alike",
         "partition-not-cleared": "every rank has the whole gradient, none a partition of it",
         "gathered-weights-stale": "every rank updates all weights, so none are gathered",
         "gathered-weights-bit": "every rank updates all weights, so none are gathered",
     },
     "fsdp2": {
         "config-value": _NO_CONFIG,
+        "applied-factor-4": f"{_THE_SCRIPTS}, on all ranks alike",
+        "applied-noise": f"{_THE_SCRIPTS}, and no other rank has the same piece to compare it with",
         "buffer-changed": "FSDP2 keeps no buffers alike: each rank's are its own",
         "layer-without-gradient": _WAITS,
         "frozen-trained": _WAITS,
@@ -55,6 +59,14 @@ MEANINGLESS: Mapping[Framework, Mapping[str, str]] = {
     },
 }
 """Faults that mean nothing under a framework, and why."""
+
+EXPECTED: Mapping[Framework, Mapping[str, dict[str, Any]]] = {
+    # what the script has changed is no multiple of the aggregate: its bits are compared with those of the other ranks
+    "ddp": {"applied-noise": {"says": ("received something else",)}},
+    # each rank keeps its own gradient of its own rows: no sum of whole gradients, so no way to tell it from a lost part
+    "fsdp2": {"bucket-dropped": {"kinds": ("aggregation-error",), "who": "nobody", "says": ("layers.3",)}},
+}
+"""Faults that are told in other words than under DeepSpeed, because the framework's ranks hold other things."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,9 @@ class TorchSetting(Setting):
         if why is None and self.accumulation < fault.accumulation:
             why = f"it takes gradient_accumulation_steps {fault.accumulation} in the configuration"
         return why
+
+    def expected(self, fault: Fault) -> Fault:
+        return replace(fault, **EXPECTED[self.framework].get(fault.name, {}))
 
     def left_out(self, faults: list[Fault]) -> list[str]:
         reasons: dict[str, list[str]] = {}

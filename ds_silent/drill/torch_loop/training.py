@@ -25,8 +25,11 @@ from ds_silent.drill.training import Script, Trial, state_of
 from ds_silent.frameworks.patches import Patches
 from ds_silent.observer import Observer
 
-UNUSED = ("layer-without-gradient",)
-"""Faults in which DistributedDataParallel must be told that a rank may leave parameters out."""
+OPTIONS: dict[str, dict[str, bool]] = {
+    "layer-without-gradient": {"find_unused_parameters": True},
+    "buffer-changed": {"broadcast_buffers": False},  # else the next forward heals it, with rank 0's
+}
+"""By fault: what DistributedDataParallel must be told for the fault to mean something."""
 
 
 class TorchTraining:
@@ -46,6 +49,8 @@ class TorchTraining:
         if injection.gradient is not None:
             for name, leaf in self._wrapped.leaves():
                 leaf.register_hook(partial(self._corrupted, injection.gradient, name))  # type: ignore[no-untyped-call]
+        if injection.loss is not None:
+            self._wrapped.module.register_forward_hook(partial(self._lost, injection.loss))
         if injection.updated is not None:
             self._optimizer.register_step_post_hook(partial(self._updated, injection.updated))
 
@@ -71,8 +76,6 @@ class TorchTraining:
                 self.observer.observe_batch(batch.ids)
             with wrapped.reduces(self._last):
                 loss = wrapped.model(batch.tokens, batch.labels)
-                if injection.loss is not None:
-                    loss = injection.loss(loss, step)
                 (loss / len(batches)).backward()
             total += float(loss.detach())
         self._act("update", optimizer, optimizer.step, step)
@@ -101,6 +104,10 @@ class TorchTraining:
     def _corrupted(self, corrupt: Callable[..., Tensor], name: str, gradient: Tensor) -> Tensor:
         return corrupt(name, gradient, self._step)
 
+    def _lost(self, change: Callable[[Tensor, int], Tensor], module: Any, given: Any, loss: Tensor) -> Tensor:
+        """The model computes the loss, and on this rank another one."""
+        return change(loss, self._step)
+
     def _after_capture(self, captured: Callable[..., Tensor | None], name: str, gradient: Tensor) -> Tensor | None:
         return captured(name, gradient, self._last, self._step)
 
@@ -114,8 +121,7 @@ class TorchTraining:
 @contextmanager
 def train(setting: TorchSetting, script: Script) -> Iterator[TorchTraining]:
     """The training with its observer, until it is over."""
-    unused = script.trial.fault is not None and script.trial.fault.name in UNUSED
-    wrapped = wrap(setting, script.model(), unused)
+    wrapped = wrap(setting, script.model(), OPTIONS.get(script.trial.name, {}))
     trained = [parameter for parameter in wrapped.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     training, patches = TorchTraining(wrapped, optimizer, script), Patches()

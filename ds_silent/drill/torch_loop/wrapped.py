@@ -1,6 +1,6 @@
 """How a framework wraps the model, and how its reduction is broken: all that differs between the two loops.
 
-    wrapped = wrap(setting, model, unused=False)
+    wrapped = wrap(setting, model, options={})
     wrapped.model(tokens, labels)                        # what the script calls
     wrapped.break_reduction(patches, reduce, left_out)   # from then on reduce(collective without its place) runs each
     with wrapped.reduces(last): loss.backward()
@@ -57,13 +57,11 @@ class Wrapped(Protocol):
 
 
 class _DDP:
-    def __init__(self, setting: TorchSetting, model: PracticeModel, unused: bool) -> None:
+    def __init__(self, setting: TorchSetting, model: PracticeModel, options: dict[str, Any]) -> None:
         if setting.dtype == "bf16":
             model.to(torch.bfloat16)
         width = next(model.parameters()).element_size()
-        self._ddp = DistributedDataParallel(
-            model, find_unused_parameters=unused, bucket_cap_mb=LARGEST_BUCKET * width / 2**20
-        )
+        self._ddp = DistributedDataParallel(model, bucket_cap_mb=LARGEST_BUCKET * width / 2**20, **options)
         self.model: nn.Module = self._ddp
         self.module: nn.Module = model
 
@@ -136,6 +134,6 @@ class _FSDP2:
         return attach_fsdp2(self.model, optimizer, block, loader=loader, accumulation=accumulation)
 
 
-def wrap(setting: TorchSetting, model: PracticeModel, unused: bool) -> Wrapped:
-    """Args: ``unused``: whether a rank may leave parameters out of its backward."""
-    return _DDP(setting, model, unused) if setting.framework == "ddp" else _FSDP2(setting, model)
+def wrap(setting: TorchSetting, model: PracticeModel, options: dict[str, Any]) -> Wrapped:
+    """``options``: of DistributedDataParallel."""
+    return _DDP(setting, model, options) if setting.framework == "ddp" else _FSDP2(setting, model)
