@@ -130,9 +130,9 @@ def make_setting(
     return DeepSpeedSetting(config, block, ranks, micro, accumulation, zero["stage"], dtype, tuple(notes))
 
 
-def _zero(section: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:
+def _zero(given: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:
     """Without "auto", offloading (which needs compilers and moves no number) and buckets of a large model's size."""
-    zero = section(section)
+    zero = section(given)
     offloaded = [key for key in zero if "offload" in key]
     kept: dict[str, Any] = {k: v for k, v in zero.items() if v != "auto" and k not in offloaded}
     for key, value in kept.items():
