@@ -39,7 +39,7 @@ class TorchTraining:
 
     def __init__(self, wrapped: Wrapped, optimizer: torch.optim.Optimizer, script: Script) -> None:
         self._wrapped, self._optimizer, self._script = wrapped, optimizer, script
-        self._injection = script.injection
+        self._injection, self._leaves = script.injection, wrapped.leaves()
         self._step, self._micro_batch, self._last, self._buckets = 1, 0, True, 0
         self._inside = False
 
@@ -47,7 +47,7 @@ class TorchTraining:
         """Hooks whose effect the observer sees."""
         injection = self._injection
         if injection.gradient is not None:
-            for name, leaf in self._wrapped.leaves():
+            for name, leaf in self._leaves:
                 leaf.register_hook(partial(self._corrupted, injection.gradient, name))  # type: ignore[no-untyped-call]
         if injection.loss is not None:
             self._wrapped.module.register_forward_hook(partial(self._lost, injection.loss))
@@ -58,7 +58,7 @@ class TorchTraining:
         """What strikes behind the capture of the local gradient."""
         injection = self._injection
         if injection.captured is not None:  # hooks run in the order of registration
-            for name, leaf in self._wrapped.leaves():
+            for name, leaf in self._leaves:
                 hook = partial(self._after_capture, injection.captured, name)
                 patches.add(leaf.register_hook(hook))  # type: ignore[no-untyped-call]
         if injection.repair is not None:
