@@ -30,7 +30,7 @@ _NO_CONFIG = "the script clips by itself: there is no configuration to read it f
 _ONE_OWNER = "each number has one owner: nobody else holds it, so nobody could differ"
 _FOR_ONE_STEP = "gathered weights are freed behind each forward and backward: no copy of them is left to compare"
 _REFUSED = "a parameter that takes no part in the reduction is refused as the observer is attached"
-_WAITS = "the ranks' reductions then differ in size, and FSDP2 itself waits for ever"
+_WAITS = "the ranks' reductions then differ, and FSDP2 itself waits for ever or dies"
 MEANINGLESS: Mapping[Framework, Mapping[str, str]] = {
     "ddp": {
         "config-value": _NO_CONFIG,
