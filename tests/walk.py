@@ -1,6 +1,6 @@
 """Raise at every statement of the observer's own step, one at a time, on one rank.
 
-    walked = walk(cell, directory, share)        # on every rank of a group
+    walked = walk(cell, directory, share, steps)        # on every rank of a group; an even number of steps
 
 The statements are found by watching a healthy observation of the same steps: every line of ``ds_silent`` that a rank
 executes between the first backward and the end of the last step. Then one observation per statement: the line raises
@@ -21,7 +21,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from tests.training import _hash_weights as hash_weights
 
 PACKAGE = str(Path(ds_silent.__file__).parent)
 TRAINING = str(Path(PACKAGE, "practice"))  # what is trained, and what starts its ranks: no part of the observation
-STEPS = 6  # even, so that every case sees the same steps of an interval of 2
 Place = tuple[str, int]
 
 
@@ -76,15 +75,27 @@ class Outcome:
     off: int = 0  # observer-off events, on the writing rank
 
 
-class _Tracer:
-    """Calls ``reached(place)`` ahead of every statement of the package."""
+@cache
+def _lines_of(code: CodeType) -> dict[str, frozenset[int]]:
+    """The statements of a function of the package, by its file within the package; empty of any other."""
+    file = code.co_filename
+    if not file.startswith(PACKAGE) or file.startswith(TRAINING):
+        return {}
+    return {file[len(PACKAGE) + 1 :]: frozenset(line for *_, line in code.co_lines() if line is not None)}
 
-    def __init__(self, reached: Any):
-        self._reached = reached
+
+class _Tracer:
+    """Calls ``reached(place)`` ahead of every statement of the package, or of the functions that hold one ``place``."""
+
+    def __init__(self, reached: Any, place: Place | None = None):
+        self._reached, self._place = reached, place
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        file = frame.f_code.co_filename
-        return self._line if file.startswith(PACKAGE) and not file.startswith(TRAINING) else None
+        lines = _lines_of(frame.f_code)
+        if self._place is None:
+            return self._line if lines else None
+        file, line = self._place
+        return self._line if line in lines.get(file, ()) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line" and frame.f_code.co_qualname != "Patches.around.<locals>.call":
@@ -99,12 +110,12 @@ class Injected(Exception):
 class _Pair:
     """An engine to be observed, and a plain one that takes the same steps."""
 
-    def __init__(self, cell: Cell, directory: Path):
+    def __init__(self, cell: Cell, directory: Path, steps: int):
         if cell.case.dtype == "fp16":
             from deepspeed.accelerator import get_accelerator
 
             get_accelerator().is_fp16_supported = lambda: True
-        self.cell, self._directory = cell, directory
+        self.cell, self._directory, self.steps = cell, directory, steps
         self.engine, self._plain = (self._build() for _ in range(2))
         self._number = 0
         self._taken = 0
@@ -120,7 +131,7 @@ class _Pair:
         return engine
 
     def observe(self, tracer: Any) -> tuple[Any, int, bool, str | None, int]:
-        """A fresh observer for ``STEPS`` steps under ``tracer``."""
+        """A fresh observer for ``steps`` steps under ``tracer``."""
         self._number += 1
         folder = self._directory / str(self._number)
         block = {"output_dir": str(folder), "tensorboard": False, "preflight": False, **self.cell.block}
@@ -132,7 +143,7 @@ class _Pair:
         seed = 2 * self._number + dist.get_rank()
         generator = torch.Generator().manual_seed(seed)
         try:
-            for _ in range(STEPS * self.cell.case.accumulation):
+            for _ in range(self.steps * self.cell.case.accumulation):
                 sys.settrace(tracer)
                 try:
                     one_step(self.engine, generator)
@@ -147,7 +158,7 @@ class _Pair:
             handle.remove()
         dropping = self._drop(self._plain)
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(STEPS * self.cell.case.accumulation):
+        for _ in range(self.steps * self.cell.case.accumulation):
             one_step(self._plain, generator)
         for handle in dropping:
             handle.remove()
@@ -180,10 +191,13 @@ def statements(pair: _Pair) -> list[Place]:
     return [place for place in seen if _can_fail(place)]
 
 
-def walk(cell: Cell, directory: str, share: float) -> list[Outcome]:
-    """A seeded share of the statements that the ranks execute, on the rank that executes them."""
+def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
+    """A seeded share of the statements that the ranks execute, on the rank that executes them.
+
+    ``steps``: of each case; even, so that every case sees the same steps of an interval of 2.
+    """
     logging.getLogger("ds_silent").setLevel(logging.CRITICAL)
-    pair = _Pair(cell, Path(directory))
+    pair = _Pair(cell, Path(directory), steps)
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, statements(pair))
     places = [(rank, place) for rank, own in enumerate(everybody) for place in own]
@@ -194,11 +208,11 @@ def walk(cell: Cell, directory: str, share: float) -> list[Outcome]:
 
         def strike(reached: Place, place: Place = place, fired: list[int] = fired) -> None:
             if reached == place and not fired:
-                fired.append(int(pair.engine.global_steps) % STEPS + 1)
+                fired.append(int(pair.engine.global_steps) % pair.steps + 1)
                 raise Injected(f"at {place[0]}:{place[1]}")
 
-        tracer = _Tracer(strike) if dist.get_rank() == rank else None
-        (failed, observing), steps, alike, error, off = pair.observe(tracer)
+        tracer = _Tracer(strike, place) if dist.get_rank() == rank else None
+        (failed, observing), taken, alike, error, off = pair.observe(tracer)
         step = fired[0] if fired else None
-        outcomes.append(Outcome(place, rank, step, failed, observing, steps, alike, error, off))
+        outcomes.append(Outcome(place, rank, step, failed, observing, taken, alike, error, off))
     return outcomes

@@ -111,7 +111,8 @@ def _worker(directory: Path) -> None:
     attempt("resumed", output=directory / "parts", resume=True, eval_rows=10, eval_every=HALF, save_model=True)
     attempt("nothing-left", output=directory / "whole", resume=True, eval_rows=10, save_model=False)
     if SUBSET.is_file():
-        attempt("alpaca", data=str(SUBSET), max_steps=12, accumulation=1, micro_batch=4, activation_checkpointing=True)
+        short = {"max_steps": 12, "max_length": 128, "accumulation": 1, "micro_batch": 4}
+        attempt("alpaca", data=str(SUBSET), activation_checkpointing=True, **short)
     if ranks.is_first:
         (directory / "found.json").write_text(json.dumps(found))
 

@@ -17,7 +17,9 @@ from tests.distributed import run_distributed
 from tests.repairs import corrupted, noise
 from tests.training import Case, Probe, build, one_step
 from tests.training import _hash_weights as hash_weights
-from tests.walk import CELLS, STEPS, Outcome, walk
+from tests.walk import CELLS, Outcome, walk
+
+STEPS = 6
 
 
 def run(directory: Path, broken: int | None, where: str, limit: int) -> dict[str, Any]:
@@ -78,14 +80,15 @@ def test_what_breaks_before_the_collective_leaves_nobody_waiting(where: str, lim
 # -- every statement ------------------------------------------------------------------------------------------------
 
 
-def verify(ranks: list[list[Outcome]]) -> None:
+def verify(cell: str, directory: Path, share: float, steps: int, timeout: float) -> None:
     """All ranks observe or none does, the training is what it would have been, and one event says what happened."""
+    ranks: list[list[Outcome]] = run_distributed(walk, 2, (CELLS[cell], str(directory), share, steps), timeout=timeout)
     assert ranks[0]
     for outcomes in zip(*ranks, strict=True):
         place, struck = outcomes[0].place, outcomes[outcomes[0].rank]
         told = (place, outcomes)
         assert struck.fired is not None, told
-        assert all(outcome.error is None and outcome.alike and outcome.steps == STEPS for outcome in outcomes), told
+        assert all(outcome.error is None and outcome.alike and outcome.steps == steps for outcome in outcomes), told
         assert len({outcome.observing for outcome in outcomes}) == 1, told
         if struck.failed and struck.fired <= 2:  # read one measured step later, above the gather limit two
             assert not struck.observing, told
@@ -95,14 +98,14 @@ def verify(ranks: list[list[Outcome]]) -> None:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_statement_that_breaks_on_one_rank_leaves_nobody_waiting(name: str, tmp_path: Path) -> None:
-    verify(run_distributed(walk, 2, (CELLS[name], str(tmp_path), 0.03), timeout=280))
+    verify(name, tmp_path, share=0.02, steps=4, timeout=280)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", CELLS)
 def test_every_statement_may_break(name: str, tmp_path: Path) -> None:
-    verify(run_distributed(walk, 2, (CELLS[name], str(tmp_path), 1.0), timeout=3500))
+    verify(name, tmp_path, share=1.0, steps=STEPS, timeout=3500)
 
 
 # -- what cannot be played again --------------------------------------------------------------------------------------
