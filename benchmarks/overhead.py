@@ -3,6 +3,7 @@
     python benchmarks/overhead.py                      # 2 ranks x 1 thread, about 20 M parameters, fp32, stage 0
     python benchmarks/overhead.py --ranks 4 --stage 1 --dtype bf16
     python benchmarks/overhead.py --ranks 4 --variant retry --variant majority
+    python benchmarks/overhead.py --framework ddp      # or fsdp2
     python benchmarks/overhead.py --all --pairs 20
 
 Between any two steps of a variant lies a plain step; each is compared with the plain steps right before and right after
@@ -30,16 +31,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
+from engines import FRAMEWORKS, TorchEngine, deepspeed_engine
+from engines import observed as attached
 from obvious_ways import gathered_gradients, synchronised_norms
 from paired import Shift, mean_ratio, mixture, shift
 from rich.console import Console
@@ -49,6 +51,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ds_silent
 
 BATCH = 4
+REPLICATED = ("deepspeed", "ddp")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Settings:
     pairs: int = 0  # at least, of each variant
     seconds: float = 0.0  # at most, for what is beyond
     precision: float = 0.0  # half width of the noise floor's interval
+    framework: str = "deepspeed"
 
 
 Block = dict[str, Any]
@@ -82,13 +86,12 @@ def observed(name: str, block: Block) -> Callable[..., Any]:
             made[0]._capture.connect(made[0]._steps, made[0])
         else:
             folder = "".join(letter if letter.isalnum() else "-" for letter in name)
-            observer = ds_silent.attach(engine, {"output_dir": f"{settings.directory}/{folder}", **block})
-            assert observer is not None
-            made.append(observer)
-            del engine.__dict__["_ds_silent_observer"]  # so that the other variants may attach theirs
+            made.append(attached(engine, {"output_dir": f"{settings.directory}/{folder}", **block}))
         yield
         made[0]._capture.close()
 
+    # of the observer: where nobody but it counts the steps (DDP, FSDP2), those of other variants are not in it
+    variant.under_way = lambda: made[0]._steps.scheduled  # type: ignore[attr-defined]
     return variant
 
 
@@ -99,6 +102,7 @@ class Variant:
     block: Block | None = None  # of an observer
     other: Callable[..., Any] | None = None
     least_ranks: int = 2
+    frameworks: tuple[str, ...] = FRAMEWORKS
 
     @property
     def interval(self) -> int:
@@ -111,16 +115,20 @@ VARIANTS: dict[str, Variant] = {
     "ds_silent, interval 1": Variant({"interval": 1}),
     "ds_silent, interval 10": Variant({"interval": 10}),
     "ds_silent, interval 1, no integrity": Variant({"integrity": {"aggregation": False, "replica_interval": 0}}),
-    "retry ready": Variant({"respond": {"on_aggregation_error": "retry"}}),
+    "retry ready": Variant({"respond": {"on_aggregation_error": "retry"}}, frameworks=("deepspeed",)),
     "majority, compared at every step": Variant(
-        {"respond": {"on_replica_drift": "majority"}, "integrity": {"replica_interval": 1}}, least_ranks=3
+        {"respond": {"on_replica_drift": "majority"}, "integrity": {"replica_interval": 1}},
+        least_ranks=3,
+        frameworks=REPLICATED,
     ),
     "majority, compared at every 10th step": Variant(
-        {"respond": {"on_replica_drift": "majority"}, "integrity": {"replica_interval": 10}}, least_ranks=3
+        {"respond": {"on_replica_drift": "majority"}, "integrity": {"replica_interval": 10}},
+        least_ranks=3,
+        frameworks=REPLICATED,
     ),
     "ds_silent, exact": Variant({"direction": {"method": "exact"}}),
-    "norm with .item() per bucket": Variant(other=synchronised_norms),
-    "all-gather of gradients": Variant(other=gathered_gradients),
+    "norm with .item() per bucket": Variant(other=synchronised_norms, frameworks=("deepspeed",)),
+    "all-gather of gradients": Variant(other=gathered_gradients, frameworks=("deepspeed",)),
 }
 COMMON = ("ds_silent, interval 1", "ds_silent, interval 10")
 
@@ -142,17 +150,9 @@ def model_shape() -> LlamaConfig:
 def build(settings: Settings) -> Any:
     torch.manual_seed(0)
     model = LlamaForCausalLM(model_shape())
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "torch_adam": True}},
-        "zero_optimization": {"stage": settings.stage},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": settings.dtype == "bf16"},
-        "steps_per_print": 10**9,
-        "silent_consistency": {"enabled": False},
-    }
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return engine
+    if settings.framework == "deepspeed":
+        return deepspeed_engine(model, settings.stage, settings.dtype, BATCH)
+    return TorchEngine(model, settings.framework, settings.dtype)
 
 
 def step(engine: Any, tokens: torch.Tensor) -> tuple[float, float]:
@@ -172,7 +172,8 @@ def tensor_bytes() -> int:
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.Tensor) and candidate.device.type != "meta":
             storage = candidate.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):  # FSDP2 holds tensors whose storage is gone
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -209,7 +210,10 @@ def worker(rank: int, settings: Settings) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{settings.directory}/rendezvous", rank=rank, world_size=settings.ranks
     )
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    if settings.framework == "deepspeed":
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     engine = build(settings)
     tokens = torch.randint(0, 8192, (BATCH, settings.length), generator=torch.Generator().manual_seed(rank))
     for _ in range(3):
@@ -246,7 +250,8 @@ def measured(
         kinds = []
         seconds = [step(engine, tokens)]
         for name in order:
-            due = (engine.global_steps + 1) % VARIANTS[name].interval == 0
+            under_way = variants[name].under_way() if hasattr(variants[name], "under_way") else engine.global_steps + 1
+            due = under_way % VARIANTS[name].interval == 0
             kinds.append("measured" if due else "not measured")
             with variants[name](engine, settings):
                 seconds.append(step(engine, tokens))
@@ -279,9 +284,10 @@ def added(kinds: dict[str, dict[str, list[float]]], interval: int) -> tuple[Shif
 
 def report(settings: Settings, result: dict[str, Any]) -> None:
     count = sum(len(pairs["wall"]) for pairs in result["pairs"][FLOOR].values())
+    trainer = f"ZeRO {settings.stage}" if settings.framework == "deepspeed" else settings.framework
     title = (
         f"{settings.ranks} ranks x 1 thread, {result['parameters'] / 1e6:.1f} M parameters, {settings.dtype}, "
-        f"ZeRO {settings.stage}, batch {BATCH} x {settings.length}; {count} pairs of steps per variant; "
+        f"{trainer}, batch {BATCH} x {settings.length}; {count} pairs of steps per variant; "
         f"plain step {1e3 * statistics.median(result['plain']):.0f} ms"
     )
     table = Table(title=title, caption="added to a plain step (95 % interval)")
@@ -301,16 +307,20 @@ def report(settings: Settings, result: dict[str, Any]) -> None:
         )
 
 
-def chosen_variants(ranks: int, parts: list[str], everything: bool) -> tuple[str, ...]:
+def chosen_variants(ranks: int, parts: list[str], everything: bool, framework: str = "deepspeed") -> tuple[str, ...]:
     """The noise floor, and what was asked for and is possible with so many ranks; what is not is said."""
     asked = [
         name
         for name in VARIANTS
         if name != FLOOR and (everything or (any(part in name for part in parts) if parts else name in COMMON))
     ]
-    possible = [name for name in asked if VARIANTS[name].least_ranks <= ranks]
-    for name in asked:
+    enough = [name for name in asked if VARIANTS[name].least_ranks <= ranks]
+    possible = [name for name in enough if framework in VARIANTS[name].frameworks]
+    for name in enough:
         if name not in possible:
+            typer.echo(f'"{name}" is left out: it is for {", ".join(VARIANTS[name].frameworks)}.')
+    for name in asked:
+        if name not in enough:
             typer.echo(f'"{name}" is left out: it needs at least {VARIANTS[name].least_ranks} ranks, not {ranks}.')
     if not possible:
         typer.echo(
@@ -323,7 +333,8 @@ def chosen_variants(ranks: int, parts: list[str], everything: bool) -> tuple[str
 
 def main(
     ranks: Annotated[int, typer.Option(min=2, help="gloo ranks, one thread each")] = 2,
-    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")] = 0,
+    framework: Annotated[str, typer.Option(help="deepspeed, ddp or fsdp2")] = "deepspeed",
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage; of DeepSpeed")] = 0,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
     pairs: Annotated[int, typer.Option(min=1, help="steps of each variant, at least")] = 200,
     minutes: Annotated[float, typer.Option(min=0.0, help="go on for so long where the noise floor is too wide")] = 30.0,
@@ -337,9 +348,14 @@ def main(
     """Measure the added time of each variant against plain training."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["OMP_NUM_THREADS"] = "1"
-    variants = chosen_variants(ranks, variant or [], everything)
+    if framework not in FRAMEWORKS:
+        typer.echo(f"--framework must be one of {', '.join(FRAMEWORKS)}, got {framework!a}", err=True)
+        raise typer.Exit(2)
+    variants = chosen_variants(ranks, variant or [], everything, framework)
     with tempfile.TemporaryDirectory() as directory:
-        settings = Settings(ranks, stage, dtype, length, directory, variants, pairs, 60 * minutes, precision / 100)
+        settings = Settings(
+            ranks, stage, dtype, length, directory, variants, pairs, 60 * minutes, precision / 100, framework
+        )
         multiprocessing.spawn(worker, args=(settings,), nprocs=ranks)
         report(settings, json.loads(Path(directory, "result.json").read_text()))
 

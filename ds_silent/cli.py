@@ -102,8 +102,14 @@ def check(
 def drill(
     config: Annotated[
         str | None,
-        typer.Option(help="Your ds_config.json; without it an empty block, fp32, ZeRO stage 0.", metavar="FILE"),
+        typer.Option(
+            help="Your ds_config.json, or a file with the block alone; without it an empty block, fp32, ZeRO stage 0.",
+            metavar="FILE",
+        ),
     ] = None,
+    framework: Annotated[
+        str, typer.Option(help="Who trains: deepspeed, ddp or fsdp2.", metavar="FRAMEWORK")
+    ] = "deepspeed",
     fault: Annotated[
         list[str] | None,
         typer.Option(help="Only this fault; may be given several times. --list names them.", metavar="NAME"),
@@ -136,10 +142,12 @@ def drill(
 
     Exit status: 0 all found and the healthy runs silent, 1 not so, 2 a mistake in what was typed.
     """
-    _needs("ds-silent drill", "deepspeed")
+    if framework == "deepspeed":
+        _needs("ds-silent drill", "deepspeed")
     from ds_silent.drill.command import drill_command
 
-    raise typer.Exit(drill_command(config, fault or [], list_faults, ranks, rank, steps, stage, dtype, json_path))
+    code = drill_command(config, fault or [], list_faults, ranks, rank, steps, stage, dtype, json_path, framework)
+    raise typer.Exit(code)
 
 
 @app.command()

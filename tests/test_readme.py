@@ -56,6 +56,7 @@ FINE_TUNE = "deepspeed launch/train.py "
 
 SLOW: dict[str, float] = {
     "ds-silent drill": 30,
+    "ds-silent drill --framework ddp": 30,
     "ds-silent numerics": 10,
     "pytest tests/ordered/test_ordered_training.py -m matrix": 30,
     "python benchmarks/acts.py": 15,

@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_silent.capture.handed import Remembered, differs, moved, remember
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.capture.row_ids import RowIds
-from ds_silent.exchange.observation import BROKE, Applied, Code, Local, Loss, Observation, Reduced, Status
+from ds_silent.exchange.observation import BROKE, LEFT_OUT, Applied, Code, Local, Loss, Observation, Reduced, Status
 from ds_silent.frameworks.base import Part
 from ds_silent.maths.rounding_bound import multiple_of
 from ds_silent.ranks.together import Together
@@ -146,15 +146,16 @@ class StepCollector:
             for index, start, values in parts:
                 self._local.accumulator.add(index, values, start=start, square=False)
 
-    def end_step(self, observed: bool) -> None:
+    def end_step(self, observed: bool, left_out: bool = False) -> None:
         """The optimizer has run, or was skipped.
 
         Args:
             observed: whether this step was measured and its applied gradient can be seen.
+            left_out: whether the script has thrown the gradient away.
         """
         self._of_last_step = Applied()
         if observed and self._sends.applied and self._aggregate is not None:
-            self._of_last_step = self._together.alone(self._compare_applied) or Applied()
+            self._of_last_step = self._together.alone(self._compare_applied, left_out) or Applied()
         self._aggregate = None
         self._local.start_step()
         self._rows.end_step()
@@ -230,15 +231,18 @@ class StepCollector:
             changed = differs(reduced.remembered, values)
             return found if changed is None else replace(found, handed_seen=-changed)
         sketches, squares = self._read(parts)
-        if self._local.sketching:
-            self._aggregate = sketches.sum(0)
-        return replace(found, handed_seen=1.0, handed_squared=squares.sum())
+        found = replace(found, handed_seen=1.0, handed_squared=squares.sum())
+        if self._aggregate is None:
+            return found
+        before, self._aggregate = self._aggregate, sketches.sum(0)
+        factor, error = multiple_of(self._aggregate, before)
+        return replace(found, handed_factor=factor, handed_error=torch.dot(error, error))
 
-    def _compare_applied(self) -> Applied[float | Tensor]:
+    def _compare_applied(self, left_out: bool) -> Applied[float | Tensor]:
         """Applied = factor * aggregate + error, of this rank's share; all of it stays on the device."""
         assert self._aggregate is not None
         if not self._applied:
-            return Applied(seen=-1.0)
+            return Applied(seen=LEFT_OUT if left_out else -1.0)
         applied, _ = self._local.accumulator.take()
         total, aggregate = applied.sum(0), self._aggregate
         factor, error = multiple_of(total, aggregate)

@@ -34,7 +34,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT, Shape
 from ds_silent.exchange.observation import Code, Observation
 from ds_silent.exchange.row_ids import packed_size
-from ds_silent.frameworks.base import Framework, HasPeers, Moments, Part, Repeats
+from ds_silent.frameworks.base import Framework, HasPeers, LeavesOut, Moments, Part, Repeats
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Together
 from ds_silent.replicas.checksums import LayerChecksums
@@ -219,7 +219,8 @@ class StepCapture:
 
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
-        self._collector.end_step(observed=bool(self._measuring) and not self.skipped)
+        left_out = isinstance(self.framework, LeavesOut) and self.framework.left_out
+        self._collector.end_step(observed=bool(self._measuring) and not self.skipped, left_out=left_out)
         self._evaluated = self._evaluated_loss = None
         self._start_step()
         if self._keeping is Keeping.ASKED:

@@ -15,7 +15,7 @@ from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
-from ds_silent.ranks.parts import Parts, outvoted
+from ds_silent.ranks.parts import Parts, outvoted, parts_of
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.words import TORCH, Words
@@ -38,6 +38,8 @@ def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words =
             findings[-1] = dataclasses.replace(findings[-1], remedy=_REPEATED)
         if seen.micro_batches is not None:
             findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers, remedy))
+    elif seen.handed is not None:
+        findings.append(_handed(record, seen.handed, remedy))
     elif seen.received:
         findings.append(_received(record, seen.received, layers, seen.result, remedy))
     if seen.applied is not None:
@@ -243,6 +245,27 @@ def _received(
         remedy=remedy,
         since=record.step,
         effects=apart,
+    )
+
+
+def _handed(record: StepRecord, factors: tuple[float, ...], remedy: str) -> Finding:
+    """A script has scaled what came out of the reduction, and not on all ranks alike."""
+    shown = [f"{factor:.3g}" for factor in factors]
+    groups = parts_of(shown)
+    odd = outvoted(groups)
+    those = "; ".join(f"{named(group, record.world_size)} applied {shown[group[0]]} times" for group in groups[:4])
+    message = f"Between the reduction and the step the gradient was scaled on the ranks unlike: {those} the aggregate."
+    return Finding(
+        key="integrity handed",
+        kind="aggregation-error",
+        severity="error",
+        ranks=odd,
+        where=APPLIED,
+        message=message,
+        remedy="Clip by the norm of the whole gradient, on every rank; look for code that scales on some ranks only. "
+        + remedy,
+        since=record.step,
+        effects=("replica-drift",),
     )
 
 

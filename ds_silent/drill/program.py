@@ -15,15 +15,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ds_silent.config import ConfigError
-from ds_silent.drill.deepspeed.rehearsal import Run, Trial, prepare, rehearse
-from ds_silent.drill.deepspeed.setting import Dtype, Setting, make_setting
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import WARM, Fault
 from ds_silent.drill.faults.injection import Strike
 from ds_silent.drill.faults.responses import ORDERED, Response
+from ds_silent.drill.rehearsal import Run, prepare, rehearse
+from ds_silent.drill.setting import Dtype, Setting
+from ds_silent.drill.training import Trial
 from ds_silent.drill.verdicts.found import Verdict, due, judge, judge_healthy, loss_shift
 from ds_silent.drill.verdicts.repaired import RepairVerdict, judge_repair
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
@@ -31,6 +32,8 @@ from ds_silent.practice.ranks import RankBroke, on_ranks
 
 __all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trial_of", "trials_of"]
 
+Framework = Literal["deepspeed", "ddp", "fsdp2"]
+FRAMEWORKS: tuple[Framework, ...] = ("deepspeed", "ddp", "fsdp2")
 HEALTHY_STEPS = 64
 HEALTHY_RESPONSE_STEPS = 9  # longer than any training with a response
 LONGEST = 400  # optimizer steps, unless the user says otherwise
@@ -48,6 +51,7 @@ class DrillOptions:
     steps: int = LONGEST
     stage: int | None = None
     dtype: Dtype | None = None
+    framework: Framework = "deepspeed"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The whole drill; ``skipped`` are faults that mean nothing under this ZeRO stage, dtype or accumulation."""
+    """The whole drill; ``skipped`` are faults that mean nothing in such a training: the setting knows why."""
 
     setting: Setting
     results: tuple[Result, ...]
@@ -90,12 +94,11 @@ def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name:
         ConfigError: a mistake in the options or the configuration.
         RankBroke: a training ended by an error; the message holds its last lines.
     """
-    ds_config = None if options.config is None else load_ds_config(options.config)
     if not 0 <= options.rank < options.ranks:
         raise ConfigError(
             f"--rank must be one of the {options.ranks} ranks, 0 to {options.ranks - 1}, got {options.rank}"
         )
-    setting = make_setting(ds_config, options.ranks, options.stage, options.dtype)
+    setting = setting_of(options)
     trials, skipped = trials_of(options, setting)
     runs = []
     with tempfile.TemporaryDirectory(prefix="ds_silent_drill_") as directory:
@@ -103,6 +106,24 @@ def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name:
             runs.append(run)
             heard(run.name)
     return Outcome(setting, tuple(judged(trials, runs, setting)), skipped)
+
+
+def setting_of(options: DrillOptions) -> Setting:
+    """The configuration of the drill under the framework that was asked for.
+
+    Raises:
+        ConfigError: a mistake in it.
+    """
+    given = None if options.config is None else load_ds_config(options.config)
+    if options.framework == "deepspeed":
+        from ds_silent.drill.deepspeed import setting as under_deepspeed  # which need not be installed for the others
+
+        return under_deepspeed.make_setting(given, options.ranks, options.stage, options.dtype)
+    from ds_silent.drill.torch_loop import setting as under_torch
+
+    if options.stage is not None:
+        raise ConfigError(f"--stage {options.stage} is DeepSpeed's; leave it out with --framework {options.framework}")
+    return under_torch.make_setting(given, options.ranks, options.framework, options.dtype)
 
 
 def perform(send: Callable[[Run], None], setting: Setting, trials: tuple[Trial, ...], directory: str) -> None:
@@ -123,7 +144,7 @@ def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...
         if name not in FAULTS:
             raise ConfigError(f"there is no fault {name!a}; ds-silent drill --list names them")
     chosen = [fault for name, fault in FAULTS.items() if not options.faults or name in options.faults]
-    able = [fault for fault in chosen if _possible(fault, options, setting)]
+    able = [fault for fault in chosen if setting.why_not(fault) is None]
     skipped = tuple(fault.name for fault in chosen if fault not in able)
     compared = any(fault.strikes == "replica" and not fault.response for fault in able) and setting.replica_interval
     shortest = max((WARM + 6) * interval, WARM * interval + setting.replica_interval + 3 * interval if compared else 0)
@@ -147,18 +168,6 @@ def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...
     return tuple(trials), skipped
 
 
-def _possible(fault: Fault, options: DrillOptions, setting: Setting) -> bool:
-    if not fault.possible(setting.stage, setting.dtype, setting.accumulation):
-        return False
-    if fault.response is None:
-        return True
-    try:
-        setting.answering(fault.response)
-    except ConfigError:
-        return False
-    return options.ranks >= fault.response.least_ranks
-
-
 def _responses(faults: list[Fault]) -> list[Response]:
     """Of these faults, and those whose healthy trainings they are compared with, each once."""
     responses = {fault.response.name: fault.response for fault in faults if fault.response is not None}
@@ -169,10 +178,10 @@ def _responses(faults: list[Fault]) -> list[Response]:
 def trial_of(fault: Fault, options: DrillOptions, setting: Setting) -> Trial:
     """One fault's training. Steps count in measured ones: with ``interval`` 10 a history of 20 measurements takes 200
     steps. What happens at one step only happens at a measured one."""
-    setting = setting.answering(fault.response)
+    setting, fault = setting.answering(fault.response), setting.expected(fault)
     interval = setting.interval
     first = fault.first_step * interval if fault.first_step > 1 else fault.first_step
-    strike = Strike(options.rank, options.ranks, first, fault.size, setting.stage, setting.dtype == "bf16")
+    strike = Strike(options.rank, options.ranks, first, fault.size, setting.stage, setting.masters)
     last = max(first + fault.steps * interval, due(fault, strike, interval, setting.replica_interval) + 2 * interval)
     return Trial(fault.name, fault, strike, min(options.steps, last), ids=fault.ids, response=fault.response)
 
@@ -222,12 +231,13 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "version": 1,
         "all_found": exit_code(outcome) == 0,
-        "zero_stage": setting.stage,
+        **setting.facts(),
         "dtype": setting.dtype,
         "micro_batch": setting.micro_batch,
         "accumulation": setting.accumulation,
         "notes": list(setting.notes),
         "skipped": list(outcome.skipped),
+        **setting.skipped_facts([FAULTS[name] for name in outcome.skipped]),
         "trainings": [_result_json(result, plain) for result in outcome.results],
     }
 

@@ -41,7 +41,7 @@ def print_report(outcome: Outcome, console: Console) -> None:
     """The table, what was left out, and one sentence that says whether the alarm works."""
     setting = outcome.setting
     console.print(
-        f"ds_silent drill: ZeRO stage {setting.stage}, {setting.dtype}, micro-batch {setting.micro_batch}, "
+        f"ds_silent drill: {setting.kind}, {setting.dtype}, micro-batch {setting.micro_batch}, "
         f"accumulation {setting.accumulation}",
         markup=False,
     )
@@ -49,8 +49,8 @@ def print_report(outcome: Outcome, console: Console) -> None:
         console.print(f"  {note}", markup=False, highlight=False)
     console.print(_table(outcome))
     if outcome.skipped:
-        kind = f"ZeRO stage {setting.stage}, {setting.dtype}, accumulation {setting.accumulation}"
-        console.print(f"Left out under {kind}: {', '.join(outcome.skipped)}.", markup=False, highlight=False)
+        for line in setting.left_out([FAULTS[name] for name in outcome.skipped]):
+            console.print(line, markup=False, highlight=False)
     for note in _notes(outcome):
         console.print(note, markup=False, highlight=False)
     if any(result.repair for result in outcome.results):

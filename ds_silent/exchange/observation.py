@@ -20,6 +20,8 @@ _0: Any = 0.0
 BROKE, LEFT, ASTRAY, UNSEEN, UNEVEN = 1.0, 2.0, 3.0, 4.0, 5.0
 """Values of ``failed``: an internal error; the observer was closed there; gradients were reduced and no step taken; a
 gradient that cannot be observed. See :mod:`ds_silent.ranks.lockstep`."""
+LEFT_OUT = -2.0
+"""In :class:`Applied`: the script has cleared the reduced gradient, and no optimizer was to apply it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Reduced(Generic[T]):
     squared: T = _0
     handed_seen: T = _0  # 1 when it was changed before the step and looked at again; -1 when it was changed unseen
     handed_squared: T = _0  # as the step began, where it was looked at again
+    handed_factor: T = _0  # and how many times the aggregate it was then
+    handed_error: T = _0  # squared length of what no factor explains
     replica_seen: T = _0  # 1 when the first hash is that of the replica
     counted: T = _0  # squared, as the step began: of what counts in the whole model's norm, where others hold the rest
 
@@ -82,7 +86,7 @@ class Reduced(Generic[T]):
 class Applied(Generic[T]):
     """What the optimizer used of that part in the step before."""
 
-    seen: T = _0  # -1 when it applied nothing
+    seen: T = _0  # -1 when it applied nothing, LEFT_OUT when the script did not want it to
     factor: T = _0  # applied over aggregated
     error: T = _0  # squared length of what no factor explains
     squared: T = _0

@@ -181,6 +181,15 @@ class HasPeers(Protocol):
 
 
 @runtime_checkable
+class LeavesOut(Protocol):
+    """Its scripts step by themselves, and may throw a reduced gradient away: on all ranks alike that is no fault."""
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the script left out the step just over."""
+
+
+@runtime_checkable
 class SavesSuspect(Protocol):
     """The framework's own checkpoint can be written to a place that is named."""
 

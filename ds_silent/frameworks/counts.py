@@ -19,11 +19,13 @@ class StepCounts:
     step: int = 1  # the optimizer step under way
     rows: int = 0  # consumed until the last step
     batch: int = 0  # rows of the step that was taken last
-    skipped: bool = False  # the optimizer left that step out
+    skipped: bool = False  # the optimizer left that step out, for infinities
+    left_out: bool = False  # the script did, by clearing its gradient
 
-    def take(self, rows: int, skipped: bool) -> None:
+    def take(self, rows: int, skipped: bool, left_out: bool = False) -> None:
         """A step of that many rows has been taken, or left out."""
-        self.step, self.rows, self.batch, self.skipped = self.step + 1, self.rows + rows, rows, skipped
+        self.step, self.rows, self.batch = self.step + 1, self.rows + rows, rows
+        self.skipped, self.left_out = skipped, left_out
 
 
 class CountsItself:
@@ -46,7 +48,11 @@ class CountsItself:
 
     @property
     def update_skipped(self) -> bool:
-        return self._counts.skipped
+        return self._counts.skipped or self._counts.left_out
+
+    @property
+    def left_out(self) -> bool:
+        return self._counts.left_out
 
     def skipped(self, applied: bool | None) -> bool:
         return self._counts.skipped

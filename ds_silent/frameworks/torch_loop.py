@@ -14,7 +14,9 @@ first optimizer is about to step, and has ended when all have, or when the next 
 * **forward**: the outermost one; a module may call itself, as Lightning's training step calls its own ``forward``.
 * **step**: hooks of the optimizers. One that is given a closure runs forward and backward itself, so it begins to apply
   when the closure has returned; each call of it is a step. A GradScaler leaves its optimizer out without a word where
-  it finds infinities: that step is a skipped one.
+  it finds infinities: that step is a skipped one. A reduced gradient that ``zero_grad`` clears before any optimizer
+  has stepped was a step that the script leaves out: it ends there, so that no rank waits for the observation of one
+  that goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class TorchLoop:
     """See the module docstring.
 
     Attributes:
-        counts: the steps; a GradScaler may have left one out.
+        counts: the steps; a GradScaler or the script may have left one out.
         scaled: whether a GradScaler is at work.
         bypassed: whether a gradient came of a forward that did not go through the wrapper.
     """
@@ -58,6 +60,7 @@ class TorchLoop:
         self._forward_loss: Made | None = None  # of the newest forward, where it gave one
         self._open = False  # gradients have come in the backward under way
         self._stepped: set[int] | None = None  # optimizers, while a step ends
+        self._reduced = False  # since the last step
         self._boundary = False
 
     def is_boundary(self) -> bool:
@@ -75,6 +78,7 @@ class TorchLoop:
         for optimizer in self._optimizers:
             patches.add(optimizer.register_step_pre_hook(self._applying))
             patches.add(optimizer.register_step_post_hook(self._applied))
+            patches.around(optimizer, "zero_grad", self._clearing)
         patches.wrap(torch.autograd, "backward", self._backward)
         scaler = torch.amp.GradScaler
         patches.wrap_method(scaler, "scale", self._scale)
@@ -134,6 +138,7 @@ class TorchLoop:
             self._moments.micro_batch_ended()
             boundary, self._open = self._boundary, False
             if boundary:
+                self._reduced = True
                 self._moments.reduced()
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -163,7 +168,7 @@ class TorchLoop:
         assert self._moments is not None
         if self._stepped is None:
             self._backward_ended()
-            self._stepped = set()
+            self._stepped, self._reduced = set(), False
             self._moments.before_update()
 
     def _applied(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -172,12 +177,18 @@ class TorchLoop:
             if len(self._stepped) == len(self._optimizers):
                 self._ended()
 
-    def _ended(self, skipped: bool = False) -> None:
+    def _clearing(self, *args: Any, **kwargs: Any) -> None:
+        """The gradients go: with them a step that no optimizer has begun."""
+        if self._reduced and self._stepped is None:
+            self._begin_to_end()
+            self._ended(left_out=True)
+
+    def _ended(self, skipped: bool = False, left_out: bool = False) -> None:
         """The step is over, if one was ending."""
         if self._stepped is not None:
             assert self._moments is not None
             self._stepped = None
-            self.counts.take(self._rows, skipped)
+            self.counts.take(self._rows, skipped, left_out)
             self._rows = 0
             self._moments.updated()
 

@@ -57,6 +57,7 @@ class AppliedCheck:
 class Examined:
     """The reduction of one step. None: not checked at this step, or it cannot be seen.
 
+    ``handed``: how many times the aggregate each rank's script gave to its optimizer, where they are not alike;
     ``overflows``: fp16 gradients that are finite may add up to infinity; the loss scale answers that.
     """
 
@@ -65,6 +66,7 @@ class Examined:
     received: dict[int, Parts] | None  # layer -> ranks by equal bits of the aggregate, where they differ
     overflows: bool = False
     changed: bool = False  # the script has changed it since: a repetition would lose that
+    handed: tuple[float, ...] | None = None
 
     @property
     def wrong(self) -> bool:
@@ -99,3 +101,4 @@ class ReductionEvidence:
     repeated: bool | None = None  # whether the reduction was right when it was repeated; None: it was not
     micro_batches: MicroBatches | None = None  # of a step since which the check has failed
     result: str = "mean"  # what the aggregate should be, of the ranks' gradients
+    handed: tuple[float, ...] | None = None  # see :class:`Examined`

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import Gathered, Sums, on_all
+from ds_silent.exchange.observation import LEFT_OUT, Gathered, Sums, on_all
 from ds_silent.maths.causes import Cause, Pieces, explain
 from ds_silent.maths.micro_batches import MicroBatches, explain_micro_batches
 from ds_silent.maths.rounding_bound import (
@@ -119,6 +119,7 @@ class Audit:
             repeated,
             micro_batches,
             self._arithmetic.result(len(gathered.status.failed)),
+            examined.handed,
         )
 
     # -- the reduction -------------------------------------------------------------------------------------------------
@@ -127,7 +128,8 @@ class Audit:
         """The reduction of one step, without remembering anything of it."""
         overflows = self._arithmetic.communication == torch.float16
         changed = bool((gathered.reduced.handed_seen != 0.0).any())
-        return Examined(*self._aggregation(gathered), self._received(gathered), overflows, changed)
+        check, cause = self._aggregation(gathered)
+        return Examined(check, cause, self._received(gathered), overflows, changed, self._handed(gathered))
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         if not self._layout.size or not on_all(gathered.local.seen) or not on_all(gathered.reduced.seen):
@@ -174,6 +176,29 @@ class Audit:
         apart = (layers != layers[0]).any(0).nonzero().flatten().tolist()
         return {layer: parts_of(layers[:, layer].tolist()) for layer in apart}
 
+    def _handed(self, gathered: Gathered) -> tuple[float, ...] | None:
+        """Scripts clip and scale between the reduction and the step: on all ranks alike, or it is a fault.
+
+        Other changes are not compared: what is written to one parameter may lie in one rank's share alone.
+        """
+        seen = gathered.reduced
+        moved = seen.handed_seen > 0
+        known = self._layout.size > 0 and on_all(seen.seen) and bool((seen.handed_seen >= 0).all())
+        if not known or not bool(moved.any()):
+            return None
+        factors = torch.where(moved & (seen.squared > 0.0), seen.handed_factor, torch.ones_like(seen.handed_factor))
+        if moved.all():  # an empty share goes with the others
+            factors = torch.where(seen.squared > 0.0, factors, factors[seen.squared > 0.0].median())
+        squares = torch.where(moved, seen.handed_squared, seen.squared)
+        if not bool(torch.isfinite(torch.stack((factors, squares))).all()) or not bool((squares > 0.0).any()):
+            return None
+        bound = applied_tolerance(gathered.aggregate, self._arithmetic, self._log_rate)
+        if bool((torch.where(moved, seen.handed_error, 0.0) > bound**2 * squares.sum()).any()):
+            return None
+        apart = float(factors.max() - factors.min())
+        alike = apart <= 2.0 * factor_tolerance(self._arithmetic) * float(factors.abs().max())
+        return None if alike else tuple(factors.tolist())
+
     # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
 
     @property
@@ -212,6 +237,8 @@ class Audit:
         stepped = seen > 0
         if not bool(stepped.any()) and not self._applied_before:
             return None  # its calls were never seen: not observed
+        if bool((seen == LEFT_OUT).all()):
+            return None  # the scripts of all ranks have thrown the gradient away together
         self._applied_before |= bool(stepped.any())
         expected = self._factor(past, past.scale)
         scale = float(gathered.loss.scale[0])

@@ -15,12 +15,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.drill.deepspeed.rehearsal import Run, Trial, rehearse
 from ds_silent.drill.deepspeed.setting import make_setting
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.injection import Strike
 from ds_silent.drill.program import Outcome, exit_code, judged, to_json
+from ds_silent.drill.rehearsal import Run, rehearse
 from ds_silent.drill.report import print_report, sentence
+from ds_silent.drill.training import Trial
 from ds_silent.drill.verdicts.found import due, first_compared, first_measured, judge, judge_healthy, loss_shift
 from ds_silent.practice.ranks import RankBroke, on_ranks
 from ds_silent.records import Event, StepRecord

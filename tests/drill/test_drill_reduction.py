@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.drill.deepspeed.rehearsal import Run, Trial, rehearse
-from ds_silent.drill.deepspeed.setting import Dtype, Setting, make_setting
+from ds_silent.drill.deepspeed.setting import make_setting
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.damage import WORDS, flip_bit, top_exponent_bit
 from ds_silent.drill.faults.injection import Collective, Injection, Strike
 from ds_silent.drill.program import DrillOptions, Outcome, exit_code, judged, trial_of
+from ds_silent.drill.rehearsal import Run, rehearse
+from ds_silent.drill.setting import Dtype, Setting
+from ds_silent.drill.training import Trial
 from ds_silent.maths.causes import Cause
 from ds_silent.practice.ranks import on_ranks
 from tests.drill.cold_start import cold_start

@@ -14,13 +14,15 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ds_silent.drill.deepspeed.rehearsal import Run, Trial, rehearse
-from ds_silent.drill.deepspeed.setting import Dtype, Setting, make_setting
+from ds_silent.drill.deepspeed.setting import make_setting
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.injection import NOTHING, Collective, Injection, Strike
 from ds_silent.drill.faults.responses import DYNAMIC, MAJORITY, MEAN, RETRY
 from ds_silent.drill.program import DrillOptions, Outcome, exit_code, judged, to_json, trial_of, trials_of
+from ds_silent.drill.rehearsal import Run, rehearse
 from ds_silent.drill.report import print_report, sentence
+from ds_silent.drill.setting import Dtype, Setting
+from ds_silent.drill.training import Trial
 from ds_silent.drill.verdicts.repaired import judge_repair
 from ds_silent.practice.ranks import on_ranks
 from ds_silent.records import Repair

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from ds_silent.drill.deepspeed.rehearsal import Trial, rehearse
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import Fault
 from ds_silent.drill.faults.injection import Strike
+from ds_silent.drill.rehearsal import rehearse
+from ds_silent.drill.training import Trial
 from ds_silent.sinks.jsonl import read_metrics
 from tests.distributed import run_distributed
 from tests.drill.cold_start import cold_start

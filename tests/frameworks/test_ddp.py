@@ -52,3 +52,9 @@ def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[DDPCase
 def test_four_ranks(tmp_path: Path) -> None:
     cases = (DDPCase(accumulation=2), DDPCase(dtype="bf16"), DDPCase(unused="rank"), DDPCase(method="exact"))
     check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path)), timeout=280))
+
+
+@pytest.mark.matrix
+def test_eight_ranks(tmp_path: Path) -> None:
+    cases = (DDPCase(accumulation=2), DDPCase(dtype="bf16"), DDPCase(unused="rank"))
+    check(cases, run_distributed(run_cases, 8, (cases, str(tmp_path)), timeout=280))

@@ -32,19 +32,9 @@ import deepspeed.comm
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.drill.arriving import damage_repairs
 from ds_silent.drill.faults.injection import Collective, Injection
 from ds_silent.frameworks.patches import Patches
-
-
-class _Arriving:
-    """Work under way whose result changes when somebody waits for it."""
-
-    def __init__(self, work: Any, arrived: Callable[[], None]) -> None:
-        self._work, self._arrived = work, arrived
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._arrived()
 
 
 class Seams:
@@ -68,8 +58,8 @@ class Seams:
         if injection.pieces is not None:
             self._patches.wrap(dist, "all_to_all_single", self._exchange)
         if injection.repair is not None:
-            self._patches.wrap(dist, "broadcast", self._restore)
-            self._patches.wrap(dist, "all_reduce", self._average)
+            arrived = partial(self._arrived, injection.repair)
+            damage_repairs(self._patches, arrived, lambda: self._inside == "update")
         if injection.gathering is not None:
             self._patches.wrap(deepspeed.comm, "all_gather_into_tensor", self._gather)
         if injection.update is not None or injection.updated is not None:
@@ -131,21 +121,8 @@ class Seams:
         injection.pieces(Collective(received.view(-1), run, self._step, (self._micro_batch, 0), self._last))
         return None
 
-    def _restore(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original(tensor, *args, **kwargs)
-        if self._inside == "update":
-            self._arrived(tensor)
-        return result
-
-    def _average(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original(tensor, *args, **kwargs)
-        if self._inside != "update" or not kwargs.get("async_op"):
-            return result
-        return _Arriving(result, lambda: self._arrived(tensor))
-
-    def _arrived(self, tensor: Tensor) -> None:
-        assert self._injection.repair is not None
-        self._injection.repair(tensor.view(-1), self._step)
+    def _arrived(self, damage: Callable[[Tensor, int], None], tensor: Tensor) -> None:
+        damage(tensor.view(-1), self._step)
 
     def _gather(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         injection = self._injection

@@ -11,7 +11,7 @@ from typing import Any
 import deepspeed
 from torch import Tensor
 
-from ds_silent.practice.hashing import hash_of
+from ds_silent.drill.training import state_of
 
 
 def state_hash(engine: Any) -> str:
@@ -19,14 +19,7 @@ def state_hash(engine: Any) -> str:
 
     Under ZeRO the masters and the optimizer's state are this rank's own shard, and differ from rank to rank.
     """
-    optimizer = engine.basic_optimizer
-    held: list[Any] = [*engine.module.parameters(), *engine.module.buffers()]
-    for group in optimizer.param_groups:
-        held += [value for _, value in sorted(group.items()) if isinstance(value, (int, float))]
-        for parameter in group["params"]:
-            held.append(parameter)
-            held += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
-    return hash_of(held)
+    return state_of(engine.module, engine.basic_optimizer)
 
 
 def full_parameters(engine: Any) -> list[Tensor]:

@@ -6,6 +6,8 @@ flip_bit(values, element, bit=30)         # the top exponent bit of an fp32 numb
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,16 @@ def flip_bit(values: Tensor, element: int, bit: int) -> None:
 def top_exponent_bit(values: Tensor) -> int:
     """Of 2- and 4-byte numbers: 0 in every number below 2 in size; flipped, it makes one above 2, often far above."""
     return 8 * values.element_size() - 2
+
+
+def lowest_exponent_bit(values: Tensor) -> int:
+    """Of fp32 and bf16, which have 8 bits of it; flipped, it makes twice or half."""
+    return 8 * values.element_size() - 9
+
+
+def local_of(value: Any) -> Any:
+    """What this rank holds of a sharded tensor; anything else as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def noise_like(values: Tensor, size: float, generator: torch.Generator) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -61,7 +62,9 @@ class Collective:
 
     ``tensor`` is flat: input and result of a reduction, result of an all-gather. ``place`` counts micro-batches and,
     within one, buckets from 0; ``last`` says that the micro-batch is the step's last one; ``attempt`` counts the
-    repetitions of the step's reduction, 0 is the first.
+    repetitions of the step's reduction, 0 is the first. ``sent``: the input where it is another tensor, of all ranks'
+    pieces; ``tensor`` is this rank's own then. ``among``: reduces over the ranks of a group instead; by default an
+    all-reduce.
     """
 
     tensor: Tensor
@@ -70,6 +73,13 @@ class Collective:
     place: tuple[int, int]
     last: bool
     attempt: int = 0
+    sent: Tensor | None = None
+    among: Callable[[dist.ProcessGroup], object] | None = None
+
+    @property
+    def scattered(self) -> bool:
+        """Whether each rank gets a piece of its own."""
+        return self.sent is not None and len(self.sent) != len(self.tensor)
 
     @property
     def bucket(self) -> int:

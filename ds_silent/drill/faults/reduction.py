@@ -36,7 +36,7 @@ def noise_of(strike: Strike, seed: int) -> Callable[[Tensor], None]:
 
 def weighted_contribution(weight: float, strike: Strike, me: int) -> Injection:
     def send(under_way: Collective) -> None:
-        under_way.tensor.mul_(weight)
+        (under_way.tensor if under_way.sent is None else under_way.sent).mul_(weight)
         under_way.run()
 
     return Injection(reduction=send)
@@ -72,7 +72,11 @@ def wrong_group(strike: Strike, me: int) -> Injection:
         if not halves:  # every rank gets here at the same collective, and makes both groups
             middle = strike.ranks // 2
             halves.extend(dist.new_group(list(ranks)) for ranks in (range(middle), range(middle, strike.ranks)))
-        dist.all_reduce(under_way.tensor, group=halves[0 if me < strike.ranks // 2 else 1])
+        half = halves[0 if me < strike.ranks // 2 else 1]
+        if under_way.among is None:
+            dist.all_reduce(under_way.tensor, group=half)
+        else:
+            under_way.among(half)
 
     return Injection(reduction=reduce_half)
 
@@ -140,7 +144,10 @@ def zeroed_tail(strike: Strike, me: int) -> Injection:
 
 
 def flipped_bit(bit: int, strike: Strike, me: int) -> Injection:
-    """One bit (0 is the lowest) of the first bucket's largest element; its size is known afterwards."""
+    """One bit (0 is the lowest) of the first bucket's largest element; its size is known afterwards.
+
+    Where each rank gets a piece of its own, it is the largest of the first rank's: else there would be one per rank.
+    """
     change, squared = 0.0, 0.0
 
     def flip(under_way: Collective) -> None:
@@ -149,14 +156,23 @@ def flipped_bit(bit: int, strike: Strike, me: int) -> Injection:
         if not under_way.last:
             return
         values = under_way.tensor
-        squared += float(values.double().square().sum())
-        if under_way.bucket == 0 and bit < 8 * values.element_size():
+        squared += _squared(under_way)
+        if under_way.bucket == 0 and bit < 8 * values.element_size() and not (under_way.scattered and me):
             place = int(values.abs().argmax())
             before = float(values[place])
             flip_bit(values, place, bit)
             change = abs(float(values[place]) - before)
 
     return Injection(reduction=flip, change=lambda: change / squared**0.5 if squared > 0.0 else None)
+
+
+def _squared(under_way: Collective) -> float:
+    """Of the norm of a bucket's result. A collective where each rank has a piece of it."""
+    total = under_way.tensor.double().square().sum()
+    if under_way.scattered:
+        total = total.float()
+        dist.all_reduce(total)
+    return float(total)
 
 
 # -- what is left of the step before: these look at the strike's step themselves -------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_silent.drill.faults.damage import flip_bit
+from ds_silent.drill.faults.damage import flip_bit, local_of, lowest_exponent_bit
 from ds_silent.drill.faults.injection import NOTHING, Collective, Injection, Memory, Strike
 from ds_silent.drill.faults.reduction import ALIKE, noise_of
 
@@ -42,8 +42,9 @@ def _applied(change: Callable[[Tensor], object]) -> Injection:
     def update(optimizer: Any, run: Callable[[], Any], step: int) -> Any:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    change(parameter.grad)
+                held = local_of(parameter.grad)
+                if held is not None and held.numel():
+                    change(held)
         return run()
 
     return Injection(update=update)
@@ -86,7 +87,7 @@ def buffer_bit(module: nn.Module, optimizer: Any, step: int) -> None:
 
 def halved_moment(module: nn.Module, optimizer: Any, step: int) -> None:
     """Twice or half of one running mean: a lower bit would be forgotten before the replicas are compared."""
-    _flip_moment(optimizer, 0, 23)
+    _flip_moment(optimizer, 0, None)
 
 
 def moment_bit(module: nn.Module, optimizer: Any, step: int) -> None:
@@ -94,9 +95,10 @@ def moment_bit(module: nn.Module, optimizer: Any, step: int) -> None:
     _flip_moment(optimizer, -1, 0)
 
 
-def _flip_moment(optimizer: Any, parameter: int, bit: int) -> None:
+def _flip_moment(optimizer: Any, parameter: int, bit: int | None) -> None:
+    """None: the lowest bit of the exponent."""
     moments = optimizer.state[_weights(optimizer, parameter)]["exp_avg"].view(-1)
-    flip_bit(moments, int(moments.abs().argmax()), bit)
+    flip_bit(moments, int(moments.abs().argmax()), lowest_exponent_bit(moments) if bit is None else bit)
 
 
 def _weights(optimizer: Any, number: int) -> Tensor:

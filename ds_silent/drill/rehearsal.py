@@ -1,18 +1,12 @@
 """One short real training with one fault in it, on every rank of the process group.
 
-    start = prepare(setting)                                   # once: warm weights, rows
-    run = rehearse(start, trial, output_dir)                   # a collective; the same arguments on every rank
-
-The order matters: DeepSpeed makes the replicas equal in ``initialize``, so weights are changed after it; the gradient
-hooks are registered before the observer's, so that it sees what they return; what strikes behind the capture goes
-through :mod:`ds_silent.drill.deepspeed.seams`.
+start = prepare(setting)                                   # once: warm weights, rows
+run = rehearse(start, trial, output_dir)                   # a collective; the same arguments on every rank
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,26 +14,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-import ds_silent
-from ds_silent.config import BLOCK
-from ds_silent.drill.deepspeed.seams import Seams, reach_below
-from ds_silent.drill.deepspeed.setting import Setting
-from ds_silent.drill.deepspeed.state import state_hash
-from ds_silent.drill.faults.fault import Fault
-from ds_silent.drill.faults.injection import NOTHING, Batch, Injection, Shard, Strike
-from ds_silent.drill.faults.responses import Response
+from ds_silent.drill.faults.injection import NOTHING, Batch, Injection, Shard
+from ds_silent.drill.setting import Setting
+from ds_silent.drill.training import SEED, Script, Trial
 from ds_silent.drill.verdicts.found import alarms, judge
 from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
-SEED = 42
 STEPS_PER_EPOCH = 16
 AFTER_FOUND = 2  # measured steps, to see whether the alarm says more
 
@@ -51,24 +37,6 @@ class Start:
     setting: Setting
     rows: Rows
     weights: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One training: which fault (None: a healthy run), on whom and when, and for how many optimizer steps at most."""
-
-    name: str
-    fault: Fault | None
-    strike: Strike
-    steps: int
-    ids: bool = True  # whether the script tells the row ids
-    own_seeds: bool = False  # every rank draws its dropout from a generator of its own
-    response: Response | None = None  # switched on in this training
-
-    @property
-    def hashed(self) -> bool:
-        """Whether the state is needed: of a repaired training and of those that it is compared with."""
-        return self.response is not None or self.fault is None
 
 
 @dataclass(frozen=True)
@@ -107,24 +75,20 @@ def rehearse(start: Start, trial: Trial, output_dir: Path) -> Run:
     me, fault = dist.get_rank(), trial.fault
     start = replace(start, setting=start.setting.answering(trial.response))
     injection = NOTHING if fault is None else fault.inject(trial.strike, me)
+    losses: list[float] = []
+    states: list[str] = []
     with _environment(injection.environment):
-        engine = _engine(start, trial, injection, output_dir)
-        observer = ds_silent.observer_of(engine)
-        assert observer is not None  # the setting's block is active
-        observer.samples_per_epoch = len(start.rows.tokens)
-        deal = _Deal(start, injection, dist.get_world_size())
-        losses: list[float] = []
-        states: list[str] = []
-        watch = _Watch(trial, output_dir, start.setting)
-        with Seams(engine, injection) as seams:
+        loader = _Sharded(_sampler(len(start.rows.tokens), _shard(injection, me)))
+        with start.setting.training(Script(trial, injection, start.weights, loader, output_dir)) as training:
+            training.observer.samples_per_epoch = len(start.rows.tokens)
+            deal = _Deal(start, injection, dist.get_world_size())
+            watch = _Watch(trial, output_dir, start.setting)
             for step in range(1, trial.steps + 1):
-                losses.append(_step(engine, observer, deal, injection, seams, step, trial.ids))
+                losses.append(training.step(deal.batches(step), step))
                 if trial.hashed:
-                    states.append(state_hash(engine))
+                    states.append(training.state())
                 if watch.over(step):
                     break
-        observer.close()
-        engine.destroy()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (losses, states))
     means = tuple(sum(values) / len(values) for values in zip(*(own for own, _ in everyone), strict=True))
@@ -134,65 +98,6 @@ def rehearse(start: Start, trial: Trial, output_dir: Path) -> Run:
     change = None if injection.change is None else injection.change()
     rounding = _rounding(output_dir, trial.strike.step)
     return Run(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
-
-
-def _engine(start: Start, trial: Trial, injection: Injection, output_dir: Path) -> Any:
-    config = copy.deepcopy(start.setting.config)
-    config[BLOCK]["output_dir"] = str(output_dir)
-    if injection.config is not None:
-        config = injection.config(config)
-    _seed(SEED)
-    model = PracticeModel()
-    model.load_state_dict(start.weights)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
-    if trial.own_seeds:
-        _seed(SEED + dist.get_rank())
-    if injection.model is not None:
-        injection.model(engine.module)
-    if injection.optimizer is not None:
-        injection.optimizer(engine.optimizer)
-    reach_below(engine, injection)
-    if injection.seed is not None:
-        injection.seed()
-    if injection.gradient is not None:
-        for name, parameter in engine.module.named_parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(_corrupting(injection, name, engine))
-    engine.training_dataloader = _Sharded(_sampler(len(start.rows.tokens), _shard(injection, dist.get_rank())))
-    ds_silent.attach(engine)
-    return engine
-
-
-def _corrupting(injection: Injection, name: str, engine: Any) -> Any:
-    corrupt = injection.gradient
-    assert corrupt is not None
-    return lambda gradient: corrupt(name, gradient, engine.global_steps + 1)
-
-
-def _step(engine: Any, observer: Any, deal: _Deal, injection: Injection, seams: Seams, step: int, ids: bool) -> float:
-    """One optimizer step; the loss of this rank, averaged over its micro-batches."""
-    seams.forward(step)
-    total = 0.0
-    batches = deal.batches(step)
-    for number, batch in enumerate(batches):
-        if ids:
-            observer.observe_batch(batch.ids)
-        loss = engine(batch.tokens, batch.labels)
-        if injection.loss is not None:
-            loss = injection.loss(loss, step)
-        with seams.backward(step, number, last=number == len(batches) - 1):
-            engine.backward(loss)
-        with seams.update(step):
-            engine.step()
-        total += float(loss.detach())
-    return total / len(batches)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def _events(output_dir: Path) -> list[dict[str, Any]]:
