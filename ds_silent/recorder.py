@@ -39,12 +39,16 @@ def make_recorder(
     layout: Layout | None = None,
     ranks: int = 0,
     words: Words = TORCH,
+    alike: bool = True,
 ) -> Recorder:
-    """What writes into ``sinks``; without them, on all ranks but one, what does nothing."""
+    """What writes into ``sinks``; without them, on all ranks but one, what does nothing.
+
+    ``alike``: see :class:`ds_silent.frameworks.base.Ranks`.
+    """
     if sinks is None or config is None or audit is None or layout is None:
         return NullRecorder()
-    judge = Judge(config.detectors, config.interval, words) if config.detectors.enabled else None
-    return WritingRecorder(sinks, judge, audit, layout, ranks, config.detectors.stop_on)
+    judge = Judge(config.detectors, config.interval, words, alike) if config.detectors.enabled else None
+    return WritingRecorder(sinks, judge, audit, layout, ranks, config.detectors.stop_on, alike)
 
 
 class Recorder(Protocol):
@@ -98,11 +102,21 @@ class WritingRecorder:
 
     writes = True
 
-    def __init__(self, sink: Sink, judge: Judge | None, audit: Audit, layout: Layout, ranks: int, stop_on: str):
+    def __init__(
+        self,
+        sink: Sink,
+        judge: Judge | None,
+        audit: Audit,
+        layout: Layout,
+        ranks: int,
+        stop_on: str,
+        alike: bool = True,
+    ):
         self.last_record: StepRecord | None = None
         self.ends: Event | None = None
         self._sink, self._judge, self._audit = sink, judge, audit
         self._layout, self._ranks, self._stop_on = layout, ranks, stop_on
+        self._alike = alike
         self._tracker = RowTracker()
         self._listeners: list[Callable[[Event], None]] = []
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
@@ -119,6 +133,8 @@ class WritingRecorder:
             wait: judge when :meth:`settle` brings the tensors.
         """
         record = measure(gathered, self._layout, context)
+        if not self._alike:  # it compares gradients of one rank's rows with those of all
+            record = dataclasses.replace(record, noise_scale=None)
         coverage, evidence = testimony(gathered, self._tracker, context)
         stats, seen = self._audit.step(gathered, drift, told)
         evidence = dataclasses.replace(evidence, reduction=seen, unlike=self.unlike)

@@ -280,6 +280,10 @@ def refuse(changes: dict[str, Any], directory: str) -> str:
     [
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "zero_optimization.offload_optimizer.super_offload true",
+        ),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type OneBitAdam"),
         ({"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-3}}}, "optimizer.type ZeroOneAdam"),
         ({"sparse_gradients": True}, "sparse_gradients"),

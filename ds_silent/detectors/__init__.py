@@ -57,14 +57,15 @@ class Judge:
         config: ``enabled`` is the caller's business.
         interval: optimizer steps between measurements; the rate is per million *optimizer* steps.
         words: the framework's, for what is said of it.
+        alike: see :class:`ds_silent.frameworks.base.Ranks`; else no rank is compared with the others.
 
     Attributes:
         scores: what those that judge by evidence saw at the newest step.
     """
 
-    def __init__(self, config: DetectorsConfig, interval: int = 1, words: Words = TORCH):
+    def __init__(self, config: DetectorsConfig, interval: int = 1, words: Words = TORCH, alike: bool = True):
         self.scores = Scores(0, ())
-        self._words = words
+        self._words, self._alike = words, alike
         self._log_steps = log_steps(config, interval)
         self._rate = config.false_alarms_per_million_steps
         self._episodes = Episodes(self._rate)
@@ -105,16 +106,13 @@ class Judge:
         findings += self._same_order.step(record, extras, bool(again) or self._repeats.attributed > 0)
         saw = [*bounds(extras.reduction), *self._repeats.saw, *self._order.saw, *self._same_order.saw]
         if record.world_size > 1:
-            if self._outlier is None or self._outlier.ranks != record.world_size:
-                self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0), self._words)
-                self._layers = LayerTest(record.world_size, self._log_steps + math.log(2.0))
-                self._layers_first = set()
-            # ranks that hold the same rows are not exchangeable with the others
-            outliers = self._outlier.standing() if same else self._outlier.step(record, extras)
-            outliers = self._with_layers(record, extras, outliers, bool(same), {r for f in stale for r in f.ranks})
-            if not same:
-                assert self._layers is not None
-                saw += [*self._outlier.saw, *self._layers.saw]
+            outliers = []
+            if self._alike:
+                outliers = self._outliers(record, extras, bool(same), {r for f in stale for r in f.ranks})
+                if not same:
+                    assert self._outlier is not None
+                    assert self._layers is not None
+                    saw += [*self._outlier.saw, *self._layers.saw]
             findings = _without_consequences(findings + outliers, unlike)
             if not impaired and not findings:  # never learn from a flagged step
                 for note in self._jump.step(record):
@@ -124,6 +122,16 @@ class Judge:
                 saw += self._jump.saw
         self.scores = Scores(record.step, tuple(saw))
         return self._episodes.update(record.step, findings) + told
+
+    def _outliers(self, record: StepRecord, extras: Evidence, same: bool, told: set[int]) -> list[Finding]:
+        """Ranks that are not like the others; for ``same`` and ``told`` see :meth:`_with_layers`."""
+        if self._outlier is None or self._outlier.ranks != record.world_size:
+            self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0), self._words)
+            self._layers = LayerTest(record.world_size, self._log_steps + math.log(2.0))
+            self._layers_first = set()
+        # ranks that hold the same rows are not exchangeable with the others
+        outliers = self._outlier.standing() if same else self._outlier.step(record, extras)
+        return self._with_layers(record, extras, outliers, same, told)
 
     def _with_layers(
         self, record: StepRecord, extras: Evidence, outliers: list[Finding], same: bool, told: set[int]
@@ -150,7 +158,9 @@ class Judge:
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         found = duplicates.by_ids(record, extras, self._pairs_before)
         self._pairs_before = duplicates.shared_pairs(extras)
-        return found or duplicates.by_gradients(record)  # also with ids: they may be counted per rank
+        if found or not self._alike:
+            return found
+        return duplicates.by_gradients(record)  # also with ids: they may be counted per rank
 
     def _replicas(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         """Replicas are compared now and then: those that differ do so until a comparison says otherwise."""
@@ -160,7 +170,7 @@ class Judge:
         return self._apart
 
     def _stale(self, record: StepRecord, extras: Evidence) -> list[Finding]:
-        found = [] if self._conditional else broken.stale_parameters(record, extras)
+        found = [] if self._conditional or not self._alike else broken.stale_parameters(record, extras)
         if found and self._stale_key not in (None, found[0].key):
             self._conditional = True
             return []

@@ -36,6 +36,7 @@ class Ranks:
     reduced: dist.ProcessGroup  # whose gradients make one aggregate
     replicated: dist.ProcessGroup  # who hold the same parameters
     device: torch.device  # of what they exchange
+    alike: bool = True  # each does the same work on rows of its own: who differs from the others is odd
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """What ranks of different data-parallel groups hold alike: layer norms of tensor parallelism, tied embeddings.
 
     duplicates = Duplicates("tensor-parallel duplicates", ranks=(0, 1), items=[("norm.weight", weight)], every=100)
-    event = duplicates.compare(step)         # as each step begins, on each of them; on the first, where they differ
+    event = duplicates.compare(step)         # as each step begins, on each of them; on the reader, where they differ
 
 Each data-parallel group is observed by itself, and one may stop to observe or take its steps later than another: a
-collective between them could hang. So each rank leaves its checksums in the process group's key-value store, and the
-first one looks whether all are there, at this call or at a later one. Nobody waits.
+collective between them could hang. So each rank leaves its checksums in the process group's key-value store, and one
+looks whether all are there, at this call or at a later one. Nobody waits.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class Duplicates:
 
     Args:
         what: for the message.
-        ranks: of the whole training, that hold them; this one is among them.
-        items: on every rank the same number, in the same order.
+        ranks: of the whole training, that hold them.
+        items: on every rank the same number, in the same order; of the reader only the names where it holds none.
         every: steps between comparisons, from 1.
+        reader: the rank that looks; the first of ``ranks`` by default.
     """
 
-    def __init__(self, what: str, ranks: Sequence[int], items: Items, every: int):
+    def __init__(self, what: str, ranks: Sequence[int], items: Items, every: int, reader: int | None = None):
         self._what, self._ranks, self._items, self._every = what, tuple(ranks), list(items), every
-        self._me = dist.get_rank()
+        self._me, self._reader = dist.get_rank(), self._ranks[0] if reader is None else reader
         _made[what, self._ranks] += 1
         self._number = _made[what, self._ranks]
         self._store: Any = dist.distributed_c10d._get_default_store()  # torch 2.4 to 2.13
@@ -48,14 +49,15 @@ class Duplicates:
         self._apart = False
 
     def compare(self, step: int) -> Event | None:
-        """Leave this rank's checksums as ``step`` begins, if it is due; what the first rank finds, of earlier ones too.
+        """Leave this rank's checksums as ``step`` begins, if it is due; what the reader finds, of earlier ones too.
 
         Waits for the device where it is due. An episode is told once.
         """
         if step % self._every:
             return None
-        self._store.set(self._key(step, self._me), json.dumps([step, self._bits(self._items).tolist()]))
-        if self._me != self._ranks[0]:
+        if self._me in self._ranks:
+            self._store.set(self._key(step, self._me), json.dumps([step, self._bits(self._items).tolist()]))
+        if self._me != self._reader:
             return None
         self._waiting.append(step)
         events = [event for event in map(self._heard, list(self._waiting)) if event is not None]

@@ -45,6 +45,13 @@ def test_three_per_cent_is_found_in_time() -> None:
     assert (event.kind, event.ranks, event.where) == ("outlier-rank", (2,), "gradient norm")
 
 
+def test_ranks_that_do_not_do_the_same_work_are_not_compared() -> None:
+    run = Run()
+    run.judge = Judge(DetectorsConfig(), alike=False)
+    run.steps(60)
+    assert run.steps(60, scale=3.0) == []
+
+
 def test_the_onset_is_told() -> None:
     run = Run()
     run.steps(100)

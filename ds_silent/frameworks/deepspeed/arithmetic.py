@@ -15,15 +15,16 @@ from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic
 
 
 def arithmetic_of(
-    engine: Any, elements: int, width: int, reductions: int, ranks: int, ordered: bool = False
+    engine: Any, elements: int, width: int, reductions: int, ranks: int, ordered: bool = False, sequence: int = 1
 ) -> Arithmetic:
     """What the reduction rounds, and not less.
 
     ``engine.communication_data_type`` (fp16 and bf16 trainings: their own, else fp32) is what stage 0 casts to;
     ZeRO's optimizers have their own, for each parameter. A cast to a wider dtype and a factor that is a power of two
     are exact; ``prescale_gradients`` scales before the sum, ``gradient_predivide_factor`` before and after it, and
-    ``gradient_allreduce_op "sum"`` not at all. An ``ordered`` reduction adds up in fp32, divides once, and rounds once
-    to the gradient's own dtype.
+    ``gradient_allreduce_op "sum"`` not at all. With ``sequence`` ranks to a row the sum is divided by N / sequence, but
+    by N where stage 3 scatters it (0.16.9 to 0.19.8). An ``ordered`` reduction adds up in fp32, divides once, and
+    rounds once to the gradient's own dtype.
     """
     optimizer = engine.optimizer
     communication = _travelling(engine)
@@ -32,7 +33,11 @@ def arithmetic_of(
     # where bf16 gradients accumulate in fp32 before the reduction, it is fp32 that is reduced
     local = kept if whole_on_every_rank(engine) or getattr(optimizer, "use_grad_accum_attribute", False) else own
     summed = _sums(engine)
-    factors = [] if summed else [float(engine.gradient_predivide_factor()), float(ranks)]
+    if engine.zero_optimization_stage() == 3 and (
+        engine.zero_reduce_scatter() or not engine.zero_contiguous_gradients()
+    ):
+        sequence = 1
+    factors = [] if summed else [float(engine.gradient_predivide_factor()), ranks / sequence]
     scaled = sum(not math.log2(factor).is_integer() for factor in factors)
     after = [communication] if scaled and engine.postscale_gradients() else []
     before = _narrows(local, communication) + scaled
@@ -54,7 +59,7 @@ def arithmetic_of(
         norm=kept,
         elements=elements,
         width=width,
-        total=float(ranks) if summed else 1.0,
+        total=float(ranks if summed else sequence),
     )
 
 

@@ -30,11 +30,11 @@ from ds_silent.frameworks.deepspeed.gradients import (
     share_of,
     whole_on_every_rank,
 )
-from ds_silent.frameworks.deepspeed.groups import data_parallel_group
 from ds_silent.frameworks.deepspeed.kept_gradients import KeptGradients
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
-from ds_silent.frameworks.deepspeed.words import WORDS
+from ds_silent.frameworks.deepspeed.shapes import data_parallel_group, is_pipeline, shape_of
+from ds_silent.frameworks.deepspeed.words import OF_A_MESH, WORDS
 from ds_silent.frameworks.patches import Patches
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.communicator import own_group
@@ -44,14 +44,14 @@ from ds_silent.replicas.checksums import Items, Replica
 class DeepSpeedFramework:
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
 
-    words = WORDS
-
     def __init__(self, engine: Any, config: SilentConsistencyConfig):
         self._engine, self._patches = engine, Patches()
         training_group = data_parallel_group(engine)
         assert training_group is not None  # of an engine
         group = own_group(training_group)
-        self.ranks = Ranks(group, group, torch.device(engine.device))
+        self._shape = shape_of(engine)
+        self.words = WORDS if self._shape.meshed is None else OF_A_MESH
+        self.ranks = Ranks(group, group, torch.device(engine.device), alike=self._shape.alike)
         self.module = engine.module
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
@@ -64,7 +64,13 @@ class DeepSpeedFramework:
         self.additive = bool(engine.zero_optimization_partition_gradients())
         self.overlapped = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
 
-        self._share = share_of(engine, self._parameters, dist.get_rank(group), dist.get_world_size(group))
+        rows = self.micro_batch_rows * self.micro_batches * dist.get_world_size(group) // self._shape.sequence
+        self._counted = max(1, int(engine.train_batch_size()) // max(1, rows))  # AutoTP counts each row on each rank
+        self._pipeline = is_pipeline(engine)  # looked at once per step, so that nothing is known of each micro-batch
+        if self._pipeline:
+            self.micro_batch_rows, self.micro_batches = self.micro_batch_rows * self.micro_batches, 1
+
+        self._share = share_of(engine, self._parameters, self._shape)
         self.reduced = accumulated_gradients(engine, self._parameters)  # the reduction puts its result there
         self._ordered: OrderedReduction | None = None
         self._kept: KeptGradients | None = None
@@ -74,15 +80,18 @@ class DeepSpeedFramework:
             self._kept = KeptGradients(engine, self._parameters)
         self.accumulated = self.reduced if self._ordered is None else self._ordered.held
         # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
-        self.whole_at_hook = self._ordered is None
+        self.whole_at_hook = self._ordered is None and not self._pipeline
         self._forward_loss = False  # the newest forward gave one
         self._reduce: Callable[..., Any] | None = None
         self._again: Callable[[], Any] | None = None  # the step's reduction, to be called again
 
         checks = config.integrity.aggregation and config.direction.method != "off"
-        self._places = applied_places(engine, self._parameters, self._share) if checks else None
+        clips = self.clip > 0.0 and self._shape.is_part
+        self._places = applied_places(engine, self._parameters, self._share) if checks and not clips else None
         self.observes_applied = self._places is not None
-        self.aggregate_replicated = checks and self._share is not None and whole_on_every_rank(engine)
+        whole = whole_on_every_rank(engine) and not self._shape.experts
+        self.aggregate_replicated = checks and self._share is not None and whole
+        self.beside: Callable[[int], object] | None = None  # (step) before each, for what other groups hold alike
         self._scales_loss = scales_loss(engine)
         self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
 
@@ -91,7 +100,8 @@ class DeepSpeedFramework:
     def arithmetic(self, elements: int, width: int) -> Arithmetic:
         reductions = self.micro_batches if self.additive else 1
         ranks = dist.get_world_size(self.ranks.reduced)
-        return arithmetic_of(self._engine, elements, width, reductions, ranks, self._ordered is not None)
+        ordered, sequence = self._ordered is not None, self._shape.sequence
+        return arithmetic_of(self._engine, elements, width, reductions, ranks, ordered, sequence)
 
     @property
     def step(self) -> int:
@@ -100,11 +110,11 @@ class DeepSpeedFramework:
 
     @property
     def samples(self) -> int:
-        return int(self._engine.global_samples)
+        return int(self._engine.global_samples) // self._counted
 
     @property
     def batch(self) -> float:
-        return float(self._engine.train_batch_size()) / dist.get_world_size(self.ranks.reduced)
+        return float(self._engine.train_batch_size()) / self._counted / dist.get_world_size(self.ranks.reduced)
 
     def skipped(self, applied: bool | None) -> bool:
         """ZeRO skips steps with an overflow in fp32 and bf16 too; there it is a fault, not a search for the loss scale.
@@ -188,14 +198,19 @@ class DeepSpeedFramework:
         engine, patches = self._engine, self._patches
         for index, parameter in enumerate(self._parameters):
             patches.add(parameter.register_hook(partial(moments.gradient, index)))
-        patches.add(engine.register_forward_pre_hook(moments.forward, with_kwargs=True))
-        patches.add(engine.register_forward_hook(partial(self._forwarded, moments)))
+        called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
+        patches.add(called.register_forward_pre_hook(moments.forward, with_kwargs=True))
+        patches.add(called.register_forward_hook(partial(self._forwarded, moments)))
         if self.observes_applied or self._autocast_scales:
             for optimizer in base_optimizers(engine):
                 patches.add(optimizer.register_step_pre_hook(moments.applying))
         behind = moments.reduced if reduced_after_backward(engine) else None
         self._around("backward", partial(moments.together.alone, self._before_backward, moments), behind)
-        if self._ordered is not None:
+        if self._pipeline:
+            for name in ("allreduce_gradients", "_bf16_reduce_grads"):
+                self._around(name, moments.before_reduction)
+                self._around(name, partial(moments.together.alone, self._pipe_loss, moments))  # comes first
+        elif self._ordered is not None:
             self._ordered.connect()
             self._ordered.look = moments.micro_batch_ended
         else:
@@ -203,6 +218,8 @@ class DeepSpeedFramework:
             self._around("allreduce_gradients", moments.before_reduction)
         # called once per optimizer step, after the reduction (0.12 to 0.19)
         self._around("_take_model_step", moments.before_update, moments.updated)
+        if not self._shape.plain:
+            self._around("_take_model_step", partial(moments.together.alone, self._look_beside))  # comes first
         self._around("save_checkpoint", moments.before_checkpoint)
         self._around("destroy", moments.ends)
 
@@ -221,6 +238,16 @@ class DeepSpeedFramework:
                 "have; use DeepSpeed 0.16.9 to 0.19.8"
             )
         self._patches.around(self._engine, name, before, after)
+
+    def _pipe_loss(self, moments: Moments, *args: Any, **kwargs: Any) -> None:
+        """All backwards of the step are over; the last stage has added up the losses (0.16.9 to 0.19.8)."""
+        total = self._engine.total_loss
+        if isinstance(total, Tensor):
+            moments.loss(total / self._engine.gradient_accumulation_steps())
+
+    def _look_beside(self, *args: Any, **kwargs: Any) -> None:
+        if self.beside is not None:
+            self.beside(self.step)
 
     def _forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
         self._forward_loss = torch.is_grad_enabled() and loss_in(output) is not None

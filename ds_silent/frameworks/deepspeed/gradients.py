@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_silent.capture.local_gradient import Accumulated
 from ds_silent.frameworks.base import Part
+from ds_silent.frameworks.deepspeed.shapes import Shape
 from ds_silent.frameworks.shares import Slice, cut, nth_share
 
 
@@ -38,16 +39,19 @@ def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
     return lambda index: parameters[index].grad
 
 
-def share_of(engine: Any, parameters: list[Tensor], rank: int, ranks: int) -> list[Slice] | None:
+def share_of(engine: Any, parameters: list[Tensor], shape: Shape) -> list[Slice] | None:
     """What of the gradient this rank answers for; the ranks' shares make up the whole, once. None where it is hidden.
 
-    * Stage 0 holds all of it on every rank: each rank takes an N-th.
+    * Stage 0 holds all of it on every rank: each rank takes an N-th. Of experts those that have the same.
     * ``BF16_Optimizer`` does too, but its optimizer is partitioned: the partition, by ``parameter._hp_mapping``.
     * Stages 1 and 2: what this rank owns, by ``parameter._hp_mapping`` (``deepspeed/utils/tensor_fragment.py``);
       with ``round_robin_gradients`` that speaks of the order before (0.16.9 to 0.19.8), see :func:`_dealt`.
     * Stage 3: this rank's shard, of what the optimizer has got.
     """
+    if not shape.answers:
+        return []
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    rank, ranks = shape.reduced
     if stage == 3:
         if ranks != getattr(optimizer, "partition_count", None) or not hasattr(optimizer, _SHARDS):
             return None
@@ -69,7 +73,12 @@ def share_of(engine: Any, parameters: list[Tensor], rank: int, ranks: int) -> li
         mappings = ((index, parameter._hp_mapping) for index, parameter in enumerate(parameters))  # type: ignore[attr-defined]
         addresses = [(index, mapping.lp_fragment_address) for index, mapping in mappings if mapping is not None]
         return [Slice(index, int(address.start), int(address.numel)) for index, address in addresses]
-    return nth_share([numel_of(parameter) for parameter in parameters], rank, ranks)
+    places = [shape.aggregate_of(parameter) for parameter in parameters]
+    shares = []
+    for place in dict.fromkeys(places):
+        own = [numel_of(p) if other == place else 0 for p, other in zip(parameters, places, strict=True)]
+        shares += nth_share(own, *place)
+    return shares
 
 
 @dataclass(frozen=True)

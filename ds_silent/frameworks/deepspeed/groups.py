@@ -1,4 +1,4 @@
-"""Which ranks an engine's observers compare, and what those ranks must have alike."""
+"""Joining a process group that is there, and what the ranks of an engine must have alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 from typing import Any
 
 import deepspeed
-import torch.distributed as dist
 
 from ds_silent.frameworks.deepspeed.gradients import numel_of
 
@@ -14,15 +13,6 @@ from ds_silent.frameworks.deepspeed.gradients import numel_of
 def join() -> None:
     """Make DeepSpeed use the gloo process group that is there, without a word."""
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-
-
-def data_parallel_group(engine: Any) -> dist.ProcessGroup | None:
-    """The ranks that hold the same parameters and average their gradients; None where there is no such group."""
-    if not dist.is_initialized():
-        return None
-    # engine.data_parallel_group may be None; the sequence-data-parallel group is the dense one
-    group = getattr(engine, "seq_data_parallel_group", None)
-    return group if group is not None else dist.distributed_c10d._get_default_group()
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ds_silent.frameworks.deepspeed.shapes import expert_group
 from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.preflight.compare import Item
 from ds_silent.preflight.inventory import Training, config_item
@@ -64,8 +65,8 @@ def config_items(ds_config: Mapping[str, Any]) -> list[Item]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """ZeRO-3 marks its parameters so (``deepspeed/runtime/zero/partition_parameters.py``)."""
-    return hasattr(tensor, "ds_id")
+    """ZeRO-3 marks its parameters so (``deepspeed/runtime/zero/partition_parameters.py``); experts have few owners."""
+    return hasattr(tensor, "ds_id") or expert_group(tensor) is not None
 
 
 def _whole_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, shown
 from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
+from ds_silent.frameworks.deepspeed.shapes import is_pipeline, shape_of
 from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_few_ranks
 
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -30,10 +31,14 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsis
         found = "compile.deepcompile true (it reduces gradients inside the compiled graph)"
     elif zero.get("zenflow"):
         found = "zero_optimization.zenflow (it applies parts of the gradient at different steps)"
+    elif switched_on(section(zero, "offload_optimizer"), "super_offload"):
+        found = "zero_optimization.offload_optimizer.super_offload true (it applies gradients during the backward)"
     elif re.sub(r"[^a-z0-9]", "", optimizer.lower()) in ONE_BIT_OPTIMIZERS:
         found = f"optimizer.type {optimizer} (it communicates compressed momentum, not gradients)"
     elif ds_config.get("sparse_gradients"):
         found = "sparse_gradients true (they are gathered, not reduced)"
+    elif switched_on(section(ds_config, "expert_parallel"), "enabled"):
+        found = "expert_parallel.enabled true (AutoEP has not been tried)"
     if found:
         raise ConfigError(
             f'silent_consistency cannot observe {found}; remove it, or set "silent_consistency": {{"enabled": false}}'
@@ -152,25 +157,51 @@ def has_optimizer(engine: Any) -> bool:
     return engine.client_optimizer is not None or bool(engine.optimizer_name())
 
 
-def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> None:
-    """Raise :class:`ConfigError` for parallelism whose ranks do not hold the same parameters; equal on all ranks."""
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-
-    refuse_too_few_ranks(config, int(engine.seq_dp_world_size))
-    found = None
-    if isinstance(engine, PipelineEngine):
-        found = "pipeline parallelism"
-    elif engine.mp_world_size > 1:
-        found = "tensor parallelism"
-    elif engine.sequence_parallel_size > 1:
-        found = "sequence parallelism"
-    elif engine.has_moe_layers:
-        found = "mixture-of-experts layers"
-    refuse_sparse_gradients(engine.module)
+def _refuse_shape(engine: Any, config: SilentConsistencyConfig) -> None:
+    """Combinations of parallelism that have not been tried, and responses, which a data-parallel group alone cannot
+    give where others share its steps."""
+    shape, stage = shape_of(engine), int(engine.zero_optimization_stage())
+    pipeline, experts = is_pipeline(engine), bool(engine.has_moe_layers)
+    split = "sequence parallelism" if shape.sequence > 1 else "tensor parallelism" if shape.tensor[1] > 1 else ""
+    found, why = "", ""
+    if pipeline and type(engine).__name__ != "PipelineEngine":
+        found, why = type(engine).__name__, "its schedule reduces gradients in another order"
+    elif pipeline and int(engine.grid.get_slice_parallel_world_size()) > 1:
+        found, why = "pipeline parallelism with tensor parallelism", "that has not been tried"
+    elif pipeline and engine.fp16_enabled():
+        found, why = "fp16.enabled true with pipeline parallelism", "only the last stage knows the loss scale"
+    elif experts and (pipeline or split):
+        other = "pipeline parallelism" if pipeline else split
+        found, why = f"mixture-of-experts layers with {other}", "that has not been tried"
+    elif shape.sequence > 1 and engine.mp_world_size > 1:
+        found, why = "sequence parallelism with tensor parallelism", "that has not been tried"
+    elif stage == 3 and (experts or split == "tensor parallelism"):
+        found = f"{'mixture-of-experts layers' if experts else split} under ZeRO stage 3"
+        why = "that has not been tried"
     if found:
         raise ConfigError(
-            f"silent_consistency does not support {found} in this version, because it compares ranks that hold the "
-            'same parameters; set "silent_consistency": {"enabled": false}'
+            f'silent_consistency cannot observe {found}, because {why}; set "{BLOCK}": {{"enabled": false}}'
         )
+    kind = "pipeline parallelism" if pipeline else split or ("mixture-of-experts layers" if shape.experts else "")
+    respond = config.respond
+    changes = {
+        f'respond.on_aggregation_error "{respond.on_aggregation_error}"': respond.on_aggregation_error != "report",
+        f'respond.on_replica_drift "{respond.on_replica_drift}"': respond.on_replica_drift != "report",
+        f'resync.mode "{config.resync.mode}"': config.resync.mode != "off",
+        f'reduction "{config.reduction}"': config.reduction != "native",
+    }
+    asked = next((key for key, changed in changes.items() if changed), None)
+    if kind and asked:
+        raise ConfigError(
+            f"{BLOCK}.{asked} does not work with {kind}, where other ranks take part in every step; leave it at its "
+            "default, which reports"
+        )
+
+
+def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> None:
+    """Raise :class:`ConfigError` for what its ranks cannot do; equal on all ranks."""
+    refuse_too_few_ranks(config, int(engine.seq_dp_world_size))
+    refuse_sparse_gradients(engine.module)
+    _refuse_shape(engine, config)
     if config.reduction == "ordered":
         _refuse_ordered_engine(engine)

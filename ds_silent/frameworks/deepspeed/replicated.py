@@ -7,19 +7,23 @@ from typing import Any
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_silent.frameworks import replicated
+from ds_silent.frameworks.deepspeed.shapes import expert_group
 from ds_silent.replicas.checksums import Items, Replica
 
 
 def replicated_parameters(engine: Any) -> Items:
-    """Every parameter, trainable or not, where each rank holds all of it; nothing under stage 3."""
-    return [] if engine.zero_optimization_stage() == 3 else replicated.parameters_of(engine.module)
+    """Every parameter, trainable or not, where each rank holds all of it; nothing under stage 3, no other's experts."""
+    if engine.zero_optimization_stage() == 3:
+        return []
+    return [(name, p) for name, p in replicated.parameters_of(engine.module) if expert_group(p) is None]
 
 
 def replicated_state(engine: Any) -> Items:
     """Buffers, and in stage 0 without partitions the optimizer's tensors and its fp32 masters."""
     if engine.zero_optimization_stage() == 3:
         return []
-    optimizers = _whole_optimizers(engine)
+    experts = any(expert_group(parameter) for parameter in engine.module.parameters())
+    optimizers = [] if experts else _whole_optimizers(engine)
     masters = replicated.masters_of(engine.module, optimizers)
     return [*replicated.buffers_of(engine.module), *masters, *replicated.states_of(optimizers)]
 

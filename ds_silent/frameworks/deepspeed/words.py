@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ds_silent.words import Words
 
 WORDS = Words(
@@ -17,4 +19,9 @@ WORDS = Words(
     hidden_writes="tensor.data or safe_set_full_grad",
     own_sampler=" (engine.training_dataloader.data_sampler of a loader that DeepSpeed has made)",
     same_draws="layers that are skipped under ZeRO-3",
+)
+OF_A_MESH = replace(
+    WORDS,
+    another_reduction="give initialize an mpu (deepspeed.runtime.sequence_parallel.parallel_state_sp) instead of "
+    "mesh_param, with which DeepSpeed 0.19.8 does not reduce over the ranks that share a row",
 )
