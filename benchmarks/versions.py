@@ -1,0 +1,276 @@
+"""The tests under other versions of what ds_silent hooks into: which pass where, as one table.
+
+    python benchmarks/versions.py                     # all: make test-versions (an hour, 20 GB of disk)
+    python benchmarks/versions.py "torch 2.5" megatron        # those whose names hold one of these
+    python benchmarks/versions.py --list                      # what there is
+
+Every environment is made under build/versions on first use and kept: a virtual environment for each pair of Python and
+torch, and one folder for each other package, put before it by PYTHONPATH. What has run on the same sources is not run
+again (``--again`` does), so that a run that was broken off goes on. A Python that this machine lacks is a row that says
+so. The exit status is 0 only when no test failed and none of the chosen environments was impossible to make.
+
+torch comes from pip's own index; where there is no GPU to drive, set PIP_EXTRA_INDEX_URL to the index of its CPU
+builds, which are ten times smaller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / "build" / "versions"
+OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
+LIMIT_SECONDS = 1800
+
+DEEPSPEED = ("tests/frameworks/test_oracle.py", "tests/frameworks/test_applied.py", "tests/respond/test_respond.py")
+TORCH = ("tests/frameworks/test_ddp.py", "tests/frameworks/test_ddp_faults.py", "tests/frameworks/test_fsdp2.py")
+MEGATRON = ("tests/frameworks/test_megatron.py", "tests/frameworks/test_megatron_faults.py")
+HUGGINGFACE = ("tests/integrations/test_huggingface.py",)
+
+BASE = (
+    *("numpy", "pydantic", "hjson", "safetensors", "tensorboard", "typer", "rich", "tqdm", "einops", "msgpack"),
+    *("py-cpuinfo", "psutil", "ninja", "setuptools", "packaging", "pytest", "pytest-timeout", "transformers"),
+    *("accelerate", "datasets", "tokenizers", "matplotlib"),
+)
+"""What the package and its tests need beside torch and what is laid over it."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One row of the table. Empty: what this environment itself has."""
+
+    name: str
+    tests: tuple[str, ...]
+    python: str = ""  # "3.12"
+    torch: str = ""
+    over: tuple[str, ...] = ()  # requirements laid over it, without their dependencies
+
+    @property
+    def is_own(self) -> bool:
+        """Whether Python and torch are those that run this file."""
+        return not self.python and not self.torch
+
+
+def _old_hub(transformers: str, accelerate: str, tokenizers: str, hub: str) -> tuple[str, ...]:
+    return (
+        f"transformers=={transformers}",
+        f"accelerate=={accelerate}",
+        f"tokenizers=={tokenizers}",
+        f"huggingface_hub=={hub}",
+    )
+
+
+ENVIRONMENTS = (
+    *(Environment(f"DeepSpeed {v}", DEEPSPEED, over=(f"deepspeed=={v}",)) for v in ("0.16.9", "0.17.6", "0.18.9")),
+    Environment("DeepSpeed, this environment's", DEEPSPEED),
+    *(
+        Environment(f"megatron-core {v}", MEGATRON, over=(f"megatron-core=={v}",))
+        for v in ("0.12.3", "0.14.0", "0.15.3", "0.16.1")
+    ),
+    Environment(
+        "transformers 4.57, accelerate 1.10", HUGGINGFACE, over=_old_hub("4.57.1", "1.10.1", "0.22.1", "0.36.0")
+    ),
+    Environment("transformers 4.46, accelerate 1.0", HUGGINGFACE, over=_old_hub("4.46.3", "1.0.1", "0.20.3", "0.27.1")),
+    Environment("torch 2.4.1, Python 3.10", TORCH, "3.10", "2.4.1"),
+    Environment(
+        "torch 2.5.1, DeepSpeed 0.16.9, Python 3.11", (*TORCH, *DEEPSPEED), "3.11", "2.5.1", ("deepspeed==0.16.9",)
+    ),
+    Environment(
+        "torch 2.8.0, DeepSpeed 0.17.6, Python 3.12", (*TORCH, *DEEPSPEED), "3.12", "2.8.0", ("deepspeed==0.17.6",)
+    ),
+    Environment(
+        "torch 2.15.0, DeepSpeed 0.19.8, Python 3.13", (*TORCH, *DEEPSPEED), "3.13", "2.15.0", ("deepspeed==0.19.8",)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said in one environment."""
+
+    name: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    versions: str = ""
+    said: str = ""  # why nothing ran, or the first failure
+
+
+class ImpossibleError(Exception):
+    """An environment that this machine cannot have; the message says why."""
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
+
+
+def _pip(python: Path | str, *arguments: str) -> None:
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        told = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or ended.stderr.splitlines()
+        raise ImpossibleError(f"pip cannot install {' '.join(arguments[-4:])}: {' '.join(told[-1:])}")
+
+
+def interpreter(environment: Environment) -> Path:
+    """The Python that has this environment's torch; made on first use."""
+    if environment.is_own:
+        return Path(sys.executable)
+    version = environment.python or OWN
+    folder = CACHE / f"python{version}-torch{environment.torch}"
+    python = folder / "bin" / "python"
+    if (folder / "ready").exists():
+        return python
+    found = shutil.which(f"python{version}")
+    asked = [found or "", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    if found is None or subprocess.run(asked, capture_output=True, text=True).stdout.strip() != version:
+        raise ImpossibleError(f"no python{version} on this machine's PATH")
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([found, "-m", "venv", str(folder)], check=True)
+    _pip(python, f"torch=={environment.torch}", *BASE)
+    (folder / "ready").touch()
+    return python
+
+
+def overlay(environment: Environment, python: Path) -> Path | None:
+    """The folder that comes before the environment's own packages; made on first use."""
+    if not environment.over:
+        return None
+    version = environment.python or OWN
+    folder = CACHE / "-".join((f"over{version}", *(one.replace("==", "") for one in environment.over)))
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        _pip(python, "--no-deps", "--no-build-isolation", "--target", str(folder), *environment.over)
+        (folder / "ready").touch()
+    return folder
+
+
+# -- what runs in one --------------------------------------------------------------------------------------------------
+
+_SAY_VERSIONS = """
+import importlib.metadata as m, sys
+names = ("torch", "deepspeed", "megatron-core", "transformers", "accelerate")
+def of(name):
+    try: return f"{name} {m.version(name)}"
+    except m.PackageNotFoundError: return None
+print(", ".join(filter(None, ["Python %d.%d" % sys.version_info[:2], *map(of, names)])))
+"""
+
+
+def run(environment: Environment) -> Outcome:
+    """The tests in this environment."""
+    started = time.monotonic()
+    try:
+        python = interpreter(environment)
+        over = overlay(environment, python)
+    except ImpossibleError as error:
+        return Outcome(environment.name, seconds=time.monotonic() - started, said=str(error))
+    variables = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    variables["PYTHONPATH"] = os.pathsep.join(str(path) for path in (over, ROOT) if path is not None)
+    variables["PATH"] = f"{python.parent}{os.pathsep}{variables['PATH']}"
+    key = hashlib.sha256(repr(asdict(environment)).encode()).hexdigest()[:12]
+    variables["TORCH_EXTENSIONS_DIR"] = str(CACHE / "extensions" / key)
+    said = subprocess.run([python, "-c", _SAY_VERSIONS], env=variables, capture_output=True, text=True, cwd=ROOT)
+    report = CACHE / f"{key}.xml"
+    report.unlink(missing_ok=True)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "900", "--junitxml", str(report)]
+    with (CACHE / f"{key}.log").open("w") as log:
+        command = [str(python), "-m", "pytest", *options, *environment.tests]
+        try:
+            subprocess.run(command, env=variables, cwd=ROOT, stdout=log, stderr=log, timeout=LIMIT_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            log.write(f"\nended after {LIMIT_SECONDS} s\n")
+    return _read(environment, report, said.stdout.strip(), time.monotonic() - started, CACHE / f"{key}.log")
+
+
+def _read(environment: Environment, report: Path, versions: str, seconds: float, log: Path) -> Outcome:
+    if not report.exists():
+        last = (log.read_text().strip().splitlines() or ["nothing"])[-1]
+        return Outcome(environment.name, failed=1, seconds=seconds, versions=versions, said=f"{last} ({log})")
+    suite = ET.parse(report).getroot().find("testsuite")  # written by the pytest that was started here
+    assert suite is not None
+    total, failed, skipped = (
+        int(suite.get(name, 0)) + (int(suite.get("errors", 0)) if name == "failures" else 0)
+        for name in ("tests", "failures", "skipped")
+    )
+    first = next((c for c in suite if c.find("failure") is not None or c.find("error") is not None), None)
+    said = ""
+    if first is not None:
+        broken = first.find("failure")
+        broken = broken if broken is not None else first.find("error")
+        assert broken is not None
+        lines = [line for line in (broken.text or "").splitlines() if line.startswith("E ")]
+        said = f"{first.get('name')}: {(lines or [broken.get('message', '')])[-1][2:].strip()[:160]} ({log.name})"
+    return Outcome(environment.name, total - failed - skipped, failed, skipped, seconds, versions, said)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def _sources() -> str:
+    """What the tests were run on: a hash over the package and its tests."""
+    digest = hashlib.sha256()
+    for path in sorted([*ROOT.glob("ds_silent/**/*.py"), *ROOT.glob("tests/**/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def table_of(outcomes: list[Outcome]) -> Table:
+    """One row for each environment."""
+    table = Table("environment", "versions", "passed", "failed", "skipped", "seconds", "first failure, or why not")
+    for one in outcomes:
+        counts = (str(one.passed), str(one.failed), str(one.skipped), f"{one.seconds:.0f}")
+        table.add_row(one.name, one.versions, *counts, one.said)
+    return table
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="Parts of the environments' names; all of them.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also what has run on the same sources.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Say what there is, and end.")] = False,
+) -> None:
+    """The tests under other versions of Python, torch and the frameworks; see the file's first lines."""
+    console = Console()
+    chosen = [one for one in ENVIRONMENTS if not names or any(part in one.name for part in names)]
+    if not chosen:
+        console.print(f"no environment has {' or '.join(names or [])} in its name; --list shows them all")
+        raise typer.Exit(2)
+    if listed:
+        console.print("\n".join(one.name for one in chosen))
+        return
+    CACHE.mkdir(parents=True, exist_ok=True)
+    kept_in, sources = CACHE / "outcomes.json", _sources()
+    kept = json.loads(kept_in.read_text()) if kept_in.exists() else {}
+    outcomes = []
+    for environment in chosen:
+        key = f"{sources} {environment!r}"
+        if again or key not in kept:
+            console.print(f"{environment.name} ...")
+            outcome = run(environment)
+            if outcome.versions:  # what could not be made may be possible next time
+                kept[key] = asdict(outcome)
+                kept_in.write_text(json.dumps(kept, indent=1))
+        else:
+            outcome = Outcome(**kept[key])
+        outcomes.append(outcome)
+    console.print(table_of(outcomes))
+    if any(one.failed or not one.passed for one in outcomes):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

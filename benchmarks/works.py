@@ -1,0 +1,248 @@
+"""What works where, measured: docs/works.md is written from these trainings, and from nothing else.
+
+    python benchmarks/works.py        # make works: half an hour on 2 cores; without megatron-core no column of it
+
+Three questions, each answered by running it:
+
+* **Options**: the covering cases of each framework's oracle test, on 2 ranks, with the block and without it, each
+  judged by itself: are weights, optimizer state and losses the same bits; are the numbers those of the float64 oracle;
+  was the reduction checked within its bound, and nothing told that is not so?
+* **Checks**: the drill on each framework: which of its faults are told?
+* **Divided models and ways in**: the tests of the shapes and of the integrations.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ds_silent.extras import installed  # noqa: E402 - the tests are no package that is installed
+from tests.distributed import run_distributed  # noqa: E402
+from tests.frameworks import test_oracle as oracle  # noqa: E402
+
+PAGE = ROOT / "docs" / "works.md"
+ORACLES = {
+    "DeepSpeed": "tests.frameworks.test_oracle",
+    "DDP": "tests.frameworks.test_ddp",
+    "FSDP2": "tests.frameworks.test_fsdp2",
+    "Megatron-core": "tests.frameworks.test_megatron",
+}
+PACKAGES = {"Megatron-core": "megatron.core"}
+DRILLS = {"DeepSpeed": "deepspeed", "DDP": "ddp", "FSDP2": "fsdp2"}
+TESTS = {
+    "DeepSpeed": ["tests/frameworks/test_deepspeed_shapes.py"],
+    "Megatron-core": ["tests/frameworks/test_megatron_parallel.py", "tests/frameworks/test_megatron_groups.py"],
+    "Hugging Face, TRL, Lightning": ["tests/integrations"],
+    "Examples under their launchers": ["tests/launch/test_examples.py"],
+}
+RANKS, CASES_AT_ONCE = 2, 6
+YES, NO = "yes", "**no**"
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def described(case: Any) -> str:
+    """What of a case is not the default."""
+    told = []
+    for field in fields(case):
+        value = getattr(case, field.name)
+        if value == field.default or (not value and field.default in (None, False, 0)) or value == {}:
+            continue
+        name = field.name.replace("_", " ")
+        told.append(name if value is True else f"{name} {_plain(value)}")
+    return ", ".join(told) or "as it comes"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items())
+    return str(value)
+
+
+def held(check: Callable[[], None]) -> bool:
+    """Whether what a test asserts is so."""
+    try:
+        check()
+    except AssertionError as error:
+        print(str(error)[:500], file=sys.stderr)
+        return False
+    return True
+
+
+def judged(case: Any, of_ranks: list[Any]) -> tuple[bool, bool, bool]:
+    """Same bits; the oracle's numbers; the reduction within its bound, and nothing told about it."""
+    trace = of_ranks[0][0]
+
+    def bits() -> None:
+        for observed, plain in of_ranks:
+            assert (observed.weights, observed.optimizer) == (plain.weights, plain.optimizer), case
+            assert observed.losses == plain.losses, case
+
+    def numbers() -> None:
+        assert trace.records, case
+        for record in trace.records:
+            oracle.check_record(case, record, trace.oracle[record["step"] - 1])
+        if case.per_layer:
+            oracle.check_layers(case, trace)
+
+    def sums() -> None:
+        for record in trace.records:
+            oracle.check_integrity(case, record, len(of_ranks))
+        oracle.check_events(case, trace)
+
+    return held(bits), held(numbers), held(sums)
+
+
+def options(name: str) -> dict[str, tuple[bool, bool, bool]]:
+    """Of one framework: what a covering case sets -> its three answers."""
+    module = import_module(ORACLES[name])
+    found = {}
+    for cases in oracle.chunks(module.COVERING, CASES_AT_ONCE):
+        with tempfile.TemporaryDirectory(prefix="works_") as directory:
+            ranks = run_distributed(module.run_cases, RANKS, (cases, directory), timeout=600)
+        for number, case in enumerate(cases):
+            found[described(case)] = judged(case, [rank[number] for rank in ranks])
+            print(f"{name}: {described(case)}: {found[described(case)]}", flush=True)
+    return found
+
+
+def options_table(found: dict[str, dict[str, tuple[bool, bool, bool]]]) -> Iterable[str]:
+    """One row for each option, one column for each framework."""
+    yield f"| option | {' | '.join(found)} |"
+    yield f"|---|{'---|' * len(found)}"
+    for option in dict.fromkeys(option for one in found.values() for option in one):
+        cells = []
+        for one in found.values():
+            answers = one.get(option)
+            cells.append("" if answers is None else " ".join(YES if answer else NO for answer in answers))
+        yield f"| {option} | {' | '.join(cells)} |"
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def drilled(framework: str) -> dict[str, str]:
+    """Fault -> how it is told, in one word or two."""
+    with tempfile.TemporaryDirectory(prefix="works_") as directory:
+        out = Path(directory, "drill.json")
+        command = [sys.executable, "-m", "ds_silent.cli", "drill", "--framework", framework, "--json", str(out)]
+        subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
+        drill = json.loads(out.read_text())
+    told = dict.fromkeys(drill["not_applicable"], "not applicable")
+    for training in drill["trainings"]:
+        verdict = training["verdict"]
+        if not training["fault"]:
+            told[training["name"]] = "silent" if training["right"] else NO
+        elif training["right"]:
+            told[training["name"]] = f"step {verdict['step']}" if verdict["step"] is not None else "below rounding"
+        else:
+            told[training["name"]] = NO
+    return told
+
+
+def checks_table(found: dict[str, dict[str, str]]) -> Iterable[str]:
+    """One row for each fault."""
+    yield f"| fault | {' | '.join(found)} |"
+    yield f"|---|{'---|' * len(found)}"
+    for fault in dict.fromkeys(fault for one in found.values() for fault in one):
+        yield f"| {fault} | {' | '.join(one.get(fault, '') for one in found.values())} |"
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+def tested(paths: list[str]) -> dict[str, str]:
+    """Test -> its outcome."""
+    with tempfile.TemporaryDirectory(prefix="works_") as directory:
+        out = Path(directory, "tests.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", str(out), *paths]
+        subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
+        cases = ET.parse(out).getroot().iter("testcase")  # written by the pytest that was started here
+        return {str(case.get("name")).removeprefix("test_").replace("_", " "): _outcome(case) for case in cases}
+
+
+def _outcome(case: ET.Element) -> str:
+    skipped = case.find("skipped")
+    if skipped is not None:
+        return f"not run: {skipped.get('message')}"
+    return YES if case.find("failure") is None and case.find("error") is None else NO
+
+
+def tests_table(found: dict[str, dict[str, str]]) -> Iterable[str]:
+    """One row for each test."""
+    yield "| what | shown |"
+    yield "|---|---|"
+    for name, outcomes in found.items():
+        for test, outcome in outcomes.items():
+            yield f"| {name}: {test.replace('|', '/')} | {outcome} |"
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def page(
+    by_option: dict[str, dict[str, tuple[bool, bool, bool]]],
+    by_fault: dict[str, dict[str, str]],
+    by_test: dict[str, dict[str, str]],
+) -> str:
+    """The whole of docs/works.md."""
+    names = [name for name in ("torch", "deepspeed", "megatron-core", "transformers", "accelerate") if _has(name)]
+    versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in names)
+    return "\n".join(
+        (
+            "# What works where",
+            "",
+            f"Written by `make works` from trainings on this page's day, on CPU ranks with gloo: {versions}.",
+            "",
+            "## Options",
+            "",
+            "Three answers each, on 2 ranks: are weights, optimizer state and losses the same bits as without the",
+            "block; are the numbers of every record those of a float64 computation; is the reduction checked within",
+            "its bound, without a false word. Empty: not an option there, or not among what every run of the tests",
+            "covers.",
+            "",
+            *options_table(by_option),
+            "",
+            "## Faults",
+            "",
+            "The [drill](drill.md) with its own settings: at which step each fault is told.",
+            "",
+            *checks_table(by_fault),
+            "",
+            "## Divided models and ways in",
+            "",
+            *tests_table(by_test),
+            "",
+        )
+    )
+
+
+def _has(name: str) -> bool:
+    return installed(name.replace("megatron-core", "megatron.core"))
+
+
+def main() -> None:
+    by_option = {name: options(name) for name in ORACLES if installed(PACKAGES.get(name, "torch"))}
+    by_fault = {name: drilled(framework) for name, framework in DRILLS.items()}
+    by_test = {name: tested(paths) for name, paths in TESTS.items()}
+    PAGE.write_text(page(by_option, by_fault, by_test))
+    wrong = sum(NO in line for line in PAGE.read_text().splitlines() if line.startswith("| "))
+    print(f"{PAGE.relative_to(ROOT)} is written; {wrong} rows have a no" if wrong else f"{PAGE.name}: no row has a no")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
