@@ -118,7 +118,7 @@ def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], file: Path) 
 @contextmanager
 def _started(tasks: list[Task], daemon: bool) -> Iterator[tuple[list[BaseProcess], Path]]:
     """A process for each task, and the folder of their notes; those that are left at the end are killed."""
-    _CONTEXT.set_forkserver_preload(PRELOADED)  # what is there of it
+    _CONTEXT.set_forkserver_preload([*PRELOADED, "ds_silent.practice.frozen"])  # what is there of it
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported, in the fork server
     with tempfile.TemporaryDirectory(prefix="ds_silent_ranks_") as directory:
         processes: list[BaseProcess] = [
