@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo demo-megatron test test-matrix test-real-bugs test-package readme docs lint format clean
+.PHONY: help demo demo-megatron test test-matrix test-real-bugs test-package test-versions works readme docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -37,6 +37,12 @@ test-real-bugs: $(READY) ## released DeepSpeed versions that train wrongly: what
 
 test-package: ## build the wheel and run it in fresh environments, alone and with each extra (10 minutes)
 	@sh .ci/test_package.sh
+
+test-versions: $(READY) ## other versions of Python, torch, DeepSpeed, Megatron-core and transformers (an hour, 20 GB of disk)
+	@$(PYTHON_IN_VENV) benchmarks/versions.py
+
+works: $(READY) ## write the page of what works where, from trainings (half an hour)
+	@$(PYTHON_IN_VENV) benchmarks/works.py
 
 readme: $(READY) ## every command of the documentation that takes minutes, as it stands (hours)
 	@sh .ci/setup.sh unlock

@@ -21,6 +21,9 @@ from tests.pages import PAGES, ROOT, commands
 RUN_BY: dict[str, str] = {
     "make demo": "tests/launch/test_demo.py",
     "make test": "tests/test_readme.py",  # you are in it
+    "torchrun --nproc_per_node 8 -m ds_silent --silent-consistency-config block.json pretrain_gpt.py ...": (
+        "tests/frameworks/test_unedited.py"  # a script of its own, 4 ranks
+    ),
     "make test-matrix": "tests/frameworks/test_oracle.py",
     "make readme": "tests/test_readme.py",
     "pip install .": ".ci/test_package.sh",
@@ -56,6 +59,7 @@ FINE_TUNE = "deepspeed launch/train.py "
 
 SLOW: dict[str, float] = {
     "ds-silent drill": 30,
+    "make demo-megatron": 20,
     "ds-silent drill --framework ddp": 30,
     "ds-silent numerics": 10,
     "pytest tests/ordered/test_ordered_training.py -m matrix": 30,

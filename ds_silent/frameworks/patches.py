@@ -5,7 +5,7 @@ patches.add(parameter.register_hook(hook))
 patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
 patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
 patches.wrap_method(GradScaler, "step", call)  # call(original, instance, *args, **kwargs), for all instances
-patches.after_import("deepspeed", act)         # act(module) once the script imports it, or now
+patches.after_import("trainer", act)           # act(module) once the script imports it, or now
 patches.undo()                                 # everything is as it was
 """
 

@@ -1,6 +1,6 @@
 """The chunks of one model in Megatron-core's ``DistributedDataParallel``: what they answer, and where the hooks are.
 
-framework = MegatronFramework(chunks, optimizer, config, micro_batch_rows=4, accumulation=8)
+framework = MegatronFramework(chunks, optimizer, config, rows=4, accumulation=8)
 framework.connect(moments)
 framework.close(ended=True)          # chunks, buckets and optimizers are as they were
 
