@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.attaching import Given
@@ -23,6 +24,8 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.observer import Observer
 
+_EARLY_FSDP2 = "torch.distributed._composable.fsdp"
+"""Where ``fully_shard`` was before it was public, in torch 2.4 and 2.5."""
 _KNOWN = (
     "a DeepSpeedEngine, a DistributedDataParallel, a module under fully_shard, or Megatron-core's model or model chunks"
 )
@@ -107,5 +110,10 @@ def _not_known(training: Any, fsdp1: Any) -> str:
     if isinstance(training, fsdp1):
         return (
             f"ds_silent cannot observe a {got} (FSDP1), whose gradients are hidden in flat parameters; use fully_shard"
+        )
+    if any(base.__module__.startswith(_EARLY_FSDP2) for base in type(training).__mro__):
+        return (
+            f"ds_silent observes fully_shard (FSDP2) from torch 2.6 on, and this is torch {torch.__version__}; "
+            "upgrade torch, or use DistributedDataParallel"
         )
     return f"ds_silent.attach takes {_KNOWN}, got {got}; give it what the framework has made of the model"

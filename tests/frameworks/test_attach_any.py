@@ -21,6 +21,12 @@ def test_what_is_not_known_is_a_sentence(given: Any) -> None:
         ds_silent.attach(given)
 
 
+def test_fully_shard_before_it_was_public_is_a_sentence_with_both_versions() -> None:
+    early = type("FSDPModule", (nn.Module,), {"__module__": "torch.distributed._composable.fsdp.fully_shard"})
+    with pytest.raises(ds_silent.ConfigError, match=rf"from torch 2\.6 on, and this is torch {torch.__version__[:4]}"):
+        ds_silent.attach(early())
+
+
 def refused(directory: str) -> list[str]:
     """The sentence of each attempt, on every rank."""
     said = []
