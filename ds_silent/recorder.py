@@ -1,6 +1,6 @@
 """On the writing rank: what was gathered becomes a record, the record events, and both are handed to the sinks.
 
-recorder = make_recorder(sinks, config, audit, layout, ranks, words)
+recorder = make_recorder(sinks, config, audit, layout, members, words)
 recorder.step(gathered, context, drift, told, wait=False)    # once per measured step, in order
 recorder.report(event)                                       # what others have found
 recorder.ends                                                # the event that is to end the training, if any
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ds_silent.capture.conduct import Unlike
@@ -29,6 +29,8 @@ from ds_silent.sinks import Sink
 from ds_silent.words import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
+NAMED = 8
+"""Ranks that a message names one by one."""
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
@@ -37,18 +39,20 @@ def make_recorder(
     config: SilentConsistencyConfig | None = None,
     audit: Audit | None = None,
     layout: Layout | None = None,
-    ranks: int = 0,
+    members: Sequence[int] = (),
     words: Words = TORCH,
     alike: bool = True,
 ) -> Recorder:
     """What writes into ``sinks``; without them, on all ranks but one, what does nothing.
 
-    ``alike``: see :class:`ds_silent.frameworks.base.Ranks`.
+    Args:
+        members: of the group, as the whole training counts its ranks.
+        alike: see :class:`ds_silent.frameworks.base.Ranks`.
     """
     if sinks is None or config is None or audit is None or layout is None:
         return NullRecorder()
     judge = Judge(config.detectors, config.interval, words, alike) if config.detectors.enabled else None
-    return WritingRecorder(sinks, judge, audit, layout, ranks, config.detectors.stop_on, alike)
+    return WritingRecorder(sinks, judge, audit, layout, members, config.detectors.stop_on, alike)
 
 
 class Recorder(Protocol):
@@ -108,14 +112,14 @@ class WritingRecorder:
         judge: Judge | None,
         audit: Audit,
         layout: Layout,
-        ranks: int,
+        members: Sequence[int],
         stop_on: str,
         alike: bool = True,
     ):
         self.last_record: StepRecord | None = None
         self.ends: Event | None = None
         self._sink, self._judge, self._audit = sink, judge, audit
-        self._layout, self._ranks, self._stop_on = layout, ranks, stop_on
+        self._layout, self._members, self._stop_on = layout, tuple(members), stop_on
         self._alike = alike
         self._tracker = RowTracker()
         self._listeners: list[Callable[[Event], None]] = []
@@ -171,10 +175,11 @@ class WritingRecorder:
     def repairs(self, repairs: tuple[Repair, ...]) -> None:
         """Write what the responses have done."""
         for repair in repairs:
-            self.report(repair_event(repair, self._ranks))
+            self.report(repair_event(repair, len(self._members)))
 
     def report(self, event: Event) -> None:
         """Write an event and tell the callbacks, which find an error on disk."""
+        event = in_whole(event, self._members)
         if event.severity in _ENDS[self._stop_on]:
             self.ends = event
         if event.step == 0 and self._judge is not None:  # the preflight's
@@ -213,3 +218,21 @@ class WritingRecorder:
                 self._judge.load_state_dict(state["judge"])
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", error)
+
+
+def in_whole(event: Event, members: tuple[int, ...]) -> Event:
+    """An event of a group that is a part of the training says which ranks of the whole it names.
+
+    Args:
+        members: of the group, as the whole training counts its ranks.
+    """
+    if not event.ranks or members == tuple(range(len(members))):
+        return event
+    whole = tuple(members[rank] for rank in event.ranks)
+    if len(whole) == 1:
+        said = f"Rank {event.ranks[0]} of this data-parallel group is rank {whole[0]} of the whole training."
+    else:
+        named = ", ".join(map(str, event.ranks[:NAMED])) + (", ..." if len(whole) > NAMED else "")
+        those = ", ".join(map(str, whole[:NAMED])) + (", ..." if len(whole) > NAMED else "")
+        said = f"Ranks {named} of this data-parallel group are ranks {those} of the whole training."
+    return dataclasses.replace(event, global_ranks=whole, message=f"{event.message} {said}")

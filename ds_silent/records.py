@@ -168,6 +168,8 @@ class Event:
     remedy: str
     false_alarms_per_million_steps: float | None = field(default=None, metadata={"absent": True})
     """Where chance is judged: the stated rate at which this would just still be told. None, and no key: a fact."""
+    global_ranks: tuple[int, ...] | None = field(default=None, metadata={"absent": True})
+    """``ranks``, as the whole training counts them. None, and no key: the group that is observed is all of it."""
 
     @classmethod
     def from_json(cls, value: Any) -> Event:

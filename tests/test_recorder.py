@@ -19,7 +19,7 @@ NOTHING: Any = None  # what measuring needs
 
 def recorder_of(directory: Path) -> tuple[WritingRecorder, FanOut]:
     sinks = FanOut([Background([JsonlSink(directory), Recorder(lambda call: time.sleep(0.01))])])
-    return WritingRecorder(sinks, None, NOTHING, NOTHING, 2, "error"), sinks
+    return WritingRecorder(sinks, None, NOTHING, NOTHING, (0, 1), "error"), sinks
 
 
 def test_a_callback_finds_the_error_on_disk_and_the_decision_taken(tmp_path: Path) -> None:
@@ -47,3 +47,23 @@ def test_a_checkpoint_waits_until_everything_is_written(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == 29
     assert len((tmp_path / "events.jsonl").read_bytes().splitlines()) == 1
     recorder.close()
+
+
+def test_a_group_that_is_a_part_says_which_ranks_of_the_whole_it_names(tmp_path: Path) -> None:
+    sinks = FanOut([JsonlSink(tmp_path)])
+    recorder = WritingRecorder(sinks, None, NOTHING, NOTHING, (1, 3, 5), "never")
+    for ranks in ((1,), (0, 2), ()):
+        recorder.report(replace(event(4), ranks=ranks, message="Odd."))
+    recorder.close()
+    told = list(read_event_records(tmp_path / "events.jsonl"))
+    assert [(one.ranks, one.global_ranks) for one in told] == [((1,), (3,)), ((0, 2), (1, 5)), ((), None)]
+    assert told[0].message == "Odd. Rank 1 of this data-parallel group is rank 3 of the whole training."
+    assert told[1].message == "Odd. Ranks 0, 2 of this data-parallel group are ranks 1, 5 of the whole training."
+    assert told[2].message == "Odd."
+
+
+def test_a_group_that_is_the_whole_training_says_nothing_of_it(tmp_path: Path) -> None:
+    recorder, _ = recorder_of(tmp_path)
+    recorder.report(replace(event(4), ranks=(1,)))
+    recorder.close()
+    assert b"global_ranks" not in (tmp_path / "events.jsonl").read_bytes()

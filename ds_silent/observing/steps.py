@@ -72,8 +72,8 @@ class Steps:
         after_updates = self._responder.compares_replicas
         self.replicas = ReplicaChecks(config, capture.framework.replicated(), capture.group, after_updates)
         words = capture.framework.words
-        ranks, alike = capture.shape.ranks, capture.framework.ranks.alike
-        recorder = make_recorder(home.sinks, config, self._audit, self._layout, ranks, words, alike)
+        members, alike = dist.get_process_group_ranks(capture.group), capture.framework.ranks.alike
+        recorder = make_recorder(home.sinks, config, self._audit, self._layout, members, words, alike)
         self.published = Published(capture, recorder, self.replicas, self._responder, model)
         self.records_loaded: str | None = None
         self.observing = True

@@ -34,8 +34,11 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 @contextmanager
 def _named(members: tuple[int, ...]) -> Iterator[None]:
-    """The same name on every rank. Torch's has the number of groups that a rank is in, in which ranks may be unlike
-    (the first and last stages of a pipeline are in more): then each waits for ranks under a name of its own (torch 2.4 to 2.13)."""
+    """The same name on every rank.
+
+    Torch's has the number of groups that a rank is in, in which ranks may be unlike (the first and last stages of a
+    pipeline are in more): then each waits for ranks under a name of its own (torch 2.4 to 2.13).
+    """
     c10d: Any = dist.distributed_c10d
     if not hasattr(c10d, "_hash_ranks_to_str"):
         yield

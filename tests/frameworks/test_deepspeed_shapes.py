@@ -181,6 +181,8 @@ def test_what_is_wrong_is_told_where_it_is(table: Any, found: str, request: pyte
             assert [event["kind"] in kinds for event in events[:1]] == [True] * bool(kinds), (name, group, events)
             if kinds == WRONG_SUMS:
                 assert events[0]["step"] == 1, (name, group, events)
+            for event in events if group == "tp1" else []:  # ranks 1 and 3
+                assert event.get("global_ranks", []) == [2 * rank + 1 for rank in event["ranks"]], (name, event)
 
 
 def test_the_mesh_is_shown_without_the_observer(tmp_path: Path) -> None:
