@@ -8,8 +8,7 @@ import pytest
 
 from tests.ddp_training import DDPCase, train_ddp
 from tests.distributed import run_distributed
-from tests.frameworks.test_oracle import STEPS, check, chunks
-from tests.training import Trace
+from tests.frameworks.test_oracle import check, chunks, run_cases
 
 COVERING = (
     DDPCase(),
@@ -33,28 +32,17 @@ COVERING = (
 )
 
 
-def run_cases(cases: tuple[DDPCase, ...], directory: str) -> list[tuple[Trace, Trace]]:
-    """On every rank: each case with the block and without it."""
-    results = []
-    for number, case in enumerate(cases):
-        folder = Path(directory) / str(number)
-        observed = train_ddp(case, folder / "on", STEPS, enabled=True, oracle=True)
-        plain = train_ddp(case, folder / "off", STEPS, enabled=False)
-        results.append((observed, plain))
-    return results
-
-
 @pytest.mark.parametrize("cases", chunks(COVERING, 9), ids=lambda cases: f"{len(cases)}-cases")
 def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[DDPCase, ...], tmp_path: Path) -> None:
-    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path)), timeout=280))
+    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path), train_ddp), timeout=280))
 
 
 def test_four_ranks(tmp_path: Path) -> None:
     cases = (DDPCase(accumulation=2), DDPCase(dtype="bf16"), DDPCase(unused="rank"), DDPCase(method="exact"))
-    check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path)), timeout=280))
+    check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path), train_ddp), timeout=280))
 
 
 @pytest.mark.matrix
 def test_eight_ranks(tmp_path: Path) -> None:
     cases = (DDPCase(accumulation=2), DDPCase(dtype="bf16"), DDPCase(unused="rank"))
-    check(cases, run_distributed(run_cases, 8, (cases, str(tmp_path)), timeout=280))
+    check(cases, run_distributed(run_cases, 8, (cases, str(tmp_path), train_ddp), timeout=280))

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ddp_training import FSDP2Case
+from tests.ddp_training import FSDP2Case, train_ddp
 from tests.distributed import run_distributed
-from tests.frameworks.test_ddp import run_cases
-from tests.frameworks.test_oracle import check, chunks
+from tests.frameworks.test_oracle import check, chunks, run_cases
 
 COVERING = (
     FSDP2Case(),
@@ -25,9 +24,9 @@ COVERING = (
 
 @pytest.mark.parametrize("cases", chunks(COVERING, 8), ids=lambda cases: f"{len(cases)}-cases")
 def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[FSDP2Case, ...], tmp_path: Path) -> None:
-    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path)), timeout=280))
+    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path), train_ddp), timeout=280))
 
 
 def test_four_ranks_and_replicas_of_shards(tmp_path: Path) -> None:
     cases = (FSDP2Case(accumulation=2), FSDP2Case(replicas=2), FSDP2Case(replicas=2, accumulation=2))
-    check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path)), timeout=280))
+    check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path), train_ddp), timeout=280))

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_distributed
-from tests.frameworks.test_oracle import STEPS, check, chunks
+from tests.frameworks.test_oracle import check, chunks, run_cases
 from tests.megatron_training import MegatronCase, train_megatron
-from tests.training import Trace
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -36,17 +35,6 @@ COVERING = (
 )
 
 
-def run_cases(cases: tuple[MegatronCase, ...], directory: str) -> list[tuple[Trace, Trace]]:
-    """On every rank: each case with the block and without it."""
-    results = []
-    for number, case in enumerate(cases):
-        folder = Path(directory) / str(number)
-        observed = train_megatron(case, folder / "on", STEPS, enabled=True, oracle=True)
-        plain = train_megatron(case, folder / "off", STEPS, enabled=False)
-        results.append((observed, plain))
-    return results
-
-
 @pytest.mark.parametrize("cases", chunks(COVERING, 5), ids=lambda cases: f"{len(cases)}-cases")
 def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[MegatronCase, ...], tmp_path: Path) -> None:
-    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path)), timeout=280))
+    check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path), train_megatron), timeout=280))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ SKETCH_SIZE = 1024  # of tests.training.Case.config
 EFFECTIVE = 1 / (1 / SKETCH_SIZE + 1 / (8 * SKETCH_SIZE))
 
 
-def run_cases(cases: tuple[Case, ...], directory: str) -> list[tuple[Trace, Trace]]:
-    """On every rank: each case with the block and without it."""
+def run_cases(
+    cases: tuple[Case, ...], directory: str, trained: Callable[..., Trace] = train, observed: bool = True
+) -> list[tuple[Trace, Trace]]:
+    """On every rank: each case with the block, unless ``observed`` is False, and without it. ``trained``: see ``train``."""
     results = []
     for number, case in enumerate(cases):
         folder = Path(directory) / str(number)
-        observed = train(case, folder / "on", STEPS, enabled=True, oracle=True)
-        plain = train(case, folder / "off", STEPS, enabled=False)
-        results.append((observed, plain))
+        plain = trained(case, folder / "off", STEPS, enabled=False)
+        with_block = trained(case, folder / "on", STEPS, enabled=True, oracle=True) if observed else plain
+        results.append((with_block, plain))
     return results
 
 
