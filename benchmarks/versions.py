@@ -3,6 +3,7 @@
     python benchmarks/versions.py                     # all: make test-versions (an hour, 20 GB of disk)
     python benchmarks/versions.py "torch 2.5" megatron        # those whose names hold one of these
     python benchmarks/versions.py --list                      # what there is
+    python benchmarks/versions.py --page docs/versions.md     # writes the page, too
 
 Every environment is made under build/versions on first use and kept: a virtual environment for each pair of Python and
 torch, and one folder for each other package, put before it by PYTHONPATH. What has run on the same sources is not run
@@ -270,10 +271,37 @@ def table_of(outcomes: list[Outcome]) -> Table:
     return table
 
 
+def page_of(outcomes: list[Outcome]) -> str:
+    """docs/versions.md."""
+    lines = [
+        "# Other versions",
+        "",
+        "Written by `python benchmarks/versions.py --page docs/versions.md` from trainings on CPU ranks with gloo:",
+        "the covering cases of each framework, each with the block and without it, against a float64 computation, and",
+        "a file of tests. A case is wrong without us too where the training has the same bits without the block and",
+        "`ds_silent` tells what is wrong, where it breaks without the block as well, or where two plain trainings differ.",
+        "",
+        "| environment | versions | right | wrong | wrong without us too | skipped |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        counts = f"{one.passed} | {one.failed} | {one.not_ours} | {one.skipped}"
+        lines.append(f"| {one.name} | {one.versions or one.said} | {counts} |")
+    lines += ["", "What was said of those that are not right:", ""]
+    lines += [f"* {one.name}: {_inert(line)}" for one in outcomes for line in one.said.splitlines() if one.versions]
+    return "\n".join(lines) + "\n"
+
+
+def _inert(text: str) -> str:
+    """Without this machine's paths, and nothing that Markdown would take for its own."""
+    return text.replace(str(ROOT), ".").replace("|", "/").replace("<", "(").replace(">", ")").replace("_", r"\_")
+
+
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Parts of the environments' names; all of them.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what has run on the same sources.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Say what there is, and end.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Also write the table as a page.")] = None,
 ) -> None:
     """The tests under other versions of Python, torch and the frameworks; see the file's first lines."""
     console = Console()
@@ -300,6 +328,8 @@ def main(
             outcome = Outcome(**kept[key])
         outcomes.append(outcome)
     console.print(table_of(outcomes))
+    if page is not None:
+        page.write_text(page_of(outcomes))
     if any(one.failed or not one.passed for one in outcomes):
         raise typer.Exit(1)
 
