@@ -279,7 +279,7 @@ def page_of(outcomes: list[Outcome]) -> str:
         "Written by `python benchmarks/versions.py --page docs/versions.md` from trainings on CPU ranks with gloo:",
         "the covering cases of each framework, each with the block and without it, against a float64 computation, and",
         "a file of tests. A case is wrong without us too where the training has the same bits without the block and",
-        "`ds_silent` tells what is wrong, where it breaks without the block as well, or where two plain trainings differ.",
+        "`ds_silent` tells what is wrong, where it breaks without the block, or where two plain trainings differ.",
         "",
         "| environment | versions | right | wrong | wrong without us too | skipped |",
         "|---|---|---|---|---|---|",
