@@ -70,6 +70,7 @@ class Environment:
 
 def _old_hub(transformers: str, accelerate: str, tokenizers: str, hub: str) -> tuple[str, ...]:
     return (
+        "datasets==3.6.0",
         f"transformers=={transformers}",
         f"accelerate=={accelerate}",
         f"tokenizers=={tokenizers}",
@@ -84,7 +85,7 @@ ENVIRONMENTS = (
     Environment("DeepSpeed, this environment's", ("DeepSpeed",), DEEPSPEED),
     *(
         Environment(f"megatron-core {v}", ("Megatron-core",), MEGATRON, over=(f"megatron-core=={v}",))
-        for v in ("0.14.0", "0.15.3", "0.16.1")
+        for v in ("0.15.3", "0.16.1")
     ),
     Environment(
         "transformers 4.57, accelerate 1.10", (), HUGGINGFACE, over=_old_hub("4.57.1", "1.10.1", "0.22.1", "0.36.0")
@@ -246,7 +247,9 @@ def _read(environment: Environment, report: Path, versions: str, seconds: float,
         assert broken is not None
         lines = [line for line in (broken.text or "").splitlines() if line.startswith("E ")]
         said = f"{first.get('name')}: {(lines or [broken.get('message', '')])[-1][2:].strip()[:160]} ({log.name})"
-    return Outcome(environment.name, total - failed - skipped, failed, skipped, seconds, versions, said)
+    return Outcome(
+        environment.name, total - failed - skipped, failed, skipped, seconds=seconds, versions=versions, said=said
+    )
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
