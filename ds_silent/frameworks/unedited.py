@@ -40,6 +40,7 @@ class Unedited:
         self._optimizers: list[weakref.ref[Any]] = []
         self._of_megatron: list[tuple[Any, Sequence[Any]]] = []  # what get_megatron_optimizer has made, and of what
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # observed, or not to be
+        self._forward_runs = False  # of a training
         self._missed: dict[str, str] = {}  # by class
         self._observers: list[Observer] = []
         self._loaders = LoaderMemory()
@@ -87,9 +88,20 @@ class Unedited:
     # -- the forward ---------------------------------------------------------------------------------------------
 
     def _called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and module not in self._seen and not torch.compiler.is_compiling():
+        """The outermost wrapper is the training; those called inside, such as blocks under fully_shard, are of it."""
+        if torch.compiler.is_compiling():
+            return original(module, *args, **kwargs)
+        if self._forward_runs:
+            self._seen.add(module)  # a checkpoint calls it again in the backward, where nothing is around it
+        if self._forward_runs or not torch.is_grad_enabled():
+            return original(module, *args, **kwargs)
+        if module not in self._seen:
             self._look_at(module)
-        return original(module, *args, **kwargs)
+        self._forward_runs = True
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._forward_runs = False
 
     def _look_at(self, module: nn.Module) -> None:
         """Attach, where somebody steps its parameters. The same on every rank of its group, as the forward is."""

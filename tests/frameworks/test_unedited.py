@@ -56,6 +56,43 @@ print("trained", float(total.detach()).hex())
 dist.destroy_process_group()
 """
 
+BLOCKS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        x = checkpoint(self.blocks[1], x.tanh(), use_reentrant=False)  # called again in the backward
+        return self.head(x)
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = Model()
+for block in model.blocks:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+torch.manual_seed(dist.get_rank() + 1)
+for micro_batch in range(6):
+    last = micro_batch % 2 == 1
+    model.set_requires_gradient_sync(last)
+    (model(torch.randn(4, 8)).square().mean() / 2).backward()
+    if last:
+        optimizer.step()
+        optimizer.zero_grad()
+print("trained", sum(p.to_local().double().sum() for p in model.parameters()).item().hex())
+dist.destroy_process_group()
+"""
+
 MEGATRON = """
 import torch
 import torch.distributed as dist
@@ -165,6 +202,14 @@ def test_a_script_of_torch_is_observed_from_its_first_step(wrapper: str, tmp_pat
     assert "nothing was observed" not in wrong
     records = check(tmp_path / "run", ROWS)
     assert [record["epoch"] for record in records] == [8 / 24, 16 / 24, 1.0]  # of the loader, which nobody named
+
+
+def test_blocks_under_fully_shard_are_of_one_training_and_its_micro_batches_of_one_step(tmp_path: Path) -> None:
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, observed, wrong = run(tmp_path, BLOCKS, *ours)
+    assert (status, len(observed)) == (0, 2), wrong
+    assert wrong.count("ds_silent: observing 2 ranks") == 1
+    check(tmp_path / "run", 2 * ROWS)
 
 
 def test_what_cannot_be_found_is_said_at_the_end(tmp_path: Path) -> None:
