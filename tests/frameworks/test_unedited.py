@@ -41,8 +41,9 @@ if sys.argv[1] != "by hand":
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 with torch.no_grad():
     model(data[:2][0])  # no training
+called = model.module if sys.argv[1] == "module" else model
 for x, y in loader:
-    loss = (model(x) - y).square().mean()
+    loss = (called(x) - y).square().mean()
     loss.backward()
     if sys.argv[1] == "by hand":
         with torch.no_grad():
@@ -216,6 +217,16 @@ def test_what_cannot_be_found_is_said_at_the_end(tmp_path: Path) -> None:
     status, [_], wrong = run(tmp_path, TORCH, "-m", "ds_silent", "train.py", "by hand", ranks=1)
     assert status == 0, wrong
     assert "ds_silent: nothing was observed: the script trains a DistributedDataParallel, but no optimizer" in wrong
+
+
+def test_a_wrapper_that_is_never_called_in_training_is_said_at_the_end(tmp_path: Path) -> None:
+    status, trained, wrong = run(tmp_path, TORCH, "-m", "ds_silent", "train.py", "module")
+    assert (status, len(trained)) == (0, 2), wrong
+    said = [line for line in wrong.splitlines() if "ds_silent: " in line]
+    assert said == [
+        "ds_silent: nothing was observed: a DistributedDataParallel was made, but it was never called in training, so "
+        "its gradients are not reduced: call ddp(x), not ddp.module(x)"
+    ]
 
 
 def test_a_file_that_is_no_block_is_one_sentence(tmp_path: Path) -> None:
