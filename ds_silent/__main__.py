@@ -96,13 +96,10 @@ def _say_if_nothing_was_observed(missed: Callable[[], list[str]]) -> None:
     if is_first() and not anything_observed():
         why = "; ".join(missed()) or (
             'no DeepSpeed engine with an optimizer and an enabled "silent_consistency" block, no '
-            "DistributedDataParallel, fully_shard or Megatron-core model with an optimizer came by"
+            "DistributedDataParallel, fully_shard or Megatron-core model with an optimizer came by; add the block to "
+            "the ds_config, or call ds_silent.attach in the script"
         )
-        print(
-            f"ds_silent: nothing was observed: {why}; add the block to the ds_config, or call ds_silent.attach in the "
-            "script",
-            file=sys.stderr,
-        )
+        print(f"ds_silent: nothing was observed: {why}", file=sys.stderr)
 
 
 def _target_of(arguments: Sequence[str]) -> _Target:
