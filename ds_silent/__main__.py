@@ -56,6 +56,10 @@ def main() -> None:
             _run_module(target)
         else:
             _run_script(target)
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            atexit.unregister(_say_if_nothing_was_observed)  # it has said why itself
+        raise
     finally:
         patches.undo()
 

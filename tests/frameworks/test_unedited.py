@@ -229,6 +229,32 @@ def test_a_wrapper_that_is_never_called_in_training_is_said_at_the_end(tmp_path:
     ]
 
 
+@pytest.mark.parametrize(
+    ("script", "code", "sentence"),
+    [
+        ("raise ValueError('mine')", 1, "ValueError: mine"),
+        ("import sys; sys.exit('mine')", 1, "mine"),
+        ("import ds_silent; ds_silent.attach(3)", 1, "ds_silent.attach takes"),
+        ("import sys; sys.exit(0)", 0, "nothing was observed"),
+    ],
+)
+def test_what_ended_with_its_own_sentence_has_no_second_one(
+    script: str, code: int, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_silent", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
+    assert ("nothing was observed" in done.stderr) == (code == 0)
+
+
 def test_a_file_that_is_no_block_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "block.json").write_text('{"intervall": 3}')
     status, said, wrong = run(
