@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ds_silent import __main__ as way_in
 from ds_silent.frameworks.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
@@ -263,6 +264,31 @@ def test_a_file_that_is_no_block_is_one_sentence(tmp_path: Path) -> None:
     assert (status, said) == (1, [])
     assert 'ds_silent: silent_consistency has no key "intervall"; did you mean "interval"?' in wrong
     assert "Traceback" not in wrong.split("ChildFailedError")[0].split("ds_silent: ")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize("by", ["--silent-consistency-config", "SILENT_CONSISTENCY_CONFIG"])
+def test_a_file_that_cannot_be_read_is_called_what_its_user_called_it(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "block.json"
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.delenv("SILENT_CONSISTENCY_CONFIG", raising=False)
+    option = by.startswith("--")
+    monkeypatch.setattr(sys, "argv", ["ds_silent", *([by, str(path)] if option else []), str(script)])
+    if not option:
+        monkeypatch.setenv(by, str(path))
+
+    def said() -> str:
+        with pytest.raises(SystemExit) as ended:
+            way_in.main()
+        return str(ended.value.code)
+
+    assert said() == f'ds_silent: there is no {by} file "{path}"; check the path'
+    path.write_text("[1]")
+    assert said() == f'ds_silent: the {by} file "{path}" must hold one object in braces, got [1]; put braces around it'
+    path.write_text('{"silent_consistency": {}, "silent_consistancy": {}}')
+    assert said().startswith(f'ds_silent: the {by} file "{path}" has a key "silent_consistancy", which nothing reads')
 
 
 def test_a_script_of_megatron_is_observed_from_its_first_step(tmp_path: Path) -> None:
