@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ds_silent import __main__ as way_in
 from ds_silent.frameworks.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
@@ -229,6 +230,32 @@ def test_a_wrapper_that_is_never_called_in_training_is_said_at_the_end(tmp_path:
     ]
 
 
+@pytest.mark.parametrize(
+    ("script", "code", "sentence"),
+    [
+        ("raise ValueError('mine')", 1, "ValueError: mine"),
+        ("import sys; sys.exit('mine')", 1, "mine"),
+        ("import ds_silent; ds_silent.attach(3)", 1, "ds_silent.attach takes"),
+        ("import sys; sys.exit(0)", 0, "nothing was observed"),
+    ],
+)
+def test_what_ended_with_its_own_sentence_has_no_second_one(
+    script: str, code: int, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_silent", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
+    assert ("nothing was observed" in done.stderr) == (code == 0)
+
+
 def test_a_file_that_is_no_block_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "block.json").write_text('{"intervall": 3}')
     status, said, wrong = run(
@@ -237,6 +264,31 @@ def test_a_file_that_is_no_block_is_one_sentence(tmp_path: Path) -> None:
     assert (status, said) == (1, [])
     assert 'ds_silent: silent_consistency has no key "intervall"; did you mean "interval"?' in wrong
     assert "Traceback" not in wrong.split("ChildFailedError")[0].split("ds_silent: ")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize("by", ["--silent-consistency-config", "SILENT_CONSISTENCY_CONFIG"])
+def test_a_file_that_cannot_be_read_is_called_what_its_user_called_it(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "block.json"
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.delenv("SILENT_CONSISTENCY_CONFIG", raising=False)
+    option = by.startswith("--")
+    monkeypatch.setattr(sys, "argv", ["ds_silent", *([by, str(path)] if option else []), str(script)])
+    if not option:
+        monkeypatch.setenv(by, str(path))
+
+    def said() -> str:
+        with pytest.raises(SystemExit) as ended:
+            way_in.main()
+        return str(ended.value.code)
+
+    assert said() == f'ds_silent: there is no {by} file "{path}"; check the path'
+    path.write_text("[1]")
+    assert said() == f'ds_silent: the {by} file "{path}" must hold one object in braces, got [1]; put braces around it'
+    path.write_text('{"silent_consistency": {}, "silent_consistancy": {}}')
+    assert said().startswith(f'ds_silent: the {by} file "{path}" has a key "silent_consistancy", which nothing reads')
 
 
 def test_a_script_of_megatron_is_observed_from_its_first_step(tmp_path: Path) -> None:
