@@ -2,6 +2,7 @@
 
     python benchmarks/works.py        # make works: half an hour on 2 cores; without megatron-core no column of it
     python benchmarks/works.py --options DeepSpeed --json cases.json     # of one framework, and no page
+    python benchmarks/works.py --again faults                            # with this part measured anew
 
 Three questions, each answered by running it:
 
@@ -36,6 +37,7 @@ from tests.distributed import run_distributed  # noqa: E402
 from tests.frameworks import test_oracle as oracle  # noqa: E402
 
 PAGE = ROOT / "docs" / "works.md"
+CACHE = ROOT / "build" / "works"
 ORACLES = {
     "DeepSpeed": ("tests.frameworks.test_oracle", "tests.training", "train"),
     "DDP": ("tests.frameworks.test_ddp", "tests.ddp_training", "train_ddp"),
@@ -180,7 +182,7 @@ def drilled(framework: str) -> dict[str, str]:
         command = [*ds_silent, "drill", "--framework", framework, "--json", str(out)]
         subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
         drill = json.loads(out.read_text())
-    told = dict.fromkeys(drill["not_applicable"], "not applicable")
+    told = dict.fromkeys(drill.get("not_applicable", {}), "not applicable")
     for training in drill["trainings"]:
         verdict = training["verdict"]
         if not training["fault"]:
@@ -233,19 +235,19 @@ def tests_table(found: dict[str, dict[str, str]]) -> Iterable[str]:
 
 
 def page(
-    by_option: dict[str, dict[str, Answers]],
-    by_fault: dict[str, dict[str, str]],
-    by_test: dict[str, dict[str, str]],
+    options: dict[str, dict[str, Answers]], faults: dict[str, dict[str, str]], tests: dict[str, dict[str, str]]
 ) -> str:
-    """The whole of docs/works.md."""
+    """The whole of docs/works.md; a part that is empty is left out."""
     names = [name for name in ("torch", "deepspeed", "megatron-core", "transformers", "accelerate") if _has(name)]
     versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in names)
-    return "\n".join(
-        (
-            "# What works where",
-            "",
-            f"Written by `make works` from trainings on this page's day, on CPU ranks with gloo: {versions}.",
-            "",
+    lines = [
+        "# What works where",
+        "",
+        f"Written by `make works` from trainings on CPU ranks with gloo: {versions}.",
+        "",
+    ]
+    if options:
+        lines += [
             "## Options",
             "",
             "Three answers each, on 2 ranks: are weights, optimizer state and losses the same bits as without the",
@@ -253,40 +255,60 @@ def page(
             "its bound, without a false word. Empty: not an option there, or not among what every run of the tests",
             "covers.",
             "",
-            *options_table(by_option),
+            *options_table(options),
             "",
+        ]
+    if faults:
+        lines += [
             "## Faults",
             "",
             "The [drill](drill.md) with its own settings: at which step each fault is told.",
             "",
-            *checks_table(by_fault),
+            *checks_table(faults),
             "",
-            "## Divided models and ways in",
-            "",
-            *tests_table(by_test),
-            "",
-        )
-    )
+        ]
+    if tests:
+        lines += ["## Divided models and ways in", "", *tests_table(tests), ""]
+    return "\n".join(lines)
 
 
 def _has(name: str) -> bool:
     return installed(name.replace("megatron-core", "megatron.core"))
 
 
+def measured(part: str, measure: Callable[[], Any]) -> Any:
+    """A part of the page: as it was measured last, or now."""
+    kept = CACHE / f"{part}.json"
+    if not kept.exists():
+        found = measure()
+        CACHE.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(found, indent=1))
+    return json.loads(kept.read_text())
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "options": lambda: {name: options(name) for name in ORACLES if installed(PACKAGES.get(name, "torch"))},
+    "faults": lambda: {name: drilled(framework) for name, framework in DRILLS.items()},
+    "tests": lambda: {name: tested(paths) for name, paths in TESTS.items()},
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--options", choices=ORACLES, help="only the options of this framework, and no page")
     parser.add_argument("--json", type=Path, help="with --options: write the answers here")
+    parser.add_argument("--again", nargs="*", choices=PARTS, default=[], help="parts to be measured anew")
+    parser.add_argument("--without", nargs="*", choices=PARTS, default=[], help="parts to leave out of the page")
     arguments = parser.parse_args()
     if arguments.options:
         found = options(arguments.options)
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1))
         sys.exit(0 if all(all(three) or said.startswith(NOT_OURS) for *three, said in found.values()) else 1)
-    by_option = {name: options(name) for name in ORACLES if installed(PACKAGES.get(name, "torch"))}
-    by_fault = {name: drilled(framework) for name, framework in DRILLS.items()}
-    by_test = {name: tested(paths) for name, paths in TESTS.items()}
-    PAGE.write_text(page(by_option, by_fault, by_test))
+    for part in arguments.again:
+        (CACHE / f"{part}.json").unlink(missing_ok=True)
+    by_part = {part: {} if part in arguments.without else measured(part, how) for part, how in PARTS.items()}
+    PAGE.write_text(page(**by_part))
     wrong = sum(NO in line for line in PAGE.read_text().splitlines() if line.startswith("| "))
     print(f"{PAGE.relative_to(ROOT)} is written; {wrong} rows have a no" if wrong else f"{PAGE.name}: no row has a no")
     sys.exit(1 if wrong else 0)
