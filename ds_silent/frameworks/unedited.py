@@ -32,6 +32,15 @@ from ds_silent.observer import Observer
 
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
 
+_UNCALLED = (
+    "a DistributedDataParallel was made, but it was never called in training, so its gradients are not reduced: call "
+    "ddp(x), not ddp.module(x)"
+)
+_COMPILED = (
+    "no call of a DistributedDataParallel in training was seen: where torch.compile hides it, call ds_silent.attach in "
+    "the script; where there is none, its gradients are not reduced: call ddp(x), not ddp.module(x)"
+)
+
 
 class Unedited:
     """Watches the whole process, for one block."""
@@ -77,15 +86,12 @@ class Unedited:
         self._uncalled.add(ddp)
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """What is stepped and was never called is trained past its wrapper, rank by rank."""
+        """What is stepped and was not seen called is trained past its wrapper, or where nobody may look."""
         if torch.compiler.is_compiling():
             return
         for ddp in [ddp for ddp in self._uncalled if _steps(optimizer, _trainable(ddp))]:
             self._uncalled.discard(ddp)
-            self._missed["uncalled"] = (
-                "a DistributedDataParallel was made, but it was never called in training, so its gradients are not "
-                "reduced: call ddp(x), not ddp.module(x)"
-            )
+            self._missed["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
 
     def _watch_fsdp2(self, fsdp: ModuleType) -> None:
         if hasattr(fsdp, "FSDPModule"):  # torch 2.6
@@ -177,6 +183,12 @@ def _trainable(module: nn.Module) -> set[int]:
 def _steps(optimizer: Any, own: set[int]) -> bool:
     """Whether it steps a parameter of those ids."""
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def _anything_compiled() -> bool:
+    """Nothing of ours runs inside: whether a compiled function calls a module cannot be seen."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return bool(counters.get("frames"))
 
 
 def _is_megatron(module: nn.Module) -> bool:

@@ -43,6 +43,8 @@ if sys.argv[1] != "by hand":
 with torch.no_grad():
     model(data[:2][0])  # no training
 called = model.module if sys.argv[1] == "module" else model
+if sys.argv[1] == "compiled":
+    called = torch.compile(model, backend="eager")
 for x, y in loader:
     loss = (called(x) - y).square().mean()
     loss.backward()
@@ -220,14 +222,27 @@ def test_what_cannot_be_found_is_said_at_the_end(tmp_path: Path) -> None:
     assert "ds_silent: nothing was observed: the script trains a DistributedDataParallel, but no optimizer" in wrong
 
 
-def test_a_wrapper_that_is_never_called_in_training_is_said_at_the_end(tmp_path: Path) -> None:
-    status, trained, wrong = run(tmp_path, TORCH, "-m", "ds_silent", "train.py", "module")
-    assert (status, len(trained)) == (0, 2), wrong
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (
+            "module",
+            "a DistributedDataParallel was made, but it was never called in training, so its gradients are not "
+            "reduced: call ddp(x), not ddp.module(x)",
+        ),
+        (
+            "compiled",
+            "no call of a DistributedDataParallel in training was seen: where torch.compile hides it, call "
+            "ds_silent.attach in the script; where there is none, its gradients are not reduced: call ddp(x), not "
+            "ddp.module(x)",
+        ),
+    ],
+)
+def test_a_wrapper_whose_call_was_not_seen_is_said_at_the_end(how: str, sentence: str, tmp_path: Path) -> None:
+    status, trained, wrong = run(tmp_path, TORCH, "-m", "ds_silent", "train.py", how, ranks=1)
+    assert (status, len(trained)) == (0, 1), wrong
     said = [line for line in wrong.splitlines() if "ds_silent: " in line]
-    assert said == [
-        "ds_silent: nothing was observed: a DistributedDataParallel was made, but it was never called in training, so "
-        "its gradients are not reduced: call ddp(x), not ddp.module(x)"
-    ]
+    assert said == [f"ds_silent: nothing was observed: {sentence}"]
 
 
 @pytest.mark.parametrize(
