@@ -1,4 +1,4 @@
-"""Two modules, one trained through the other: what a backward leaves in the other's gradients is cleared, and no step."""
+"""Two modules, one trained through the other: what a backward leaves in the other one is cleared, and is no step."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def adversaries(order: str, netg: Any, netd: Any, optg: Any, optd: Any, generato
     yes, no = torch.ones(ROWS, 1), torch.zeros(ROWS, 1)
     if order == "dcgan":
         netd.zero_grad()
-        cross_entropy(netd(real), yes).backward()
+        cross_entropy(netd(real), yes).backward()  # type: ignore[no-untyped-call]
         fake = netg(noise)
-        cross_entropy(netd(fake.detach()), no).backward()
+        cross_entropy(netd(fake.detach()), no).backward()  # type: ignore[no-untyped-call]
         optd.step()
         netg.zero_grad()
-        cross_entropy(netd(fake), yes).backward()
+        cross_entropy(netd(fake), yes).backward()  # type: ignore[no-untyped-call]
         optg.step()
         return
     fake = netg(noise)
     if order != "never cleared":
         optd.zero_grad()
-    cross_entropy(netd(torch.cat([real, fake.detach()])), torch.cat([yes, no])).backward()
+    cross_entropy(netd(torch.cat([real, fake.detach()])), torch.cat([yes, no])).backward()  # type: ignore[no-untyped-call]
     optd.step()
     optg.zero_grad()
     netd.require_backward_grad_sync = order != "unsynchronised"
     judged: Tensor = netd(fake)
-    cross_entropy(judged, yes).backward()
+    cross_entropy(judged, yes).backward()  # type: ignore[no-untyped-call]
     netd.require_backward_grad_sync = True
     optg.step()
 
