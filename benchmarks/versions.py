@@ -3,6 +3,7 @@
     python benchmarks/versions.py                     # all: make test-versions (an hour, 20 GB of disk)
     python benchmarks/versions.py "torch 2.5" megatron        # those whose names hold one of these
     python benchmarks/versions.py --list                      # what there is
+    python benchmarks/versions.py --page docs/versions.md     # writes the page, too
 
 Every environment is made under build/versions on first use and kept: a virtual environment for each pair of Python and
 torch, and one folder for each other package, put before it by PYTHONPATH. What has run on the same sources is not run
@@ -69,6 +70,7 @@ class Environment:
 
 def _old_hub(transformers: str, accelerate: str, tokenizers: str, hub: str) -> tuple[str, ...]:
     return (
+        "datasets==3.6.0",
         f"transformers=={transformers}",
         f"accelerate=={accelerate}",
         f"tokenizers=={tokenizers}",
@@ -83,7 +85,7 @@ ENVIRONMENTS = (
     Environment("DeepSpeed, this environment's", ("DeepSpeed",), DEEPSPEED),
     *(
         Environment(f"megatron-core {v}", ("Megatron-core",), MEGATRON, over=(f"megatron-core=={v}",))
-        for v in ("0.14.0", "0.15.3", "0.16.1")
+        for v in ("0.15.3", "0.16.1")
     ),
     Environment(
         "transformers 4.57, accelerate 1.10", (), HUGGINGFACE, over=_old_hub("4.57.1", "1.10.1", "0.22.1", "0.36.0")
@@ -245,7 +247,9 @@ def _read(environment: Environment, report: Path, versions: str, seconds: float,
         assert broken is not None
         lines = [line for line in (broken.text or "").splitlines() if line.startswith("E ")]
         said = f"{first.get('name')}: {(lines or [broken.get('message', '')])[-1][2:].strip()[:160]} ({log.name})"
-    return Outcome(environment.name, total - failed - skipped, failed, skipped, seconds, versions, said)
+    return Outcome(
+        environment.name, total - failed - skipped, failed, skipped, seconds=seconds, versions=versions, said=said
+    )
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -270,10 +274,37 @@ def table_of(outcomes: list[Outcome]) -> Table:
     return table
 
 
+def page_of(outcomes: list[Outcome]) -> str:
+    """docs/versions.md."""
+    lines = [
+        "# Other versions",
+        "",
+        "Written by `python benchmarks/versions.py --page docs/versions.md` from trainings on CPU ranks with gloo:",
+        "the covering cases of each framework, each with the block and without it, against a float64 computation, and",
+        "a file of tests. A case is wrong without us too where the training has the same bits without the block and",
+        "`ds_silent` tells what is wrong, where it breaks without the block, or where two plain trainings differ.",
+        "",
+        "| environment | versions | right | wrong | wrong without us too | skipped |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        counts = f"{one.passed} | {one.failed} | {one.not_ours} | {one.skipped}"
+        lines.append(f"| {one.name} | {one.versions or one.said} | {counts} |")
+    lines += ["", "What was said of those that are not right:", ""]
+    lines += [f"* {one.name}: {_inert(line)}" for one in outcomes for line in one.said.splitlines() if one.versions]
+    return "\n".join(lines) + "\n"
+
+
+def _inert(text: str) -> str:
+    """Without this machine's paths, and nothing that Markdown would take for its own."""
+    return text.replace(str(ROOT), ".").replace("|", "/").replace("<", "(").replace(">", ")").replace("_", r"\_")
+
+
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Parts of the environments' names; all of them.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what has run on the same sources.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Say what there is, and end.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Also write the table as a page.")] = None,
 ) -> None:
     """The tests under other versions of Python, torch and the frameworks; see the file's first lines."""
     console = Console()
@@ -300,6 +331,8 @@ def main(
             outcome = Outcome(**kept[key])
         outcomes.append(outcome)
     console.print(table_of(outcomes))
+    if page is not None:
+        page.write_text(page_of(outcomes))
     if any(one.failed or not one.passed for one in outcomes):
         raise typer.Exit(1)
 

@@ -176,7 +176,8 @@ def drilled(framework: str) -> dict[str, str]:
     """Fault -> how it is told, in one word or two."""
     with tempfile.TemporaryDirectory(prefix="works_") as directory:
         out = Path(directory, "drill.json")
-        command = [sys.executable, "-m", "ds_silent.cli", "drill", "--framework", framework, "--json", str(out)]
+        ds_silent = [sys.executable, "-c", "from ds_silent.cli import app; app()"]
+        command = [*ds_silent, "drill", "--framework", framework, "--json", str(out)]
         subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
         drill = json.loads(out.read_text())
     told = dict.fromkeys(drill["not_applicable"], "not applicable")

@@ -50,24 +50,32 @@ class _Target:
 
 def main() -> None:
     target = _target_of(sys.argv[1:])
-    patches = _take_places(target.config or os.environ.get(_VARIABLE))
+    patches = _take_places(target.config or os.environ.get(_VARIABLE), _CONFIG if target.config else _VARIABLE)
     try:
         if target.is_module:
             _run_module(target)
         else:
             _run_script(target)
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            atexit.unregister(_say_if_nothing_was_observed)  # it has said why itself
+        raise
     finally:
         patches.undo()
 
 
-def _take_places(file: str | None) -> Patches:
-    """Of what a script calls to make a training; a file that is no block ends everything with one sentence."""
+def _take_places(file: str | None, called: str) -> Patches:
+    """Of what a script calls to make a training; a file that is no block ends everything with one sentence.
+
+    Args:
+        called: what has named the file.
+    """
     from ds_silent.attaching import given_block
     from ds_silent.config import ConfigError
     from ds_silent.frameworks.patches import Patches
 
     try:
-        block = given_block(file)
+        block = given_block(file, called)
     except ConfigError as error:
         sys.exit(f"ds_silent: {error}" if is_first() else 1)
     patches = Patches()
@@ -96,13 +104,10 @@ def _say_if_nothing_was_observed(missed: Callable[[], list[str]]) -> None:
     if is_first() and not anything_observed():
         why = "; ".join(missed()) or (
             'no DeepSpeed engine with an optimizer and an enabled "silent_consistency" block, no '
-            "DistributedDataParallel, fully_shard or Megatron-core model with an optimizer came by"
+            "DistributedDataParallel, fully_shard or Megatron-core model with an optimizer came by; add the block to "
+            "the ds_config, or call ds_silent.attach in the script"
         )
-        print(
-            f"ds_silent: nothing was observed: {why}; add the block to the ds_config, or call ds_silent.attach in the "
-            "script",
-            file=sys.stderr,
-        )
+        print(f"ds_silent: nothing was observed: {why}", file=sys.stderr)
 
 
 def _target_of(arguments: Sequence[str]) -> _Target:

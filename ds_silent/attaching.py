@@ -27,7 +27,7 @@ from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.base import Framework
-from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+from ds_silent.frameworks.deepspeed.ds_config import load_ds_config, name_of
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight import compare as preflight
@@ -107,8 +107,11 @@ def observe(
     return observer
 
 
-def given_block(config: Given) -> SilentConsistencyConfig | None:
+def given_block(config: Given, called: str = "ds_config") -> SilentConsistencyConfig | None:
     """What a script gives as ``config``: a parsed block, a block, or a dict or file that holds one under its name.
+
+    Args:
+        called: what a user calls it, for the sentences about a mistake.
 
     Returns:
         None where it is switched off; the defaults where nothing is given.
@@ -118,8 +121,8 @@ def given_block(config: Given) -> SilentConsistencyConfig | None:
     """
     if isinstance(config, SilentConsistencyConfig):
         return config
-    held = {} if config is None else load_ds_config(config)
-    return parse(held if BLOCK in held else {BLOCK: held})
+    held = {} if config is None else load_ds_config(config, called)
+    return parse(held if BLOCK in held else {BLOCK: held}, name_of(config, called))
 
 
 def anything_observed() -> bool:

@@ -195,13 +195,16 @@ class SilentConsistencyConfig(_Block):
         return value
 
 
-def parse(ds_config: Mapping[str, Any]) -> SilentConsistencyConfig | None:
+def parse(ds_config: Mapping[str, Any], name: str = "the ds_config") -> SilentConsistencyConfig | None:
     """The block of ``ds_config``, checked; ``None`` when it is absent or has ``"enabled": false``.
+
+    Args:
+        name: what its user calls ``ds_config``.
 
     Raises:
         ConfigError: one sentence about the first mistake, in the order of the block, and how many more there are.
     """
-    block = find_block(ds_config)
+    block = find_block(ds_config, name)
     if block is None or block.get("enabled") is False:
         return None
     errors = _spelling_errors(SilentConsistencyConfig, block, (BLOCK,))
@@ -325,15 +328,15 @@ def _contradictions(config: SilentConsistencyConfig) -> list[str]:
     return errors
 
 
-def find_block(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``silent_consistency`` object of ``ds_config``, unchecked; ``None`` when it is absent.
+def find_block(ds_config: Mapping[str, Any], name: str = "the ds_config") -> Mapping[str, Any] | None:
+    """The ``silent_consistency`` object of ``ds_config``, unchecked; ``None`` when it is absent. ``name``: see parse.
 
     Raises:
         ConfigError: the block is not an object, or a top-level key looks like a misspelling of its name.
     """
     for key in ds_config:
         if key != BLOCK and _means_the_block(key):
-            raise ConfigError(f'the ds_config has a key {shown(key)}, which nothing reads; did you mean "{BLOCK}"?')
+            raise ConfigError(f'{name} has a key {shown(key)}, which nothing reads; did you mean "{BLOCK}"?')
     if BLOCK not in ds_config:
         return None
     block = ds_config[BLOCK]

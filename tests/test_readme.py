@@ -61,6 +61,7 @@ SLOW: dict[str, float] = {
     "ds-silent drill": 30,
     "make demo-megatron": 20,
     "ds-silent drill --framework ddp": 30,
+    "torchrun --standalone --nproc_per_node 2 benchmarks/fsdp2_factor.py": 2,
     "ds-silent numerics": 10,
     "pytest tests/ordered/test_ordered_training.py -m matrix": 30,
     "python benchmarks/acts.py": 15,

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_silent.attaching import observer_of
 from ds_silent.capture.loaders import LoaderMemory
@@ -40,12 +41,16 @@ class Unedited:
         self._optimizers: list[weakref.ref[Any]] = []
         self._of_megatron: list[tuple[Any, Sequence[Any]]] = []  # what get_megatron_optimizer has made, and of what
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # observed, or not to be
+        self._uncalled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallels, in training
+        self._forward_runs = False  # of a training
         self._missed: dict[str, str] = {}  # by class
         self._observers: list[Observer] = []
         self._loaders = LoaderMemory()
         patches = self._patches
         patches.add(self._loaders)
         patches.wrap_method(torch.optim.Optimizer, "__init__", self._optimizer_made)
+        patches.add(register_optimizer_step_pre_hook(self._stepping))
+        patches.wrap_method(DistributedDataParallel, "__init__", self._ddp_made)
         patches.wrap_method(DistributedDataParallel, "__call__", self._called)
         patches.around(dist, "destroy_process_group", self._process_group_ends)
         patches.after_import("torch.distributed.fsdp", self._watch_fsdp2)
@@ -58,7 +63,7 @@ class Unedited:
         self._patches.undo()
 
     def missed(self) -> list[str]:
-        """A sentence for each kind of training that came by unobserved."""
+        """What is wrong and what to do, for each kind of training that came by unobserved."""
         return list(self._missed.values())
 
     # -- what the script makes -----------------------------------------------------------------------------------
@@ -66,6 +71,21 @@ class Unedited:
     def _optimizer_made(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         self._optimizers.append(weakref.ref(optimizer))
+
+    def _ddp_made(self, original: Callable[..., None], ddp: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(ddp, *args, **kwargs)
+        self._uncalled.add(ddp)
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """What is stepped and was never called is trained past its wrapper, rank by rank."""
+        if torch.compiler.is_compiling():
+            return
+        for ddp in [ddp for ddp in self._uncalled if _steps(optimizer, _trainable(ddp))]:
+            self._uncalled.discard(ddp)
+            self._missed["uncalled"] = (
+                "a DistributedDataParallel was made, but it was never called in training, so its gradients are not "
+                "reduced: call ddp(x), not ddp.module(x)"
+            )
 
     def _watch_fsdp2(self, fsdp: ModuleType) -> None:
         if hasattr(fsdp, "FSDPModule"):  # torch 2.6
@@ -87,9 +107,21 @@ class Unedited:
     # -- the forward ---------------------------------------------------------------------------------------------
 
     def _called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and module not in self._seen and not torch.compiler.is_compiling():
+        """The outermost wrapper is the training; those called inside, such as blocks under fully_shard, are of it."""
+        if torch.compiler.is_compiling():
+            return original(module, *args, **kwargs)
+        if self._forward_runs:
+            self._seen.add(module)  # a checkpoint calls it again in the backward, where nothing is around it
+        if self._forward_runs or not torch.is_grad_enabled():
+            return original(module, *args, **kwargs)
+        self._uncalled.discard(module)
+        if module not in self._seen:
             self._look_at(module)
-        return original(module, *args, **kwargs)
+        self._forward_runs = True
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._forward_runs = False
 
     def _look_at(self, module: nn.Module) -> None:
         """Attach, where somebody steps its parameters. The same on every rank of its group, as the forward is."""
@@ -105,7 +137,8 @@ class Unedited:
         else:
             self._missed[kind] = (
                 f"the script trains a {kind}, but no optimizer of its parameters was made "
-                f"{'by get_megatron_optimizer ' if _is_megatron(module) else ''}before its forward"
+                f"{'by get_megatron_optimizer ' if _is_megatron(module) else ''}before its forward; "
+                "call ds_silent.attach in the script"
             )
 
     def _trained(self, module: nn.Module) -> tuple[Any, Any]:
@@ -117,11 +150,9 @@ class Unedited:
             from ds_silent.frameworks.fsdp2.modules import reshard
 
             reshard(module)
-        own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        own = _trainable(module)
         alive = [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
-        return module, [
-            one for one in alive if any(id(p) in own for group in one.param_groups for p in group["params"])
-        ]
+        return module, [optimizer for optimizer in alive if _steps(optimizer, own)]
 
     def _begin(self, held: Any, optimizer: Any) -> None:
         observer = attach(held, self._config, optimizer=optimizer, loader=self._loaders.newest)
@@ -136,6 +167,16 @@ class Unedited:
         if group is None or group is dist.group.WORLD:
             for observer in self._observers:
                 observer.close()
+
+
+def _trainable(module: nn.Module) -> set[int]:
+    """The ids of its parameters."""
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+
+
+def _steps(optimizer: Any, own: set[int]) -> bool:
+    """Whether it steps a parameter of those ids."""
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _is_megatron(module: nn.Module) -> bool:

@@ -23,7 +23,10 @@ EFFECTIVE = 1 / (1 / SKETCH_SIZE + 1 / (8 * SKETCH_SIZE))
 def run_cases(
     cases: tuple[Case, ...], directory: str, trained: Callable[..., Trace] = train, observed: bool = True
 ) -> list[tuple[Trace, Trace]]:
-    """On every rank: each case with the block, unless ``observed`` is False, and without it. ``trained``: see ``train``."""
+    """On every rank: each case with the block, and without it; where not ``observed``, twice without it.
+
+    ``trained``: what trains a case, of this framework or another.
+    """
     results = []
     for number, case in enumerate(cases):
         folder = Path(directory) / str(number)

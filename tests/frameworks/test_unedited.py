@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ds_silent import __main__ as way_in
 from ds_silent.frameworks.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
@@ -41,8 +42,9 @@ if sys.argv[1] != "by hand":
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 with torch.no_grad():
     model(data[:2][0])  # no training
+called = model.module if sys.argv[1] == "module" else model
 for x, y in loader:
-    loss = (model(x) - y).square().mean()
+    loss = (called(x) - y).square().mean()
     loss.backward()
     if sys.argv[1] == "by hand":
         with torch.no_grad():
@@ -53,6 +55,43 @@ for x, y in loader:
     model.zero_grad()
 total = sum(p.detach().double().sum() for p in model.state_dict().values() if sys.argv[1] != "fsdp2") + loss.double()
 print("trained", float(total.detach()).hex())
+dist.destroy_process_group()
+"""
+
+BLOCKS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        x = checkpoint(self.blocks[1], x.tanh(), use_reentrant=False)  # called again in the backward
+        return self.head(x)
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = Model()
+for block in model.blocks:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+torch.manual_seed(dist.get_rank() + 1)
+for micro_batch in range(6):
+    last = micro_batch % 2 == 1
+    model.set_requires_gradient_sync(last)
+    (model(torch.randn(4, 8)).square().mean() / 2).backward()
+    if last:
+        optimizer.step()
+        optimizer.zero_grad()
+print("trained", sum(p.to_local().double().sum() for p in model.parameters()).item().hex())
 dist.destroy_process_group()
 """
 
@@ -167,10 +206,54 @@ def test_a_script_of_torch_is_observed_from_its_first_step(wrapper: str, tmp_pat
     assert [record["epoch"] for record in records] == [8 / 24, 16 / 24, 1.0]  # of the loader, which nobody named
 
 
+def test_blocks_under_fully_shard_are_of_one_training_and_its_micro_batches_of_one_step(tmp_path: Path) -> None:
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, observed, wrong = run(tmp_path, BLOCKS, *ours)
+    assert (status, len(observed)) == (0, 2), wrong
+    assert wrong.count("ds_silent: observing 2 ranks") == 1
+    check(tmp_path / "run", 2 * ROWS)
+
+
 def test_what_cannot_be_found_is_said_at_the_end(tmp_path: Path) -> None:
     status, [_], wrong = run(tmp_path, TORCH, "-m", "ds_silent", "train.py", "by hand", ranks=1)
     assert status == 0, wrong
     assert "ds_silent: nothing was observed: the script trains a DistributedDataParallel, but no optimizer" in wrong
+
+
+def test_a_wrapper_that_is_never_called_in_training_is_said_at_the_end(tmp_path: Path) -> None:
+    status, trained, wrong = run(tmp_path, TORCH, "-m", "ds_silent", "train.py", "module")
+    assert (status, len(trained)) == (0, 2), wrong
+    said = [line for line in wrong.splitlines() if "ds_silent: " in line]
+    assert said == [
+        "ds_silent: nothing was observed: a DistributedDataParallel was made, but it was never called in training, so "
+        "its gradients are not reduced: call ddp(x), not ddp.module(x)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "sentence"),
+    [
+        ("raise ValueError('mine')", 1, "ValueError: mine"),
+        ("import sys; sys.exit('mine')", 1, "mine"),
+        ("import ds_silent; ds_silent.attach(3)", 1, "ds_silent.attach takes"),
+        ("import sys; sys.exit(0)", 0, "nothing was observed"),
+    ],
+)
+def test_what_ended_with_its_own_sentence_has_no_second_one(
+    script: str, code: int, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_silent", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
+    assert ("nothing was observed" in done.stderr) == (code == 0)
 
 
 def test_a_file_that_is_no_block_is_one_sentence(tmp_path: Path) -> None:
@@ -181,6 +264,31 @@ def test_a_file_that_is_no_block_is_one_sentence(tmp_path: Path) -> None:
     assert (status, said) == (1, [])
     assert 'ds_silent: silent_consistency has no key "intervall"; did you mean "interval"?' in wrong
     assert "Traceback" not in wrong.split("ChildFailedError")[0].split("ds_silent: ")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize("by", ["--silent-consistency-config", "SILENT_CONSISTENCY_CONFIG"])
+def test_a_file_that_cannot_be_read_is_called_what_its_user_called_it(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "block.json"
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.delenv("SILENT_CONSISTENCY_CONFIG", raising=False)
+    option = by.startswith("--")
+    monkeypatch.setattr(sys, "argv", ["ds_silent", *([by, str(path)] if option else []), str(script)])
+    if not option:
+        monkeypatch.setenv(by, str(path))
+
+    def said() -> str:
+        with pytest.raises(SystemExit) as ended:
+            way_in.main()
+        return str(ended.value.code)
+
+    assert said() == f'ds_silent: there is no {by} file "{path}"; check the path'
+    path.write_text("[1]")
+    assert said() == f'ds_silent: the {by} file "{path}" must hold one object in braces, got [1]; put braces around it'
+    path.write_text('{"silent_consistency": {}, "silent_consistancy": {}}')
+    assert said().startswith(f'ds_silent: the {by} file "{path}" has a key "silent_consistancy", which nothing reads')
 
 
 def test_a_script_of_megatron_is_observed_from_its_first_step(tmp_path: Path) -> None:

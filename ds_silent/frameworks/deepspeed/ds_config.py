@@ -28,11 +28,12 @@ LONGEST_PATH = 400
 """Characters: a path that is cut short cannot be looked for; a base64 form that is none is long."""
 
 
-def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+def load_ds_config(config: str | Path | Mapping[str, Any], called: str = "ds_config") -> dict[str, Any]:
     """A ``ds_config`` as a dict.
 
     Args:
         config: a dict, a path of a JSON (or Hjson) file, or the base64 form that DeepSpeed accepts on a command line.
+        called: what its user calls it, such as the option that named the file.
 
     Raises:
         ConfigError: the file is missing or unreadable, is not JSON, names a key twice, or is not an object.
@@ -40,13 +41,13 @@ def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(f"a ds_config must be a dict or the path of a JSON file, got {shown(config)}")
+        raise ConfigError(f"a {called} must be a dict or the path of a JSON file, got {shown(config)}")
     if not os.path.exists(config):
         text = _from_base64(os.fspath(config))
         if text is None:
-            raise ConfigError(f"there is no ds_config file {shown(os.fspath(config), LONGEST_PATH)}; check the path")
-        return _read_object(text, "the base64 ds_config")
-    name = f"the ds_config file {shown(os.fspath(config), LONGEST_PATH)}"
+            raise ConfigError(f"there is no {called} file {shown(os.fspath(config), LONGEST_PATH)}; check the path")
+        return _read_object(text, name_of(config, called))
+    name = name_of(config, called)
     try:
         text = Path(config).read_text(encoding="utf-8")
     except OSError as error:
@@ -55,6 +56,15 @@ def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{name} is not text in UTF-8; give the path of a JSON file") from None
     return _read_object(text, name)
+
+
+def name_of(config: object, called: str = "ds_config") -> str:
+    """What a sentence calls a ``config`` that :func:`load_ds_config` takes."""
+    if not isinstance(config, (str, os.PathLike)):
+        return f"the {called}"
+    if not os.path.exists(config):
+        return f"the base64 {called}"
+    return f"the {called} file {shown(os.fspath(config), LONGEST_PATH)}"
 
 
 def _from_base64(text: str) -> str | None:

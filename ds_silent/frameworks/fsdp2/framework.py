@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks.base import Moments, Part, Ranks
 from ds_silent.frameworks.counts import CountsItself
-from ds_silent.frameworks.fsdp2.modules import fsdp_modules, group_of, mesh_of, plain_parameters, share_of
-from ds_silent.frameworks.patches import Patches
+from ds_silent.frameworks.fsdp2.modules import fsdp_modules, group_of, mesh_of, plain_parameters, share_of, synchronises
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
 from ds_silent.ranks.communicator import own_group
@@ -57,10 +56,8 @@ class FSDP2Framework(CountsItself):
         self._share = share_of(self._shards, mesh)
         self._pieces = {id(self._shards[piece.index]): piece for piece in self._share}
         self._plain = plain_parameters(model, self._modules, self.names)
-        self._synchronises = True
-        self._loop = TorchLoop(model, self._optimizers, lambda: self._synchronises)
+        self._loop = TorchLoop(model, self._optimizers, lambda: synchronises(self._modules))
         self._counts = self._loop.counts
-        self._patches = Patches()
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -126,13 +123,7 @@ class FSDP2Framework(CountsItself):
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        self._patches.wrap(self.module, "set_requires_gradient_sync", self._set_synchronises)
         self._loop.connect(moments, self._plain)
 
-    def _set_synchronises(self, original: Callable[..., Any], value: bool, *args: Any, **kwargs: Any) -> Any:
-        self._synchronises = bool(value)
-        return original(value, *args, **kwargs)
-
     def close(self, ended: bool) -> None:
-        self._patches.undo()
         self._loop.close()

@@ -25,6 +25,15 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def synchronises(modules: Sequence[Any]) -> bool:
+    """Whether a backward reduces now: what ``set_requires_gradient_sync`` was given last, maybe before the attach."""
+    groups: list[Any] = []
+    for state in (module._get_fsdp_state() for module in modules):
+        held = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13; one or none before
+        groups += [state._fsdp_param_group] if held is None else held
+    return all(group.reduce_grads for group in groups if group is not None)
+
+
 def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
     """The one device mesh of all trainable parameters.
 
