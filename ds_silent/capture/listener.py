@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Listener(Protocol):
-    """The observer's steps; the last three are played."""
+    """The observer's steps; the last four are played."""
 
     @property
     def scheduled(self) -> int:
@@ -23,6 +23,9 @@ class Listener(Protocol):
 
     def before_step(self) -> None:
         """The gradients are aggregated, the optimizer has not run."""
+
+    def dropped(self) -> None:
+        """What was reduced since the last step belongs to none."""
 
     def after_step(self) -> None:
         """The optimizer has run and the framework's counters have advanced."""

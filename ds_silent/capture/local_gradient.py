@@ -84,6 +84,16 @@ class LocalGradient:
         self.micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
         self._before: Tensor | None = None  # sketch of the micro-batches that have ended
 
+    def drop(self) -> None:
+        """Forget what has come of the step under way: it was never to be one."""
+        self.accumulator.take()
+        if self._of_micro_batch is not None:
+            self._of_micro_batch.take()
+        self._micro_batches = []
+        if self._copy is not None:
+            self._copy.zero_()
+        self.start_step()
+
     def keep_micro_batches(self) -> None:
         """From now on, keep a sketch of each micro-batch too, until :meth:`take_micro_batches`."""
         self._of_micro_batch = self._new_accumulator()

@@ -74,6 +74,7 @@ class StepCollector:
         self._losses: list[Tensor] = []
         self._shares: list[Tensor] = []
         self._forward_losses: list[Tensor] = []
+        self._losses_behind = 0  # of the forwards': whose backward has come
         self._applied = False
 
     # -- during the step -----------------------------------------------------------------------------------------
@@ -145,6 +146,20 @@ class StepCollector:
         if self._aggregate is not None:
             for index, start, values in parts:
                 self._local.accumulator.add(index, values, start=start, square=False)
+
+    def backward_ended(self) -> None:
+        """What was forwarded until now is in the gradients, or never will be."""
+        self._losses_behind = len(self._forward_losses)
+        self._rows.backward_ended()
+
+    def drop(self) -> None:
+        """Forget what is in the gradients; a forward whose backward is to come stays."""
+        to_come = self._forward_losses[self._losses_behind :]
+        self._aggregate = None
+        self._local.drop()
+        self._rows.drop()
+        self._start()
+        self._forward_losses = to_come
 
     def end_step(self, observed: bool, left_out: bool = False) -> None:
         """The optimizer has run, or was skipped.

@@ -50,6 +50,8 @@ class RowIds:
         self._told = True  # of what waits, as far as earlier steps go
         self._warned = False
         self._label_tokens: Tensor | None = None
+        self._start = self._behind = 0  # places in _ids: of the step's first micro-batch, and behind its last backward
+        self._tokens_behind: Tensor | None = None  # of the step's, those whose backward has come
 
     def given(self, sample_ids: Tensor) -> None:
         """Ids of the next micro-batch, int64 (rows,), on any device."""
@@ -102,6 +104,23 @@ class RowIds:
         self._ids += self._given  # the forward was not the observed module's
         self._given = []
 
+    def backward_ended(self) -> None:
+        """What was forwarded until now is in the gradients, or never will be."""
+        self._behind, self._tokens_behind = len(self._ids), self._label_tokens
+
+    def drop(self) -> None:
+        """Forget the rows of this step whose backward has come: they were never to be of a step."""
+        start, gone = self._start, self._behind - self._start
+        if gone <= 0:
+            return
+        del self._ids[start : self._behind]
+        kept = (place for place in self._hashed if not start <= place < self._behind)
+        self._hashed = [place - gone if place > start else place for place in kept]
+        self._begins = sorted({max(place - gone, start) if place > start else place for place in self._begins})
+        if self._label_tokens is not None and self._tokens_behind is not None:
+            self._label_tokens = self._label_tokens - self._tokens_behind
+        self._behind, self._tokens_behind = start, None
+
     @property
     def waiting(self) -> bool:
         """Whether ids wait to be sent."""
@@ -135,7 +154,7 @@ class RowIds:
 
     def end_step(self) -> None:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
-        self._label_tokens = None
+        self._label_tokens = self._tokens_behind = None
         self._told_late()
         self._told &= not self._hashed
         self._hashed = []
@@ -143,3 +162,4 @@ class RowIds:
         while len(self._ids) > 1 and kept - len(self._ids[0]) > self._capacity:
             kept -= len(self._ids.pop(0))
             self._begins = [index - 1 for index in self._begins if index > 0]
+        self._start = self._behind = len(self._ids)

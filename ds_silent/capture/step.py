@@ -249,6 +249,7 @@ class StepCapture:
                 reduced=partial(alone, self._reduced),
                 applying=partial(alone, self._applying),
                 before_update=partial(play, self._before_update),
+                dropped=partial(play, self._dropped),
                 updated=partial(play, listener.after_step),
                 before_checkpoint=partial(tried, self._before_checkpoint),
                 ends=partial(tried, self._ends),
@@ -323,6 +324,7 @@ class StepCapture:
         boundary = self.framework.is_boundary()
         if boundary and self._listener is not None:
             self._listener.before_reduction()
+        self.together.alone(self._collector.backward_ended)
         if not self._measures():
             return False
         if boundary:
@@ -349,6 +351,13 @@ class StepCapture:
     def _before_update(self, *args: Any, **kwargs: Any) -> None:
         assert self._listener is not None
         self._listener.before_step()
+
+    def _dropped(self) -> None:
+        """The step under way begins anew, with the forwards whose backward has not come."""
+        assert self._listener is not None
+        self.together.alone(self._collector.drop)
+        self._start_step()
+        self._listener.dropped()
 
     def _before_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._owner is not None:

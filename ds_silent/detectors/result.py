@@ -31,27 +31,30 @@ def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words =
     """What is wrong with this step's aggregate, and with what an optimizer applied."""
     if seen is None:
         return []
-    findings, layers, remedy = [], seen.layers, _distrust(words)
+    findings, layers = [], seen.layers
     if seen.check is not None and (seen.check.wrong or (seen.repeated is not None and not seen.received)):
-        findings.append(_aggregation(record, seen, seen.check, remedy))
+        findings.append(_aggregation(record, seen, seen.check, words))
         if seen.repeated:
             findings[-1] = dataclasses.replace(findings[-1], remedy=_REPEATED)
         if seen.micro_batches is not None:
-            findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers, remedy))
+            findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers, words))
     elif seen.handed is not None:
-        findings.append(_handed(record, seen.handed, remedy))
+        findings.append(_handed(record, seen.handed, words))
     elif seen.received:
-        findings.append(_received(record, seen.received, layers, seen.result, remedy))
+        findings.append(_received(record, seen.received, layers, seen.result, words))
     if seen.applied is not None:
         findings += _applied(record, seen.applied, words)
     return findings
 
 
-def _distrust(words: Words) -> str:
-    return (
-        "Do not trust the weights of this run since then; go back to the last checkpoint before it, "
-        f"{words.another_reduction}, and look at the network of the rank named."
-    )
+def _distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
+    """What to do about a wrong aggregate: ``ranks`` are named, and ``what`` is the kind of its cause."""
+    first = {"unreduced": words.not_reduced, "leftover": words.not_cleared}.get(what, "")
+    back = "Do not trust the weights of this run since then; go back to the last checkpoint before it"
+    look = ", and look at the network of the rank named" if ranks else words.nobody_named
+    if first:
+        return f"{first}. {back}. If that is not it, {words.another_reduction}{look}."
+    return f"{back}, {words.another_reduction}{look}." if look else f"{back}, and {words.another_reduction}."
 
 
 def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
@@ -75,7 +78,8 @@ def notes(seen: ReductionEvidence | None, words: Words = TORCH) -> list[Event]:
     if applied is None or not applied.note:
         return []
     factors = [factor / applied.expected for factor in applied.factors if factor is not None]
-    size = f"{min(factors):.3g} to {max(factors):.3g} times" if factors else "another gradient than"
+    shown = list(dict.fromkeys(f"{factor:.3g}" for factor in (min(factors), max(factors)))) if factors else []
+    size = f"{' to '.join(shown)} times" if shown else "another gradient than"
     message = (
         f"The script changes gradients between the reduction and the step (step {applied.step}: {size} the aggregated "
         "gradient is applied): the reduction is still checked, what the optimizer applies is not."
@@ -92,7 +96,7 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
     return [_drift(record, groups, drift)] if len(groups) > 1 else []
 
 
-def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCheck, remedy: str) -> Finding:
+def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCheck, words: Words) -> Finding:
     cause, layers, received = seen.cause, seen.layers, seen.received
     error, bound = check.relative_error, check.rounding_bound
     finite = error is not None and bound is not None and math.isfinite(error)
@@ -133,7 +137,7 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
         score=error,
         threshold=bound,
         message=message,
-        remedy=remedy,
+        remedy=_distrust(words, ranks, what),
         since=record.step,
         effects=effects,
         log_excess=excess,
@@ -175,7 +179,7 @@ def _weights(cause: Cause, ranks: tuple[int, ...]) -> str:
 
 
 def _micro_batches(
-    record: StepRecord, check: AggregateCheck, found: MicroBatches, layers: tuple[str, ...], remedy: str
+    record: StepRecord, check: AggregateCheck, found: MicroBatches, layers: tuple[str, ...], words: Words
 ) -> Finding:
     """What the single micro-batches' sketches tell of an error that goes on."""
     count, everybody = len(found.weights[0]), record.world_size
@@ -207,7 +211,7 @@ def _micro_batches(
         score=error,
         threshold=bound,
         message=message,
-        remedy=remedy,
+        remedy=_distrust(words, guilty),
         since=found.step,
     )
 
@@ -225,7 +229,7 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _received(
-    record: StepRecord, received: dict[int, Parts], layers: tuple[str, ...], result: str, remedy: str
+    record: StepRecord, received: dict[int, Parts], layers: tuple[str, ...], result: str, words: Words
 ) -> Finding:
     """The checked slices add up to the mean or sum, and yet ranks hold different bits elsewhere."""
     groups, where = next(iter(received.values())), _where(tuple(received), layers)
@@ -242,13 +246,13 @@ def _received(
         ranks=odd,
         where=where,
         message=message,
-        remedy=remedy,
+        remedy=_distrust(words, odd),
         since=record.step,
         effects=apart,
     )
 
 
-def _handed(record: StepRecord, factors: tuple[float, ...], remedy: str) -> Finding:
+def _handed(record: StepRecord, factors: tuple[float, ...], words: Words) -> Finding:
     """A script has scaled what came out of the reduction, and not on all ranks alike."""
     shown = [f"{factor:.3g}" for factor in factors]
     groups = parts_of(shown)
@@ -263,7 +267,7 @@ def _handed(record: StepRecord, factors: tuple[float, ...], remedy: str) -> Find
         where=APPLIED,
         message=message,
         remedy="Clip by the norm of the whole gradient, on every rank; look for code that scales on some ranks only. "
-        + remedy,
+        + _distrust(words, odd),
         since=record.step,
         effects=("replica-drift",),
     )

@@ -60,6 +60,7 @@ class Moments:
     reduced: Callable[..., object]  # (): the aggregate is there, and the script has not seen it yet
     applying: Callable[..., object]  # (optimizer, args, kwargs) as it begins to apply the aggregate
     before_update: Callable[..., object]  # (*anything): once per step, before the optimizer
+    dropped: Callable[[], object]  # (): what has come since the last step was cleared and belongs to none
     updated: Callable[[], object]  # (): the optimizer has run, the framework's counters have advanced
     before_checkpoint: Callable[..., object]  # (*anything)
     ends: Callable[..., object]  # (*anything): the training is over

@@ -16,7 +16,8 @@ first optimizer is about to step, and has ended when all have, or when the next 
   when the closure has returned; each call of it is a step. A GradScaler leaves its optimizer out without a word where
   it finds infinities: that step is a skipped one. A reduced gradient that ``zero_grad`` clears before any optimizer
   has stepped was a step that the script leaves out: it ends there, so that no rank waits for the observation of one
-  that goes on.
+  that goes on. It was none where nobody had cleared what the step before has applied: no script means to step with
+  that, so the backward was another module's, through this one (a GAN's generator), and is dropped from the observation.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class TorchLoop:
         self._moments: Moments | None = None
         self.counts, self.scaled = StepCounts(), False
         self._rows = 0  # of the step under way
+        self._rows_behind = 0  # of them: whose backward has come, or never will
         self._forwards = 0  # of calls under way, one inside the other
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
@@ -60,7 +62,9 @@ class TorchLoop:
         self._forward_loss: Made | None = None  # of the newest forward, where it gave one
         self._open = False  # gradients have come in the backward under way
         self._stepped: set[int] | None = None  # optimizers, while a step ends
-        self._reduced = False  # since the last step
+        self._accumulated = False  # a backward has come since the last step
+        self._reduced = False  # and its gradients were reduced
+        self._uncleared = False  # the gradients still hold what the last step has applied
         self._boundary = False
 
     def is_boundary(self) -> bool:
@@ -79,6 +83,7 @@ class TorchLoop:
             patches.add(optimizer.register_step_pre_hook(self._applying))
             patches.add(optimizer.register_step_post_hook(self._applied))
             patches.around(optimizer, "zero_grad", self._clearing)
+        patches.wrap_method(nn.Module, "zero_grad", self._module_clearing)
         patches.wrap(torch.autograd, "backward", self._backward)
         scaler = torch.amp.GradScaler
         patches.wrap_method(scaler, "scale", self._scale)
@@ -137,6 +142,7 @@ class TorchLoop:
             assert self._moments is not None
             self._moments.micro_batch_ended()
             boundary, self._open = self._boundary, False
+            self._accumulated, self._rows_behind = True, self._rows
             if boundary:
                 self._reduced = True
                 self._moments.reduced()
@@ -168,7 +174,8 @@ class TorchLoop:
         assert self._moments is not None
         if self._stepped is None:
             self._backward_ended()
-            self._stepped, self._reduced = set(), False
+            self._uncleared = self._uncleared or self._accumulated
+            self._stepped, self._reduced, self._accumulated = set(), False, False
             self._moments.before_update()
 
     def _applied(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -177,11 +184,26 @@ class TorchLoop:
             if len(self._stepped) == len(self._optimizers):
                 self._ended()
 
+    def _module_clearing(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """``zero_grad`` of a module: of ours, or of one around it."""
+        if module is self._module or any(inner is self._module for inner in module.modules()):
+            self._clearing()
+        return original(module, *args, **kwargs)
+
     def _clearing(self, *args: Any, **kwargs: Any) -> None:
-        """The gradients go: with them a step that no optimizer has begun."""
-        if self._reduced and self._stepped is None:
+        """The gradients go: with them a step that no optimizer has begun, or what was never to be one."""
+        if self._stepped is None and self._accumulated and self._uncleared:
+            self._drop()
+        elif self._stepped is None and self._reduced:
             self._begin_to_end()
             self._ended(left_out=True)
+        self._uncleared = False
+
+    def _drop(self) -> None:
+        assert self._moments is not None
+        self._accumulated = self._reduced = False
+        self._rows, self._rows_behind = self._rows - self._rows_behind, 0
+        self._moments.dropped()
 
     def _ended(self, skipped: bool = False, left_out: bool = False) -> None:
         """The step is over, if one was ending."""
@@ -189,7 +211,7 @@ class TorchLoop:
             assert self._moments is not None
             self._stepped = None
             self.counts.take(self._rows, skipped, left_out)
-            self._rows = 0
+            self._rows = self._rows_behind = 0
             self._moments.updated()
 
     # -- a loss scale --------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class Arithmetic:
     elements: int = 0  # D, trainable parameters
     width: int = 1  # T of the sketch
     total: float = 1.0  # of the ranks' weights in the aggregate: 1 for a mean, N for a sum
+    writes_hidden: bool = False  # torch does not count in-place operations on what an optimizer is handed
     handed_unscaled: bool = False  # the loss scale is taken out before the step begins, not by the optimizer's wrapper
 
     def result(self, ranks: int) -> str:

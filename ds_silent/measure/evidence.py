@@ -44,6 +44,13 @@ class AppliedCheck:
         before it unscales: the step is too small by the growth."""
         return self.rescaled is not None and bool(self.wrong_factor) and not self._other_than(self.rescaled)
 
+    @property
+    def alike(self) -> bool:
+        """Whether every rank applied the same multiple of the aggregate, and nothing else."""
+        known = [factor for factor in self.factors if factor is not None]
+        apart = max(known) - min(known) if known else 0.0
+        return self.relative_error <= self.bound and apart <= 2.0 * self.tolerance * max(map(abs, known), default=0.0)
+
     def _other_than(self, expected: float) -> tuple[int, ...]:
         tolerance = self.tolerance + (self.relative_error if self.relative_error > self.bound else 0.0)
         return tuple(

@@ -257,7 +257,8 @@ class Audit:
         applied = AppliedCheck(past.step, expected, tuple(factors), tolerance, error, bound, noisy, idle, rescaled)
         if not past.changed:
             return applied
-        note = not self._noted and bool(applied.wrong_factor or error > bound)
+        meant = self._arithmetic.writes_hidden and applied.alike  # clipped or scaled, as may be seen elsewhere
+        note = not self._noted and not meant and bool(applied.wrong_factor or error > bound)
         self._noted |= note
         return replace(applied, changed=True, note=note)
 

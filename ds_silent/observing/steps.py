@@ -127,6 +127,10 @@ class Steps:
             self._send(self._capture.step)
             self._observe_seconds = time.perf_counter() - started
 
+    def dropped(self) -> None:
+        """What was reduced since the last step belongs to none: the step under way begins anew. Played."""
+        self._lockstep = self._decided(lambda: self._lockstep.stepped())
+
     def after_step(self) -> None:
         """The optimizer has run and the framework's counters have advanced. Played."""
         if not self._once(lambda: self.observing):

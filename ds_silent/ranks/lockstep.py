@@ -62,7 +62,7 @@ class Lockstep:
         return replace(self, count=self.count + 1, base=base, allowed=self.next_allowed)
 
     def stepped(self) -> Lockstep:
-        """The optimizer has run."""
+        """The optimizer has run, or what was reduced since it did was never to be a step."""
         return replace(self, reductions=0)
 
     def told(self) -> Lockstep:

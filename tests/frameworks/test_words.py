@@ -17,6 +17,7 @@ from ds_silent.detectors import Evidence, Judge
 from ds_silent.detectors.likely_causes import Symptoms, likely_causes
 from ds_silent.exchange.observation import ASTRAY
 from ds_silent.frameworks.deepspeed.words import WORDS
+from ds_silent.maths.causes import Cause
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
 from ds_silent.measure.same_order import OrderAgain
@@ -56,7 +57,22 @@ def test_a_wrong_reduction() -> None:
         "DeepSpeed version, overlap_comm false, or another communication_data_type, and look at the network of the "
         "rank named."
     )
-    assert "try another torch version, and look" in told(seen, TORCH)[0].remedy
+    assert told(seen, TORCH)[0].remedy == (
+        "Do not trust the weights of this run since then; go back to the last checkpoint before it, and try another "
+        "torch version."
+    )
+
+
+@pytest.mark.parametrize(("kind", "first"), [("unreduced", TORCH.not_reduced), ("leftover", TORCH.not_cleared)])
+@pytest.mark.parametrize("named", [False, True])
+def test_what_is_likely_comes_first(kind: Any, first: str, named: bool) -> None:
+    another = () if named else (Cause(kind, (1,), factor=1.0, ranks=(0,)),)  # each layer has another rank's: nobody
+    cause = Cause(kind, (0,), factor=1.0, ranks=(1,), elsewhere=another)
+    seen = ReductionEvidence(check=AggregateCheck(1.0, 1.0, 1e-6), cause=cause, layers=("a", "b"))
+    remedy = told(seen, TORCH)[0].remedy
+    assert remedy.startswith(f"{first}. Do not trust")
+    assert ("network of the rank named" in remedy) == named
+    assert told(seen, WORDS)[0].remedy.startswith("Do not trust")
 
 
 def test_another_multiple_is_applied() -> None:
@@ -75,6 +91,7 @@ def test_a_step_is_unscaled_late() -> None:
 
 def test_a_script_changes_gradients() -> None:
     (event,) = told(applied(2.0, changed=True, note=True), WORDS)
+    assert "(step 4: 2 times the aggregated" in event.message
     assert event.remedy == (
         "Nothing to do if that is meant. What is written through tensor.data or safe_set_full_grad cannot be followed; "
         "in-place operations on parameter.grad can."

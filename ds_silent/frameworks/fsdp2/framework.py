@@ -81,6 +81,7 @@ class FSDP2Framework(CountsItself):
             elements=elements,
             width=width,
             handed_unscaled=True,
+            writes_hidden=True,  # neither a DTensor's version nor its shard's moves when it is clipped
         )
 
     def is_boundary(self) -> bool:

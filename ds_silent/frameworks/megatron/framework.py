@@ -39,6 +39,7 @@ WORDS = Words(
     framework="Megatron-core",
     begin="ds_silent.attach_megatron",
     another_reduction="try another megatron-core version, or without overlap_grad_reduce",
+    not_cleared="Call zero_grad_buffer() and optimizer.zero_grad() between a step and the next backward",
     update_settings="clip_grad and the loss scale",
     batch_size="micro_batch_size",
 )
