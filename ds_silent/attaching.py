@@ -107,7 +107,7 @@ def observe(
     return observer
 
 
-def given_block(config: Given, called: str = "ds_config") -> SilentConsistencyConfig | None:
+def given_block(config: Given, called: str = "config") -> SilentConsistencyConfig | None:
     """What a script gives as ``config``: a parsed block, a block, or a dict or file that holds one under its name.
 
     Args:

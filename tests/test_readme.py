@@ -60,6 +60,7 @@ FINE_TUNE = "deepspeed launch/train.py "
 SLOW: dict[str, float] = {
     "ds-silent drill": 30,
     "make demo-megatron": 20,
+    "make works": 60,
     "ds-silent drill --framework ddp": 30,
     "torchrun --standalone --nproc_per_node 2 benchmarks/fsdp2_factor.py": 2,
     "ds-silent numerics": 10,

@@ -103,7 +103,7 @@ def attach_engine(
     """
     block, refusal = None, None
     try:
-        block = given_block(config if config is not None else find_block(_config_of(engine)))
+        block = given_block(config if config is not None else find_block(_config_of(engine)), "ds_config")
     except ConfigError as error:
         refusal = error
     return _observe(engine, block, refusal, loader, gather_limit=_gather_limit)
