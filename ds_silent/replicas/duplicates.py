@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -94,3 +94,9 @@ class Duplicates:
         )
         remedy = "Look for what these ranks must reduce among each other beside the data-parallel reduction."
         return Event(step, "replica-drift", "error", (), where, None, None, message, remedy)
+
+
+def compared(kept: Iterable[Duplicates], step: int) -> list[Event]:
+    """What several sets have to tell as a step begins."""
+    found = (duplicates.compare(step) for duplicates in kept)
+    return [event for event in found if event is not None]

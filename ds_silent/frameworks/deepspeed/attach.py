@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ from ds_silent.attaching import Given, Subject, given_block, observe
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.base import Ranks
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.groups import engine_facts
 from ds_silent.frameworks.deepspeed.inventory import is_sharded, training_of
 from ds_silent.frameworks.deepspeed.refusals import has_optimizer, refuse_unsupported_config, refuse_unsupported_engine
-from ds_silent.frameworks.deepspeed.shapes import Shape, data_parallel_group, duplicates_of, shape_of
+from ds_silent.frameworks.deepspeed.shapes import Shape, data_parallel_group, shape_of
 from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
@@ -138,51 +137,26 @@ def _observe(
             )
         return None
     monitor = getattr(engine, "monitor", None)
-    made: list[DeepSpeedFramework] = []
-
-    def framework(own: SilentConsistencyConfig) -> DeepSpeedFramework:
-        made.append(DeepSpeedFramework(engine, own))
-        return made[-1]
-
     subject = Subject(
         held=engine,
         words=WORDS,
         group=data_parallel_group(engine),
         facts=partial(engine_facts, engine),
         refuse=partial(_refuse, engine),
-        framework=framework,
+        framework=partial(DeepSpeedFramework, engine),
         training=lambda: training_of(engine, _config_of(engine)),
         loader=loader if loader is not None else getattr(engine, "training_dataloader", None),
         before=before,
         monitor_write=monitor.write_events if monitor is not None and monitor.enabled else None,
         gather_limit=gather_limit,
     )
-    if config is None:
-        return observe(subject, None, refusal)
-    shape = shape_of(engine)
-    observer = observe(subject, _placed(config, shape), refusal)
-    if observer is not None and not shape.plain:
-        made[0].beside = _beside(engine, config.integrity.replica_interval, made[0].ranks, observer)
-    return observer
+    return observe(subject, None if config is None else _placed(config, shape_of(engine)), refusal)
 
 
 def _placed(config: SilentConsistencyConfig, shape: Shape) -> SilentConsistencyConfig:
     """With a directory for each data-parallel group, where there are several; rows are followed where they are seen."""
     directory = f"{config.output_dir}/{shape.label}" if shape.label else config.output_dir
     return config.model_copy(update={"output_dir": directory, "coverage": config.coverage and shape.sees_rows})
-
-
-def _beside(engine: Any, every: int, ranks: Ranks, observer: Observer) -> Callable[[int], None]:
-    """Compares what other data-parallel groups hold alike: a group itself sees the rest."""
-    writer = dist.get_rank(ranks.reduced) == 0
-    kept = list(duplicates_of(engine, every, writer)) if every else []
-
-    def compare(step: int) -> None:
-        for event in (duplicates.compare(step) for duplicates in kept):
-            if event is not None:
-                observer.report(event)
-
-    return compare
 
 
 def _refuse(engine: Any, config: SilentConsistencyConfig) -> None:

@@ -35,18 +35,22 @@ from ds_silent.frameworks.deepspeed.gradients import (
 from ds_silent.frameworks.deepspeed.kept_gradients import KeptGradients
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
-from ds_silent.frameworks.deepspeed.shapes import data_parallel_group, is_pipeline, shape_of
+from ds_silent.frameworks.deepspeed.shapes import data_parallel_group, duplicates_of, is_pipeline, shape_of
 from ds_silent.frameworks.deepspeed.words import OF_A_MESH, WORDS
 from ds_silent.frameworks.patches import Patches
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.communicator import own_group
+from ds_silent.records import Event
 from ds_silent.replicas.checksums import Items, Replica
+from ds_silent.replicas.duplicates import compared
 
 logger = logging.getLogger("ds_silent")
 
 
 class DeepSpeedFramework:
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
+
+    model = in_norm = None  # what is applied is not observed where the model's norm is that of several groups
 
     def __init__(self, engine: Any, config: SilentConsistencyConfig):
         self._engine, self._patches = engine, Patches()
@@ -96,7 +100,8 @@ class DeepSpeedFramework:
         self.observes_applied = self._places is not None
         whole = whole_on_every_rank(engine) and not self._shape.experts
         self.aggregate_replicated = checks and self._share is not None and whole
-        self.beside: Callable[[int], object] | None = None  # (step) before each, for what other groups hold alike
+        every, writes = config.integrity.replica_interval, dist.get_rank(group) == 0
+        self._duplicates = [] if self._shape.plain or not every else list(duplicates_of(engine, every, writes))
         self._scales_loss = scales_loss(engine)
         self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
 
@@ -197,6 +202,10 @@ class DeepSpeedFramework:
             reduce(pipeline_parallel=True)
         return self._kept.bytes
 
+    def beside(self, step: int) -> list[Event]:
+        """See :class:`ds_silent.frameworks.base.HasPeers`."""
+        return compared(self._duplicates, step)
+
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
@@ -223,8 +232,6 @@ class DeepSpeedFramework:
             self._around("allreduce_gradients", moments.before_reduction)
         # called once per optimizer step, after the reduction (0.12 to 0.19)
         self._around("_take_model_step", moments.before_update, moments.updated)
-        if not self._shape.plain:
-            self._around("_take_model_step", partial(moments.together.alone, self._look_beside))  # comes first
         self._around("save_checkpoint", moments.before_checkpoint)
         self._around("destroy", moments.ends)
 
@@ -249,10 +256,6 @@ class DeepSpeedFramework:
         total = self._engine.total_loss
         if isinstance(total, Tensor):
             moments.loss(total / self._engine.gradient_accumulation_steps())
-
-    def _look_beside(self, *args: Any, **kwargs: Any) -> None:
-        if self.beside is not None:
-            self.beside(self.step)
 
     def _forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
         loss = loss_in(output) if torch.is_grad_enabled() else None

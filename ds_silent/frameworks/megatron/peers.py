@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_silent.frameworks.megatron.buffers import Buffers
 from ds_silent.ranks.whole_model import WholeModel
 from ds_silent.records import Event
-from ds_silent.replicas.duplicates import SHOWN, Duplicates
+from ds_silent.replicas.duplicates import SHOWN, Duplicates, compared
 
 
 class Peers:
@@ -57,8 +57,7 @@ class Peers:
         """As a step begins. Nobody waits."""
         unreduced, self._unreduced = self._unreduced, ()
         events = [_in_no_buffer(step, unreduced)] if unreduced else []
-        found = (duplicates.compare(step) for duplicates in self._duplicates)
-        return [*events, *(event for event in found if event is not None)]
+        return [*events, *compared(self._duplicates, step)]
 
     def _made(self, every: int) -> Iterator[Duplicates]:
         """Of other groups on the first rank of each: its own group sees the rest. Of experts on each."""
