@@ -229,13 +229,15 @@ def _read(environment: Environment, report: Path, versions: str, seconds: float,
         for name in ("tests", "failures", "skipped")
     )
     first = next((c for c in suite if c.find("failure") is not None or c.find("error") is not None), None)
-    said = ""
+    left_out = {str(one.get("message")): None for one in suite.iter("skipped")}
+    said = "\n".join(f"skipped: {message[:200]}" for message in left_out)
     if first is not None:
         broken = first.find("failure")
         broken = broken if broken is not None else first.find("error")
         assert broken is not None
         lines = [line for line in (broken.text or "").splitlines() if line.startswith("E ")]
-        said = f"{first.get('name')}: {(lines or [broken.get('message', '')])[-1][2:].strip()[:160]} ({log.name})"
+        told = f"{first.get('name')}: {(lines or [broken.get('message', '')])[-1][2:].strip()[:160]} ({log.name})"
+        said = "\n".join(filter(None, [told, said]))
     return Outcome(
         environment.name, total - failed - skipped, failed, skipped, seconds=seconds, versions=versions, said=said
     )
@@ -274,7 +276,7 @@ def page_of(outcomes: list[Outcome]) -> str:
         "the covering cases of each framework, each with the block and without it, against a float64 computation, and",
         "a file of tests. A case is wrong without us too where the training has the same bits without the block and",
         "both `ds_silent` and the float64 computation tell what is wrong, where it breaks without the block, or where",
-        "two plain trainings differ.",
+        "two plain trainings differ. Measured at: the commit.",
         "",
         "| environment | versions | right | wrong | wrong without us too | skipped | measured at |",
         "|---|---|---|---|---|---|---|",
@@ -284,7 +286,7 @@ def page_of(outcomes: list[Outcome]) -> str:
         lines.append(f"| {one.name} | {one.versions} | {counts} | {one.commit} |")
     said = [f"* {one.name}: {_inert(line)}" for one in ran for line in one.said.splitlines()]
     if said:
-        lines += ["", "What was said of those that are not right:", "", *said]
+        lines += ["", "What was said of those that are not right, or skipped:", "", *said]
     return "\n".join(lines) + "\n"
 
 
