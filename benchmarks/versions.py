@@ -41,7 +41,7 @@ LIMIT_SECONDS = 1800
 
 DEEPSPEED = ("tests/frameworks/test_applied.py",)
 TORCH = ("tests/frameworks/test_ddp_faults.py",)
-EARLY = ("tests/frameworks/test_ddp_faults.py", "-k", "not fully_shard")  # fully_shard is public from torch 2.6 on
+DDP_ONLY = (*TORCH, "-k", "not fully_shard")  # public from torch 2.6 on; 2.8 on gloo reduces to N times the mean
 MEGATRON = ("tests/frameworks/test_megatron_faults.py",)
 HUGGINGFACE = ("tests/integrations/test_huggingface.py",)
 
@@ -95,9 +95,9 @@ ENVIRONMENTS = (
     Environment(
         "transformers 4.46, accelerate 1.0", (), HUGGINGFACE, over=_old_hub("4.46.3", "1.0.1", "0.20.3", "0.27.1")
     ),
-    Environment("torch 2.4.1", ("DDP", "DeepSpeed"), EARLY, "3.10", "2.4.1", ("deepspeed==0.16.9",)),
-    Environment("torch 2.5.1", ("DDP", "DeepSpeed"), EARLY, "3.11", "2.5.1", ("deepspeed==0.16.9",)),
-    Environment("torch 2.8.0", ALL, TORCH, "3.12", "2.8.0", ("deepspeed==0.18.9",)),
+    Environment("torch 2.4.1", ("DDP", "DeepSpeed"), DDP_ONLY, "3.10", "2.4.1", ("deepspeed==0.16.9",)),
+    Environment("torch 2.5.1", ("DDP", "DeepSpeed"), DDP_ONLY, "3.11", "2.5.1", ("deepspeed==0.16.9",)),
+    Environment("torch 2.8.0", ALL, DDP_ONLY, "3.12", "2.8.0", ("deepspeed==0.18.9",)),
     Environment("torch 2.15.0", ALL, TORCH, "3.13", "2.15.0", ("deepspeed==0.19.8",)),
 )
 
