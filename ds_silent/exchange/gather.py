@@ -78,8 +78,12 @@ Exchange = GatherExchange | ConstantSizeExchange
 
 
 def make_exchange(
-    layout: Layout, group: dist.ProcessGroup, device: torch.device, gather_limit: int = GATHER_LIMIT
+    layout: Layout,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    gather_limit: int = GATHER_LIMIT,
+    total: float = 1.0,
 ) -> Exchange:
-    """The exchange that fits the group's size."""
+    """The exchange that fits the group's size. ``total``: sum of the ranks' weights in the aggregate."""
     whole = gathers_sketches(dist.get_world_size(group), gather_limit)
-    return GatherExchange(layout, group, device) if whole else ConstantSizeExchange(layout, group, device)
+    return GatherExchange(layout, group, device) if whole else ConstantSizeExchange(layout, group, device, total)

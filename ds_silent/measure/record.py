@@ -113,15 +113,17 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
     assert isinstance(sums, Sums)
     own = gathered.local.sketch_squared
     norms = own.sqrt() / scale if norms is None else norms
+    of_pairs = None if sums.pairs is None else statistics.cosines_of(sums.pairs)
     direction = statistics.constant_size_direction(
         sums.units,
-        sums.cosines_with_rest,
+        None if sums.late is None else sums.late.cosines_with_rest,
         len(scale),
-        layout.size,
+        layout.units,
         known=bool((own.isfinite() & (own > 0.0)).all()),
+        pairs=of_pairs,
     )
     squared_mean = float((sums.mean @ sums.mean) / scale[0] ** 2)
-    return _Gradients(statistics.norm_stats(norms, method, aggregated), direction, squared_mean)
+    return _Gradients(statistics.norm_stats(norms, method, aggregated), direction, squared_mean, of_pairs)
 
 
 def _exact_check(each: EachRank | None, exact: float | None) -> float | None:
