@@ -160,7 +160,7 @@ class Judge:
         self._pairs_before = duplicates.shared_pairs(extras)
         if found or not self._alike:
             return found
-        return duplicates.by_gradients(record)  # also with ids: they may be counted per rank
+        return duplicates.by_gradients(record, extras.directions)  # also with ids: they may be counted per rank
 
     def _replicas(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         """Replicas are compared now and then: those that differ do so until a comparison says otherwise."""

@@ -59,6 +59,7 @@ class Evidence:
     reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
+    directions: npt.NDArray[np.float64] | None = None  # (N, P) a few numbers of each rank's, where no pairs are known
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
     update_skipped: bool = False  # the optimizer did not apply the step, whatever the reason
     micro_batches: tuple[int, ...] | None = None  # losses that each rank took this step

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ds_silent.capture.data_facts import Walk
 from ds_silent.detectors import Coverage, Evidence
 from ds_silent.detectors.finding import LayerValues
-from ds_silent.exchange.observation import Gathered, on_all
+from ds_silent.exchange.observation import Gathered, Sums, on_all
 from ds_silent.exchange.row_ids import Ids, unpack_ids
 from ds_silent.measure.coverage import EpochCoverage, duplicates, epoch_is_over, last_of_epoch
 from ds_silent.measure.recent_rows import RecentRows
@@ -181,6 +182,7 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
         update_skipped=context.update_skipped,
         micro_batches=tuple(int(n) for n in gathered.loss.count.tolist()),
         layers=_layer_values(gathered, context.layer_names),
+        directions=_directions(gathered),
     )
 
 
@@ -188,6 +190,13 @@ def _shuffles(walk: Walk, order: OrderAgain) -> bool:
     """Whether the same order is a fault: the sampler says that it shuffles, or the ids that were told are shuffled."""
     said = walk.facts.shuffles
     return (walk.told and order.shuffled) if said is None else said
+
+
+def _directions(gathered: Gathered) -> npt.NDArray[np.float64] | None:
+    sums = gathered.directions
+    if not isinstance(sums, Sums) or sums.pairs is not None or not sums.probes.numel():
+        return None
+    return sums.probes.numpy()
 
 
 def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | None:
