@@ -7,7 +7,7 @@ with parallel(tensor=2):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -114,13 +114,18 @@ def take_step(
     micro_batches: int,
     size: tuple[int, int],
     per_token: bool = False,
+    hear: Callable[[Tensor], object] = lambda loss: None,
 ) -> Any:
-    """One step over token ids (rows, length) = ``size``; what ``optimizer.step`` returns."""
+    """One step over token ids (rows, length) = ``size``; what ``optimizer.step`` returns.
+
+    ``hear`` is told the mean loss of each micro-batch, on the ranks that compute one.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     rows, length = size
 
     def loss_function(output: Tensor) -> tuple[Any, ...]:
+        hear(output.mean())
         tokens = torch.tensor(output.numel(), dtype=torch.int)
         return (output.sum(), tokens, {}) if per_token else (output.mean(), {})
 
