@@ -76,6 +76,7 @@ def gpt_models(shape: Shape, vocabulary: int, length: int, per_token: bool = Fal
         batch_p2p_comm=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        add_bias_linear=not (shape.experts and shape.tensor > 1),  # Megatron refuses biases of experts in parts
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         **routed,

@@ -119,15 +119,13 @@ def _fault(name: str, scenario: Scenario) -> Fault:
         scenario.who,
         "replica" if scenario.expected == "replica-drift" else "reduction",
         _nothing,
-        f"{scenario.title} (Megatron-LM {scenario.issue})" if scenario.issue else scenario.title,
+        f"{scenario.title} (Megatron-LM {scenario.issue})",
         first_step=scenario.first_step,
         says=scenario.says,
     )
 
 
-PUBLIC: Mapping[str, Fault] = {
-    name: _fault(name, scenario) for name, scenario in SCENARIOS.items() if scenario.expected is not None
-}
+PUBLIC: Mapping[str, Fault] = {name: _fault(name, scenario) for name, scenario in SCENARIOS.items() if scenario.issue}
 """Faults of public issues of Megatron-LM, in trainings of a small GPT of Megatron's own layers."""
 
 

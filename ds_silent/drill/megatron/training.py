@@ -83,7 +83,7 @@ class MegatronTraining(TorchTraining):
     def __init__(self, wrapped: WrappedByMegatron, script: Script) -> None:
         super().__init__(wrapped, wrapped.inner, script)
         self._chunk, self._outer = wrapped.chunk, wrapped.optimizer
-        self._lost: dict[int, Tensor] = {}  # what never reaches the reduction, by the parameter
+        self._missing: dict[int, Tensor] = {}  # what never reaches the reduction, by the parameter
 
     def behind_observer(self, patches: Patches) -> None:
         """The optimizer's step; what strikes behind the capture does so below it, as the reduction begins."""
@@ -121,11 +121,11 @@ class MegatronTraining(TorchTraining):
     def _lose(self, captured: Any, name: str, leaf: Tensor, gradient: Tensor) -> None:
         other = captured(name, gradient, self._last, self._step)
         if other is not None:
-            self._lost[id(leaf)] = (gradient - other).detach()
+            self._missing[id(leaf)] = (gradient - other).detach()
 
     def _reduce_without_lost(self, group: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         for leaf in group.params:
-            lost = self._lost.pop(id(leaf), None)
+            lost = self._missing.pop(id(leaf), None)
             if lost is not None:
                 leaf.main_grad.sub_(lost)
         return original(*args, **kwargs)
