@@ -19,6 +19,7 @@ from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_few_ranks
 from ds_silent.observer import Observer
+from ds_silent.preflight.compare import Item
 from ds_silent.preflight.inventory import Training
 from ds_silent.ranks import start
 from ds_silent.sinks import SinkError
@@ -41,6 +42,7 @@ class Wrapped:
     words: Words = TORCH
     repairs: bool = True  # whole replicas can be written between two steps
     others: Callable[[Tensor], bool] = lambda tensor: False  # not every rank has this one: experts
+    config: Callable[[], list[Item]] = list  # of what the user has configured, which every rank must have alike
 
 
 def attach_wrapped(
@@ -67,6 +69,7 @@ def attach_wrapped(
                 wrapped.words.framework,
                 wrapped.module,
                 optimizers[0],
+                config=wrapped.config,
                 sharded=lambda tensor: wrapped.sharded or wrapped.others(tensor),
             ),
             loader=loader,

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.practice.megatron_on_cpu import on_cpu
@@ -32,15 +33,25 @@ class Shape:
 
 @contextmanager
 def parallel(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, **sizes: int) -> Iterator[None]:
-    """Megatron's process groups, and its names for the CPU; ``sizes`` of more of them."""
+    """Megatron's process groups, and its names for the CPU; ``sizes`` of more of them. A collective.
+
+    Megatron only forgets its groups: their threads would go on, and a second training would be slower than the first.
+    """
     from megatron.core import parallel_state
 
+    known = dist.distributed_c10d._world.pg_map
     with on_cpu():
+        before = list(known)
         parallel_state.initialize_model_parallel(tensor, pipeline, virtual, **sizes)
+        made = [group for group in known if group not in before]
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
+        dist.barrier()
+        for group in made:
+            if known.get(group) is not None:  # of others this rank is no member
+                dist.destroy_process_group(group)
 
 
 def gpt_models(shape: Shape, vocabulary: int, length: int, per_token: bool = False) -> tuple[list[Any], Any]:

@@ -85,7 +85,7 @@ class Duplicates:
         said = [checksums[member] for member in members]
         places = [place for place, values in enumerate(zip(*said, strict=True)) if len(set(values)) > 1]
         names = [self._items[place][0] for place in places]
-        where = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        where = listed(names)
         groups = [[self._ranks[members[rank]] for rank in part] for part in parts_of(map(str, said))]
         shown = " | ".join(", ".join(map(str, group)) for group in groups)
         message = (
@@ -94,6 +94,11 @@ class Duplicates:
         )
         remedy = "Look for what these ranks must reduce among each other beside the data-parallel reduction."
         return Event(step, "replica-drift", "error", (), where, None, None, message, remedy)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def compared(kept: Iterable[Duplicates], step: int) -> list[Event]:
