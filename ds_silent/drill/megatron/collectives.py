@@ -41,7 +41,12 @@ def at_once(patches: Patches) -> None:
     def held(original: Callable[..., Any], *args: Any, **kwargs: Any) -> AbstractContextManager[_Done]:
         return nullcontext(_Done())
 
+    def now(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "async_op": False})
+
     patches.wrap(_buffers(), "_coalescing_manager", held)
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        patches.wrap(_buffers(), name, now)
 
 
 def reduces_through(patches: Patches, chunk: Any, reduce: Reduce, left_out: LeftOut) -> None:

@@ -43,8 +43,9 @@ MEANINGLESS: Mapping[int, Mapping[str, str]] = {
 }
 """By stage: faults that mean nothing, and why."""
 
-# each rank keeps its own gradient of its own part of each bucket: no sum of whole gradients explains that
-_PARTS: dict[str, Any] = {"kinds": ("aggregation-error",), "who": "nobody"}
+# each rank keeps its own gradient of its own part of each bucket: a layer that lies in one part is its owner's alone,
+# and no sum of whole gradients explains any other
+_PARTS: dict[str, Any] = {"kinds": ("aggregation-error", "unreduced-gradient"), "who": "an owner"}
 # the buffer holds zeros where no gradient came: a comparison with the other ranks finds that, some steps later
 _ZEROS: dict[str, Any] = {"deterministic": False, "steps": 100}
 EXPECTED: Mapping[int, Mapping[str, dict[str, Any]]] = {
