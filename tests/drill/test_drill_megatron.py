@@ -147,7 +147,7 @@ def test_nothing_is_repaired_there_and_public_faults_have_their_ranks() -> None:
     with pytest.raises(ConfigError, match="only a reduction of DeepSpeed"):
         setting.answering(RETRY)
     assert make_setting(None, 3).why_not(PUBLIC["router"]) == "its groups are of 4 ranks"
-    with pytest.raises(ConfigError, match="--stage must be 0, or 1 for the distributed optimizer, .* got 2"):
+    with pytest.raises(ConfigError, match=r"--stage must be 0, or 1 for the distributed optimizer, .* got 2"):
         make_setting(None, 4, 2)
 
 
