@@ -54,6 +54,7 @@ EXPECTED: Mapping[int, Mapping[str, dict[str, Any]]] = {
         "layer-without-gradient": _ZEROS,
         "bucket-dropped": {**_PARTS, "says": ("layers.3",)},
         "parameter-unreduced": {**_PARTS, "says": ("position",)},
+        "wrong-group": {"who": "the pair or nobody"},  # of four ranks: layers in the first half's parts lack the second
     },
 }
 """By stage: faults that are told in other words than under DeepSpeed."""
