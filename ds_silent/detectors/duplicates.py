@@ -20,7 +20,8 @@ COSINE_GAP = 2.0**-16
 SAME_LOSS, SAME_NORM = 1e-6, 2.0**-8  # relative
 SLACK = 3.0  # of a squared distance that is known by a few numbers
 WINDOW = 512  # ranks of one loss that are compared with each other, nearest first
-Array, Ranks = npt.NDArray[np.float64], npt.NDArray[np.int64]
+Array = npt.NDArray[np.float64]
+Ranks = npt.NDArray[np.int64]
 
 _REMEDY = (
     "Shard the data: a DistributedSampler (or set_epoch and rank-dependent seeds), split_dataset_by_node for "

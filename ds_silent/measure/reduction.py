@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import LEFT_OUT, Gathered, Sums, on_all
-from ds_silent.maths.causes import Cause, Pieces, explain, own_weights
+from ds_silent.maths.causes import Cause, OwnWeights, Pieces, explain, own_weights
 from ds_silent.maths.micro_batches import MicroBatches, explain_micro_batches
 from ds_silent.maths.rounding_bound import (
     AggregateCheck,
@@ -120,6 +120,7 @@ class Audit:
             micro_batches,
             self._arithmetic.result(len(gathered.status.failed)),
             examined.handed,
+            None if check is None or gathered.each is not None else self._own_weights(gathered),
         )
 
     # -- the reduction -------------------------------------------------------------------------------------------------
@@ -189,12 +190,19 @@ class Audit:
             for mean, square in zip(sums.layers, squares, strict=True)
         ]
         error = gathered.aggregate - whole.expected
-        own, late = None, sums.late
-        if late is not None:
-            by_layer = gathered.layer_squares
-            own = own_weights(late.weights, late.own_squared, by_layer, error, total, self._log_rate)
+        own = self._own_weights(gathered)
         pieces = Pieces((sums.layers * total)[None], sums.layer_aggregate, error, whole.expected, self._previous)
         return explain(pieces, torch.tensor(tolerances), gathered.leftover, own)
+
+    def _own_weights(self, gathered: Gathered) -> OwnWeights | None:
+        """What the ranks have found of their own weights, above the gather limit."""
+        sums = gathered.directions
+        late = sums.late if isinstance(sums, Sums) else None
+        if not isinstance(sums, Sums) or late is None:
+            return None
+        squares, total = gathered.layer_squares, self._arithmetic.total
+        error = gathered.aggregate - sums.mean * total
+        return own_weights(late.weights, late.own_squared, squares, error, total, self._log_rate)
 
     def _received(self, gathered: Gathered) -> dict[int, Parts] | None:
         """Bits are compared, so no threshold is needed; a NaN equals itself here."""
