@@ -69,7 +69,7 @@ class Writer:
         self.group = dist.group.WORLD
         self.config = SilentConsistencyConfig.model_validate({"output_dir": str(directory), "coverage": False})
         self.layout: Layout = layout_of(self.config, Shape(ranks, LAYERS, 0, 1, False, gather_limit))
-        self.exchange: Any = make_exchange(self.layout, self.group, torch.device("cpu"), gather_limit)
+        self.exchange: Any = make_exchange(self.layout, self.group, torch.device("cpu"))
         after = (torch.bfloat16,) if dtype is torch.bfloat16 else ()
         arithmetic = Arithmetic(dtype, after=after, elements=PARAMETERS, width=8 * self.layout.size)
         rate = log_steps(self.config.detectors, 1) + math.log(2.0)
@@ -120,7 +120,7 @@ class Writer:
 
 def sent(layout: Layout, ranks: int) -> tuple[int, int]:
     """Bytes that a rank sends, and receives, for one measured step."""
-    if not layout.units:
+    if layout.gathers:
         return (4 * (ranks - 1) * (layout.scalars + layout.vectors),) * 2
     summed = 2 * 4 * sum(layout.sums) * (ranks - 1) // ranks
     gathered = 4 * (ranks - 1) * (layout.scalars + layout.pairs)

@@ -47,7 +47,7 @@ class SimulatedRanks:
     def __init__(self, layout: Layout, count: int, seed: int = 0, noise: float = 1e-7, tokens: float = 0.2):
         self._layout, self._count, self._noise, self._tokens = layout, count, noise, tokens
         self._random = torch.Generator().manual_seed(seed)
-        self._late: dict[str, Tensor] = {}
+        self._late: Tensor | None = None  # (N, 1 + layout.late) of the step before
 
     def step(self, step: int, fault: Fault) -> tuple[Tensor, Tensor]:
         """(N, scalars + pairs) and (sums,) fp32; what is found late is of the step before."""
@@ -76,9 +76,10 @@ class SimulatedRanks:
         aggregate += self._noise * aggregate.norm() / k**0.5 * torch.randn(k, generator=self._random)
         late = self._found_late(own_seed, shared, norms, twins, total, aggregate)
         rows = self._rows(step, norms, squares, aggregate, fault, struck)
-        rows = torch.cat((rows, probes, pairs), 1)
-        for name, values in self._late.items():
-            rows[:, FIELDS.index(name)] = values
+        if self._late is not None:
+            rows[:, FIELDS.index("local.late_cosine")] = self._late[:, 0]
+        said = torch.zeros(count, 1 + layout.late) if self._late is None else self._late
+        rows = torch.cat((rows, probes, said[:, 1:], pairs), 1)
         self._late = late
         layers = [fold(vector, layout.layer_size) for vector in (total, aggregate)]
         by_layer = [(one.repeat(layout.layers) / layout.layers**0.5) for one in layers]  # all layers alike
@@ -96,7 +97,7 @@ class SimulatedRanks:
                 sketches[twin - 1] = sketches[twin]
             yield begin, sketches
 
-    def _found_late(self, seed, shared, norms, twins, total, aggregate) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    def _found_late(self, seed, shared, norms, twins, total, aggregate) -> Tensor:  # type: ignore[no-untyped-def]
         count = self._count
         cosine, weight, own = torch.empty(count), torch.empty(count), torch.empty(count)
         error, squared = aggregate - total / count, total @ total
@@ -107,13 +108,15 @@ class SimulatedRanks:
             beside = sketches - (sketches @ total / squared)[:, None] * total
             own[part] = beside.square().sum(1)
             weight[part] = beside @ error * count / own[part]
-        return {"local.late_cosine": cosine, "local.late_weight": weight, "local.late_own": own}
+        by_layer = torch.full((count, self._layout.late_layers), COSINE)  # nothing is drawn by layer
+        by_layer += 0.05 * torch.randn(by_layer.shape, generator=self._random)
+        return torch.cat((cosine[:, None], weight[:, None], own[:, None], by_layer), 1)
 
     def _rows(
         self, step: int, norms: Tensor, squares: Tensor, aggregate: Tensor, fault: Fault, struck: Tensor
     ) -> Tensor:
         layout, count = self._layout, self._count
-        rows = torch.zeros(count, layout.scalars - layout.probes)
+        rows = torch.zeros(count, sum(layout.scalar_parts[:-2]))
         tokens = (1000.0 * (1.0 + self._tokens * torch.randn(count, generator=self._random))).round().clamp(min=10.0)
         loss = 2.0 + 0.05 * torch.randn(count, generator=self._random) + fault.loss * struck
         if fault.twin:

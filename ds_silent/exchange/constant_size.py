@@ -28,13 +28,12 @@ from torch import Tensor
 from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import FIELDS, Gathered, Late, Observation, Sums, on_any
+from ds_silent.exchange.observation import FIELDS, Gathered, Late, Observation, Sums, Weights, on_any
 from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Once, Together
 
-_COSINE, _WEIGHT = FIELDS.index("local.late_cosine"), FIELDS.index("local.late_weight")
-_OWN, _SQUARED = FIELDS.index("local.late_own"), FIELDS.index("local.sketch_squared")
+_COSINE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketch_squared")
 
 
 class ConstantSizeExchange:
@@ -60,7 +59,9 @@ class ConstantSizeExchange:
         self._sums_landing, self._rows_landing = Landing(self._sums), Landing(self._all)
         self._step: int | None = None
         self._incomplete: Gathered | None = None  # lacks what the ranks say of themselves late
-        self._late = torch.zeros(3, device=device)  # of this rank: cosine, weight, own; of that observation
+        self._own_layers = torch.zeros(layout.late_layers, layout.layer_size, device=device)
+        self._cosine = torch.zeros((), device=device)  # of this rank, in that observation; and what else it finds late:
+        self._late = torch.zeros(layout.late, device=device)  # weight - 1, what it is known by, layers' cosines
 
     def post(self, step: int, observation: Observation, together: Together) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
@@ -79,12 +80,12 @@ class ConstantSizeExchange:
         layout = self._layout
         scalars, pair = torch.split(self._mine, [layout.scalars, layout.pairs])
         pack_scalars(layout, observation, scalars)
+        *_, probes, late = torch.split(scalars, layout.scalar_parts)
         if self._incomplete is not None:
             if self._step is None:
                 self._find_late()
-            scalars[_COSINE].copy_(self._late[0])
-            scalars[_WEIGHT].copy_(self._late[1])
-            scalars[_OWN].copy_(self._late[2])
+            scalars[_COSINE].copy_(self._cosine)
+            late.copy_(self._late)
         self._own.zero_() if observation.sketch is None else self._own.copy_(observation.sketch)
         self._sums.zero_()
         norm = self._own.norm()
@@ -93,14 +94,17 @@ class ConstantSizeExchange:
         if layout.size:
             direction = fold(self._own, layout.units) / norm
             self._units.copy_(direction)
-            scalars[layout.scalars - layout.probes :].copy_(fold(direction, layout.probes))
+            probes.copy_(fold(direction, layout.probes))
         if layout.pairs:
             pair.copy_(fold(self._own, layout.pairs))
         self._sum.copy_(self._own)
         if observation.aggregate is not None:
             self._aggregate.copy_(observation.aggregate)
         if observation.layer_sketches is not None and layout.layers:
-            self._layers.copy_(fold(observation.layer_sketches, layout.layer_size).reshape(-1))
+            by_layer = fold(observation.layer_sketches, layout.layer_size)
+            self._layers.copy_(by_layer.reshape(-1))
+            if layout.late_layers:
+                self._own_layers.copy_(by_layer)
         self._units.masked_fill_(~usable, 0.0)
         self._sum.masked_fill_(~usable, 0.0)
         self._layers.masked_fill_(~usable, 0.0)
@@ -118,14 +122,14 @@ class ConstantSizeExchange:
         beside = own - torch.dot(own, total) / torch.where(squared > 0.0, squared, torch.ones_like(squared)) * total
         left = torch.dot(beside, beside)
         error = self._aggregate - total * (self._total / self._ranks)
-        torch.stack(
-            (
-                torch.dot(own, rest) / (own.norm() * rest.norm()),
-                torch.dot(error, beside) * (self._ranks / self._total) / left,
-                left,
-            ),
-            out=self._late,
-        )
+        torch.div(torch.dot(own, rest), own.norm() * rest.norm(), out=self._cosine)
+        if self._layout.late:
+            self._late[0].copy_(torch.dot(error, beside) * (self._ranks / self._total) / left)
+            self._late[1].copy_(left)
+        if self._layout.late_layers:
+            ours, others = self._own_layers, self._layers.view_as(self._own_layers) - self._own_layers
+            lengths = ours.square().sum(1) * others.square().sum(1)
+            self._late[2:].copy_((ours * others).sum(1) / lengths.sqrt())
 
     def collect(self, once: Once) -> Gathered | None:
         """The record before the last posted one: what the ranks found late came with the last."""
@@ -148,6 +152,7 @@ class ConstantSizeExchange:
         )
         rows = self._rows_landing.result().view(self._ranks, -1).double()
         scalars, pairs = torch.split(rows, [layout.scalars, layout.pairs], dim=1)
+        *_, probes, late = torch.split(scalars, layout.scalar_parts, dim=1)
         gathered = unpack(layout, step, scalars, aggregate.clone(), gram)
         by_layer = (layout.layers, layout.layer_size)
         mean, layer_mean = total / self._ranks, layers.view(by_layer) / self._ranks
@@ -159,8 +164,9 @@ class ConstantSizeExchange:
             mean,
             layer_mean if layout.layers else None,
             layer_aggregates.view(by_layer).clone() if layout.layer_aggregates else None,
-            scalars[:, layout.scalars - layout.probes :].clone(),
+            probes.clone(),
             pairs.clone() if layout.pairs else None,
+            late.clone() if layout.late else None,
         )
         return replace(gathered, directions=sums)
 
@@ -175,6 +181,9 @@ class ConstantSizeExchange:
 def _completed(record: Gathered, later: Gathered) -> Gathered:
     """With what came with the observation after it."""
     assert isinstance(record.directions, Sums)
-    local = later.local
-    late = Late(local.late_cosine, 1.0 + local.late_weight, local.late_own)
+    assert isinstance(later.directions, Sums)
+    said = later.directions.of_before
+    weights = None if said is None else Weights(1.0 + said[:, 0], said[:, 1])
+    layers = None if said is None or said.shape[1] == 2 else said[:, 2:]
+    late = Late(later.local.late_cosine, weights, layers)
     return replace(record, directions=replace(record.directions, late=late))

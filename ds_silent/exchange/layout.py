@@ -32,23 +32,34 @@ class Layout:
     layer_aggregates: bool = False  # per-layer sketches of the aggregate too
     layer_records: bool = False  # layers are measured for the record, not only for finding a fault's place
     hashes: int = 0  # bit hashes of 64 bits, see ds_silent.replicas.checksums
+    gathers: bool = True  # everybody gets everybody's whole sketch
     units: int = 0  # above the gather limit: numbers of the sum of the ranks' directions; 0 below it
     pairs: int = 0  # and of each rank's folded sketch, while there are few enough ranks
     micro_batches: int = 0  # per step, where their sketches can be asked for; else 0
 
     @property
     def scalars(self) -> int:
-        """Scalars of an observation, then squared norms per layer, ids, hashes, and what tells equal directions."""
+        """An observation's own, then layers' squared norms, ids, hashes, what tells equal directions, what is late."""
         return sum(self.scalar_parts)
 
     @property
     def scalar_parts(self) -> list[int]:
-        return [len(FIELDS), self.groups, self.ids, WORDS * self.hashes, self.probes]
+        return [len(FIELDS), self.groups, self.ids, WORDS * self.hashes, self.probes, self.late]
 
     @property
     def probes(self) -> int:
         """Numbers of this rank's direction."""
         return min(PROBES, self.units)
+
+    @property
+    def late(self) -> int:
+        """Numbers that a rank finds once it has the sums: two of its weight, and each layer's cosine of few ranks."""
+        return 2 + self.late_layers if self.units else 0
+
+    @property
+    def late_layers(self) -> int:
+        """Layers whose cosine with the rest is among them."""
+        return self.layers if self.pairs else 0
 
     @property
     def vectors(self) -> int:
@@ -86,7 +97,7 @@ def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
     size = 0 if direction.method == "off" else direction.sketch_size
     exact = direction.method == "exact" or (direction.exact_interval > 0 and size > 0)
     aggregation = config.integrity.aggregation and size > 0
-    gathers = gathers_sketches(ranks, shape.gather_limit)
+    gathers = gathers_sketches(ranks, shape.gather_limit, direction.per_layer)
     layers = groups if size and ((direction.per_layer and gathers) or aggregation) else 0
     # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size. To find a
     # fault's place and the rank behind it, a few numbers per rank do.
@@ -106,6 +117,7 @@ def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
         layer_aggregates=aggregation,
         layer_records=direction.per_layer and gathers,
         hashes=1 + (groups if shape.aggregate_replicated else 0),
+        gathers=gathers,
         units=0 if gathers else size // UNITS,
         pairs=0 if gathers or not size else pair_size(size, ranks, shape.gather_limit),
         micro_batches=steps if 1 < steps <= LARGEST // max(1, layers * layer_size) else 0,
@@ -122,6 +134,6 @@ def pair_size(sketch_size: int, ranks: int, limit: int = GATHER_LIMIT) -> int:
     return min(sketch_size, 1 << (PAIRS_TOGETHER // ranks).bit_length() - 1) if ranks <= limit else 0
 
 
-def gathers_sketches(ranks: int, limit: int = GATHER_LIMIT) -> bool:
-    """Whether everybody gets everybody's whole sketch."""
-    return ranks <= limit // QUARTER
+def gathers_sketches(ranks: int, limit: int = GATHER_LIMIT, per_layer: bool = False) -> bool:
+    """Whether everybody gets everybody's whole sketch. The directions of single layers cannot be had from sums."""
+    return ranks <= (limit if per_layer else limit // QUARTER)

@@ -65,10 +65,8 @@ class Local(Generic[T]):
     leftover_squared: T = _0  # of what an earlier step left in the gradients
     micro_squared: T = _0  # sum over micro-batches of squared norms, where each is reduced on its own
     fired: T = _0  # trainable parameters that got a gradient
-    sketch_squared: T = _0  # of the sketch; this and the next three only above the gather limit
-    late_cosine: T = _0  # with the rest, of the observation before
-    late_weight: T = _0  # in the aggregate, minus the right one and relative to it, of the observation before
-    late_own: T = _0  # squared length of what is this rank's own in its sketch, beside the mean's direction
+    sketch_squared: T = _0  # of the sketch; only where not everybody gets everybody's
+    late_cosine: T = _0  # with the rest, of the observation before; likewise
 
 
 @dataclass(frozen=True)
@@ -146,6 +144,7 @@ class Sums:
     layer_aggregate: Tensor | None  # (L, layer_size)
     probes: Tensor  # (N, layout.probes) of each rank's direction
     pairs: Tensor | None = None  # (N, layout.pairs) folded sketches
+    of_before: Tensor | None = None  # (N, layout.late) what the ranks found late, of the observation before
     late: Late | None = None  # None until the next observation has brought them
 
 
@@ -154,7 +153,15 @@ class Late:
     """What a rank finds once it has the sums of a step: (N,)."""
 
     cosines_with_rest: Tensor
-    weights: Tensor  # with which its gradient entered the aggregate: 1 is right
+    weights: Weights | None
+    layer_cosines: Tensor | None  # (N, L) with the rest
+
+
+@dataclass(frozen=True)
+class Weights:
+    """With which each rank's gradient entered the aggregate: (N,)."""
+
+    found: Tensor  # 1 is right
     own_squared: Tensor  # squared length of the part of its sketch by which that is known
 
 

@@ -198,11 +198,11 @@ class Audit:
         """What the ranks have found of their own weights, above the gather limit."""
         sums = gathered.directions
         late = sums.late if isinstance(sums, Sums) else None
-        if not isinstance(sums, Sums) or late is None:
+        if not isinstance(sums, Sums) or late is None or late.weights is None:
             return None
         squares, total = gathered.layer_squares, self._arithmetic.total
         error = gathered.aggregate - sums.mean * total
-        return own_weights(late.weights, late.own_squared, squares, error, total, self._log_rate)
+        return own_weights(late.weights.found, late.weights.own_squared, squares, error, total, self._log_rate)
 
     def _received(self, gathered: Gathered) -> dict[int, Parts] | None:
         """Bits are compared, so no threshold is needed; a NaN equals itself here."""
@@ -279,10 +279,8 @@ class Audit:
         scale = float(gathered.loss.scale[0])
         rescaled = self._factor(past, scale) if scale not in (0.0, past.scale) else None
         squares, errors = gathered.applied.squared, gathered.applied.error
-        factors = [
-            float(factor) if square > 0.0 and ok else None
-            for factor, square, ok in zip(gathered.applied.factor, squares, stepped, strict=True)
-        ]
+        known = (stepped & (squares > 0.0)).tolist()
+        factors = [factor if ok else None for factor, ok in zip(gathered.applied.factor.tolist(), known, strict=True)]
         total = float(squares[stepped].sum())
         error = math.sqrt(float(errors[stepped].sum()) / total) if total > 0.0 else 0.0
         bound = applied_tolerance(past.aggregate, self._arithmetic, self._log_rate)

@@ -213,6 +213,9 @@ def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | N
         squares = squares if exact else own
     elif not exact:
         return None
+    elif isinstance(gathered.directions, Sums) and gathered.directions.late is not None:
+        known = gathered.directions.late.layer_cosines
+        cosines = None if known is None else known.numpy()
     return LayerValues(names, squares.log().numpy() / 2.0, cosines)
 
 

@@ -61,8 +61,7 @@ class Steps:
         self._together = capture.together
         self._alone, self._once, self._decided = self._together.alone, self._together.once, self._together.decided
         self._layout = layout_of(config, capture.shape)
-        limit, total = capture.shape.gather_limit, capture.arithmetic.total
-        self._exchange = make_exchange(self._layout, capture.group, capture.device, limit, total)
+        self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.arithmetic.total)
         log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
         peers = capture.framework if isinstance(capture.framework, HasPeers) else None
         self._beside = None if peers is None else peers.beside
@@ -195,7 +194,7 @@ class Steps:
         """A collective, in a step before which every rank has read that micro-batches are wanted."""
         if self._once(lambda: self._capture.keeps_micro_batches):
             own = self._capture.take_micro_batches(self._layout.layer_size)
-            if self._layout.units:  # of all ranks together: more is not known of any
+            if not self._layout.gathers:  # of all ranks together: more is not known of any
                 self._once(lambda: dist.all_reduce(own, op=dist.ReduceOp.SUM, group=self._capture.group))
                 everybody = own.cpu()[None] / dist.get_world_size(self._capture.group)
             else:
