@@ -124,7 +124,7 @@ class Reader:
         many = len(values) > 1
         first, before = values[0], values[0] if previous is None else previous
         aligned = launch.aligned and all(tensor.data_ptr() % 16 == 0 for tensor in (*values, before))
-        nothing = self._nothing
+        nothing, checking = self._nothing, slots.checks is not None
         with _on(self._device):
             kernel.read[(len(launch.programs),)](
                 first,
@@ -146,6 +146,7 @@ class Reader:
                 SHIFTS=SHIFTS,
                 WORDS_ROW=ROW,
                 ROWS=kernel.ROWS,
+                STEP=kernel.STEP_ROWS[4 if checking else max(first.element_size(), before.element_size())],
                 OCTETS=kernel.OCTETS,
                 SPLITS=kernel.SPLITS,
                 MANY=many,
@@ -154,8 +155,9 @@ class Reader:
                 SKETCH=tables is not None,
                 SQUARE=slots.squares is not None,
                 FACTS=slots.largest is not None,
-                CHECK=slots.checks is not None,
+                CHECK=checking,
                 num_warps=kernel.WARPS,
+                maxnreg=kernel.REGISTERS,
             )
 
     def _addresses_of(self, launch: Launch, values: Sequence[Tensor]) -> Tensor:

@@ -24,12 +24,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_silent.maths.sketch import SHIFT, SHIFTS
+from ds_silent.maths.sketch import SHIFT
 
-ROWS = 8  # of a tile: as many as one 64-bit word has signs for
+ROWS = 8  # of a tile: as many as one 64-bit word has signs for; tiles are shared out to programs
+STEP_ROWS = {
+    4: 4,
+    2: 8,
+}  # by the bytes of an element: rows that are loaded at once, 128 bytes a thread; 4 with checksum
 OCTETS = 64  # of a tile: 512 columns
 SPLITS = 2  # programs that share a table's columns, each with a table of its own; more programs hide more latency
 WARPS = 2  # 8 elements a thread: a 16-byte load per row of 16-bit elements
+REGISTERS = 128  # a thread may have: without a bound the assembler may spill for the sake of more warps
 
 
 def packed(signs: Tensor, width: int) -> Tensor:
@@ -69,7 +74,8 @@ def read(
     WIDTH: tl.constexpr,  # T
     SHIFTS: tl.constexpr,
     WORDS_ROW: tl.constexpr,  # 64-bit words of a row of the checksum
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr,  # of a tile
+    STEP: tl.constexpr,  # rows that are loaded at once
     OCTETS: tl.constexpr,
     SPLITS: tl.constexpr,
     MANY: tl.constexpr,
@@ -82,6 +88,9 @@ def read(
 ):
     BLOCKS: tl.constexpr = (WIDTH + OCTETS * 8 - 1) // (OCTETS * 8)
     TILE: tl.constexpr = ROWS * WIDTH
+    ITEM: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
+    GROUP: tl.constexpr = 128 // ITEM
+    GROUPS: tl.constexpr = OCTETS * 8 // GROUP
     program = tl.program_id(0)
     row_of_tables = tl.load(programs + program * 4)
     block = tl.load(programs + program * 4 + 1)
@@ -89,12 +98,13 @@ def read(
     last = tl.load(programs + program * 4 + 3)
     split = row_of_tables % SPLITS
 
-    row = tl.arange(0, ROWS)[:, None, None]
-    octet = block * OCTETS + tl.arange(0, OCTETS)[None, :, None]
-    column = octet * 8 + tl.arange(0, 8)[None, None, :]
-    within = row * WIDTH + column  # of the tile
-    shift = (row * 8 + tl.arange(0, 8)[None, None, :]).to(tl.int64)
-    total = tl.zeros((OCTETS, 8), tl.float32)
+    # rows, groups of 16 bytes, elements of a group: a thread loads a group at once and keeps it, whatever the dtype
+    row = tl.arange(0, STEP)[:, None, None]
+    start_of_group = (block * OCTETS * 8) + tl.arange(0, GROUPS)[None, :, None] * GROUP
+    column = start_of_group + tl.arange(0, GROUP)[None, None, :]
+    within = row * WIDTH + column  # of these rows
+    shift = (row * 8 + tl.arange(0, GROUP)[None, None, :]).to(tl.int64)
+    total = tl.zeros((GROUPS, GROUP), tl.float32)
 
     for entry in range(first, last):
         segment = tl.load(order + entry)
@@ -107,22 +117,22 @@ def read(
         source = values
         if MANY:
             address = tl.load(addresses + segment)
-            if ALIGNED:
-                address = tl.multiple_of(address, 16)
             source = address.to(values.dtype, bitcast=True)
-        square = tl.zeros((OCTETS, 8), tl.float32)
-        peak = tl.zeros((OCTETS, 8), tl.float32)
-        odd = tl.zeros((OCTETS, 8), tl.int32)
-        check = tl.zeros((OCTETS,), tl.int64)
+            if ALIGNED:
+                source = tl.multiple_of(source, 16)
+        square = tl.zeros((GROUPS, GROUP), tl.float32)
+        peak = tl.zeros((GROUPS, GROUP), tl.float32)
+        odd = tl.zeros((GROUPS, GROUP), tl.int32)
+        check = tl.zeros((GROUPS, 1), tl.int64)
 
         top = begin // TILE
         count = (end + TILE - 1) // TILE - top
         start = count * split // SPLITS
-        for step in range((count * (split + 1) // SPLITS - start).to(tl.int32)):
-            tile = top + start + step
-            base = tile * TILE
-            low = tl.minimum(tl.maximum(begin - base, 0), TILE).to(tl.int32)
-            high = tl.minimum(tl.maximum(end - base, 0), TILE).to(tl.int32)
+        for step in range((count * (split + 1) // SPLITS - start).to(tl.int32) * (ROWS // STEP)):
+            at = (top + start) * ROWS + step * STEP
+            base = at * WIDTH
+            low = tl.minimum(tl.maximum(begin - base, 0), STEP * WIDTH).to(tl.int32)
+            high = tl.minimum(tl.maximum(end - base, 0), STEP * WIDTH).to(tl.int32)
             offset = base - begin
             if ALIGNED:
                 low = tl.multiple_of(low, 8)
@@ -143,7 +153,9 @@ def read(
                     elif before.dtype == tl.float16:
                         x = x.to(tl.float16).to(tl.float32)
             if SKETCH:
-                word = tl.load(words + (tile * ROWS % SHIFTS).to(tl.int32) + octet)
+                word = tl.load(words + (at % SHIFTS).to(tl.int32) + start_of_group // 8)
+                if GROUP < 8:
+                    word = word >> (start_of_group % 8).to(tl.int64)
                 flip = ((word >> shift) & 1).to(tl.int32) << 31
                 signed = (x.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
                 total += weight * tl.sum(signed, axis=0)
@@ -155,17 +167,15 @@ def read(
                 odd += tl.sum((~finite).to(tl.int32), axis=0)
                 peak = tl.maximum(peak, tl.max(tl.where(finite, size, 0.0), axis=0))
             if CHECK:
-                ITEM: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
-                place = offset + row * WIDTH + octet * 8  # of the octet, within the tensor
-                key = tl.load(
-                    keys + place // (WORDS_ROW * 64 // ITEM), mask=(row * WIDTH + octet * 8 >= low) & (row * WIDTH + octet * 8 < high) & (octet * 8 < WIDTH), other=0
-                )
+                here = row * WIDTH + start_of_group
+                present = (here >= low) & (here < high) & (start_of_group < WIDTH)
+                key = tl.load(keys + (offset + here) // (WORDS_ROW * 64 // ITEM), mask=present, other=0)
                 if ITEM == 16:
                     bits = held.to(tl.uint16, bitcast=True).to(tl.int64)
                 else:
                     bits = held.to(tl.uint32, bitcast=True).to(tl.int64)
-                bits = bits << (tl.arange(0, 8) * ITEM % 64).to(tl.int64)[None, None, :]
-                check += tl.sum(tl.sum(bits, axis=2, keep_dims=True) * key, axis=0).reshape((OCTETS,))
+                bits = bits << (tl.arange(0, GROUP) * ITEM % 64).to(tl.int64)[None, None, :]
+                check += tl.sum(tl.sum(bits, axis=2, keep_dims=True) * key, axis=0)
 
         result = (slot * SPLITS + split) * BLOCKS + block
         if SQUARE:
@@ -177,6 +187,6 @@ def read(
             tl.store(checks + result, tl.sum(check))
 
     if SKETCH:
-        place = (block * OCTETS + tl.arange(0, OCTETS)[:, None]) * 8 + tl.arange(0, 8)[None, :]
+        place = block * OCTETS * 8 + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         own = tables + row_of_tables.to(tl.int64) * length + place
         tl.store(own, tl.load(own, mask=place < WIDTH) + total, mask=place < WIDTH)

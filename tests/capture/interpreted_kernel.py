@@ -6,8 +6,6 @@ imported, and other tests may have imported it.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +20,16 @@ SIZE, WIDTH = 256, 2008
 ROUNDING = 3e-7  # of fp32 sums of some thousand elements, over their norm
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # begin and length in the long vector: in a row, whole rows, across rows and tiles of eight rows, not aligned at all
-PLACES = [(0, 16), (8, 4096), (2000, 16), (WIDTH, 3 * WIDTH), (5, 1), (1999, 7003), (16, 20 * WIDTH + 24), (15 * WIDTH, WIDTH)]
+PLACES = [
+    (0, 16),
+    (8, 4096),
+    (2000, 16),
+    (WIDTH, 3 * WIDTH),
+    (5, 1),
+    (1999, 7003),
+    (16, 9 * WIDTH + 24),
+    (15 * WIDTH, WIDTH),
+]
 
 
 def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -82,7 +89,7 @@ def test_one_read_gives_sketch_norm_and_facts(
 
 def test_signs_are_those_of_the_plan_bit_for_bit(plan: sketch.SketchPlan, reader: Reader) -> None:
     """A one in each place of two tiles, one row at a time: what arrives is the sign itself."""
-    for row in range(16):
+    for row in (0, 1, 7, 8, 13):
         tables = plan.new_tables(reader.splits)
         launch = reader.launch([Segment(row * WIDTH, (row + 1) * WIDTH, 0, 0)])
         reader(launch, [torch.ones(WIDTH)], tables, Slots())
@@ -155,8 +162,8 @@ def test_elements_that_are_not_finite_are_counted_and_reach_sketch_and_norm(
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int32])
 def test_checksum_of_the_same_read(plan: sketch.SketchPlan, reader: Reader, dtype: torch.dtype) -> None:
-    """Three rows of the checksum and a part of one, at any aligned place of the long vector, with and without sketch."""
-    numel = 7 * 8192 * 8 // dtype.itemsize // 2 + 24
+    """At any aligned place of the long vector, with and without sketch."""
+    numel = 8192 * 8 // dtype.itemsize + 24  # a row of the checksum and a little more
     values = torch.arange(numel, dtype=torch.int32) if dtype == torch.int32 else random(numel, dtype)
     for begin, sketching in ((0, True), (2016, False)):
         if dtype == torch.int32 and sketching:
@@ -173,8 +180,8 @@ def test_checksum_of_the_same_read(plan: sketch.SketchPlan, reader: Reader, dtyp
 
 def test_many_tensors_in_one_launch_are_the_sum_of_single_ones(plan: sketch.SketchPlan, reader: Reader) -> None:
     """Two tables, odd and even lengths; the same bits in every run and whatever was there before stays."""
-    numels = [24, 1, 3 * WIDTH, 999, 16, 5000, 17 * WIDTH + 8]
-    for dtype, only in itertools.product(DTYPES, (slice(None), slice(0, None, 2))):
+    numels = [24, 1, 3 * WIDTH, 999, 16, 9 * WIDTH + 8]
+    for dtype, only in ((torch.bfloat16, slice(None)), (torch.float32, slice(0, None, 2))):
         offsets = sketch.offsets_of(numels)[0][only]
         tensors = [random(numel, dtype, seed) for seed, numel in enumerate(numels)][only]
         segments = [
@@ -205,7 +212,9 @@ def test_many_tensors_in_one_launch_are_the_sum_of_single_ones(plan: sketch.Sket
 def both(numels: list[int], by_layer: bool) -> tuple[Accumulator, FusedAccumulator]:
     offsets, total = sketch.offsets_of(numels)
     plan, groups = sketch.make_plan(total, SIZE), [number % 3 for number in range(len(numels))]
-    return Accumulator(plan, offsets, numels, groups, by_layer), FusedAccumulator(plan, offsets, numels, groups, by_layer)
+    return Accumulator(plan, offsets, numels, groups, by_layer), FusedAccumulator(
+        plan, offsets, numels, groups, by_layer
+    )
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
