@@ -26,6 +26,9 @@ from ds_silent.replicas.checksums import ROW, keys_of
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+_HOST = ("cpu", "meta")  # neither streams nor pinned memory
+
+
 class Segment(NamedTuple):
     """Elements [begin, end) of the long vector, added to one table; their numbers go to one row of the slots."""
 
@@ -171,12 +174,14 @@ class Reader:
     def _there(self, values: object, dtype: torch.dtype) -> Tensor:
         """On the device; from pinned memory, so that the host does not wait."""
         host = torch.as_tensor(np.asarray(values), dtype=dtype)
-        return host if self._device.type == "cpu" else host.pin_memory().to(self._device, non_blocking=True)
+        if self._device.type in _HOST:
+            return host.to(self._device)
+        return host.pin_memory().to(self._device, non_blocking=True)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the process's current device."""
-    return contextlib.nullcontext() if device.type in ("cpu", "meta") else module_of(device.type).device(device)
+    return contextlib.nullcontext() if device.type in _HOST else module_of(device.type).device(device)
 
 
 def _touched(low: int, high: int, width: int, columns: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
