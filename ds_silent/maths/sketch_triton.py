@@ -34,7 +34,7 @@ STEP_ROWS = {
 OCTETS = 64  # of a tile: 512 columns
 SPLITS = 2  # programs that share a table's columns, each with a table of its own; more programs hide more latency
 WARPS = 2  # 8 elements a thread: a 16-byte load per row of 16-bit elements
-REGISTERS = 128  # a thread may have: without a bound the assembler may spill for the sake of more warps
+REGISTERS = 160  # a thread may have: without a bound the assembler may spill for the sake of more warps
 
 
 def packed(signs: Tensor, width: int) -> Tensor:
