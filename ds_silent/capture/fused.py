@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,10 +21,13 @@ from torch import Tensor
 
 from ds_silent.capture.accumulator import Accumulator, Part
 from ds_silent.capture.streams import StreamOrder
+from ds_silent.config import ConfigError
 from ds_silent.maths.sketch import SketchPlan, make_plan
 
 if TYPE_CHECKING:
     from ds_silent.capture.launches import Launch, Segment
+
+logger = logging.getLogger("ds_silent")
 
 VARIABLE = "DS_SILENT_KERNEL"
 TOGETHER = 1 << 24  # elements that share a launch: what is handed over piece by piece may be temporary
@@ -36,24 +40,27 @@ class Choice(NamedTuple):
     reason: str
 
 
-@functools.cache
 def choice(device: torch.device) -> Choice:
-    """For gradients on this device.
+    """For gradients on this kind of device; found out once.
 
     Raises:
-        ValueError: the variable has another value, or asks for Triton where there is none.
+        ConfigError: the variable has another value, or asks for Triton where there is none.
     """
-    told = os.environ.get(VARIABLE, "")
+    return _choice(device.type, os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _choice(kind: str, told: str) -> Choice:
     if told not in ("", "triton", "torch"):
-        raise ValueError(f"{VARIABLE} must be triton, torch or not set, got {told!r}")
+        raise ConfigError(f"{VARIABLE} must be triton, torch or not set, got {told!r}")
     if told == "torch":
         return Choice(False, f"{VARIABLE}=torch")
-    if not told and device.type != "cuda":
-        return Choice(False, f"none for {device.type}")
-    why_not = _why_not(device)
+    if not told and kind != "cuda":
+        return Choice(False, f"there is no kernel for {kind}")
+    why_not = _why_not(torch.device(kind))
     if told and why_not:
-        raise ValueError(f"{VARIABLE}=triton, but its kernel does not run here ({why_not}); unset it or say torch")
-    return Choice(not why_not, why_not or "Triton")
+        raise ConfigError(f"{VARIABLE}=triton, but its kernel does not run here ({why_not}); unset it or say torch")
+    return Choice(not why_not, why_not or "Triton's kernel")
 
 
 def _why_not(device: torch.device) -> str:
@@ -189,6 +196,7 @@ class FusedAccumulator(Accumulator):
             self._reader(launch, [values.detach() for _, _, values in parts], tables, slots, previous, weight)
         except Exception as error:  # a launch that fails has written nothing
             self.refused = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            logger.warning("gradients are read by torch from now on: Triton's kernel failed (%s)", self.refused)
             return False
         return True
 

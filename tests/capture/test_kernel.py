@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,10 +121,10 @@ def test_torch_is_chosen_on_the_cpu_and_triton_is_not_imported() -> None:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    fused.choice.cache_clear()
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    fused._choice.cache_clear()
     yield monkeypatch
-    fused.choice.cache_clear()
+    fused._choice.cache_clear()
 
 
 def test_the_variable_decides(told: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,7 @@ def test_the_variable_decides(told: pytest.MonkeyPatch) -> None:
     assert fused.choice(CPU) == (False, "DS_SILENT_KERNEL=torch")
     offsets, total = offsets_of([100])
     assert type(fused.new_accumulator(make_plan(total, 256), offsets, [100])) is Accumulator
-    fused.choice.cache_clear()
+    fused._choice.cache_clear()
     told.setenv(fused.VARIABLE, "cuda")
     with pytest.raises(ValueError, match="DS_SILENT_KERNEL must be triton, torch or not set, got 'cuda'"):
         fused.choice(CPU)
@@ -140,7 +141,7 @@ def test_the_variable_decides(told: pytest.MonkeyPatch) -> None:
 def test_without_triton_its_wish_is_refused_and_a_gpu_gets_torch(told: pytest.MonkeyPatch) -> None:
     told.setattr(fused, "_why_not", lambda device: "No module named 'triton'")
     assert fused.choice(torch.device("cuda")) == (False, "No module named 'triton'")
-    fused.choice.cache_clear()
+    fused._choice.cache_clear()
     told.setenv(fused.VARIABLE, "triton")
     with pytest.raises(ValueError, match=r"does not run here \(No module named 'triton'\); unset it or say torch"):
         fused.choice(CPU)
