@@ -76,7 +76,7 @@ class Accumulator:
         self._row = plan.new_tables()[0, : plan.width] if self._blocks else None
         self._scratch: dict[tuple[torch.dtype, str], Tensor] = {}
         self._signs = {torch.float32: plan.signs}
-        self._work: dict[tuple[int, int, int, torch.dtype], list[_Work]] = {}
+        self._work: dict[tuple[int, int, int, torch.dtype], tuple[list[int], list[_Work]]] = {}
         # One slot per piece of a whole tensor, and as many for its parts: squares are summed once, at the end.
         block = plan.block_rows * plan.width
         capacity = sum(2 * (numel // block + 4) for numel in numels)
@@ -106,13 +106,15 @@ class Accumulator:
         """
         if self._order is not None:
             self._order.enter()
+        if not values.numel():
+            return
         flat = values.detach().reshape(-1)
         before = None if previous is None else previous.detach().reshape(-1)
         dtype = flat.dtype if before is None else before.dtype
         own = dtype if self._blocks and dtype in EXACT else torch.float32
         copied = dtype != own or flat.device != self._tables.device
-        for work in self._work_of(index, start, flat.numel(), own):
-            part = flat[work.begin : work.end]
+        lengths, works = self._work_of(index, start, flat.numel(), own)
+        for work, part in zip(works, flat.split(lengths), strict=True):
             if before is not None:
                 part = torch.add(before[work.begin : work.end], part, out=self._memory(dtype, "sum")[: part.numel()])
             if copied:
@@ -154,7 +156,7 @@ class Accumulator:
         """(tables, k)"""
         return self.plan.fold(self._tables).view(-1, self._splits, self.plan.size).sum(1)
 
-    def _work_of(self, index: int, start: int, numel: int, dtype: torch.dtype) -> list[_Work]:
+    def _work_of(self, index: int, start: int, numel: int, dtype: torch.dtype) -> tuple[list[int], list[_Work]]:
         """``dtype``: in which the elements are multiplied by their signs."""
         key = (index, start, numel, dtype)
         work = self._work.get(key)
@@ -164,9 +166,9 @@ class Accumulator:
             pieces = self.plan.pieces(self._offsets[index] + start, numel)
             squares = self._squares[self._slots_of(index, start, numel, len(pieces))].unbind()
             places = (sketch.place(self.plan, self._table[index], piece, self._signs[dtype]) for piece in pieces)
-            ends = ((piece.begin, piece.end) for piece in pieces)
-            work = [_Work(*end, at, square) for end, at, square in zip(ends, places, squares, strict=True)]
-            self._work[key] = work
+            ends = [(piece.begin, piece.end) for piece in pieces]
+            works = [_Work(*end, at, square) for end, at, square in zip(ends, places, squares, strict=True)]
+            work = self._work[key] = [end - begin for begin, end in ends], works
         return work
 
     def _slots_of(self, index: int, start: int, numel: int, pieces: int) -> slice:

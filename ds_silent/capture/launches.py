@@ -1,7 +1,7 @@
 """What programs a launch of the kernel has, and the launch: from tensors that lie somewhere to numbers of each.
 
     reader = Reader(plan)                                       # imports Triton
-    launch = reader.launch([Segment(begin, end, table), ...])   # once: which program reads what, in which order
+    launch = reader.launch([Segment(begin, end, table, slot)])  # once: which program reads what, in which order
     reader(launch, [tensor, ...], tables, slots)                # in each step; nobody waits for it
 
 See :mod:`ds_silent.maths.sketch_triton` for the kernel.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_silent.capture import fused
 from ds_silent.capture.accumulator import Accumulator
 from ds_silent.capture.fused import FusedAccumulator
 from ds_silent.capture.launches import Reader, Segment, Slots
@@ -270,3 +271,11 @@ def test_a_launch_that_fails_leaves_the_rest_to_torch(monkeypatch: pytest.Monkey
     assert fused.refused == "ZeroDivisionError: division by zero"
     for right, ours in zip(plain.take(), fused.take(), strict=True):
         torch.testing.assert_close(right, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_the_variable_takes_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first launch was tried, and gave what it must."""
+    monkeypatch.setenv(fused.VARIABLE, "triton")
+    assert fused.choice(torch.device("cpu")) == (True, "Triton's kernel")
+    plan = sketch.make_plan(100, SIZE)
+    assert type(fused.new_accumulator(plan, [0], [100])) is FusedAccumulator
