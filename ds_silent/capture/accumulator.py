@@ -114,7 +114,7 @@ class Accumulator:
         own = dtype if self._blocks and dtype in EXACT else torch.float32
         copied = dtype != own or flat.device != self._tables.device
         lengths, works = self._work_of(index, start, flat.numel(), own)
-        for work, part in zip(works, flat.split(lengths), strict=True):
+        for work, part in zip(works, flat.split_with_sizes(lengths), strict=True):
             if before is not None:
                 part = torch.add(before[work.begin : work.end], part, out=self._memory(dtype, "sum")[: part.numel()])
             if copied:

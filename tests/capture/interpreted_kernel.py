@@ -15,7 +15,7 @@ from ds_silent.capture.accumulator import Accumulator
 from ds_silent.capture.fused import FusedAccumulator
 from ds_silent.capture.launches import Reader, Segment, Slots
 from ds_silent.maths import sketch
-from ds_silent.replicas.checksums import checksum
+from ds_silent.replicas.checksums import Checksums, checksum
 
 SIZE, WIDTH = 256, 2008
 ROUNDING = 3e-7  # of fp32 sums of some thousand elements, over their norm
@@ -279,3 +279,27 @@ def test_the_variable_takes_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyP
     assert fused.choice(torch.device("cpu")) == (True, "Triton's kernel")
     plan = sketch.make_plan(100, SIZE)
     assert type(fused.new_accumulator(plan, [0], [100])) is FusedAccumulator
+
+
+def test_checksums_of_a_list_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many in one launch, the rest one by one: odd sizes, no tensor, elements that lie apart, other dtypes."""
+    tensors: list[Tensor | None] = [
+        random(4096, torch.bfloat16),
+        random(40_000, torch.float32),
+        random(999, torch.float32),
+        None,
+        random(640, torch.float32).view(20, 32).T,
+        torch.arange(64),
+        torch.arange(64) > 30,
+        random(33, torch.bfloat16)[1:],
+    ]
+    sizes = [0 if tensor is None else tensor.numel() * tensor.element_size() for tensor in tensors]
+    right = Checksums(sizes, torch.device("cpu"))(tensors)
+    monkeypatch.setenv(fused.VARIABLE, "triton")
+    together = Checksums(sizes, torch.device("cpu"))
+    for _ in range(2):
+        assert torch.equal(together(tensors), right)
+    assert together._together(tensors).which == {0, 1, 5, 6}
+    assert not torch.equal(together([None, *tensors[1:]]), right)
+    whole = [tensors[0], tensors[1]]
+    assert torch.equal(Checksums(sizes[:2], torch.device("cpu"))(whole), right[:2])
