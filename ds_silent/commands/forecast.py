@@ -168,14 +168,15 @@ def _collective(sketch_size: int, world_size: int) -> str:
 
 
 def _working_memory(sketch_size: int, world_size: int, device: str) -> int:
-    """Bytes: tables and signs of T numbers, a scratch of one block, and the buffers of the exchange.
+    """Bytes: tables and signs of T numbers, working memory in blocks, and the buffers of the exchange.
 
     Args:
         device: ``meta`` stands for any accelerator: the plan only asks whether it is the CPU.
     """
     plan = make_plan(numel=1, size=sketch_size, device=device)
     layout = Layout(size=sketch_size)
-    sketches = 2 * plan.width + plan.block_rows * plan.width  # local and aggregated table, scratch
+    blocks = plan.block_rows if device == "cpu" else 2 * plan.block_rows  # of sums, and of products with signs
+    sketches = (2 + blocks) * plan.width  # local and aggregated table
     width = layout.vectors + layout.scalars
     buffers = width * (1 + world_size) if gathers_sketches(world_size) else 4 * sketch_size + width
     return 4 * (plan.width + sketches + buffers)
