@@ -35,6 +35,7 @@ from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.detectors.result import bounds, notes, reduction, replicas
 from ds_silent.detectors.same_order import SameOrderTest
+from ds_silent.detectors.sampled_rows import SampledRowsTest
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.words import TORCH, Words
 
@@ -79,6 +80,7 @@ class Judge:
         self._layers: LayerTest | None = None
         self._layers_first: set[int] = set()  # ranks of which a layer was named, and not the whole gradient
         self._pairs_before: set[tuple[int, int]] = set()
+        self._sampled_rows = SampledRowsTest(self._log_steps)
         self._apart: list[Finding] = []
         self._stale_key: str | None = None
         self._conditional = False  # the model trains other parameters on other ranks, in health
@@ -156,8 +158,11 @@ class Judge:
         return [event for finding in conduct.unlike(found) for event in self._episodes.start(step, finding)]
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
-        found = duplicates.by_ids(record, extras, self._pairs_before)
-        self._pairs_before = duplicates.shared_pairs(extras)
+        if extras.rows_sampled < 1.0:
+            found = self._sampled_rows.step(record, extras)
+        else:
+            found = duplicates.by_ids(record, extras, self._pairs_before)
+            self._pairs_before = duplicates.shared_pairs(extras)
         if found or not self._alike:
             return found
         return duplicates.by_gradients(record)  # also with ids: they may be counted per rank
@@ -193,6 +198,7 @@ class Judge:
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
             "layers": None if self._layers is None else self._layers.state_dict(),
             "layers_first": sorted(self._layers_first),
+            "sampled_rows": self._sampled_rows.state_dict(),
             "pairs_before": [list(pair) for pair in sorted(self._pairs_before)],
             "stale_key": self._stale_key,
             "conditional": self._conditional,
@@ -226,6 +232,8 @@ class Judge:
                 self._layers.load_state_dict(state["layers"])
         self._layers_first = set(state.get("layers_first", ()))
         self._pairs_before = {(int(i), int(j)) for i, j in state["pairs_before"]}
+        if "sampled_rows" in state:  # older states lack it
+            self._sampled_rows.load_state_dict(state["sampled_rows"])
         self._stale_key, self._conditional = state["stale_key"], state["conditional"]
 
 
