@@ -16,10 +16,9 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from ds_silent.attaching import Given, Subject, given_block, observe
+from ds_silent.attaching import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.groups import engine_facts
@@ -27,11 +26,11 @@ from ds_silent.frameworks.deepspeed.inventory import is_sharded, training_of
 from ds_silent.frameworks.deepspeed.refusals import has_optimizer, refuse_unsupported_config, refuse_unsupported_engine
 from ds_silent.frameworks.deepspeed.shapes import Shape, data_parallel_group, shape_of
 from ds_silent.frameworks.deepspeed.words import WORDS
+from ds_silent.frameworks.placed import placed
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight.inventory import weights_hash
 from ds_silent.ranks import start
-from ds_silent.sinks import SinkError
 
 logger = logging.getLogger("ds_silent")
 
@@ -59,7 +58,7 @@ def initialize(
     """
     arguments = inspect.signature(_deepspeed_initialize).bind(*args, **kwargs).arguments
     config, refusal = None, None
-    try:
+    with told_in_a_sentence():
         try:
             config = _block_of(arguments)
         except ConfigError as error:
@@ -77,9 +76,6 @@ def initialize(
             raise
         loader = sampler if sampler is not None else result[2]
         _observe(result[0], config, refusal, loader, before, _gather_limit)
-    except (ConfigError, SinkError):
-        print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
-        raise
     return result
 
 
@@ -150,13 +146,12 @@ def _observe(
         monitor_write=monitor.write_events if monitor is not None and monitor.enabled else None,
         gather_limit=gather_limit,
     )
-    return observe(subject, None if config is None else _placed(config, shape_of(engine)), refusal)
+    return observe(subject, None if config is None else _of_shape(config, shape_of(engine)), refusal)
 
 
-def _placed(config: SilentConsistencyConfig, shape: Shape) -> SilentConsistencyConfig:
-    """With a directory for each data-parallel group, where there are several; rows are followed where they are seen."""
-    directory = f"{config.output_dir}/{shape.label}" if shape.label else config.output_dir
-    return config.model_copy(update={"output_dir": directory, "coverage": config.coverage and shape.sees_rows})
+def _of_shape(config: SilentConsistencyConfig, shape: Shape) -> SilentConsistencyConfig:
+    """With a directory of the data-parallel group's own; rows are followed where they are seen."""
+    return placed(config, shape.label).model_copy(update={"coverage": config.coverage and shape.sees_rows})
 
 
 def _refuse(engine: Any, config: SilentConsistencyConfig) -> None:
