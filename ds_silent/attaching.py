@@ -31,6 +31,7 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config, name_of
+from ds_silent.frameworks.refusals import refuse_too_many_ranks
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight import compare as preflight
@@ -161,6 +162,8 @@ def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigErro
                 f"this {subject.words.training} is already observed; close its observer (ds_silent.observer_of) first"
             )
         subject.refuse(config)
+        if subject.group is not None:
+            refuse_too_many_ranks(config, dist.get_world_size(subject.group))
     except ConfigError as error:
         return error
     return None

@@ -88,12 +88,16 @@ class CoverageStats:
     """Rows that two or more ranks hold in this step; shares of the epoch seen once and seen again.
 
     Where nobody knows how many rows an epoch has, ``seen`` is None and ``repeated`` a share of the rows taken since the
-    loader began.
+    loader began. With ``sampled`` all three are estimates, from that share of the rows.
     """
 
     duplicates: int | None = None
     seen: float | None = None
     repeated: float | None = None
+    sampled: float | None = field(default=None, metadata={"absent": True})
+    """Share of the rows whose ids were sent, one in 2^m, chosen by the row. None, and no key: all."""
+    unsent: int | None = field(default=None, metadata={"absent": True})
+    """Rows of that sample that there was no room for, in the observation of this step."""
 
 
 @dataclass(frozen=True)

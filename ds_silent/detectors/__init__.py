@@ -36,6 +36,7 @@ from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.detectors.result import bounds, notes, reduction, replicas
 from ds_silent.detectors.same_order import SameOrderTest
+from ds_silent.detectors.sampled_rows import SampledRowsTest
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.words import TORCH, Words
 
@@ -81,6 +82,7 @@ class Judge:
         self._own_weight: OwnWeightTest | None = None
         self._layers_first: set[int] = set()  # ranks of which a layer was named, and not the whole gradient
         self._pairs_before: set[tuple[int, int]] = set()
+        self._sampled_rows = SampledRowsTest(self._log_steps)
         self._apart: list[Finding] = []
         self._stale_key: str | None = None
         self._conditional = False  # the model trains other parameters on other ranks, in health
@@ -173,8 +175,11 @@ class Judge:
         return [event for finding in conduct.unlike(found) for event in self._episodes.start(step, finding)]
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
-        found = duplicates.by_ids(record, extras, self._pairs_before)
-        self._pairs_before = duplicates.shared_pairs(extras)
+        if extras.rows_sampled < 1.0:
+            found = self._sampled_rows.step(record, extras)
+        else:
+            found = duplicates.by_ids(record, extras, self._pairs_before)
+            self._pairs_before = duplicates.shared_pairs(extras)
         if found or not self._alike:
             return found
         return duplicates.by_gradients(record, extras.directions)  # also with ids: they may be counted per rank
@@ -211,6 +216,7 @@ class Judge:
             "layers": None if self._layers is None else self._layers.state_dict(),
             "own_weight": None if self._own_weight is None else self._own_weight.state_dict(),
             "layers_first": sorted(self._layers_first),
+            "sampled_rows": self._sampled_rows.state_dict(),
             "pairs_before": [list(pair) for pair in sorted(self._pairs_before)],
             "stale_key": self._stale_key,
             "conditional": self._conditional,
@@ -248,6 +254,8 @@ class Judge:
             self._own_weight.load_state_dict(own)
         self._layers_first = set(state.get("layers_first", ()))
         self._pairs_before = {(int(i), int(j)) for i, j in state["pairs_before"]}
+        if "sampled_rows" in state:  # older states lack it
+            self._sampled_rows.load_state_dict(state["sampled_rows"])
         self._stale_key, self._conditional = state["stale_key"], state["conditional"]
 
 

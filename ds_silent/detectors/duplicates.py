@@ -7,7 +7,7 @@ a matter of chance, and no false-alarm rate applies: see the two functions for w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ WINDOW = 512  # ranks of one loss that are compared with each other, nearest fir
 Array = npt.NDArray[np.float64]
 Ranks = npt.NDArray[np.int64]
 
+MAX_GROUPS = 8  # told one by one
+_WASTE = "Their work is done more than once."
 _REMEDY = (
     "Shard the data: a DistributedSampler (or set_epoch and rank-dependent seeds), split_dataset_by_node for "
     "iterable data; check that the rank is read after the process group exists."
@@ -49,17 +51,47 @@ def by_ids(record: StepRecord, extras: Evidence, before: set[tuple[int, int]]) -
     pairs = shared_pairs(extras)
     counts = extras.duplicates or {}
     sure = {pair for pair in pairs if counts[pair] > 1 or pair in before}
-    findings = []
-    for group in groups(sure):
-        inside = [pair for pair in sure if set(pair) <= set(group)]
+
+    def said(group: tuple[int, ...], inside: list[tuple[int, int]]) -> tuple[float, str]:
         shared = max(counts[pair] for pair in inside)
         smallest = min(min((extras.rows_per_rank or ())[r] for r in pair) for pair in inside)
-        message = (
-            f"{named(group, record.world_size).capitalize()} train on the same data: up to {shared} of the {smallest} "
-            "rows of a rank are the same rows in this step. Their work is done more than once."
-        )
-        findings.append(_finding(record, group, "rows", shared / smallest, 0.5, message))
-    return findings
+        text = f"up to {shared} of the {smallest} rows of a rank are the same rows in this step"
+        return shared / smallest, text
+
+    return shared_findings(record, groups(sure), sure, said)
+
+
+def shared_findings(
+    record: StepRecord,
+    found: Sequence[tuple[int, ...]],
+    pairs: Iterable[tuple[int, int]],
+    said: Callable[[tuple[int, ...], list[tuple[int, int]]], tuple[float, str]],
+) -> list[Finding]:
+    """A finding for each group of ranks with the same rows; one for all, where they are more than ``MAX_GROUPS``.
+
+    Args:
+        pairs: those that the groups hang together by.
+        said: of a group and its pairs, the largest share of a rank's rows, and what is said of it.
+    """
+    place = {rank: number for number, group in enumerate(found) for rank in group}
+    inside: list[list[tuple[int, int]]] = [[] for _ in found]
+    for pair in pairs:
+        inside[place[pair[0]]].append(pair)
+    if len(found) <= MAX_GROUPS:
+        findings = []
+        for group, own in zip(found, inside, strict=True):
+            share, text = said(group, own)
+            message = f"{_start(group, record.world_size)} train on the same data: {text}. {_WASTE}"
+            findings.append(_finding(record, group, "rows", share, 0.5, message))
+        return findings
+    everyone = tuple(sorted(place))
+    share, text = max(said(group, own) for group, own in zip(found, inside, strict=True))
+    shown = "; ".join(named(group) for group in found[:3])
+    message = (
+        f"{len(found)} groups of ranks train on the same data within each ({shown}; and {len(found) - 3} more groups): "
+        f"{text}. {_WASTE}"
+    )
+    return [_finding(record, everyone, "rows", share, 0.5, message)]
 
 
 def by_gradients(record: StepRecord, directions: Array | None = None) -> list[Finding]:

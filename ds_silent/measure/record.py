@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_silent.capture.data_facts import Walk
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import EachRank, Gathered, Sums, on_all
+from ds_silent.exchange.row_ids import Sampling
 from ds_silent.maths import statistics
 from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, Seconds, StepRecord
 
@@ -32,6 +33,7 @@ class Context:
     skipped: bool = False  # the optimizer did not apply this step (fp16 overflow)
     update_skipped: bool = False  # the same, whatever the reason
     walk: Walk = field(default_factory=Walk)  # how its rows came
+    sampling: Sampling | None = None  # of which rows the ids were sent; None: all
 
 
 @dataclass(frozen=True)
