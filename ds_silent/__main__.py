@@ -28,12 +28,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ds_silent.extras import is_first
+from ds_silent.integrations import BLOCK_FILE
 
 if TYPE_CHECKING:
     from ds_silent.frameworks.patches import Patches
 
 _CONFIG = "--silent-consistency-config"
-_VARIABLE = "SILENT_CONSISTENCY_CONFIG"
 _USAGE = f"usage: python -m ds_silent [{_CONFIG} FILE] [-m package.module | train.py] [args]"
 _LOCAL_RANK = ("--local_rank", "--local-rank")  # DeepSpeed's launcher; torch.distributed.launch
 
@@ -50,7 +50,7 @@ class _Target:
 
 def main() -> None:
     target = _target_of(sys.argv[1:])
-    patches = _take_places(target.config or os.environ.get(_VARIABLE), _CONFIG if target.config else _VARIABLE)
+    patches = _take_places(target.config or os.environ.get(BLOCK_FILE), _CONFIG if target.config else BLOCK_FILE)
     try:
         if target.is_module:
             _run_module(target)

@@ -14,8 +14,10 @@ import atexit
 import json
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from ds_silent.capture.data_facts import data_facts
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config, name_of
 from ds_silent.maths.fingerprint import Hash
@@ -33,6 +36,7 @@ from ds_silent.observer import Observer
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.inventory import Training, local_items, sampler_facts
 from ds_silent.ranks import start
+from ds_silent.sinks import SinkError
 from ds_silent.sinks.monitor import MonitorWrite
 from ds_silent.sinks.run_directory import RunDirectory
 from ds_silent.words import Words
@@ -61,6 +65,16 @@ class Subject:
     before: Hash | None = None  # of the weights before the framework broadcast rank 0's
     monitor_write: MonitorWrite | None = None  # of the framework's own monitor
     gather_limit: int = GATHER_LIMIT  # ranks up to which everybody gets everybody's sketch
+
+
+@contextmanager
+def told_in_a_sentence() -> Iterator[None]:
+    """A refusal that leaves it and is caught by nobody ends the process with its sentence, which one rank prints."""
+    try:
+        yield
+    except (ConfigError, SinkError):
+        print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
+        raise
 
 
 def observe(

@@ -22,6 +22,7 @@ from ds_silent.measure.evidence import Told
 from ds_silent.measure.record import Context, measure
 from ds_silent.measure.reduction import Audit
 from ds_silent.measure.rows import RowTracker, testimony
+from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event, Repair, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
@@ -29,8 +30,6 @@ from ds_silent.sinks import Sink
 from ds_silent.words import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
-NAMED = 8
-"""Ranks that a message names one by one."""
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
@@ -229,10 +228,7 @@ def in_whole(event: Event, members: tuple[int, ...]) -> Event:
     if not event.ranks or members == tuple(range(len(members))):
         return event
     whole = tuple(members[rank] for rank in event.ranks)
-    if len(whole) == 1:
-        said = f"Rank {event.ranks[0]} of this data-parallel group is rank {whole[0]} of the whole training."
-    else:
-        named = ", ".join(map(str, event.ranks[:NAMED])) + (", ..." if len(whole) > NAMED else "")
-        those = ", ".join(map(str, whole[:NAMED])) + (", ..." if len(whole) > NAMED else "")
-        said = f"Ranks {named} of this data-parallel group are ranks {those} of the whole training."
+    is_one = "is" if len(whole) == 1 else "are"
+    those = ranks_of(event.ranks).capitalize()
+    said = f"{those} of this data-parallel group {is_one} {ranks_of(whole)} of the whole training."
     return dataclasses.replace(event, global_ranks=whole, message=f"{event.message} {said}")

@@ -15,7 +15,7 @@ from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
-from ds_silent.ranks.parts import Parts, outvoted, parts_of
+from ds_silent.ranks.parts import Parts, listed, outvoted, parts_of
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.words import TORCH, Words
@@ -357,9 +357,7 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
     message = f"The replicas hold different bits: {_versions(groups, odd, record.world_size)}"
     where, since = "replica", record.step
     if drift is not None and drift.names:
-        shown = ", ".join(drift.names[:SHOWN_LAYERS])
-        more = f" and {len(drift.names) - SHOWN_LAYERS} more" if len(drift.names) > SHOWN_LAYERS else ""
-        where = shown + more
+        where = listed(drift.names, SHOWN_LAYERS)
         message += f" They differ in {where}."
         if drift.since is not None:
             since = max(drift.since, 0)
@@ -393,5 +391,4 @@ def _versions(groups: Parts, odd: tuple[int, ...], world_size: int) -> str:
 def _where(wrong: tuple[int, ...], layers: tuple[str, ...]) -> str:
     if len(wrong) == len(layers) > 1:
         return f"all {len(layers)} layers"
-    shown = ", ".join(layers[layer] for layer in wrong[:SHOWN_LAYERS])
-    return shown + (f" and {len(wrong) - SHOWN_LAYERS} more layers" if len(wrong) > SHOWN_LAYERS else "")
+    return listed([layers[layer] for layer in wrong], SHOWN_LAYERS, "layers")

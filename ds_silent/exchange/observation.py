@@ -19,7 +19,8 @@ _0: Any = 0.0
 
 BROKE, LEFT, ASTRAY, UNSEEN, UNEVEN = 1.0, 2.0, 3.0, 4.0, 5.0
 """Values of ``failed``: an internal error; the observer was closed there; gradients were reduced and no step taken; a
-gradient that cannot be observed. See :mod:`ds_silent.ranks.lockstep`."""
+gradient that cannot be observed; ranks may take different numbers of steps. See
+:mod:`ds_silent.ranks.lockstep`."""
 LEFT_OUT = -2.0
 """In :class:`Applied`: the script has cleared the reduced gradient, and no optimizer was to apply it."""
 

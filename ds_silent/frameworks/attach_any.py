@@ -10,7 +10,6 @@ A framework that the script has not imported is not imported here either.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from ds_silent.attaching import Given
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
+from ds_silent.frameworks.recognised import is_deepspeed, is_fsdp1, is_fsdp2, is_megatron
 from ds_silent.observer import Observer
 
 _EARLY_FSDP2 = "torch.distributed._composable.fsdp"
@@ -66,25 +66,24 @@ def attach(
         return attach_ddp(
             training, optimizer, config, loader=loader, accumulation=accumulation or 1, _gather_limit=_gather_limit
         )
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and issubclass(type(training), getattr(fsdp, "FSDPModule", ())):
+    if is_fsdp2(training):
         from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
 
         return attach_fsdp2(
             training, optimizer, config, loader=loader, accumulation=accumulation or 1, _gather_limit=_gather_limit
         )
-    if "deepspeed" in sys.modules and isinstance(training, sys.modules["deepspeed"].DeepSpeedEngine):
+    if is_deepspeed(training):
         from ds_silent.frameworks.deepspeed.attach import attach_engine
 
         return attach_engine(training, config, loader=loader, _gather_limit=_gather_limit)
-    if _is_megatron(training):
+    if is_megatron(training):
         from ds_silent.frameworks.megatron.attach import attach_megatron
 
         return attach_megatron(
             training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
         )
     print_without_traceback(ConfigError, tells=lambda _: is_first())
-    raise ConfigError(_not_known(training, getattr(fsdp, "FullyShardedDataParallel", ())))
+    raise ConfigError(_not_known(training))
 
 
 @contextmanager
@@ -98,16 +97,9 @@ def observe(training: Any, optimizer: Any = None, config: Given = None, **named:
             observer.close()
 
 
-def _is_megatron(training: Any) -> bool:
-    """Whether it is one of Megatron-core's wrappers of a model, or a list whose first is."""
-    first = training[0] if isinstance(training, (list, tuple)) and training else training
-    base: Any = sys.modules.get("megatron.core.distributed.data_parallel_base")
-    return base is not None and isinstance(first, base._BaseDataParallel)
-
-
-def _not_known(training: Any, fsdp1: Any) -> str:
+def _not_known(training: Any) -> str:
     got = type(training).__name__
-    if isinstance(training, fsdp1):
+    if is_fsdp1(training):
         return (
             f"ds_silent cannot observe a {got} (FSDP1), whose gradients are hidden in flat parameters; use fully_shard"
         )

@@ -12,16 +12,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_silent.attaching import Given, Subject, given_block, observe
+from ds_silent.attaching import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_few_ranks
 from ds_silent.observer import Observer
 from ds_silent.preflight.inventory import Training
-from ds_silent.ranks import start
-from ds_silent.sinks import SinkError
 from ds_silent.words import TORCH, Words
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
@@ -54,7 +51,7 @@ def attach_wrapped(
         block = given_block(config)
     except ConfigError as error:
         refusal = error
-    try:
+    with told_in_a_sentence():
         rows = rows_per_batch(loader) or ROWS
         subject = Subject(
             held=wrapped.held,
@@ -73,9 +70,6 @@ def attach_wrapped(
             gather_limit=gather_limit,
         )
         return observe(subject, block, refusal)
-    except (ConfigError, SinkError):
-        print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
-        raise
 
 
 def torch_optimizer(optimizer: Any) -> Any:

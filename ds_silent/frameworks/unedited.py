@@ -28,6 +28,7 @@ from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks.attach_any import attach
 from ds_silent.frameworks.patches import Patches
+from ds_silent.frameworks.recognised import is_megatron
 from ds_silent.observer import Observer
 
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
@@ -143,13 +144,13 @@ class Unedited:
         else:
             self._missed[kind] = (
                 f"the script trains a {kind}, but no optimizer of its parameters was made "
-                f"{'by get_megatron_optimizer ' if _is_megatron(module) else ''}before its forward; "
+                f"{'by get_megatron_optimizer ' if is_megatron(module) else ''}before its forward; "
                 "call ds_silent.attach in the script"
             )
 
     def _trained(self, module: nn.Module) -> tuple[Any, Any]:
         """What :func:`ds_silent.attach` takes: the module or its chunks, and the optimizers of its parameters."""
-        if _is_megatron(module):
+        if is_megatron(module):
             made = [(list(chunks), one) for one, chunks in self._of_megatron if any(own is module for own in chunks)]
             return made[-1] if made else (module, None)
         if not isinstance(module, DistributedDataParallel):
@@ -171,7 +172,7 @@ class Unedited:
     def _process_group_ends(self, group: Any = None) -> None:
         """What the last step has sent is under way in it."""
         if group is None or group is dist.group.WORLD:
-            for observer in self._observers:
+            for observer in reversed(self._observers):  # as patches are taken off
                 observer.close()
 
 
@@ -189,11 +190,6 @@ def _anything_compiled() -> bool:
     """Nothing of ours runs inside: whether a compiled function calls a module cannot be seen."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return bool(counters.get("frames"))
-
-
-def _is_megatron(module: nn.Module) -> bool:
-    base: Any = sys.modules.get("megatron.core.distributed.data_parallel_base")
-    return base is not None and isinstance(module, base._BaseDataParallel)
 
 
 def _taken_by_megatron() -> dict[str, int] | None:

@@ -16,19 +16,17 @@ import gc
 import math
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.attaching import Given, observer_of
-from ds_silent.config import BLOCK, ConfigError
-from ds_silent.extras import is_first, needs, print_without_traceback
+from ds_silent.attaching import Given, observer_of, told_in_a_sentence
+from ds_silent.config import BLOCK
+from ds_silent.extras import needs
 from ds_silent.frameworks.attach_any import attach
+from ds_silent.frameworks.recognised import is_fsdp2
 from ds_silent.integrations.held import alone, as_json, block_for, without_auto
 from ds_silent.observer import Observer
-from ds_silent.ranks import start
-from ds_silent.sinks import SinkError
 
 needs("ds_silent.integrations.huggingface", "huggingface")
 
@@ -73,11 +71,8 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         """The model is wrapped, and a checkpoint is loaded."""
         self._close()  # of a training that broke off, as where a Trainer looks for a batch size
         kept = _kept_in(state, type(self).__name__)
-        try:
+        with told_in_a_sentence():
             self.observer = self._observer(args, kwargs)
-        except (ConfigError, SinkError):
-            print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
-            raise
         if self._logs:
             self._go_before_the_others()
         if self.observer is not None and state.global_step:
@@ -147,8 +142,7 @@ def training_of(model: Any) -> Any:
     kinds: tuple[type, ...] = (DistributedDataParallel,)
     if "deepspeed" in sys.modules:
         kinds += (sys.modules["deepspeed"].DeepSpeedEngine,)
-    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    if issubclass(type(model), (*kinds, *([sharded] if sharded else []))):
+    if issubclass(type(model), kinds) or is_fsdp2(model):
         return model
     found = _around(model, kinds)
     if len(found) > 1:

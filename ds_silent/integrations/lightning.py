@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import math
 import sys
-from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from ds_silent.attaching import Given, observer_of
-from ds_silent.config import ConfigError
-from ds_silent.extras import is_first, needs, print_without_traceback
+from ds_silent.attaching import Given, observer_of, told_in_a_sentence
+from ds_silent.extras import needs
 from ds_silent.frameworks.attach_any import attach
+from ds_silent.frameworks.recognised import is_fsdp2
 from ds_silent.frameworks.torch_attach import rows_per_batch
 from ds_silent.integrations.held import alone, block_for
 from ds_silent.observer import Observer
-from ds_silent.ranks import start
-from ds_silent.sinks import SinkError
 
 
 def _callback_type() -> Any:
@@ -69,11 +66,8 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
         """The model is wrapped, and a checkpoint is loaded."""
         self._close()  # of a training that broke off
         kept, self._kept = self._kept, {}
-        try:
+        with told_in_a_sentence():
             self.observer = self._observer(trainer)
-        except (ConfigError, SinkError):
-            print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
-            raise
         if self.observer is not None and trainer.global_step:
             steps = int(trainer.global_step)  # without a state of ours the rows are those it should be
             rows = steps * (rows_per_batch(_loader_of(trainer)) or 0) * int(trainer.accumulate_grad_batches)
@@ -130,10 +124,9 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
 
 def training_of(model: nn.Module) -> nn.Module:
     """What trains the model data-parallel: a strategy's own model, or the one part of it under ``fully_shard``."""
-    sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    if isinstance(model, DistributedDataParallel) or not sharded or isinstance(model, sharded):
+    if isinstance(model, DistributedDataParallel) or is_fsdp2(model):
         return model
-    outermost = [part for part in model.children() if isinstance(part, sharded)]
+    outermost = [part for part in model.children() if is_fsdp2(part)]
     inside = {id(parameter) for part in outermost for parameter in part.parameters()}
     whole = all(id(parameter) in inside for parameter in model.parameters() if parameter.requires_grad)
     return outermost[0] if len(outermost) == 1 and whole else model

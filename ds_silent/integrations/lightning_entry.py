@@ -14,8 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-VARIABLE = "SILENT_CONSISTENCY_CONFIG"
-"""In the environment: the file that holds the block, alone or under its name."""
+from ds_silent.integrations import BLOCK_FILE
 
 
 def in_lightning() -> list[Any]:
@@ -30,7 +29,7 @@ def in_pytorch_lightning() -> list[Any]:
 
 def _callbacks(package: str) -> list[Any]:
     """DeepSpeed is imported by Lightning's strategy, which exists before the callbacks do."""
-    if not os.environ.get(VARIABLE) and "deepspeed" not in sys.modules:
+    if not os.environ.get(BLOCK_FILE) and "deepspeed" not in sys.modules:
         return []
     return [type("SilentConsistencyEntry", (sys.modules[package].Callback,), {"setup": _setup})()]
 
@@ -40,7 +39,7 @@ def _setup(self: Any, trainer: Any, pl_module: Any, stage: str) -> None:
 
     One that the script has given itself stays the only one.
     """
-    file = os.environ.get(VARIABLE)
+    file = os.environ.get(BLOCK_FILE)
     if stage != "fit" or any(getattr(one, "observes_consistency", False) for one in trainer.callbacks):
         return
     if file or _has_block(getattr(trainer.strategy, "config", None)):

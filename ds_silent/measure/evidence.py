@@ -7,6 +7,7 @@ stats, evidence = audit.step(gathered, drift, told)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_silent.maths.causes import Cause
@@ -48,8 +49,7 @@ class AppliedCheck:
     def alike(self) -> bool:
         """Whether every rank applied the same multiple of the aggregate, and nothing else."""
         known = [factor for factor in self.factors if factor is not None]
-        apart = max(known) - min(known) if known else 0.0
-        return self.relative_error <= self.bound and apart <= 2.0 * self.tolerance * max(map(abs, known), default=0.0)
+        return self.relative_error <= self.bound and factors_alike(known, self.tolerance)
 
     def _other_than(self, expected: float) -> tuple[int, ...]:
         tolerance = self.tolerance + (self.relative_error if self.relative_error > self.bound else 0.0)
@@ -58,6 +58,11 @@ class AppliedCheck:
             for rank, factor in enumerate(self.factors)
             if factor is not None and abs(factor - expected) > tolerance * abs(expected)
         )
+
+
+def factors_alike(factors: Sequence[float], tolerance: float) -> bool:
+    """Whether they are one factor, each of them known to a relative ``tolerance``."""
+    return not factors or max(factors) - min(factors) <= 2.0 * tolerance * max(map(abs, factors))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ds_silent.maths.rounding_bound import (
     terms_of,
     terms_of_sums,
 )
-from ds_silent.measure.evidence import AppliedCheck, Examined, ReductionEvidence, Told
+from ds_silent.measure.evidence import AppliedCheck, Examined, ReductionEvidence, Told, factors_alike
 from ds_silent.ranks.parts import Parts, parts_of
 from ds_silent.records import IntegrityStats
 from ds_silent.replicas.compare import Drift
@@ -195,9 +195,8 @@ class Audit:
         bound = applied_tolerance(gathered.aggregate, self._arithmetic, self._log_rate)
         if bool((torch.where(moved, seen.handed_error, 0.0) > bound**2 * squares.sum()).any()):
             return None
-        apart = float(factors.max() - factors.min())
-        alike = apart <= 2.0 * factor_tolerance(self._arithmetic) * float(factors.abs().max())
-        return None if alike else tuple(factors.tolist())
+        of_ranks = tuple(factors.tolist())
+        return None if factors_alike(of_ranks, factor_tolerance(self._arithmetic)) else of_ranks
 
     # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_silent.ranks.parts import outvoted, parts_of, ranks_of
+from ds_silent.ranks.parts import listed, outvoted, parts_of, ranks_of
 from ds_silent.words import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
@@ -98,7 +98,7 @@ def agree(group: dist.ProcessGroup, topic: str, mine: Statement, words: Words = 
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
         return Verdict(mine.refusal, refused=mine.refusal is not None)
-    store = _store()
+    store = store_of_all()
     if store is None:  # no store behind this backend: everybody must trust in everybody
         return Verdict(mine.refusal, refused=mine.refusal is not None)
     members = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
@@ -185,8 +185,8 @@ class _Meeting:
         return "/".join((self._prefix, *map(str, parts)))
 
 
-def _store() -> Any:
-    """The store that the process group was made with (``torch.distributed.distributed_c10d``, 2.4 to 2.13)."""
+def store_of_all() -> Any:
+    """The store that the process group was made with (``torch.distributed.distributed_c10d``, 2.4 to 2.15), or None."""
     try:
         return dist.distributed_c10d._get_default_store()
     except Exception as error:
@@ -230,8 +230,7 @@ def _who_has_what(values: Mapping[int, Any]) -> str:
         holders.setdefault(json.dumps(value, sort_keys=True, default=str), []).append(rank)
     largest = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
     shown = [f"{text if len(text) <= 60 else text[:57] + '...'} on {ranks_of(ranks)}" for text, ranks in largest]
-    rest = len(shown) - SHOWN_VALUES
-    return ", ".join(shown[:SHOWN_VALUES]) + (f" and {rest} more values" if rest > 0 else "")
+    return listed(shown, SHOWN_VALUES, "values")
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -34,6 +34,10 @@ def outvoted(parts: Parts) -> tuple[int, ...]:
 
 def ranks_of(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0, 2``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more``."""
-    listed = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, SHOWN_RANKS)}"
+
+
+def listed(items: Sequence[object], shown: int, what: str = "") -> str:
+    """The first ``shown`` of them: ``a, b, c and 2 more``; ``what`` says of what, in the plural."""
+    more = len(items) - shown
+    return ", ".join(map(str, items[:shown])) + (f" and {more} more {what}".rstrip() if more > 0 else "")

@@ -4,30 +4,26 @@
     gathered = model.exchange(gathered)                     # on each of them, once per measured step, in order
     model.norm(step)                                        # of a step that was exchanged at least one step ago
 
-Each is observed by itself and may stop to be: a collective between them could hang. So each leaves what it knows in the
-process group's key-value store. All have left that of a step before any goes on to the next but one, because the
-training itself brings them together in each step, where it clips. Only for a loss somebody waits, WAIT at most.
+Each leaves what it knows on a :mod:`ds_silent.ranks.board`. All have left that of a step before any goes on to the next
+but one, because the training itself brings them together in each step, where it clips. Only for a loss somebody waits,
+WAIT at most.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_silent.exchange.observation import Gathered, on_any
+from ds_silent.ranks.board import Board
 
 WAIT = timedelta(seconds=2)
 PATIENCE = 100  # steps for which nobody waits again, where nothing came
-KEPT = 8  # steps: who is further behind hears nothing
-_made: Counter[tuple[int, ...]] = Counter()  # in this process: a training after another has other keys
 
 
 class WholeModel:
@@ -40,10 +36,7 @@ class WholeModel:
 
     def __init__(self, ranks: Sequence[int], told_by: int):
         self._ranks, self._told_by, self._me = sorted(ranks), told_by, dist.get_rank()
-        self._store: Any = dist.distributed_c10d._get_default_store()  # torch 2.4 to 2.13
-        _made[tuple(self._ranks)] += 1
-        self._name = f"ds_silent/model/{_made[tuple(self._ranks)]}/{'-'.join(map(str, self._ranks))}"
-        self._left: deque[str] = deque()
+        self._board = Board("model", self._ranks)
         self._waits_from = 0
 
     def exchange(self, gathered: Gathered) -> Gathered:
@@ -54,10 +47,10 @@ class WholeModel:
             "squares": float(gathered.reduced.counted.sum()) / scale**2,
             "losses": [loss.total.tolist(), loss.count.tolist()] if has_losses else None,
         }
-        self._leave(self._key(gathered.step, self._me), json.dumps(said))
+        self._board.leave(gathered.step, said)
         if has_losses or self._told_by == self._me or gathered.step < self._waits_from:
             return gathered
-        heard = self._heard(gathered.step, self._told_by, wait=True)
+        heard = self._board.heard(gathered.step, self._told_by, wait=WAIT)
         if heard is None or heard["losses"] is None or len(heard["losses"][0]) != len(loss.total):
             self._waits_from = gathered.step + PATIENCE
             return gathered
@@ -66,26 +59,5 @@ class WholeModel:
 
     def norm(self, step: int) -> float | None:
         """Of the whole model's gradient, unscaled, each parameter once; None where a group has not said its part."""
-        heard = [self._heard(step, rank) for rank in self._ranks]
-        return None if None in heard else math.sqrt(sum(one["squares"] for one in heard if one is not None))
-
-    def _leave(self, key: str, said: str) -> None:
-        self._store.set(key, said)
-        self._left.append(key)
-        if len(self._left) > KEPT:
-            self._store.delete_key(self._left.popleft())
-
-    def _heard(self, step: int, rank: int, wait: bool = False) -> dict[str, Any] | None:
-        key = self._key(step, rank)
-        try:
-            if wait:
-                self._store.wait([key], WAIT)
-            elif not self._store.check([key]):
-                return None
-        except RuntimeError:  # it did not come
-            return None
-        said: dict[str, Any] = json.loads(self._store.get(key))
-        return said
-
-    def _key(self, step: int, rank: int) -> str:
-        return f"{self._name}/{step}/{rank}"
+        heard = [self._board.heard(step, rank) for rank in self._ranks]
+        return None if None in heard else math.sqrt(sum(one["squares"] for one in heard))

@@ -3,28 +3,23 @@
     duplicates = Duplicates("tensor-parallel duplicates", ranks=(0, 1), items=[("norm.weight", weight)], every=100)
     event = duplicates.compare(step)         # as each step begins, on each of them; on the first, where they differ
 
-Each data-parallel group is observed by itself, and one may stop to observe or take its steps later than another: a
-collective between them could hang. So each rank leaves its checksums in the process group's key-value store, and the
-first one looks whether all are there, at this call or at a later one. Nobody waits.
+Each data-parallel group is observed by itself. So each rank leaves its checksums on a :mod:`ds_silent.ranks.board`, and
+the first one looks whether all are there, at this call or at a later one. Nobody waits.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
-from ds_silent.ranks.parts import parts_of
+from ds_silent.ranks.board import KEPT, Board
+from ds_silent.ranks.parts import listed, parts_of
 from ds_silent.records import Event
 from ds_silent.replicas.checksums import Bits, Items
 
 SHOWN = 3
-SLOTS = 8
-"""Comparisons whose checksums are kept: a group that is further behind is not compared."""
-_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # in this process: a training after another has other keys
 
 
 class Duplicates:
@@ -41,11 +36,9 @@ class Duplicates:
     def __init__(self, what: str, ranks: Sequence[int], items: Items, every: int, alike: Sequence[int] | None = None):
         self._what, self._ranks, self._items, self._every = what, tuple(ranks), list(items), every
         self._me, self._alike = dist.get_rank(), list(ranks if alike is None else alike)
-        _made[what, self._ranks] += 1
-        self._number = _made[what, self._ranks]
-        self._store: Any = dist.distributed_c10d._get_default_store()  # torch 2.4 to 2.13
+        self._board = Board(f"duplicates/{what}", ranks)
         self._bits = Bits()
-        self._waiting: deque[int] = deque(maxlen=SLOTS)  # steps of which all may have left theirs
+        self._waiting: deque[int] = deque(maxlen=KEPT)  # steps of which all may have left theirs
         self._apart, self._first = False, True
 
     def compare(self, step: int) -> Event | None:
@@ -56,7 +49,7 @@ class Duplicates:
         if step % self._every and not self._first:
             return None
         self._first = False
-        self._store.set(self._key(step, self._me), json.dumps([step, self._alike, self._bits(self._items).tolist()]))
+        self._board.leave(step, [self._alike, self._bits(self._items).tolist()])
         if self._me != self._ranks[0]:
             return None
         self._waiting.append(step)
@@ -64,28 +57,22 @@ class Duplicates:
         return events[0] if events else None
 
     def _heard(self, step: int) -> Event | None:
-        keys = [self._key(step, rank) for rank in self._ranks]
-        if not self._store.check(keys):
-            return None
-        steps, alike, said = zip(*(json.loads(self._store.get(key)) for key in keys), strict=True)
-        if any(other != step for other in steps):  # somebody is behind, or far ahead
+        heard = [self._board.heard(step, rank) for rank in self._ranks]
+        if None in heard:
             return None
         self._waiting.remove(step)
+        alike, said = zip(*heard, strict=True)
         sets = [[place for place, ranks in enumerate(alike) if ranks == one] for one in alike]
         unlike = [one for one in sets if any(said[place] != said[one[0]] for place in one)]
         before, self._apart = self._apart, bool(unlike)
         return self._event(step, unlike[0], list(said)) if unlike and not before else None
-
-    def _key(self, step: int, rank: int) -> str:
-        slot = step // self._every % SLOTS
-        return f"ds_silent/duplicates/{self._what}/{self._number}/{'-'.join(map(str, self._ranks))}/{slot}/{rank}"
 
     def _event(self, step: int, members: list[int], checksums: list[list[int]]) -> Event:
         """``members``: places of the ranks that should have the same and do not."""
         said = [checksums[member] for member in members]
         places = [place for place, values in enumerate(zip(*said, strict=True)) if len(set(values)) > 1]
         names = [self._items[place][0] for place in places]
-        where = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        where = listed(names, SHOWN)
         groups = [[self._ranks[members[rank]] for rank in part] for part in parts_of(map(str, said))]
         shown = " | ".join(", ".join(map(str, group)) for group in groups)
         message = (

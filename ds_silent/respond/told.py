@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_silent.commands.units import size_text
 from ds_silent.detectors.finding import named
+from ds_silent.ranks.parts import listed
 from ds_silent.records import Event, EventKind, Repair
 
 SHOWN = 3
@@ -62,5 +63,4 @@ def _why(repair: Repair) -> str:
 
 
 def _where(tensors: tuple[str, ...]) -> str:
-    more = f" and {len(tensors) - SHOWN} more tensors" if len(tensors) > SHOWN else ""
-    return (", ".join(tensors[:SHOWN]) + more) or "the replica"
+    return listed(tensors, SHOWN, "tensors") or "the replica"

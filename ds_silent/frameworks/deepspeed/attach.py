@@ -16,10 +16,9 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from ds_silent.attaching import Given, Subject, given_block, observe
+from ds_silent.attaching import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.groups import engine_facts
@@ -31,7 +30,6 @@ from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight.inventory import weights_hash
 from ds_silent.ranks import start
-from ds_silent.sinks import SinkError
 
 logger = logging.getLogger("ds_silent")
 
@@ -59,7 +57,7 @@ def initialize(
     """
     arguments = inspect.signature(_deepspeed_initialize).bind(*args, **kwargs).arguments
     config, refusal = None, None
-    try:
+    with told_in_a_sentence():
         try:
             config = _block_of(arguments)
         except ConfigError as error:
@@ -77,9 +75,6 @@ def initialize(
             raise
         loader = sampler if sampler is not None else result[2]
         _observe(result[0], config, refusal, loader, before, _gather_limit)
-    except (ConfigError, SinkError):
-        print_without_traceback(ConfigError, SinkError, tells=partial(start.tells, default=is_first()))
-        raise
     return result
 
 

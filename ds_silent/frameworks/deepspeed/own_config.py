@@ -24,6 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ds_silent.config import BLOCK, LARGEST, ConfigError, shown
 from ds_silent.extras import installed
 from ds_silent.frameworks.deepspeed.refusals import ONE_BIT_OPTIMIZERS
+from ds_silent.ranks.parts import listed
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 DEEPEST = 64
@@ -109,8 +110,7 @@ def left_to_fill_in(ds_config: Mapping[str, Any]) -> list[str]:
     notes = []
     autos = [".".join(path) for path, value in _leaves(own) if isinstance(value, str) and value == "auto"]
     if autos:
-        more = f" and {len(autos) - 4} more" if len(autos) > 4 else ""
-        notes.append(f"""{'"auto"':<12}{", ".join(autos[:4])}{more}: for the Hugging Face Trainer to fill in""")
+        notes.append(f"""{'"auto"':<12}{listed(autos, 4)}: for the Hugging Face Trainer to fill in""")
     if own.get(BATCH[0]) is None and own.get(BATCH[1]) is None:
         notes.append(f"batch       {BATCH[0]} and {BATCH[1]} are absent; DeepSpeed needs one of them from the script")
     return notes

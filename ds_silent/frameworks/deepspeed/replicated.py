@@ -24,8 +24,7 @@ def replicated_state(engine: Any) -> Items:
         return []
     experts = any(expert_group(parameter) for parameter in engine.module.parameters())
     optimizers = [] if experts else _whole_optimizers(engine)
-    masters = replicated.masters_of(engine.module, optimizers)
-    return [*replicated.buffers_of(engine.module), *masters, *replicated.states_of(optimizers)]
+    return replicated.rest_of(engine.module, optimizers)
 
 
 def replica_of(engine: Any, optimizer_state: bool, buffers: bool) -> Replica:

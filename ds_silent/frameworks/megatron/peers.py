@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.frameworks.megatron.buffers import Buffers
+from ds_silent.ranks.parts import listed
 from ds_silent.ranks.whole_model import WholeModel
 from ds_silent.records import Event
 from ds_silent.replicas.duplicates import SHOWN, Duplicates, compared
@@ -81,7 +82,7 @@ class Peers:
 
 
 def _in_no_buffer(step: int, names: Sequence[str]) -> Event:
-    where = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    where = listed(names, SHOWN)
     message = f"No gradient buffer holds {where}, so nobody reduces its gradient: each rank trains it alone."
     remedy = "Make parameters trainable before DistributedDataParallel wraps the model."
     return Event(step, "unreduced-gradient", "error", (), where, None, None, message, remedy)
