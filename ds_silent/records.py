@@ -190,6 +190,19 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank runs: one entry of ``ranks.json``, and of the events that name the rank."""
+
+    rank: int
+    global_rank: int  # as the whole training counts its ranks
+    host: str
+    local_rank: int | None  # on its host, as the launcher counts; None where it does not say
+    device: str  # "cuda:3", as the process counts its devices
+    serial: str | None  # of the device, where it tells
+    group: str | None = field(default=None, metadata=_IF_KNOWN)  # of hosts, where the user has given a map
+
+
+@dataclass(frozen=True)
 class Event:
     """Something that a person should know: one line of ``events.jsonl``."""
 
@@ -208,6 +221,8 @@ class Event:
     """``ranks``, as the whole training counts them. None, and no key: the group that is observed is all of it."""
     ranks_total: int | None = field(default=None, metadata=_IF_KNOWN)
     """How many ranks the event is about, where so many are that ``ranks`` is written as the first of them only."""
+    places: tuple[Place, ...] | None = field(default=None, metadata=_IF_KNOWN)
+    """Of the first ranks of ``ranks``, where not all ranks of the training are meant."""
 
     @classmethod
     def from_json(cls, value: Any) -> Event:

@@ -15,7 +15,7 @@ from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
-from ds_silent.ranks.parts import Parts, listed, outvoted, parts_of
+from ds_silent.ranks.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.words import TORCH, Words
@@ -175,7 +175,7 @@ def _told(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -
 
 def _weights(cause: Cause, ranks: tuple[int, ...]) -> str:
     """Rounded, and without a negative zero."""
-    return ", ".join(f"rank {rank} {round(cause.weights[rank], 2) + 0.0:.2f} times" for rank in ranks[:8])
+    return listed([f"rank {rank} {round(cause.weights[rank], 2) + 0.0:.2f} times" for rank in ranks], SHOWN_RANKS)
 
 
 def _micro_batches(
@@ -225,7 +225,7 @@ def _numbers(numbers: list[int]) -> str:
     """Consecutive ones as a range."""
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, numbers))
+    return listed(numbers, SHOWN_RANKS)
 
 
 def _received(
@@ -384,8 +384,8 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
 def _versions(groups: Parts, odd: tuple[int, ...], world_size: int) -> str:
     if odd:
         return f"{named(odd, world_size)} {'differs' if len(odd) == 1 else 'differ'} from the others."
-    listed = "; ".join(named(group) for group in groups[:4])
-    return f"no group of equal ones is a majority ({listed}{'; …' if len(groups) > 4 else ''})."
+    shown = "; ".join(named(group) for group in groups[:4])
+    return f"no group of equal ones is a majority ({shown}{'; …' if len(groups) > 4 else ''})."
 
 
 def _where(wrong: tuple[int, ...], layers: tuple[str, ...]) -> str:

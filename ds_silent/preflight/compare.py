@@ -53,6 +53,8 @@ GROUPS: tuple[Group, ...] = (
 )
 MAX_TEXTS = 32  # differing items whose values travel as text
 TEXT_BYTES = 160  # of each value
+SHOWN_VALUES = 8  # in the table
+MOST_RANKS = 64  # of one value, and values, in preflight.json
 PASSED = hash_text("passed")
 
 
@@ -351,7 +353,7 @@ def table(outcome: PreflightOutcome, full: bool = False) -> Table:
         for one in members if full else outcome.wrong:
             if one.item.group == group:
                 style = "green" if one.ok else _STYLES[one.item.severity]
-                value = "…" if one.ok and not one.agrees else " | ".join(one.texts)
+                value = "…" if one.ok and not one.agrees else " | ".join(one.texts[:SHOWN_VALUES])
                 drawn.add_row(Text(_plain(one.item.name)), Text(_plain(value)), Text(verdict(one), style=style))
     return drawn
 
@@ -369,13 +371,22 @@ def to_json(outcome: PreflightOutcome) -> dict[str, Any]:
                 "expected": one.item.expectation,
                 "ok": one.ok,
                 "verdict": verdict(one),
-                "odd_ranks": list(one.odd),
-                "ranks": [list(part) for part in one.parts] if not one.agrees else "all",
-                "values": list(one.texts),
+                "odd_ranks": list(one.odd[:MOST_RANKS]),
+                "ranks": [list(part[:MOST_RANKS]) for part in one.parts[:MOST_RANKS]] if not one.agrees else "all",
+                "values": list(one.texts[:MOST_RANKS]),
+                **_left_out(one, outcome.world_size),
             }
             for one in outcome.items
         ],
     }
+
+
+def _left_out(one: ItemOutcome, world_size: int) -> dict[str, Any]:
+    """Where more than ``MOST_RANKS`` ranks are compared: how many ranks are odd, and have each of the values."""
+    if world_size <= MOST_RANKS or one.agrees:
+        return {}
+    counts = [len(part) for part in one.parts[:MOST_RANKS]]
+    return {"odd_ranks_total": len(one.odd), "values_total": len(one.parts), "ranks_of_value": counts}
 
 
 def _plain(text: str) -> str:

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_silent.ranks.parts import SHOWN_RANKS, listed
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.drawn import is_drawn
@@ -141,7 +142,7 @@ def summary_writer_type() -> type[SummaryWriter]:
 
 def event_markdown(event: Event) -> str:
     """The event as Markdown in which nothing of what the event says is read as Markdown or HTML."""
-    ranks = ", ".join(map(str, event.ranks)) or "-"
+    ranks = listed(event.ranks, SHOWN_RANKS) or "-"
     lines = [
         f"**{escaped(event.severity)}** {escaped(event.kind)}, ranks {ranks}",
         escaped(event.message),
