@@ -175,7 +175,10 @@ def _told(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -
 
 def _weights(cause: Cause, ranks: tuple[int, ...]) -> str:
     """Rounded, and without a negative zero."""
-    return listed([f"rank {rank} {round(cause.weights[rank], 2) + 0.0:.2f} times" for rank in ranks], SHOWN_RANKS)
+    entered = [round(cause.weights[rank], 2) + 0.0 for rank in ranks]
+    if len(ranks) > SHOWN_RANKS:
+        return f"{min(entered):.2f} to {max(entered):.2f} times"
+    return ", ".join(f"rank {rank} {weight:.2f} times" for rank, weight in zip(ranks, entered, strict=True))
 
 
 def _micro_batches(
