@@ -45,7 +45,7 @@ from tests.made_records import make
 
 LONGEST = 1000  # characters of a message, and of its line on the console without the remedy
 SIZES = (1024, 16_384)
-LAYERS = tuple(f"model.decoder.layers.{layer}" for layer in range(48))
+LAYERS = tuple(f"model.layers.{layer}" for layer in range(48))
 VALUE = "0123456789abcdef " * 9  # as long as a value may be that travels as text
 Findings = Callable[[int], list[Finding]]
 

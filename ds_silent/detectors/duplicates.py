@@ -44,7 +44,8 @@ def by_ids(record: StepRecord, extras: Evidence, before: set[tuple[int, int]]) -
     sure = {pair for pair in pairs if counts[pair] > 1 or pair in before}
     findings = []
     for group in groups(sure):
-        inside = [pair for pair in sure if set(pair) <= set(group)]
+        ranks = set(group)
+        inside = [pair for pair in sure if pair[0] in ranks]
         shared = max(counts[pair] for pair in inside)
         smallest = min(min((extras.rows_per_rank or ())[r] for r in pair) for pair in inside)
         message = (
@@ -86,12 +87,13 @@ def by_gradients(record: StepRecord) -> list[Finding]:
 
 def groups(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
     """Connected components, each sorted, in order of their first rank."""
-    member: dict[int, set[int]] = {}
+    member: dict[int, list[int]] = {}
     for i, j in pairs:
-        joined = member.get(i, {i}) | member.get(j, {j})
-        for rank in joined:
-            member[rank] = joined
-    return sorted({tuple(sorted(group)) for group in member.values()})
+        few, many = sorted((member.setdefault(i, [i]), member.setdefault(j, [j])), key=len)
+        if few is not many:  # the smaller joins the larger: of N ranks in one group each moves log2(N) times at most
+            many += few
+            member.update(dict.fromkeys(few, many))
+    return sorted(tuple(sorted(group)) for group in {id(group): group for group in member.values()}.values())
 
 
 def _finding(record: StepRecord, group: tuple[int, ...], where: str, score: float, limit: float, text: str) -> Finding:
