@@ -110,7 +110,7 @@ def drill(
         ),
     ] = None,
     framework: Annotated[
-        str, typer.Option(help="Who trains: deepspeed, ddp or fsdp2.", metavar="FRAMEWORK")
+        str, typer.Option(help="Who trains: deepspeed, ddp, fsdp2 or megatron.", metavar="FRAMEWORK")
     ] = "deepspeed",
     fault: Annotated[
         list[str] | None,
@@ -127,7 +127,13 @@ def drill(
         typer.Option(min=1, help="Longest training, in optimizer steps; 400 unless given.", metavar="N"),
     ] = None,
     stage: Annotated[
-        int | None, typer.Option(min=0, max=3, help="ZeRO stage instead of the configuration's.", metavar="0-3")
+        int | None,
+        typer.Option(
+            min=0,
+            max=3,
+            help="ZeRO stage instead of the configuration's; with megatron 1 is its distributed optimizer.",
+            metavar="0-3",
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp32 or bf16 instead of the configuration's.", metavar="DTYPE")

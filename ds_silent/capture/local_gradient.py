@@ -158,6 +158,12 @@ class LocalGradient:
         self._captured[index] = True
         self._add(index, gradient, None if first else previous, exact, square=True)
 
+    def take_out(self, index: int, held: Tensor) -> None:
+        """What parameter ``index`` has accumulated before a step's first micro-batch: it is none of the step's own."""
+        if self._order is not None:
+            self._order.enter()
+        self._take_out_leftover(index, held, boundary=False)
+
     def observe_silent(self, exact: bool) -> None:
         """Parameters that took part in earlier micro-batches but not in the boundary's: no hook fired for them.
 

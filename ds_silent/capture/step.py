@@ -13,7 +13,7 @@ disable buffer stealing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -238,6 +238,7 @@ class StepCapture:
         self.framework.connect(
             Moments(
                 together=self.together,
+                begins=partial(alone, self._begins),
                 forward=partial(alone, self._forward),
                 forwarded=partial(alone, self._forwarded),
                 loss=partial(alone, self._collector.loss),
@@ -265,6 +266,13 @@ class StepCapture:
         self._local.close()
 
     # -- the moments --------------------------------------------------------------------------------------------
+
+    def _begins(self, held: Callable[[], Iterable[tuple[int, Tensor]]]) -> None:
+        """Where nobody sees each micro-batch's gradient: what is there before the first is none of this step's."""
+        assert self._listener is not None
+        if self._listener.measures(self._listener.scheduled):
+            for index, values in held():
+                self._local.take_out(index, values)
 
     def _forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """The micro-batch's rows, by content where the script does not tell their ids, and its label tokens.

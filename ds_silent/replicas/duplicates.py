@@ -44,15 +44,14 @@ class Duplicates:
     def compare(self, step: int) -> Event | None:
         """Leave this rank's checksums as ``step`` begins, if it is due or the first; what the first rank finds.
 
-        Of earlier ones too. Waits for the device where it is due. An episode is told once.
+        Of earlier ones too, whose last checksums may come at any step. Waits for the device where it is due. An
+        episode is told once.
         """
-        if step % self._every and not self._first:
-            return None
-        self._first = False
-        self._board.leave(step, [self._alike, self._bits(self._items).tolist()])
-        if self._me != self._ranks[0]:
-            return None
-        self._waiting.append(step)
+        if self._first or step % self._every == 0:
+            self._first = False
+            self._board.leave(step, [self._alike, self._bits(self._items).tolist()])
+            if self._me == self._ranks[0]:
+                self._waiting.append(step)
         events = [event for event in map(self._heard, list(self._waiting)) if event is not None]
         return events[0] if events else None
 
