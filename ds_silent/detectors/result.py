@@ -21,6 +21,7 @@ from ds_silent.replicas.compare import Drift
 from ds_silent.words import TORCH, Words
 
 SHOWN_LAYERS = 3
+MANY_RANKS = 64  # above, each cause is a long sentence already: one of other layers is told
 _REPEATED = (
     "It was not applied: the reduction was repeated. If this comes again, look at the network and the memory of the "
     "rank named."
@@ -108,7 +109,7 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     ranks: tuple[int, ...] = ()
     if cause is not None:
         where, ranks, what = _where(cause.wrong, layers), cause.blamed, cause.kind
-        parts = (cause, *cause.elsewhere[:2])
+        parts = (cause, *cause.elsewhere[: 2 if record.world_size <= MANY_RANKS else 1])
         message += "".join(f" {_told(part, layers, record.world_size, seen.result)}" for part in parts)
         if cause.unexplained:
             message += f" No single rule explains {_where(cause.unexplained, layers)}."
