@@ -12,7 +12,7 @@ from typing import Any
 from ds_silent.capture.row_ids import id_capacity
 from ds_silent.commands.units import size_text
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
-from ds_silent.exchange.layout import Layout, Shape, gathers_sketches, layout_of, place_size
+from ds_silent.exchange.layout import LAYERS_TOGETHER, Layout, Shape, gathers_sketches, layout_of, place_size
 from ds_silent.exchange.row_ids import Sampling, sampling_of
 from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
 from ds_silent.maths.sketch import make_plan
@@ -177,10 +177,11 @@ def _collective(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], w
     layout, one_more = (layout_of(config, Shape(world_size, layers, ids, 1, replicated)) for layers in (0, 1))
     layer = 4 * (one_more.scalars - layout.scalars)
     late = f"per measurement, asynchronously; {layer} B more for each layer of the model"
-    if gathers_sketches(world_size) or layout.size == 0:
+    if layout.gathers:
         return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank {late}"
-    sums = size_text(4 * (3 * layout.size + layout.gram))
-    return f"one all-reduce of {sums} and one all-gather of {4 * layout.scalars} B from each rank {late}"
+    layers = 2 * LAYERS_TOGETHER * config.integrity.aggregation  # at most, of all together
+    sums, own = size_text(4 * (sum(layout.sums) + layers)), 4 * (layout.scalars + layout.pairs)
+    return f"one all-reduce of {sums} and one all-gather of {own} B from each rank {late}"
 
 
 def _sampling(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> Sampling | None:

@@ -180,12 +180,8 @@ def _same(record: StepRecord, group: tuple[int, ...]) -> Finding:
 
 def groups(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
     """Connected components, each sorted, in order of their first rank."""
-    member: dict[int, set[int]] = {}
-    for i, j in pairs:
-        joined = member.get(i, {i}) | member.get(j, {j})
-        for rank in joined:
-            member[rank] = joined
-    return sorted({tuple(sorted(group)) for group in member.values()})
+    ends = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
+    return _connected(int(ends.max(initial=-1)) + 1, ends[:, 0], ends[:, 1])
 
 
 def _finding(record: StepRecord, group: tuple[int, ...], where: str, score: float, limit: float, text: str) -> Finding:

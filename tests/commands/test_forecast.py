@@ -123,8 +123,8 @@ def test_what_is_gathered_is_counted(ranks: int, stage: int, ids: int, sampled: 
     assert config is not None
     text = "\n".join(forecast_lines(config, ds_config, ranks, None))
     scalars = 4 * (len(FIELDS) + ids + 4)
-    if ranks > 64:
-        assert f"one all-reduce of 192 KiB and one all-gather of {scalars} B from each rank" in text
+    if ranks > 64:  # two sketches, an eighth of one, layers' of 4,096 numbers twice; sixteen of a direction, two late
+        assert f"one all-reduce of 168 KiB and one all-gather of {scalars + 4 * 18} B from each rank" in text
     else:
         assert f"one all-gather of {(2 * 65536 + scalars) / 1024:.1f} KiB from each rank" in text
     assert f"{4 + 16 * (stage == 0)} B more for each layer of the model" in text
