@@ -92,7 +92,7 @@ def test_above_the_gather_limit_nothing_grows_with_the_ranks(tmp_path: Path) -> 
     block = {"silent_consistency": {"interval": 10}}
     small, large = (lines(check(tmp_path, block, "--world-size", n)) for n in ("65", "65536"))
     assert small["sends"] == large["sends"]
-    assert small["sends"].startswith("one all-reduce of 192 KiB and one all-gather of ")
+    assert small["sends"].startswith("one all-reduce of 168 KiB and one all-gather of ")
     assert small["keeps"] == large["keeps"]
     assert "every 10 optimizer steps over 65 ranks" in small[""]
 
