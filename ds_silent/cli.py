@@ -66,7 +66,8 @@ def check(
     from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
     from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
-    from ds_silent.frameworks.refusals import refuse_too_few_ranks
+    from ds_silent.frameworks.refusals import refuse_too_few_ranks, refuse_too_many_ranks
+    from ds_silent.ranks.places import read_groups
 
     refused = False
     for number, source in enumerate(ds_config):
@@ -77,9 +78,11 @@ def check(
             config = parse(loaded)
             if config is not None:
                 refuse_unsupported_config(loaded, config)
+                read_groups(config.places)
             ranks = refuse_broken(loaded, world_size)
             if config is not None:
                 refuse_too_few_ranks(config, ranks)
+                refuse_too_many_ranks(config, ranks)
         except ConfigError as error:
             typer.echo(f"ds-silent: {error}", err=True)
             refused = True
@@ -108,7 +111,7 @@ def drill(
         ),
     ] = None,
     framework: Annotated[
-        str, typer.Option(help="Who trains: deepspeed, ddp or fsdp2.", metavar="FRAMEWORK")
+        str, typer.Option(help="Who trains: deepspeed, ddp, fsdp2 or megatron.", metavar="FRAMEWORK")
     ] = "deepspeed",
     fault: Annotated[
         list[str] | None,
@@ -125,7 +128,13 @@ def drill(
         typer.Option(min=1, help="Longest training, in optimizer steps; 400 unless given.", metavar="N"),
     ] = None,
     stage: Annotated[
-        int | None, typer.Option(min=0, max=3, help="ZeRO stage instead of the configuration's.", metavar="0-3")
+        int | None,
+        typer.Option(
+            min=0,
+            max=3,
+            help="ZeRO stage instead of the configuration's; with megatron 1 is its distributed optimizer.",
+            metavar="0-3",
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp32 or bf16 instead of the configuration's.", metavar="DTYPE")

@@ -64,6 +64,7 @@ SLOW: dict[str, float] = {
     "make demo-megatron": 20,
     "make works": 60,
     "ds-silent drill --framework ddp": 30,
+    "ds-silent drill --framework megatron": 40,
     "torchrun --standalone --nproc_per_node 2 benchmarks/fsdp2_factor.py": 2,
     "ds-silent numerics": 10,
     "pytest tests/ordered/test_ordered_training.py -m matrix": 30,

@@ -13,6 +13,7 @@ from ds_silent.drill.program import (
     DrillOptions,
     Outcome,
     exit_code,
+    faults_of,
     run_drill,
     to_json,
 )
@@ -34,7 +35,7 @@ def drill_command(
 ) -> int:
     """Runs the drill and prints its report."""
     if list_faults:
-        print_list(console_of_stdout())
+        print_list(faults_of(framework).values(), console_of_stdout())
         return 0
 
     def measure(heard: Heard) -> Outcome:

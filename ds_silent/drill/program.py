@@ -12,7 +12,7 @@ Some faults are answered: their trainings, and healthy ones, have a response swi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,8 +32,8 @@ from ds_silent.practice.ranks import RankBroke, on_ranks
 
 __all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trial_of", "trials_of"]
 
-Framework = Literal["deepspeed", "ddp", "fsdp2"]
-FRAMEWORKS: tuple[Framework, ...] = ("deepspeed", "ddp", "fsdp2")
+Framework = Literal["deepspeed", "ddp", "fsdp2", "megatron"]
+FRAMEWORKS: tuple[Framework, ...] = ("deepspeed", "ddp", "fsdp2", "megatron")
 HEALTHY_STEPS = 64
 HEALTHY_RESPONSE_STEPS = 9  # longer than any training with a response
 LONGEST = 400  # optimizer steps, unless the user says otherwise
@@ -119,11 +119,24 @@ def setting_of(options: DrillOptions) -> Setting:
         from ds_silent.drill.deepspeed import setting as under_deepspeed  # which need not be installed for the others
 
         return under_deepspeed.make_setting(given, options.ranks, options.stage, options.dtype)
+    if options.framework == "megatron":
+        from ds_silent.drill.megatron import setting as under_megatron
+
+        return under_megatron.make_setting(given, options.ranks, options.stage, options.dtype)
     from ds_silent.drill.torch_loop import setting as under_torch
 
     if options.stage is not None:
         raise ConfigError(f"--stage {options.stage} is DeepSpeed's; leave it out with --framework {options.framework}")
     return under_torch.make_setting(given, options.ranks, options.framework, options.dtype)
+
+
+def faults_of(framework: str) -> Mapping[str, Fault]:
+    """All that a drill of this framework knows, by name; nothing of it need be installed."""
+    if framework != "megatron":
+        return FAULTS
+    from ds_silent.drill.megatron.setting import PUBLIC
+
+    return {**FAULTS, **PUBLIC}
 
 
 def perform(send: Callable[[Run], None], setting: Setting, trials: tuple[Trial, ...], directory: str) -> None:
@@ -141,9 +154,9 @@ def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...
     """
     interval = setting.interval
     for name in options.faults:
-        if name not in FAULTS:
+        if name not in setting.faults:
             raise ConfigError(f"there is no fault {name!a}; ds-silent drill --list names them")
-    chosen = [fault for name, fault in FAULTS.items() if not options.faults or name in options.faults]
+    chosen = [fault for name, fault in setting.faults.items() if not options.faults or name in options.faults]
     able = [fault for fault in chosen if setting.why_not(fault) is None]
     skipped = tuple(fault.name for fault in chosen if fault not in able)
     compared = any(fault.strikes == "replica" and not fault.response for fault in able) and setting.replica_interval
@@ -163,6 +176,7 @@ def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...
             replace(healthy, name=response.healthy, steps=HEALTHY_RESPONSE_STEPS, response=response)
             for response in _responses(able)
         ),
+        *(replace(healthy, name=name, steps=HEALTHY_RESPONSE_STEPS) for name in setting.own_healthy(able)),
         *(trial_of(fault, options, setting) for fault in able),
     ]
     return tuple(trials), skipped
@@ -187,8 +201,7 @@ def trial_of(fault: Fault, options: DrillOptions, setting: Setting) -> Trial:
 
 
 def judged(trials: tuple[Trial, ...], runs: list[Run], setting: Setting) -> Iterator[Result]:
-    """The verdict on every run, against the first healthy one."""
-    healthy = runs[0].losses if runs else ()
+    """The verdict on every run, against a healthy one."""
     named = {run.name: run for run in runs}
     for trial, run in zip(trials, runs, strict=True):
         repair = _judged_repair(trial, run, named)
@@ -205,6 +218,7 @@ def judged(trials: tuple[Trial, ...], runs: list[Run], setting: Setting) -> Iter
             run.rounding,
         )
         last = verdict.step if verdict.found and verdict.step is not None else len(run.losses)
+        healthy = named.get(setting.reference(trial.name), runs[0]).losses
         shift = None if last == 0 else loss_shift(run.losses, healthy, trial.strike.step, last)
         yield Result(trial, run, verdict, shift, repair)
 
@@ -237,7 +251,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "accumulation": setting.accumulation,
         "notes": list(setting.notes),
         "skipped": list(outcome.skipped),
-        **setting.skipped_facts([FAULTS[name] for name in outcome.skipped]),
+        **setting.skipped_facts([setting.faults[name] for name in outcome.skipped]),
         "trainings": [_result_json(result, plain) for result in outcome.results],
     }
 

@@ -101,8 +101,9 @@ def rehearse(start: Start, trial: Trial, output_dir: Path) -> Run:
 
 
 def _events(output_dir: Path) -> list[dict[str, Any]]:
-    path = output_dir / "events.jsonl"
-    return read_events(path) if path.exists() else []
+    """Of all data-parallel groups: where there are several, each writes into a directory of its own."""
+    found = (event for path in sorted(output_dir.glob("**/events.jsonl")) for event in read_events(path))
+    return sorted(found, key=lambda event: int(event["step"]))
 
 
 def _rounding(output_dir: Path, step: int) -> float | None:

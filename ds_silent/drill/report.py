@@ -1,19 +1,19 @@
 """What the drill says on a terminal: a table, a sentence.
 
 print_report(outcome, Console())
-print_list(Console())
+print_list(FAULTS.values(), Console())
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import Fault
 from ds_silent.drill.program import Outcome, Result
 from ds_silent.drill.verdicts.found import due
@@ -29,9 +29,9 @@ _LOSS_NOTE = (
 )
 
 
-def print_list(console: Console) -> None:
-    """Every fault with its expected event, and what must come of it where a response is on."""
-    for fault in FAULTS.values():
+def print_list(faults: Iterable[Fault], console: Console) -> None:
+    """Each with its expected event, and what must come of it where a response is on."""
+    for fault in faults:
         then = "" if fault.response is None else f", {'repaired' if fault.repaired else 'given up'}"
         console.print(f"{fault.name} → {fault.kind}{then}", style="bold", markup=False, highlight=False)
         console.print(f"  {fault.description}", markup=False, highlight=False)
@@ -49,7 +49,7 @@ def print_report(outcome: Outcome, console: Console) -> None:
         console.print(f"  {note}", markup=False, highlight=False)
     console.print(_table(outcome))
     if outcome.skipped:
-        for line in setting.left_out([FAULTS[name] for name in outcome.skipped]):
+        for line in setting.left_out([setting.faults[name] for name in outcome.skipped]):
             console.print(line, markup=False, highlight=False)
     for note in _notes(outcome):
         console.print(note, markup=False, highlight=False)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
+from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import Fault
 from ds_silent.drill.faults.responses import Response
 
@@ -91,6 +92,19 @@ class Setting(ABC):
         return None
 
     # -- of each framework ---------------------------------------------------------------------------------------
+
+    @property
+    def faults(self) -> Mapping[str, Fault]:
+        """All that there are, by name: the catalogue, and what only this framework can do wrong."""
+        return FAULTS
+
+    def own_healthy(self, faults: list[Fault]) -> list[str]:
+        """Names of more healthy trainings, which some of these faults are compared with."""
+        return []
+
+    def reference(self, name: str) -> str:
+        """The healthy training whose loss that of training ``name`` is compared with."""
+        return "healthy"
 
     @property
     @abstractmethod

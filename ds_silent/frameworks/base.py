@@ -49,6 +49,7 @@ class Moments:
     """
 
     together: Together  # for what a framework's own hooks do on the way to a moment
+    begins: Callable[..., object]  # (held) as a step's first forward comes: held() is what gradients hold already
     forward: Callable[..., object]  # (module, args, kwargs) before the module's forward: a micro-batch's rows
     forwarded: Callable[..., object]  # (module, args, output) behind it: a loss, where nobody gives one
     loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins

@@ -18,6 +18,7 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_few_ranks
 from ds_silent.observer import Observer
+from ds_silent.preflight.compare import Item
 from ds_silent.preflight.inventory import Training
 from ds_silent.words import TORCH, Words
 
@@ -38,6 +39,7 @@ class Wrapped:
     words: Words = TORCH
     repairs: bool = True  # whole replicas can be written between two steps
     others: Callable[[Tensor], bool] = lambda tensor: False  # not every rank has this one: experts
+    config: Callable[[], list[Item]] = list  # of what the user has configured, which every rank must have alike
 
 
 def attach_wrapped(
@@ -64,6 +66,7 @@ def attach_wrapped(
                 wrapped.words.framework,
                 wrapped.module,
                 optimizers[0],
+                config=wrapped.config,
                 sharded=lambda tensor: wrapped.sharded or wrapped.others(tensor),
             ),
             loader=loader,

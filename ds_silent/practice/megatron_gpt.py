@@ -7,13 +7,14 @@ with parallel(tensor=2):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.practice.megatron_on_cpu import on_cpu
@@ -32,15 +33,25 @@ class Shape:
 
 @contextmanager
 def parallel(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, **sizes: int) -> Iterator[None]:
-    """Megatron's process groups, and its names for the CPU; ``sizes`` of more of them."""
+    """Megatron's process groups, and its names for the CPU; ``sizes`` of more of them. A collective.
+
+    Megatron only forgets its groups: their threads would go on, and a second training would be slower than the first.
+    """
     from megatron.core import parallel_state
 
+    known = dist.distributed_c10d._world.pg_map
     with on_cpu():
+        before = list(known)
         parallel_state.initialize_model_parallel(tensor, pipeline, virtual, **sizes)
+        made = [group for group in known if group not in before]
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
+        dist.barrier()
+        for group in made:
+            if known.get(group) is not None:  # of others this rank is no member
+                dist.destroy_process_group(group)
 
 
 def gpt_models(shape: Shape, vocabulary: int, length: int, per_token: bool = False) -> tuple[list[Any], Any]:
@@ -76,6 +87,7 @@ def gpt_models(shape: Shape, vocabulary: int, length: int, per_token: bool = Fal
         batch_p2p_comm=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        add_bias_linear=not (shape.experts and shape.tensor > 1),  # Megatron refuses biases of experts in parts
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         **routed,
@@ -114,13 +126,18 @@ def take_step(
     micro_batches: int,
     size: tuple[int, int],
     per_token: bool = False,
+    hear: Callable[[Tensor], object] = lambda loss: None,
 ) -> Any:
-    """One step over token ids (rows, length) = ``size``; what ``optimizer.step`` returns."""
+    """One step over token ids (rows, length) = ``size``; what ``optimizer.step`` returns.
+
+    ``hear`` is told the mean loss of each micro-batch, on the ranks that compute one.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     rows, length = size
 
     def loss_function(output: Tensor) -> tuple[Any, ...]:
+        hear(output.mean())
         tokens = torch.tensor(output.numel(), dtype=torch.int)
         return (output.sum(), tokens, {}) if per_token else (output.mean(), {})
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 
 from ds_silent.ranks.board import KEPT, Board
-from ds_silent.ranks.parts import listed, parts_of
+from ds_silent.ranks.parts import SHOWN_RANKS, listed, parts_of
 from ds_silent.records import Event
 from ds_silent.replicas.checksums import Bits, Items
 
@@ -44,15 +44,14 @@ class Duplicates:
     def compare(self, step: int) -> Event | None:
         """Leave this rank's checksums as ``step`` begins, if it is due or the first; what the first rank finds.
 
-        Of earlier ones too. Waits for the device where it is due. An episode is told once.
+        Of earlier ones too, whose last checksums may come at any step. Waits for the device where it is due. An
+        episode is told once.
         """
-        if step % self._every and not self._first:
-            return None
-        self._first = False
-        self._board.leave(step, [self._alike, self._bits(self._items).tolist()])
-        if self._me != self._ranks[0]:
-            return None
-        self._waiting.append(step)
+        if self._first or step % self._every == 0:
+            self._first = False
+            self._board.leave(step, [self._alike, self._bits(self._items).tolist()])
+            if self._me == self._ranks[0]:
+                self._waiting.append(step)
         events = [event for event in map(self._heard, list(self._waiting)) if event is not None]
         return events[0] if events else None
 
@@ -74,7 +73,8 @@ class Duplicates:
         names = [self._items[place][0] for place in places]
         where = listed(names, SHOWN)
         groups = [[self._ranks[members[rank]] for rank in part] for part in parts_of(map(str, said))]
-        shown = " | ".join(", ".join(map(str, group)) for group in groups)
+        shown = " | ".join(listed(group, SHOWN_RANKS) for group in groups[:SHOWN])
+        shown += " | ..." if len(groups) > SHOWN else ""
         message = (
             f"The {self._what} are not the same on the ranks that share them, as step {step} begins: ranks of the "
             f"whole training with the same bits: {shown}."

@@ -122,7 +122,7 @@ def test_the_block_may_stand_alone_or_in_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--framework", "horovod"], "--framework must be deepspeed, ddp or fsdp2, got 'horovod'"),
+        (["--framework", "horovod"], "--framework must be deepspeed, ddp, fsdp2 or megatron, got 'horovod'"),
         (["--framework", "ddp", "--stage", "1"], "--stage 1 is DeepSpeed's; leave it out with --framework ddp"),
     ],
 )

@@ -21,8 +21,8 @@ from ds_silent.drill.faults.fault import Fault
 from ds_silent.drill.setting import Dtype, Setting, batch_of, compared_soon, only_reporting
 from ds_silent.drill.training import Script, Training
 
-Framework = Literal["ddp", "fsdp2"]
-NAMES: Mapping[Framework, str] = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
+Framework = Literal["ddp", "fsdp2", "megatron"]
+NAMES: Mapping[str, str] = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
 READ = (BLOCK, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _THE_SCRIPTS = "between the reduction and the step a gradient is the script's to change"
@@ -31,7 +31,7 @@ _ONE_OWNER = "each number has one owner: nobody else holds it, so nobody could d
 _FOR_ONE_STEP = "gathered weights are freed behind each forward and backward: no copy of them is left to compare"
 _REFUSED = "a parameter that takes no part in the reduction is refused as the observer is attached"
 _WAITS = "the ranks' reductions then differ, and FSDP2 itself waits for ever or dies"
-MEANINGLESS: Mapping[Framework, Mapping[str, str]] = {
+MEANINGLESS: Mapping[str, Mapping[str, str]] = {
     "ddp": {
         "config-value": _NO_CONFIG,
         "applied-factor-4": f"{_THE_SCRIPTS}, on all ranks alike",
@@ -60,7 +60,7 @@ MEANINGLESS: Mapping[Framework, Mapping[str, str]] = {
 }
 """Faults that mean nothing under a framework, and why."""
 
-EXPECTED: Mapping[Framework, Mapping[str, dict[str, Any]]] = {
+EXPECTED: Mapping[str, Mapping[str, dict[str, Any]]] = {
     # what the script has changed is no multiple of the aggregate: its bits are compared with those of the other ranks
     "ddp": {"applied-noise": {"says": ("received something else",)}},
     # each rank keeps its own gradient of its own rows: no sum of whole gradients, so no way to tell it from a lost part
@@ -80,6 +80,16 @@ class TorchSetting(Setting):
         return NAMES[self.framework]
 
     @property
+    def reasons(self) -> Mapping[str, str]:
+        """By fault: why it means nothing here, whatever else is configured."""
+        return MEANINGLESS[self.framework]
+
+    @property
+    def told_otherwise(self) -> Mapping[str, dict[str, Any]]:
+        """By fault: what of it must be another than under DeepSpeed."""
+        return EXPECTED[self.framework]
+
+    @property
     def masters(self) -> bool:
         return False
 
@@ -96,7 +106,7 @@ class TorchSetting(Setting):
             raise ConfigError("a repair needs whole replicas, and FSDP2 shards them")
 
     def meaningless(self, fault: Fault) -> str | None:
-        why = MEANINGLESS[self.framework].get(fault.name)
+        why = self.reasons.get(fault.name)
         if why is None and self.dtype not in fault.dtypes:
             why = f"a number of {self.dtype} has no such bit"
         if why is None and self.accumulation < fault.accumulation:
@@ -104,7 +114,7 @@ class TorchSetting(Setting):
         return why
 
     def expected(self, fault: Fault) -> Fault:
-        return replace(fault, **EXPECTED[self.framework].get(fault.name, {}))
+        return replace(fault, **self.told_otherwise.get(fault.name, {}))
 
     def left_out(self, faults: list[Fault]) -> list[str]:
         reasons: dict[str, list[str]] = {}
@@ -132,6 +142,28 @@ def make_setting(
     Raises:
         ConfigError: there is no active block, or something in it cannot be honoured.
     """
+    block, micro, accumulation, config, notes = read(given, NAMES[framework])
+    return TorchSetting(
+        config,
+        block,
+        ranks,
+        micro,
+        accumulation,
+        {"ddp": 0, "fsdp2": 3}[framework],
+        "fp32" if dtype is None else dtype,
+        notes,
+        framework,
+    )
+
+
+def read(
+    given: Mapping[str, Any] | None, name: str
+) -> tuple[SilentConsistencyConfig, int, int, dict[str, Any], tuple[str, ...]]:
+    """(block, micro-batch, accumulation, configuration of the block alone, what was changed) of the user's file.
+
+    Raises:
+        ConfigError: see :func:`make_setting`.
+    """
     held = copy.deepcopy(dict({BLOCK: {}} if given is None else given))
     if BLOCK not in held:
         held = {BLOCK: held}
@@ -143,15 +175,6 @@ def make_setting(
         raise ConfigError(f'the configuration has no active "{BLOCK}" block to try; leave out "enabled": false')
     block, answers = only_reporting(held, block)
     micro, accumulation, sizes = batch_of(held)
-    others = [f"{key}: not part of the drill of {NAMES[framework]}" for key in held if key not in READ]
-    return TorchSetting(
-        {BLOCK: {**held[BLOCK], "tensorboard": False}},
-        block,
-        ranks,
-        micro,
-        accumulation,
-        {"ddp": 0, "fsdp2": 3}[framework],
-        "fp32" if dtype is None else dtype,
-        (*replicas, *answers, *others, *sizes),
-        framework,
-    )
+    others = [f"{key}: not part of the drill of {name}" for key in held if key not in READ]
+    notes = (*replicas, *answers, *others, *sizes)
+    return block, micro, accumulation, {BLOCK: {**held[BLOCK], "tensorboard": False}}, notes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_silent.config import BLOCK
 from ds_silent.drill.arriving import damage_repairs
-from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection
+from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective
 from ds_silent.drill.setting import LEARNING_RATE, WEIGHT_DECAY
 from ds_silent.drill.torch_loop.setting import TorchSetting
 from ds_silent.drill.torch_loop.wrapped import Among, Wrapped, wrap
@@ -78,13 +78,21 @@ class TorchTraining:
                 loss = wrapped.model(batch.tokens, batch.labels)
                 (loss / len(batches)).backward()
             total += float(loss.detach())
-        self._act("update", optimizer, optimizer.step, step)
-        if not self._act("kept", step):
-            optimizer.zero_grad()
+        self.update(step)
+        self.clear(kept=bool(self._act("kept", step)))
         self._inside = False
         if injection.afterwards is not None:
             injection.afterwards(wrapped.module, optimizer, step)
         return total / len(batches)
+
+    def update(self, step: int) -> None:
+        """Behind the step's last backward."""
+        self._act("update", self._optimizer, self._optimizer.step, step)
+
+    def clear(self, kept: bool) -> None:
+        """The gradients, when the step is over; unless they are ``kept``."""
+        if not kept:
+            self._optimizer.zero_grad()
 
     def state(self) -> str:
         return state_of(self._wrapped.module, self._optimizer)
@@ -127,7 +135,9 @@ def train(setting: TorchSetting, script: Script) -> Iterator[TorchTraining]:
     training, patches = TorchTraining(wrapped, optimizer, script), Patches()
 
     def reach_below() -> None:
-        if _reaches_reduction(script.trial):  # on every rank: the ranks' ways of reducing must be the same
+        if anywhere(
+            script.trial, "reduction", "left_out"
+        ):  # on every rank: the ranks' ways of reducing must be the same
             wrapped.break_reduction(patches, training.reduce, training.left_out)
 
     script.before_observer(wrapped.module, optimizer, reach_below)
@@ -144,11 +154,9 @@ def train(setting: TorchSetting, script: Script) -> Iterator[TorchTraining]:
     observer.close()
 
 
-def _reaches_reduction(trial: Trial) -> bool:
-    """Whether the fault changes the reduction on any rank."""
-
-    def reaches(injection: Injection) -> bool:
-        return injection.reduction is not None or injection.left_out is not None
-
+def anywhere(trial: Trial, *places: str) -> bool:
+    """Whether the fault sets one of these places of an injection on any rank."""
     everyone = range(dist.get_world_size())
-    return trial.fault is not None and any(reaches(trial.fault.inject(trial.strike, rank)) for rank in everyone)
+    return trial.fault is not None and any(
+        getattr(trial.fault.inject(trial.strike, rank), place) is not None for rank in everyone for place in places
+    )

@@ -26,6 +26,7 @@ from ds_silent.frameworks.deepspeed.inventory import is_sharded, training_of
 from ds_silent.frameworks.deepspeed.refusals import has_optimizer, refuse_unsupported_config, refuse_unsupported_engine
 from ds_silent.frameworks.deepspeed.shapes import Shape, data_parallel_group, shape_of
 from ds_silent.frameworks.deepspeed.words import WORDS
+from ds_silent.frameworks.placed import placed
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight.inventory import weights_hash
@@ -145,13 +146,12 @@ def _observe(
         monitor_write=monitor.write_events if monitor is not None and monitor.enabled else None,
         gather_limit=gather_limit,
     )
-    return observe(subject, None if config is None else _placed(config, shape_of(engine)), refusal)
+    return observe(subject, None if config is None else _of_shape(config, shape_of(engine)), refusal)
 
 
-def _placed(config: SilentConsistencyConfig, shape: Shape) -> SilentConsistencyConfig:
-    """With a directory for each data-parallel group, where there are several; rows are followed where they are seen."""
-    directory = f"{config.output_dir}/{shape.label}" if shape.label else config.output_dir
-    return config.model_copy(update={"output_dir": directory, "coverage": config.coverage and shape.sees_rows})
+def _of_shape(config: SilentConsistencyConfig, shape: Shape) -> SilentConsistencyConfig:
+    """With a directory of the data-parallel group's own; rows are followed where they are seen."""
+    return placed(config, shape.label).model_copy(update={"coverage": config.coverage and shape.sees_rows})
 
 
 def _refuse(engine: Any, config: SilentConsistencyConfig) -> None:

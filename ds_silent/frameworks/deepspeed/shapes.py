@@ -18,11 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_silent.frameworks.placed import Place, label_of
 from ds_silent.replicas.checksums import Items
 from ds_silent.replicas.duplicates import Duplicates
-
-Place = tuple[int, int]
-"""(this rank's place, how many ranks)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Shape:
     @property
     def label(self) -> str:
         """Of the data-parallel group, where there are several; else empty."""
-        return "-".join(f"{name}{at}" for name, (at, of) in (("tp", self.tensor), ("pp", self.pipe)) if of > 1)
+        return label_of({"tp": self.tensor, "pp": self.pipe})
 
     @property
     def is_part(self) -> bool:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ds_silent.attaching import Given, given_block
-from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, needs, print_without_traceback
 from ds_silent.frameworks.megatron.buffers import inner_optimizers
 from ds_silent.frameworks.megatron.framework import WORDS, MegatronFramework, module_of
+from ds_silent.frameworks.placed import label_of, placed
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped
 from ds_silent.observer import Observer
+from ds_silent.preflight.compare import Item
+from ds_silent.preflight.inventory import config_item
 
 _MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync", "tp_group")
 
@@ -72,9 +76,12 @@ def attach_megatron(
         words=WORDS,
         repairs=False,
         others=lambda tensor: id(tensor) in experts,
+        config=lambda: [item for held in (optimizer.config, chunks[0].ddp_config) for item in _settings(held)],
     )
-    placed = config if block is None else _placed(block, chunks[0])
-    return attach_wrapped(wrapped, inner, placed, loader, accumulation or _micro_batches(), _gather_limit)
+    places = {"tp": chunks[0].tp_group, "pp": chunks[0].pp_group}
+    label = label_of({name: (group.rank(), group.size()) for name, group in places.items()})
+    own = config if block is None else placed(block, label)
+    return attach_wrapped(wrapped, inner, own, loader, accumulation or _micro_batches(), _gather_limit)
 
 
 def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
@@ -109,6 +116,15 @@ def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
     return [inner for _, inner in inner_optimizers(optimizer)]
 
 
+def _settings(config: Any) -> list[Item]:
+    """Of one of Megatron's configurations; of what is no plain value, its type."""
+    plain = (bool, int, float, str, torch.dtype, type(None))
+    return [
+        config_item(f"{type(config).__name__}.{name}", value if isinstance(value, plain) else type(value).__name__)
+        for name, value in vars(config).items()
+    ]
+
+
 def _version() -> str:
     from megatron import core
 
@@ -120,10 +136,3 @@ def _micro_batches() -> int:
 
     known = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None
     return int(calculator.get_num_microbatches()) if known else 1
-
-
-def _placed(block: SilentConsistencyConfig, chunk: Any) -> SilentConsistencyConfig:
-    """With a directory for each data-parallel group, where there are several."""
-    groups = {"tp": chunk.tp_group, "pp": chunk.pp_group}
-    label = "-".join(f"{name}{group.rank()}" for name, group in groups.items() if group.size() > 1)
-    return block.model_copy(update={"output_dir": f"{block.output_dir}/{label}"}) if label else block

@@ -99,6 +99,15 @@ class Buffers:
         gradient: Tensor = self.parameters[index].main_grad  # type: ignore[attr-defined]
         return gradient
 
+    def filled(self, chunk: Any) -> Iterator[tuple[int, Tensor]]:
+        """Of the buffers of a chunk that are not empty, the parameters' gradients. Waits for the device.
+
+        Megatron waits for it in each step too, for the norm.
+        """
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            if buffer.grad_data.any():
+                yield from ((self._index[id(p)], self.accumulated(self._index[id(p)])) for p in buffer.param_index_map)
+
     def values(self, piece: Slice) -> Tensor:
         """What the buffer holds of a piece, flat."""
         buffer, start = self._places[piece.index]

@@ -70,6 +70,7 @@ class MegatronFramework(CountsItself):
         self._patches = Patches()
         self._moments: Moments | None = None
         self._rows = 0  # of the step under way
+        self._begun: set[int] = set()  # chunks that have had a forward in it
         self._looked: set[int] = set()  # parameters, in it
         self._finished: set[int] = set()  # chunks whose reduction has ended in it
 
@@ -134,6 +135,10 @@ class MegatronFramework(CountsItself):
         for group in self._buffers.bucket_groups:
             patches.wrap(group, "start_grad_sync", partial(self._reduction_starts, group))
         for chunk in self._chunks:
+            # a buffer that weights are gathered through is empty when the forward has used them
+            shared = getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+            register = chunk.module.register_forward_hook if shared else chunk.module.register_forward_pre_hook
+            patches.add(register(partial(self._chunk_begins, chunk)))
             patches.around(chunk, "finish_grad_sync", _nothing, partial(self._chunk_finished, chunk))
         for optimizer in self.optimizers():
             patches.add(optimizer.register_step_pre_hook(moments.applying))
@@ -141,6 +146,12 @@ class MegatronFramework(CountsItself):
 
     def close(self, ended: bool) -> None:
         self._patches.undo()
+
+    def _chunk_begins(self, chunk: Any, *given: Any) -> None:
+        assert self._moments is not None
+        if torch.is_grad_enabled() and id(chunk) not in self._begun:
+            self._begun.add(id(chunk))
+            self._moments.begins(partial(self._buffers.filled, chunk))
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._moments is not None
@@ -185,6 +196,7 @@ class MegatronFramework(CountsItself):
         result = original(*args, **kwargs)
         self._counts.take(self._rows, skipped=isinstance(result, tuple) and result[0] is False)
         self._rows = 0
+        self._begun.clear()
         self._moments.updated()
         return result
 

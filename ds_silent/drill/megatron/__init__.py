@@ -1,0 +1,1 @@
+"""The drill under Megatron-core: its loop, its buckets, and the public faults that only its groups can have."""

@@ -1,0 +1,170 @@
+"""The drill under Megatron-core: some of each kind of fault, and the faults of public issues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ds_silent.cli import app
+from ds_silent.config import ConfigError
+from ds_silent.drill.faults.catalogue import FAULTS
+from ds_silent.drill.faults.responses import MAJORITY, RETRY
+from ds_silent.drill.megatron import setting as under_megatron
+from ds_silent.drill.megatron.setting import MEANINGLESS, PUBLIC, MegatronSetting, make_setting
+from ds_silent.drill.program import DrillOptions, Outcome, exit_code, faults_of, judged, to_json, trials_of
+from ds_silent.drill.rehearsal import Run, rehearse
+from ds_silent.drill.report import print_report
+from ds_silent.drill.training import Trial
+from ds_silent.extras import installed
+from ds_silent.practice.megatron_scenarios import SCENARIOS
+from ds_silent.practice.ranks import on_ranks
+from tests.drill.cold_start import QUIET, cold
+
+needs_megatron = pytest.mark.skipif(not installed("megatron.core"), reason="megatron-core is not installed")
+BLOCK: dict[str, Any] = {**QUIET, "detectors": {"enabled": True}}
+RANKS = 3  # the fewest of which one can be outvoted
+CELLS: tuple[tuple[int, Any, int, tuple[str, ...]], ...] = (
+    (0, "fp32", 2, ("micro-batch-missing", "parameter-unreduced", "gradients-not-cleared", "weight-changed")),
+    (1, "bf16", 1, ("bucket-dropped", "gradients-not-cleared", "gathered-weights-stale", "applied-factor-4-one-rank")),
+)
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting can be made whatever is installed."""
+    monkeypatch.setattr(under_megatron, "installed", lambda package: True)
+
+
+def setting_of(number: int) -> MegatronSetting:
+    stage, dtype, accumulation, _ = CELLS[number]
+    return make_setting({"silent_consistency": BLOCK, "gradient_accumulation_steps": accumulation}, RANKS, stage, dtype)
+
+
+def trials_of_cell(number: int) -> tuple[Trial, ...]:
+    options = DrillOptions(faults=CELLS[number][3], ranks=RANKS, rank=1, steps=30, framework="megatron")
+    trials, skipped = trials_of(options, setting_of(number))
+    assert skipped == ()
+    return (replace(trials[0], steps=6), *trials[3:])
+
+
+def perform(send: Callable[[Any], None], directory: str) -> None:
+    for number in range(len(CELLS)):
+        start = cold(setting_of(number))
+        for trial in trials_of_cell(number):
+            send((number, rehearse(start, trial, Path(directory, str(number), trial.name))))
+
+
+@needs_megatron
+def test_they_are_found_as_under_deepspeed(tmp_path: Path) -> None:
+    runs: dict[int, list[Run]] = {number: [] for number in range(len(CELLS))}
+    for number, run in on_ranks(perform, (str(tmp_path),), RANKS):
+        runs[number].append(run)
+    for number in range(len(CELLS)):
+        setting, trials = setting_of(number), trials_of_cell(number)
+        outcome = Outcome(setting, tuple(judged(trials, runs[number], setting)), ())
+        wrong = {r.trial.name: (r.verdict, r.run.events) for r in outcome.results if not r.right}
+        assert not wrong, "\n".join(f"{n}: {v[0]} {v[1]}" for n, v in wrong.items())
+        assert exit_code(outcome) == 0
+        assert to_json(outcome)["distributed_optimizer"] is bool(setting.stage)
+
+
+# -- faults of public issues -------------------------------------------------------------------------------------------
+
+
+def public_trials() -> tuple[MegatronSetting, tuple[Trial, ...]]:
+    setting = make_setting({"silent_consistency": {}}, 4)
+    trials, skipped = trials_of(DrillOptions(faults=tuple(PUBLIC), framework="megatron"), setting)
+    assert skipped == ()
+    return setting, trials[3:]
+
+
+def perform_public(send: Callable[[Run], None], directory: str) -> None:
+    setting, trials = public_trials()
+    start = cold(setting)
+    for trial in trials:
+        send(rehearse(start, trial, Path(directory, trial.name)))
+
+
+@needs_megatron
+@pytest.mark.matrix
+def test_what_happened_to_somebody_is_told(tmp_path: Path) -> None:
+    setting, trials = public_trials()
+    results = list(judged(trials, list(on_ranks(perform_public, (str(tmp_path),), 4)), setting))
+    assert {r.trial.name for r in results if r.trial.fault is None} == {SCENARIOS[name].healthy for name in PUBLIC}
+    wrong = {r.trial.name: (r.verdict, r.run.events) for r in results if not r.right}
+    assert not wrong, "\n".join(f"{n}: {v[0]} {v[1]}" for n, v in wrong.items())
+
+
+def test_every_public_issue_has_a_training_and_a_healthy_one() -> None:
+    issues = {issue for name in PUBLIC for issue in SCENARIOS[name].issue.split(", ")}
+    assert issues == {
+        *("#3023", "#7165", "#6080", "#1622", "#7289", "#1446", "#619", "#656", "#565", "#4609", "#5916", "#950"),
+        "#7299",
+    }
+    assert not set(PUBLIC) & set(FAULTS)
+    for name, scenario in SCENARIOS.items():
+        twin = SCENARIOS[scenario.healthy]
+        assert twin.expected is None, name
+        assert (twin.shape == scenario.shape) or name == "stale-weights", name
+        assert (scenario.expected is None) == (name == scenario.healthy), name
+
+
+# -- which faults, and why not -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.usefixtures("there")
+def test_every_fault_is_tried_or_has_a_reason(stage: int) -> None:
+    setting = make_setting(None, 4, stage)
+    trials, skipped = trials_of(DrillOptions(framework="megatron"), setting)
+    tried = {trial.name for trial in trials if trial.fault is not None}
+    assert tried | set(skipped) == {*FAULTS, *PUBLIC} == set(faults_of("megatron"))
+    assert not tried & set(skipped)
+    assert set(PUBLIC) <= tried
+    assert set(MEANINGLESS[stage]) <= set(skipped)
+    console = Console(width=4000, record=True, quiet=False)
+    print_report(Outcome(setting, (), skipped), console)
+    named = [
+        name
+        for line in console.export_text().splitlines()
+        if line.startswith("Not applicable, because ")
+        for name in line.rstrip(". ").rpartition(": ")[2].split(", ")
+    ]
+    assert sorted(named) == sorted(skipped)
+
+
+@pytest.mark.usefixtures("there")
+def test_nothing_is_repaired_there_and_public_faults_have_their_ranks() -> None:
+    setting = make_setting({"silent_consistency": {}}, 4)
+    with pytest.raises(ConfigError, match="does not write weights with Megatron-core"):
+        setting.answering(MAJORITY)
+    with pytest.raises(ConfigError, match="only a reduction of DeepSpeed"):
+        setting.answering(RETRY)
+    assert make_setting(None, 3).why_not(PUBLIC["router"]) == "its groups are of 4 ranks"
+    with pytest.raises(ConfigError, match=r"--stage must be 0, or 1 for the distributed optimizer, .* got 2"):
+        make_setting(None, 4, 2)
+
+
+def test_where_it_is_not_installed_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_megatron, "installed", lambda package: False)
+    result = CliRunner().invoke(app, ["drill", "--framework", "megatron"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "ds-silent: ds-silent drill --framework megatron needs megatron-core, which is not installed: "
+        'pip install "ds_silent[megatron]"\n'
+    )
+
+
+def test_the_list_names_the_public_faults_where_they_are_tried() -> None:
+    listed = {
+        framework: CliRunner().invoke(app, ["drill", "--list", "--framework", framework]).stdout
+        for framework in ("deepspeed", "megatron")
+    }
+    assert "layer-norms → replica-drift" in listed["megatron"]
+    assert "layer-norms" not in listed["deepspeed"]
