@@ -49,7 +49,7 @@ ORACLES = {
 }
 """Framework -> where its covering cases are, and what trains one."""
 PACKAGES = {"Megatron-core": "megatron.core"}
-DRILLS = {"DeepSpeed": "deepspeed", "DDP": "ddp", "FSDP2": "fsdp2"}
+DRILLS = {"DeepSpeed": "deepspeed", "DDP": "ddp", "FSDP2": "fsdp2", "Megatron-core": "megatron"}
 TESTS = {
     "DeepSpeed": ["tests/frameworks/test_deepspeed_shapes.py"],
     "Megatron-core": ["tests/frameworks/test_megatron_parallel.py", "tests/frameworks/test_megatron_groups.py"],
@@ -316,7 +316,7 @@ def measured(part: str, name: str, measure: Callable[[], Any]) -> Any:
 
 PARTS: dict[str, dict[str, Callable[[], Any]]] = {
     "options": {name: partial(options, name) for name in ORACLES if installed(PACKAGES.get(name, "torch"))},
-    "faults": {name: partial(drilled, framework) for name, framework in DRILLS.items()},
+    "faults": {name: partial(drilled, DRILLS[name]) for name in DRILLS if installed(PACKAGES.get(name, "torch"))},
     "tests": {name: partial(tested, paths) for name, paths in TESTS.items()},
 }
 PIECES = tuple(f"{part}-{name}" for part, pieces in PARTS.items() for name in pieces)
