@@ -87,7 +87,7 @@ class Writer:
         self.recorder.close()
         dist.destroy_process_group()
 
-    def step(self, step: int, rows: torch.Tensor, sums: torch.Tensor) -> Step:
+    def step(self, step: int, rows: torch.Tensor, sums: torch.Tensor | None) -> Step:
         """One measured step: what this rank sends is its own, what it receives is given."""
         started = time.thread_time()
         gathered: Gathered | None = self.exchange.collect(lambda function: function())
@@ -95,7 +95,8 @@ class Writer:
             self._lockstep.read(gathered)
         self.exchange.post(step, self._observation(step), Together())
         training = time.thread_time() - started
-        self.exchange._sums.copy_(sums)
+        if sums is not None:
+            self.exchange._sums.copy_(sums)
         self.exchange._all.view(len(rows), -1).copy_(rows)
         started = time.thread_time()
         if gathered is not None:

@@ -49,8 +49,11 @@ class SimulatedRanks:
         self._random = torch.Generator().manual_seed(seed)
         self._late: Tensor | None = None  # (N, 1 + layout.late) of the step before
 
-    def step(self, step: int, fault: Fault) -> tuple[Tensor, Tensor]:
-        """(N, scalars + pairs) and (sums,) fp32; what is found late is of the step before."""
+    def step(self, step: int, fault: Fault) -> tuple[Tensor, Tensor | None]:
+        """(N, scalars + pairs) and (sums,) fp32; what is found late is of the step before.
+
+        Of few ranks (N, scalars + vectors), and no sums.
+        """
         layout, count, k = self._layout, self._count, self._layout.size
         struck = torch.arange(count) < fault.ranks
         shared = torch.randn(k, generator=self._random) * COSINE**0.5 / k**0.5
@@ -69,11 +72,15 @@ class SimulatedRanks:
             total += sketches.sum(0)
             entered += weights[part] @ sketches
             units += (sketches / lengths[:, None]).sum(0)
-            probes[part] = fold(sketches / lengths[:, None], layout.probes)
+            if layout.probes:
+                probes[part] = fold(sketches / lengths[:, None], layout.probes)
             if layout.pairs:
                 pairs[part] = fold(sketches, layout.pairs)
         aggregate = fault.aggregate * entered / count
         aggregate += self._noise * aggregate.norm() / k**0.5 * torch.randn(k, generator=self._random)
+        if layout.gathers:
+            rows = self._rows(step, norms, squares, aggregate, fault, struck)
+            return torch.cat((rows, self._vectors(own_seed, shared, norms, twins, aggregate)), 1), None
         late = self._found_late(own_seed, shared, norms, twins, total, aggregate)
         rows = self._rows(step, norms, squares, aggregate, fault, struck)
         if self._late is not None:
@@ -96,6 +103,17 @@ class SimulatedRanks:
             for twin in twins if begin == 0 else ():
                 sketches[twin - 1] = sketches[twin]
             yield begin, sketches
+
+    def _vectors(self, seed, shared, norms, twins, aggregate) -> Tensor:  # type: ignore[no-untyped-def]
+        """(N, vectors): each rank's sketches; the first answers for the whole aggregate. All layers are alike."""
+        layout = self._layout
+        sketches = torch.cat([part for _, part in self._sketches(seed, shared, norms, twins)])
+        answered = torch.zeros_like(sketches)
+        answered[0] = aggregate
+        by_layer = [
+            fold(one, layout.layer_size).repeat(1, layout.layers) / layout.layers**0.5 for one in (sketches, answered)
+        ]
+        return torch.cat((sketches, answered, *by_layer), 1)
 
     def _found_late(self, seed, shared, norms, twins, total, aggregate) -> Tensor:  # type: ignore[no-untyped-def]
         count = self._count
