@@ -178,7 +178,8 @@ def run() -> int:
         rank = os.environ.get("RANK", "0")
         remedy = "the same command with --resume goes on from the last checkpoint"
         print(f"error: rank {rank} cannot go on, {lost}: {remedy}", file=sys.stderr, flush=True)
-        return 1
+        sys.stdout.flush()
+        os._exit(1)  # records and log are closed; an ordinary end waits minutes for collectives that nobody answers
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {sentence}", file=sys.stderr, flush=True)
     else:
