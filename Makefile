@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo demo-megatron test test-matrix test-real-bugs test-package test-versions scale works readme docs lint format clean
+.PHONY: help demo demo-megatron nodes test test-matrix test-real-bugs test-package test-versions scale works readme docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -22,6 +22,9 @@ demo: $(READY) ## fine-tune the embedded model in each scenario on 4 CPU ranks a
 
 demo-megatron: $(READY) ## Megatron-core on 4 CPU ranks, healthy and with faults of public issues (2 minutes)
 	@$(PYTHON_IN_VENV) launch/demo_megatron.py
+
+nodes: $(READY) ## two nodes on this machine, as root: a rank, a node and the network fail, the training goes on (10 minutes)
+	@$(PYTHON_IN_VENV) benchmarks/nodes.py
 
 test: lint ## lint, then the tests in real processes
 	@sh .ci/setup.sh unlock

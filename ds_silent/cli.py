@@ -3,6 +3,7 @@
     ds-silent check ds_config.json --world-size 8 --parameters 1155912192
     ds-silent drill --config ds_config.json
     ds-silent numerics --gradients gradients/
+    ds-silent doctor --output-dir runs/my-run
 
 A mistake is one sentence on standard error and exit status 2.
 """
@@ -20,7 +21,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 def main() -> None:
     """See every worker of a data-parallel training.
 
-    "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding.
+    "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding,
+    "doctor" what this machine lacks.
     """
 
 
@@ -216,3 +218,24 @@ def numerics(
             gradients, world_size or [], dtype or [], steps, rounds, processes, elements, loss_scale, seed, json_path
         )
     )
+
+
+@app.command()
+def doctor(
+    output_dir: Annotated[
+        str, typer.Option(help="Where records are to be written; nothing is left there.", metavar="DIR")
+    ] = "runs/silent",
+    json_path: Annotated[
+        str | None, typer.Option("--json", help="Write everything to this file too.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Look this machine over: what is missing or doubtful for a watched training?
+
+    Accelerator and driver, CANN and torch_npu, versions, network interfaces,
+    compiler, disk, shared memory, clock, environment. Run it on every node.
+
+    Exit status: 0 all ok, 1 something doubtful, 2 something missing or a mistake in what was typed.
+    """
+    from ds_silent.commands.doctor import doctor_command
+
+    raise typer.Exit(doctor_command(output_dir, json_path))

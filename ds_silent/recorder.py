@@ -129,6 +129,7 @@ class WritingRecorder:
         self._listeners: list[Callable[[Event], None]] = []
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
         self.unlike: tuple[Unlike, ...] = ()
+        self._ranks_before: int | None = None  # of a checkpoint with another number, until that was said
 
     def step(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
         """Write one step's record and judge it.
@@ -148,6 +149,9 @@ class WritingRecorder:
         evidence = dataclasses.replace(evidence, reduction=seen, unlike=self.unlike)
         self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
         self._sink.write(self.last_record)
+        if self._ranks_before is not None:
+            self.report(ranks_changed(record.step, self._ranks_before, len(self._members)))
+            self._ranks_before = None
         if wait or self._unjudged:  # judged in order
             self._unjudged.append((self.last_record, evidence))
         else:
@@ -212,17 +216,45 @@ class WritingRecorder:
         """JSON values, for a checkpoint, whose records are on disk then."""
         self.flush()
         judge = None if self._judge is None else self._judge.state_dict()
-        return {"rows": self._tracker.state_dict(rows_waiting), "judge": judge}
+        return {"rows": self._tracker.state_dict(rows_waiting), "judge": judge, "ranks": len(self._members)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
+        """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew.
+
+        What was learned of another number of ranks is left too: their spreads are not those of these, and rank 3 may be
+        another device or none. The rows that were seen are the data's, whoever took them.
+        """
         try:
             if "rows" in state:
                 self._tracker.load_state_dict(state["rows"])
             if self._judge is not None and state.get("judge") is not None:
-                self._judge.load_state_dict(state["judge"])
+                ranks = _ranks_of(state)
+                if ranks in (None, len(self._members)):
+                    self._judge.load_state_dict(state["judge"])
+                else:
+                    self._ranks_before = ranks
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", error)
+
+
+def _ranks_of(state: dict[str, Any]) -> int | None:
+    """Whose state it is; one of before does not say it, but where its detectors have compared ranks."""
+    compared = state["judge"].get("outlier") or {}
+    ranks = state.get("ranks", compared.get("ranks"))
+    return None if ranks is None else int(ranks)
+
+
+def ranks_changed(step: int, before: int, now: int) -> Event:
+    """A resume with another number of ranks: said once, with the first record after it."""
+    message = (
+        f"The training goes on with {now} ranks, its checkpoint is from {before}: what the detectors have learned of "
+        f"{before} ranks is not used, they start anew."
+    )
+    remedy = (
+        f"If that was meant, do nothing: the records go on, faults that were told before are told again. Else start "
+        f"{before} ranks."
+    )
+    return Event(step, "ranks-changed", "info", (), "checkpoint", None, None, message, remedy)
 
 
 def in_whole(event: Event, members: tuple[int, ...]) -> Event:

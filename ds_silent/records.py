@@ -41,6 +41,7 @@ EventKind = Literal[
     "replica-drift",
     "drift",
     "repaired",
+    "ranks-changed",
     "observer-off",
 ]
 """What an event is about. More may be added; none is renamed, because records are read by these names."""

@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from ds_silent.measure.rows import RowTracker
+from ds_silent.records import Event
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.collectives import Call, check_collectives, record_collectives
 from tests.distributed import run_distributed
+from tests.made_records import Run
 from tests.training import ROWS, Case, Probe, Trace, build, one_step, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,6 +191,36 @@ def test_rows_are_followed_exactly_through_epochs_and_a_resume(interval: int, tm
         assert coverage[step]["repeated"] == pytest.approx((visits - distinct) / 48, abs=1e-12), step
     if interval == 1:
         assert (3, "duplicate-data", (0, 1)) in events
+
+
+def go_on_after_four_ranks(directory: str, says: bool) -> list[tuple[int, str, str]]:
+    """A checkpoint of four ranks, one of which was an outlier for long, goes on with two."""
+    learned = Run(4)
+    learned.steps(60)
+    learned.until_event(30, scale=3.0)
+    state = {"rows": RowTracker().state_dict(False), "judge": learned.judge.state_dict()}
+    engine = build(Case(), Path(directory) / "on", enabled=False)
+    observer = ds_silent.attach(engine, {"output_dir": str(Path(directory) / "on"), "tensorboard": False})
+    events: list[Event] = []
+    observer.on_event(events.append)
+    observer.load_state_dict(json.loads(json.dumps(state | ({"ranks": 4} if says else {}))))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        one_step(engine, generator)
+    own = observer.state_dict()
+    observer.close()
+    if dist.get_rank() == 0:
+        assert (own["ranks"], own["judge"]["outlier"]["ranks"], own["judge"]["episodes"]["active"]) == (2, 2, {})
+    return [(event.step, event.kind, event.message) for event in events]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_resume_with_another_number_of_ranks_judges_anew_and_says_so(says: bool, tmp_path: Path) -> None:
+    events = run_distributed(go_on_after_four_ranks, 2, (str(tmp_path), says))
+    assert [(step, kind) for step, kind, _ in events[0]] == [(1, "ranks-changed")]
+    assert "goes on with 2 ranks, its checkpoint is from 4" in events[0][0][2]
+    assert events[1] == []
+    assert [record["step"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")] == [1, 2, 3]
 
 
 # -- coming and going ------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ds_silent.device import generator_state, set_generator_state
+from ds_silent.finetune.lost import lost_peers
 from ds_silent.finetune.ranks import Ranks
 from ds_silent.finetune.settings import UserError
 
@@ -42,6 +43,8 @@ def save(engine: Any, directory: Path, step: int, client_state: dict[str, Any], 
     try:
         _save(engine, directory, f"step-{step}", client_state, facts, ranks)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        if lost_peers(error) is not None:  # nothing is wrong with the disk
+            raise
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"rank {ranks.rank} could not finish checkpoint step-{step} in {directory} ({reason}): see to space and "

@@ -5,7 +5,8 @@
     DS_ACCELERATOR=cpu torchrun --standalone --nproc_per_node 4 -m ds_silent.finetune --scenario s1-3
 
 Exit codes: 0 done; 2 a mistake that one sentence on stderr names; 75 stopped by SIGTERM or SIGINT after saving a
-checkpoint, from which the same command with --resume goes on; anything else an error with a traceback.
+checkpoint, from which the same command with --resume goes on; 1 other ranks are gone or cannot be heard, said in one
+sentence, or an error with a traceback, as is anything else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from ds_silent.extras import MissingExtra, needs
+from ds_silent.finetune.lost import lost_peers
 from ds_silent.finetune.settings import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -161,13 +163,23 @@ def main(
 
 
 def run() -> int:
-    """The process's exit code. A mistake in the options is the same on every rank, so rank 0 alone says it."""
+    """The process's exit code. A mistake in the options is the same on every rank, so rank 0 alone says it; that others
+    are gone, each rank that is left."""
     try:
         return int(app(standalone_mode=False) or 0)
     except USAGE_ERROR as error:
         sentence = str(error.format_message())
     except UserError as error:
         sentence = str(error)
+    except RuntimeError as error:
+        lost = lost_peers(error)
+        if lost is None:
+            raise
+        rank = os.environ.get("RANK", "0")
+        remedy = "the same command with --resume goes on from the last checkpoint"
+        print(f"error: rank {rank} cannot go on, {lost}: {remedy}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # records and log are closed; an ordinary end waits minutes for collectives that nobody answers
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {sentence}", file=sys.stderr, flush=True)
     else:

@@ -7,8 +7,10 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 logger = logging.getLogger("ds_silent")
@@ -52,10 +54,18 @@ def _named(members: tuple[int, ...]) -> Iterator[None]:
         c10d._hash_ranks_to_str = original
 
 
-def _timeout(group: dist.ProcessGroup) -> Any:
-    """The training's own, so that nothing is given up earlier than the training would (torch 2.4 to 2.13)."""
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The training's own: what was given when its group was made, and not the default of new groups, which may be many
+    times longer. Nothing is given up earlier than the training would, and no rank waits longer here (torch 2.4 to
+    2.15)."""
     try:
-        return dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+        backends: Any = [group._get_backend(torch.device(kind)) for kind in {one.type for one in _devices(group)}]
+        longest: timedelta = max(backend.options._timeout for backend in backends)
+        return longest
     except Exception as error:
         logger.debug("ds_silent: the default time-out of new groups is used: %s", error)
         return None
+
+
+def _devices(group: Any) -> list[torch.device]:
+    return list(group._device_types)
