@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo demo-megatron nodes test test-matrix test-real-bugs test-package test-versions works readme docs lint format clean
+.PHONY: help demo demo-megatron nodes test test-matrix test-real-bugs test-package test-versions scale works readme docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -43,6 +43,9 @@ test-package: ## build the wheel and run it in fresh environments, alone and wit
 
 test-versions: $(READY) ## other versions of Python, torch, DeepSpeed, Megatron-core and transformers (an hour, 20 GB of disk)
 	@$(PYTHON_IN_VENV) benchmarks/versions.py
+
+scale: $(READY) ## what observing costs and finds at 8 to 16,384 simulated ranks (20 minutes)
+	@$(PYTHON_IN_VENV) benchmarks/scale.py
 
 works: $(READY) ## write the page of what works where, from trainings (half an hour)
 	@$(PYTHON_IN_VENV) benchmarks/works.py

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from real_bugs_settings import KNOWN, SURVEY, Outcome, Setting
+from releases import laid_over
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "real-bugs"
@@ -248,17 +249,7 @@ def environment(version: str) -> dict[str, str]:
     variables["PYTHONPATH"] = str(ROOT)
     if version == installed_version("deepspeed"):
         return variables
-    folder = CACHE / version
-    if not (folder / "deepspeed").is_dir():
-        print(f"installing deepspeed {version} ...", flush=True)
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as directory:
-            options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--target")
-            command = [sys.executable, "-m", "pip", "install", *options, directory, f"deepspeed=={version}"]
-            subprocess.run(command, check=True, env=variables)
-            folder.mkdir(exist_ok=True)
-            for path in Path(directory).iterdir():
-                path.rename(folder / path.name)
+    folder = laid_over(CACHE / version, (f"deepspeed=={version}",))
     variables["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
     return variables
 

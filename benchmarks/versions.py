@@ -4,6 +4,7 @@
     python benchmarks/versions.py "torch 2.5" megatron        # those whose names hold one of these
     python benchmarks/versions.py --list                      # what there is
     python benchmarks/versions.py --page docs/versions.md     # writes the page, too
+    python benchmarks/versions.py --kept --page docs/versions.md   # of what was measured last, and measures nothing
 
 Every environment is made under build/versions on first use and kept: a virtual environment for each pair of Python and
 torch, and one folder for each other package, put before it by PYTHONPATH. What has run on the same sources is not run
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from releases import ImpossibleError, laid_over, pip_install
 from rich.console import Console
 from rich.table import Table
 
@@ -39,7 +41,7 @@ LIMIT_SECONDS = 1800
 
 DEEPSPEED = ("tests/frameworks/test_applied.py",)
 TORCH = ("tests/frameworks/test_ddp_faults.py",)
-EARLY = ("tests/frameworks/test_ddp_faults.py", "-k", "not fully_shard")  # fully_shard is public from torch 2.6 on
+DDP_ONLY = (*TORCH, "-k", "not fully_shard")  # public from torch 2.6 on; 2.8 on gloo reduces to N times the mean
 MEGATRON = ("tests/frameworks/test_megatron_faults.py",)
 HUGGINGFACE = ("tests/integrations/test_huggingface.py",)
 
@@ -93,9 +95,9 @@ ENVIRONMENTS = (
     Environment(
         "transformers 4.46, accelerate 1.0", (), HUGGINGFACE, over=_old_hub("4.46.3", "1.0.1", "0.20.3", "0.27.1")
     ),
-    Environment("torch 2.4.1", ("DDP", "DeepSpeed"), EARLY, "3.10", "2.4.1", ("deepspeed==0.16.9",)),
-    Environment("torch 2.5.1", ("DDP", "DeepSpeed"), EARLY, "3.11", "2.5.1", ("deepspeed==0.16.9",)),
-    Environment("torch 2.8.0", ALL, TORCH, "3.12", "2.8.0", ("deepspeed==0.18.9",)),
+    Environment("torch 2.4.1", ("DDP", "DeepSpeed"), DDP_ONLY, "3.10", "2.4.1", ("deepspeed==0.16.9",)),
+    Environment("torch 2.5.1", ("DDP", "DeepSpeed"), DDP_ONLY, "3.11", "2.5.1", ("deepspeed==0.16.9",)),
+    Environment("torch 2.8.0", ALL, DDP_ONLY, "3.12", "2.8.0", ("deepspeed==0.18.9",)),
     Environment("torch 2.15.0", ALL, TORCH, "3.13", "2.15.0", ("deepspeed==0.19.8",)),
 )
 
@@ -112,21 +114,11 @@ class Outcome:
     seconds: float = 0.0
     versions: str = ""
     said: str = ""  # why nothing ran, or what is not right
-
-
-class ImpossibleError(Exception):
-    """An environment that this machine cannot have; the message says why."""
+    commit: str = ""  # what was checked out
+    key: str = ""  # of the environment and the sources
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
-
-
-def _pip(python: Path | str, *arguments: str) -> None:
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        told = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or ended.stderr.splitlines()
-        raise ImpossibleError(f"pip cannot install {' '.join(arguments[-4:])}: {' '.join(told[-1:])}")
 
 
 def interpreter(environment: Environment) -> Path:
@@ -144,7 +136,7 @@ def interpreter(environment: Environment) -> Path:
         raise ImpossibleError(f"no python{version} on this machine's PATH")
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([found, "-m", "venv", str(folder)], check=True)
-    _pip(python, f"torch=={environment.torch}", *BASE)
+    pip_install(python, f"torch=={environment.torch}", *BASE)
     (folder / "ready").touch()
     return python
 
@@ -155,11 +147,7 @@ def overlay(environment: Environment, python: Path) -> Path | None:
         return None
     version = environment.python or OWN
     folder = CACHE / "-".join((f"over{version}", *(one.replace("==", "") for one in environment.over)))
-    if not (folder / "ready").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        _pip(python, "--no-deps", "--no-build-isolation", "--target", str(folder), *environment.over)
-        (folder / "ready").touch()
-    return folder
+    return laid_over(folder, environment.over, python)
 
 
 # -- what runs in one --------------------------------------------------------------------------------------------------
@@ -219,14 +207,15 @@ def _judged(name: str, python: Path, variables: dict[str, str], out: Path) -> tu
     if not answers.exists():
         last = (out.with_suffix(".log").read_text().strip().splitlines() or ["nothing"])[-1]
         return 0, [f"{name}: {last[:200]}"], []
-    found = json.loads(answers.read_text())
-    names = ("bits", "numbers", "sums")
-    wrong, others = [], []
-    for case, (*three, said) in found.items():
-        if not all(three):
-            what = ", ".join(what for what, one in zip(names, three, strict=True) if not one)
-            (others if said.startswith("without the block too") else wrong).append(f"{name}, {case}: {what} ({said})")
-    return len(found) - len(wrong) - len(others), wrong, others
+    wrong: list[str] = []
+    others: list[str] = []
+    right = 0
+    for case, found in json.loads(answers.read_text()).items():
+        noes = [question for question in ("bits", "numbers", "sums") if not found[question]]
+        if noes:
+            (wrong if found["ours"] else others).append(f"{name}, {case}: {', '.join(noes)} ({found['said']})")
+        right += not noes
+    return right, wrong, others
 
 
 def _read(environment: Environment, report: Path, versions: str, seconds: float, log: Path) -> Outcome:
@@ -240,13 +229,15 @@ def _read(environment: Environment, report: Path, versions: str, seconds: float,
         for name in ("tests", "failures", "skipped")
     )
     first = next((c for c in suite if c.find("failure") is not None or c.find("error") is not None), None)
-    said = ""
+    left_out = {str(one.get("message")): None for one in suite.iter("skipped")}
+    said = "\n".join(f"skipped: {message[:200]}" for message in left_out)
     if first is not None:
         broken = first.find("failure")
         broken = broken if broken is not None else first.find("error")
         assert broken is not None
         lines = [line for line in (broken.text or "").splitlines() if line.startswith("E ")]
-        said = f"{first.get('name')}: {(lines or [broken.get('message', '')])[-1][2:].strip()[:160]} ({log.name})"
+        told = f"{first.get('name')}: {(lines or [broken.get('message', '')])[-1][2:].strip()[:160]} ({log.name})"
+        said = "\n".join(filter(None, [told, said]))
     return Outcome(
         environment.name, total - failed - skipped, failed, skipped, seconds=seconds, versions=versions, said=said
     )
@@ -266,32 +257,36 @@ def _sources() -> str:
 def table_of(outcomes: list[Outcome]) -> Table:
     """One row for each environment."""
     table = Table(
-        "environment", "versions", "passed", "failed", "skipped", "seconds", "what is not right, or why nothing ran"
+        *("environment", "versions", "right", "wrong", "wrong without us too", "skipped", "seconds"),
+        "what is not right, or why nothing ran",
     )
     for one in outcomes:
-        counts = (str(one.passed), str(one.failed), str(one.skipped), str(one.not_ours), f"{one.seconds:.0f}")
+        counts = (str(one.passed), str(one.failed), str(one.not_ours), str(one.skipped), f"{one.seconds:.0f}")
         table.add_row(one.name, one.versions, *counts, one.said)
     return table
 
 
 def page_of(outcomes: list[Outcome]) -> str:
-    """docs/versions.md."""
+    """docs/versions.md, of what has run."""
+    ran = [one for one in outcomes if one.versions]
     lines = [
         "# Other versions",
         "",
         "Written by `python benchmarks/versions.py --page docs/versions.md` from trainings on CPU ranks with gloo:",
         "the covering cases of each framework, each with the block and without it, against a float64 computation, and",
         "a file of tests. A case is wrong without us too where the training has the same bits without the block and",
-        "`ds_silent` tells what is wrong, where it breaks without the block, or where two plain trainings differ.",
+        "both `ds_silent` and the float64 computation tell what is wrong, where it breaks without the block, or where",
+        "two plain trainings differ. Measured at: the commit.",
         "",
-        "| environment | versions | right | wrong | wrong without us too | skipped |",
-        "|---|---|---|---|---|---|",
+        "| environment | versions | right | wrong | wrong without us too | skipped | measured at |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for one in outcomes:
+    for one in ran:
         counts = f"{one.passed} | {one.failed} | {one.not_ours} | {one.skipped}"
-        lines.append(f"| {one.name} | {one.versions or one.said} | {counts} |")
-    lines += ["", "What was said of those that are not right:", ""]
-    lines += [f"* {one.name}: {_inert(line)}" for one in outcomes for line in one.said.splitlines() if one.versions]
+        lines.append(f"| {one.name} | {one.versions} | {counts} | {one.commit} |")
+    said = [f"* {one.name}: {_inert(line)}" for one in ran for line in one.said.splitlines()]
+    if said:
+        lines += ["", "What was said of those that are not right, or skipped:", "", *said]
     return "\n".join(lines) + "\n"
 
 
@@ -300,10 +295,34 @@ def _inert(text: str) -> str:
     return text.replace(str(ROOT), ".").replace("|", "/").replace("<", "(").replace(">", ")").replace("_", r"\_")
 
 
+def measured(environment: Environment, sources: str, again: bool) -> Outcome:
+    """As it was measured last on the same sources, or now."""
+    key = hashlib.sha256(f"{sources} {environment!r}".encode()).hexdigest()[:16]
+    before = kept(environment)
+    if before is not None and before.key == key and not again:
+        return before
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    outcome = replace(run(environment), commit=described.stdout.strip(), key=key)
+    if outcome.versions:  # what could not be made may be possible next time
+        _kept_in(environment).write_text(json.dumps(asdict(outcome), indent=1))
+    return outcome
+
+
+def kept(environment: Environment) -> Outcome | None:
+    """As it was measured last, on whatever sources."""
+    path = _kept_in(environment)
+    return Outcome(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _kept_in(environment: Environment) -> Path:
+    return CACHE / f"outcome-{environment.name.replace(' ', '-')}.json"
+
+
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Parts of the environments' names; all of them.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what has run on the same sources.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Say what there is, and end.")] = False,
+    only_kept: Annotated[bool, typer.Option("--kept", help="What was measured last; measure nothing.")] = False,
     page: Annotated[Path | None, typer.Option(help="Also write the table as a page.")] = None,
 ) -> None:
     """The tests under other versions of Python, torch and the frameworks; see the file's first lines."""
@@ -316,20 +335,14 @@ def main(
         console.print("\n".join(one.name for one in chosen))
         return
     CACHE.mkdir(parents=True, exist_ok=True)
-    kept_in, sources = CACHE / "outcomes.json", _sources()
-    kept = json.loads(kept_in.read_text()) if kept_in.exists() else {}
-    outcomes = []
-    for environment in chosen:
-        key = f"{sources} {environment!r}"
-        if again or key not in kept:
+    if only_kept:
+        outcomes = [outcome for outcome in map(kept, chosen) if outcome is not None]
+    else:
+        sources = _sources()
+        outcomes = []
+        for environment in chosen:
             console.print(f"{environment.name} ...")
-            outcome = run(environment)
-            if outcome.versions:  # what could not be made may be possible next time
-                kept[key] = asdict(outcome)
-                kept_in.write_text(json.dumps(kept, indent=1))
-        else:
-            outcome = Outcome(**kept[key])
-        outcomes.append(outcome)
+            outcomes.append(measured(environment, sources, again))
     console.print(table_of(outcomes))
     if page is not None:
         page.write_text(page_of(outcomes))

@@ -3,6 +3,7 @@
     python benchmarks/works.py        # make works: half an hour on 2 cores; without megatron-core no column of it
     python benchmarks/works.py --options DeepSpeed --json cases.json     # of one framework, and no page
     python benchmarks/works.py --again faults                            # with this part measured anew
+    python benchmarks/works.py --again faults-DDP                        # with this piece of it
 
 Three questions, each answered by running it:
 
@@ -23,10 +24,11 @@ import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -55,10 +57,17 @@ TESTS = {
 }
 RANKS = 2
 YES, NO = "yes", "**no**"
-NOT_OURS = "without the block too"
 NOTHING_TOLD = "nothing told"
-Answers = tuple[bool, bool, bool, str]
-"""Same bits; the oracle's numbers; the reduction within its bound and nothing told of it; what is said of a no."""
+
+
+class Answers(TypedDict):
+    """Of one case; as JSON for what reads it."""
+
+    bits: bool  # the same with the block and without it
+    numbers: bool  # those of the oracle
+    sums: bool  # the reduction is within its bound, and nothing is told of it
+    ours: bool  # False: what is a no is one without the block too
+    said: str  # of a no
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -114,9 +123,8 @@ def judged(case: Any, of_ranks: list[Any]) -> Answers:
 
     same, right, checked = (held(check) for check in (bits, numbers, sums))
     told = [event["message"] for event in trace.events if event["kind"] in oracle.RESULTS]
-    if same and right and checked:
-        return same, right, checked, ""
-    return same, right, checked, f"told: {told[0][:160]}" if told else NOTHING_TOLD
+    said = "" if same and right and checked else f"told: {told[0][:160]}" if told else NOTHING_TOLD
+    return Answers(bits=same, numbers=right, sums=checked, ours=True, said=said)
 
 
 def trained(train: Callable[..., Any], case: Any, observed: bool = True) -> list[Any]:
@@ -127,24 +135,35 @@ def trained(train: Callable[..., Any], case: Any, observed: bool = True) -> list
 
 
 def answered(train: Callable[..., Any], case: Any) -> Answers:
-    """One case. What happens without the block too begins with :data:`NOT_OURS`."""
+    """One case; is what is wrong also wrong without the block?"""
     try:
         results = trained(train, case)
     except RankBroke as error:
         said = ([line for line in str(error).splitlines() if line.strip()] or [str(error)])[-1][:160]
+        broke = Answers(bits=False, numbers=False, sums=False, ours=True, said=f"broke: {said}")
         try:
             trained(train, case, observed=False)
         except RankBroke:
-            return False, False, False, f"{NOT_OURS}: {said}"
-        return False, False, False, f"broke: {said}"
-    same, right, checked, told = judged(case, results)
-    if not same:
+            broke["ours"] = False
+        return broke
+    found = judged(case, results)
+    if not found["bits"]:
         again = trained(train, case, observed=False)
         if any(one.weights != other.weights for (_, one), (_, other) in zip(results, again, strict=True)):
-            return same, right, checked, f"{NOT_OURS}: two plain trainings have other bits"
-    elif not checked and told != NOTHING_TOLD:
-        return same, right, checked, f"{NOT_OURS}, bit for bit; {told}"
-    return same, right, checked, told
+            found["ours"], found["said"] = False, "two plain trainings have other bits"
+    elif not found["numbers"] and not found["sums"] and found["said"] != NOTHING_TOLD:
+        found["ours"] = False  # the oracle and the check say the same of a training that has the plain one's bits
+    return found
+
+
+def all_right(answers: Answers) -> bool:
+    """Whether no question is answered with no."""
+    return answers["bits"] and answers["numbers"] and answers["sums"]
+
+
+def shown(answers: Answers) -> str:
+    """The three answers in words."""
+    return " ".join(YES if one else NO for one in (answers["bits"], answers["numbers"], answers["sums"]))
 
 
 def options(name: str) -> dict[str, Answers]:
@@ -154,8 +173,8 @@ def options(name: str) -> dict[str, Answers]:
     found: dict[str, Answers] = {}
     for case in import_module(covering).COVERING:
         found[described(case)] = answers = answered(train, case)
-        shown = " ".join(YES if one else NO for one in answers[:3])
-        print(f"{name}: {described(case)}: {shown} {answers[3]}", flush=True)
+        whose = "" if answers["ours"] else "without the block too: "
+        print(f"{name}: {described(case)}: {shown(answers)} {whose}{answers['said']}", flush=True)
     return found
 
 
@@ -167,7 +186,7 @@ def options_table(found: dict[str, dict[str, Answers]]) -> Iterable[str]:
         cells = []
         for one in found.values():
             answers = one.get(option)
-            cells.append("" if answers is None else " ".join(YES if answer else NO for answer in answers[:3]))
+            cells.append("" if answers is None else shown(answers))
         yield f"| {option} | {' | '.join(cells)} |"
 
 
@@ -276,38 +295,44 @@ def _has(name: str) -> bool:
     return installed(name.replace("megatron-core", "megatron.core"))
 
 
-def measured(part: str, measure: Callable[[], Any]) -> Any:
-    """A part of the page: as it was measured last, or now."""
-    kept = CACHE / f"{part}.json"
+def measured(part: str, name: str, measure: Callable[[], Any]) -> Any:
+    """A piece of a part of the page: as it was measured last, or now."""
+    kept = CACHE / f"{part}-{name}.json"
     if not kept.exists():
+        print(f"{part} of {name} ...", flush=True)
         found = measure()
         CACHE.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(found, indent=1))
     return json.loads(kept.read_text())
 
 
-PARTS: dict[str, Callable[[], Any]] = {
-    "options": lambda: {name: options(name) for name in ORACLES if installed(PACKAGES.get(name, "torch"))},
-    "faults": lambda: {name: drilled(framework) for name, framework in DRILLS.items()},
-    "tests": lambda: {name: tested(paths) for name, paths in TESTS.items()},
+PARTS: dict[str, dict[str, Callable[[], Any]]] = {
+    "options": {name: partial(options, name) for name in ORACLES if installed(PACKAGES.get(name, "torch"))},
+    "faults": {name: partial(drilled, framework) for name, framework in DRILLS.items()},
+    "tests": {name: partial(tested, paths) for name, paths in TESTS.items()},
 }
+PIECES = tuple(f"{part}-{name}" for part, pieces in PARTS.items() for name in pieces)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--options", choices=ORACLES, help="only the options of this framework, and no page")
     parser.add_argument("--json", type=Path, help="with --options: write the answers here")
-    parser.add_argument("--again", nargs="*", choices=PARTS, default=[], help="parts to be measured anew")
+    parser.add_argument("--again", nargs="*", choices=(*PARTS, *PIECES), default=[], help="to be measured anew")
     parser.add_argument("--without", nargs="*", choices=PARTS, default=[], help="parts to leave out of the page")
     arguments = parser.parse_args()
     if arguments.options:
         found = options(arguments.options)
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1))
-        sys.exit(0 if all(all(three) or said.startswith(NOT_OURS) for *three, said in found.values()) else 1)
-    for part in arguments.again:
-        (CACHE / f"{part}.json").unlink(missing_ok=True)
-    by_part = {part: {} if part in arguments.without else measured(part, how) for part, how in PARTS.items()}
+        sys.exit(0 if all(all_right(answers) or not answers["ours"] for answers in found.values()) else 1)
+    for piece in PIECES:
+        if piece in arguments.again or piece.split("-")[0] in arguments.again:
+            (CACHE / f"{piece}.json").unlink(missing_ok=True)
+    by_part = {
+        part: {name: measured(part, name, how) for name, how in pieces.items() if part not in arguments.without}
+        for part, pieces in PARTS.items()
+    }
     PAGE.write_text(page(**by_part))
     wrong = sum(NO in line for line in PAGE.read_text().splitlines() if line.startswith("| "))
     print(f"{PAGE.relative_to(ROOT)} is written; {wrong} rows have a no" if wrong else f"{PAGE.name}: no row has a no")

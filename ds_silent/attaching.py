@@ -26,16 +26,19 @@ from rich.console import Console
 
 from ds_silent.capture.data_facts import data_facts
 from ds_silent.capture.step import StepCapture
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse, shown
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config, name_of
+from ds_silent.frameworks.refusals import refuse_too_many_ranks
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.inventory import Training, local_items, sampler_facts
 from ds_silent.ranks import start
+from ds_silent.ranks.parts import listed
+from ds_silent.ranks.places import SHOWN_HOSTS, PlaceBoard, Places, read_groups
 from ds_silent.sinks import SinkError
 from ds_silent.sinks.monitor import MonitorWrite
 from ds_silent.sinks.run_directory import RunDirectory
@@ -97,9 +100,15 @@ def observe(
     if config is None:
         return None
     assert group is not None  # all have agreed in it
+    board = PlaceBoard(group)
+    board.leave()
     capture, unlike = start.agree_on_layout(group, subject.facts, words, config, lambda: _capture_of(subject, config))
+    places = _places_of(board, config) if dist.get_rank(group) == 0 else None  # all have left theirs before they agreed
     home = RunDirectory.open(config, capture.group, capture.device, subject.monitor_write)
+    board.forget()  # rank 0 has read them before it opened the directory, for which all have waited
     observer = Observer(capture, config, home)
+    if home.sinks is not None and places is not None:
+        observer.place(places)
     subject.held.__dict__[_ATTRIBUTE] = observer
     _observed.append(words.training)
     _close_at_exit(observer)
@@ -161,9 +170,27 @@ def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigErro
                 f"this {subject.words.training} is already observed; close its observer (ds_silent.observer_of) first"
             )
         subject.refuse(config)
+        if subject.group is not None:
+            refuse_too_many_ranks(config, dist.get_world_size(subject.group))
+        if subject.group is not None and dist.get_rank(subject.group) == 0:
+            read_groups(config.places)
     except ConfigError as error:
         return error
     return None
+
+
+def _places_of(board: PlaceBoard, config: SilentConsistencyConfig) -> Places:
+    """On the rank that writes: where all run."""
+    try:
+        groups = read_groups(config.places)
+    except ConfigError as error:  # it could be read a moment ago
+        logger.warning("ds_silent: %s", error)
+        groups = {}
+    places = Places(board.read(), groups)
+    if places.without_group:
+        lacking = listed([shown(host) for host in places.without_group], SHOWN_HOSTS, "hosts")
+        logger.warning("ds_silent: %s.places %s does not name %s", BLOCK, shown(config.places), lacking)
+    return places
 
 
 def _publish_preflight(outcome: preflight.PreflightOutcome, observer: Observer, home: RunDirectory) -> None:
@@ -171,7 +198,7 @@ def _publish_preflight(outcome: preflight.PreflightOutcome, observer: Observer, 
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log has no edge
     console.print(preflight.table(outcome))
-    home.write_preflight(json.dumps(preflight.to_json(outcome), indent=1) + "\n")
+    home.write_file("preflight.json", json.dumps(preflight.to_json(outcome), indent=1) + "\n")
     for event in preflight.events_of(outcome):
         observer.report(event)
 

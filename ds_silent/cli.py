@@ -68,7 +68,8 @@ def check(
     from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
     from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
-    from ds_silent.frameworks.refusals import refuse_too_few_ranks
+    from ds_silent.frameworks.refusals import refuse_too_few_ranks, refuse_too_many_ranks
+    from ds_silent.ranks.places import read_groups
 
     refused = False
     for number, source in enumerate(ds_config):
@@ -79,9 +80,11 @@ def check(
             config = parse(loaded)
             if config is not None:
                 refuse_unsupported_config(loaded, config)
+                read_groups(config.places)
             ranks = refuse_broken(loaded, world_size)
             if config is not None:
                 refuse_too_few_ranks(config, ranks)
+                refuse_too_many_ranks(config, ranks)
         except ConfigError as error:
             typer.echo(f"ds-silent: {error}", err=True)
             refused = True

@@ -186,12 +186,17 @@ class SilentConsistencyConfig(_Block):
     tensorboard: bool = _switch(True)
     """Write TensorBoard event files below ``output_dir``."""
 
-    @field_validator("output_dir")
+    places: str | None = _is("be the path of a JSON file, or null", None, min_length=1)
+    """A file on rank 0's host that gives each host the name of its switch group, ``{"node0001": "A", ...}``: events say
+    where all ranks that they blame are in one."""
+
+    @field_validator("output_dir", "places")
     @classmethod
-    def _names_a_directory(cls, value: str) -> str:
-        if not value.strip() or "\0" in value:
-            raise ValueError("blank")
-        os.fsencode(value)  # half of a surrogate pair names nothing
+    def _names_a_path(cls, value: str | None) -> str | None:
+        if value is not None:
+            if not value.strip() or "\0" in value:
+                raise ValueError("blank")
+            os.fsencode(value)  # half of a surrogate pair names nothing
         return value
 
 

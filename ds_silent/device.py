@@ -3,6 +3,7 @@
     kind()                                          # "cpu", "cuda", "npu", ...: of this process
     seed_all(42), initial_seed(), generator_state() # of its generator; on the CPU torch's own
     model_name()                                    # what stands on the device; None on the CPU
+    name(), serial()                                # which one this process uses: "cuda:3", its UUID where it tells
     side = SideStream(tensor.device)                # brings values to the host beside the training
     with side.working():
         host.copy_(tensor, non_blocking=True)
@@ -86,6 +87,22 @@ def model_name() -> str | None:
     """The device's model as its driver names it; None on the CPU and where a device does not say."""
     name = getattr(getattr(torch, kind(), None), "get_device_name", None)
     return None if name is None else str(name())
+
+
+def name() -> str:
+    """``"cuda:3"``: the device that this process uses, as it counts them; ``"cpu"``."""
+    return kind() if kind() == "cpu" else f"{kind()}:{module_of(kind()).current_device()}"
+
+
+def serial() -> str | None:
+    """What tells this device from every other one, wherever it is plugged in: the UUID of its properties (CUDA from
+    torch 2.4 on); None on the CPU and where a device does not say."""
+    module = getattr(torch, kind(), None)
+    properties = getattr(module, "get_device_properties", None)
+    if kind() == "cpu" or module is None or properties is None:
+        return None
+    uuid = getattr(properties(module.current_device()), "uuid", None)
+    return None if uuid is None else str(uuid)
 
 
 def pinned(like: Tensor) -> Tensor:

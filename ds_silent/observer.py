@@ -19,6 +19,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import as_ids
 from ds_silent.frameworks.base import Counts
 from ds_silent.observing.steps import Steps
+from ds_silent.ranks.places import Places
 from ds_silent.recorder import make_recorder
 from ds_silent.records import Event, StepRecord
 from ds_silent.sinks.run_directory import RunDirectory
@@ -107,6 +108,12 @@ class Observer:
     def report(self, event: Event) -> None:
         """Write an event and tell the callbacks; on the writing rank."""
         self._published.report(event)
+
+    def place(self, places: Places) -> None:
+        """Write ``ranks.json``, and name hosts and devices from now on; on the writing rank."""
+        if places.places:
+            self._home.write_file("ranks.json", places.text())
+            self._published.recorder.places = places
 
     # -- in a checkpoint -------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ds_silent.measure.record import Context, measure
 from ds_silent.measure.reduction import Audit
 from ds_silent.measure.rows import RowTracker, testimony
 from ds_silent.ranks.parts import ranks_of
+from ds_silent.ranks.places import Places
 from ds_silent.records import Event, Repair, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
@@ -61,6 +62,7 @@ class Recorder(Protocol):
     last_record: StepRecord | None
     ends: Event | None
     unlike: tuple[Unlike, ...]
+    places: Places | None  # where the ranks run
 
     def step(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None: ...
     def settle(self, drift: Drift | None, step: int | None = None) -> None: ...
@@ -80,6 +82,7 @@ class NullRecorder:
     writes = False
     last_record: StepRecord | None = None
     ends: Event | None = None
+    places: Places | None = None
 
     def __init__(self) -> None:
         self.unlike: tuple[Unlike, ...] = ()
@@ -101,6 +104,7 @@ class WritingRecorder:
         last_record: the newest one.
         ends: the event that is to end the training; None while there is none.
         unlike: what ranks do not do alike, as all ranks have agreed when they came together last.
+        places: where the ranks run, for the events; None where that is not known.
     """
 
     writes = True
@@ -117,6 +121,7 @@ class WritingRecorder:
     ):
         self.last_record: StepRecord | None = None
         self.ends: Event | None = None
+        self.places: Places | None = None
         self._sink, self._judge, self._audit = sink, judge, audit
         self._layout, self._members, self._stop_on = layout, tuple(members), stop_on
         self._alike = alike
@@ -183,6 +188,7 @@ class WritingRecorder:
     def report(self, event: Event) -> None:
         """Write an event and tell the callbacks, which find an error on disk."""
         event = in_whole(event, self._members)
+        event = event if self.places is None else self.places.told(event)
         if event.severity in _ENDS[self._stop_on]:
             self.ends = event
         if event.step == 0 and self._judge is not None:  # the preflight's

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
@@ -45,16 +46,42 @@ EventKind = Literal[
 ]
 """What an event is about. More may be added; none is renamed, because records are read by these names."""
 Matrix = tuple[tuple[float, ...], ...]
+Extremes = Mapping[int, float]
+"""Rank to value, from the lowest value to the highest."""
+
+
+_IF_KNOWN = {"absent": True}
+"""Of a field that is None, and no key, where there is nothing to say."""
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Of the ranks' values that are numbers; each is the value of a rank, never one between two."""
+
+    min: float
+    q10: float
+    q25: float
+    median: float
+    q75: float
+    q90: float
+    max: float
+    nan: int | None = field(default=None, metadata=_IF_KNOWN)  # ranks whose value is no number
 
 
 @dataclass(frozen=True)
 class LossStats:
-    """The ranks' losses of one step; each is the unscaled mean over the rank's micro-batches."""
+    """The ranks' losses of one step; each is the unscaled mean over the rank's micro-batches.
+
+    ``quantiles`` and ``extremes``, here and below: what is written instead of ``per_rank`` where the ranks are many,
+    see :mod:`ds_silent.sinks.written`.
+    """
 
     mean: float | None = None
     std: float | None = None  # population (ddof 0) over the N ranks
     range: float | None = None  # max - min
     per_rank: tuple[float, ...] | None = None
+    quantiles: Quantiles | None = field(default=None, metadata=_IF_KNOWN)
+    extremes: Extremes | None = field(default=None, metadata=_IF_KNOWN)
 
 
 @dataclass(frozen=True)
@@ -68,6 +95,8 @@ class GradNormStats:
     range: float | None = None
     aggregated: float | None = None  # norm of the gradient that came out of the reduction, before clipping
     per_rank: tuple[float, ...] | None = None
+    quantiles: Quantiles | None = field(default=None, metadata=_IF_KNOWN)
+    extremes: Extremes | None = field(default=None, metadata=_IF_KNOWN)
 
 
 @dataclass(frozen=True)
@@ -82,6 +111,8 @@ class DirectionStats:
     min_pair: tuple[int, int] | None = None
     max_pair: tuple[int, int] | None = None
     per_rank: tuple[float, ...] | None = None  # cosine of each rank with the mean of the others
+    quantiles: Quantiles | None = field(default=None, metadata=_IF_KNOWN)
+    extremes: Extremes | None = field(default=None, metadata=_IF_KNOWN)
 
 
 @dataclass(frozen=True)
@@ -89,21 +120,30 @@ class CoverageStats:
     """Rows that two or more ranks hold in this step; shares of the epoch seen once and seen again.
 
     Where nobody knows how many rows an epoch has, ``seen`` is None and ``repeated`` a share of the rows taken since the
-    loader began.
+    loader began. With ``sampled`` all three are estimates, from that share of the rows.
     """
 
     duplicates: int | None = None
     seen: float | None = None
     repeated: float | None = None
+    sampled: float | None = field(default=None, metadata={"absent": True})
+    """Share of the rows whose ids were sent, one in 2^m, chosen by the row. None, and no key: all."""
+    unsent: int | None = field(default=None, metadata={"absent": True})
+    """Rows of that sample that there was no room for, in the observation of this step."""
 
 
 @dataclass(frozen=True)
 class IntegrityStats:
-    """|aggregate - mean of locals| / |mean of locals|, what rounding explains of it, and groups of equal replicas."""
+    """|aggregate - mean of locals| / |mean of locals|, what rounding explains of it, and groups of equal replicas.
+
+    Where the ranks are many, the number of groups and the sizes of the largest are written instead of the groups.
+    """
 
     relative_error: float | None = None
     rounding_bound: float | None = None
     replica_groups: tuple[tuple[int, ...], ...] | None = None
+    replica_group_count: int | None = field(default=None, metadata=_IF_KNOWN)
+    replica_group_sizes: tuple[int, ...] | None = field(default=None, metadata=_IF_KNOWN)
 
 
 @dataclass(frozen=True)
@@ -155,6 +195,19 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank runs: one entry of ``ranks.json``, and of the events that name the rank."""
+
+    rank: int
+    global_rank: int  # as the whole training counts its ranks
+    host: str
+    local_rank: int | None  # on its host, as the launcher counts; None where it does not say
+    device: str  # "cuda:3", as the process counts its devices
+    serial: str | None  # of the device, where it tells
+    group: str | None = field(default=None, metadata=_IF_KNOWN)  # of hosts, where the user has given a map
+
+
+@dataclass(frozen=True)
 class Event:
     """Something that a person should know: one line of ``events.jsonl``."""
 
@@ -167,10 +220,14 @@ class Event:
     threshold: float | None
     message: str
     remedy: str
-    false_alarms_per_million_steps: float | None = field(default=None, metadata={"absent": True})
+    false_alarms_per_million_steps: float | None = field(default=None, metadata=_IF_KNOWN)
     """Where chance is judged: the stated rate at which this would just still be told. None, and no key: a fact."""
-    global_ranks: tuple[int, ...] | None = field(default=None, metadata={"absent": True})
+    global_ranks: tuple[int, ...] | None = field(default=None, metadata=_IF_KNOWN)
     """``ranks``, as the whole training counts them. None, and no key: the group that is observed is all of it."""
+    ranks_total: int | None = field(default=None, metadata=_IF_KNOWN)
+    """How many ranks the event is about, where so many are that ``ranks`` is written as the first of them only."""
+    places: tuple[Place, ...] | None = field(default=None, metadata=_IF_KNOWN)
+    """Of the first ranks of ``ranks``, where not all ranks of the training are meant."""
 
     @classmethod
     def from_json(cls, value: Any) -> Event:
@@ -194,8 +251,8 @@ class Score:
     detector: str
     score: float
     threshold: float
-    rank: int | None = field(default=None, metadata={"absent": True})  # whose score it is, the largest of the ranks'
-    where: str | None = field(default=None, metadata={"absent": True})  # which of several numbers was judged
+    rank: int | None = field(default=None, metadata=_IF_KNOWN)  # whose score it is, the largest of the ranks'
+    where: str | None = field(default=None, metadata=_IF_KNOWN)  # which of several numbers was judged
 
 
 @dataclass(frozen=True)
@@ -244,6 +301,8 @@ def to_json(value: Any) -> Any:
         return {name: to_json(known) for name, known in written.items() if name not in absent}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value
@@ -293,6 +352,8 @@ def _from_json(hint: Any, value: Any) -> Any:
         if arguments[-1] is Ellipsis:
             return tuple(_from_json(arguments[0], item) for item in value)
         return tuple(_from_json(one, item) for one, item in zip(arguments, value, strict=True))
+    if origin is Mapping and isinstance(value, dict):  # the only keys here are ranks
+        return {int(key): _from_json(arguments[1], item) for key, item in value.items()}
     if hint is float and (type(value) in (int, float) or value in _NOT_FINITE):
         return float(value)
     if hint is int and type(value) is int:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
@@ -36,6 +37,12 @@ class Pretended:
 
     def get_device_name(self) -> str:
         return "Pretended 9000"
+
+    def current_device(self) -> int:
+        return 3
+
+    def get_device_properties(self, device: int) -> Any:
+        return SimpleNamespace(name="Pretended 9000", uuid=UUID(int=device))
 
     def initial_seed(self) -> int:
         return 7
@@ -82,6 +89,7 @@ def test_on_the_cpu_it_is_what_deepspeed_says(monkeypatch: pytest.MonkeyPatch) -
     assert device.initial_seed() == accelerator.initial_seed() == torch.initial_seed() == 11
     assert torch.equal(device.generator_state(), accelerator.get_rng_state())
     assert device.model_name() is None
+    assert (device.name(), device.serial()) == ("cpu", None)
 
 
 def test_a_generator_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +120,19 @@ def test_without_any_device_it_is_the_cpu(npu: Pretended, monkeypatch: pytest.Mo
 def test_a_device_is_asked_through_its_own_module(npu: Pretended) -> None:
     assert device.kind() == "npu"
     assert device.model_name() == "Pretended 9000"
+    assert (device.name(), device.serial()) == ("npu:3", "00000000-0000-0000-0000-000000000003")
     assert device.initial_seed() == 7
     assert device.generator_state().tolist() == [1, 2, 3]
     device.seed_all(5)
     device.set_generator_state(torch.tensor([4], dtype=torch.uint8))
     assert npu.calls == [("seed", 5), ("state", [4])]
+
+
+def test_a_device_without_a_serial_says_none(npu: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npu, "get_device_properties", lambda device: SimpleNamespace(name="Pretended 9000"))
+    assert device.serial() is None
+    monkeypatch.setattr(npu, "get_device_properties", None)
+    assert device.serial() is None
 
 
 def test_a_side_stream_marks_its_end_before_the_stream_is_left(npu: Pretended) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ds_silent.config import parse
 from ds_silent.records import Event, EventKind, to_json
-from ds_silent.sinks.jsonl import JsonlSink
+from ds_silent.sinks import open_files
 from tests.pages import DOCS, PAGES, ROOT, anchors, commands, fences, links, paths
 from tests.sinks.example_records import full_record
 
@@ -49,15 +49,17 @@ def test_examples_can_be_copied(page: Path) -> None:
 
 
 def test_the_example_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [example] = fences((DOCS / "records.md").read_text(encoding="utf-8"), "python")
+    metrics, per_rank = fences((DOCS / "records.md").read_text(encoding="utf-8"), "python")
     monkeypatch.chdir(tmp_path)
-    sink = JsonlSink(tmp_path / "runs" / "my-run")
-    sink.write(full_record())
-    sink.close()
+    record = full_record(ranks=65, layers=(), cosine_matrix=None)
+    files = open_files(tmp_path / "runs" / "my-run", tensorboard=False)
+    files.write(record)
+    files.close()
     printed: list[tuple[object, ...]] = []
-    exec(example, {"print": lambda *values: printed.append(values)})
-    record = full_record()
+    exec(metrics, {"print": lambda *values: printed.append(values)})
     assert printed == [(record.step, record.loss.std, record.direction.mean_cosine)]
+    exec(per_rank, {"print": lambda *values: printed.append(values)})
+    assert printed[1][:3] == (record.step, pytest.approx(max(record.loss.per_rank or ())), 64)
 
 
 def test_every_field_of_the_records_is_explained() -> None:

@@ -33,6 +33,8 @@ RUN_BY: dict[str, str] = {
     "python -m ds_silent.finetune": ".ci/test_package.sh",
     "make docs": "tests/commands/test_block_table.py",
     "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile
+    "make test-versions": "benchmarks/versions.py",  # so is this, an hour on a machine that has every Python
+    "python benchmarks/versions.py --page docs/versions.md": "benchmarks/versions.py",
     "deepspeed --num_gpus 8 --module ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
     "torchrun --nproc_per_node 8 -m ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
     "python -m ds_silent -m package.module ...": "tests/frameworks/test_ways_in.py",

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ds_silent.ranks.places import Places
 from ds_silent.recorder import WritingRecorder
-from ds_silent.records import Event
+from ds_silent.records import Event, Place
 from ds_silent.sinks import Background, FanOut
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records
 from tests.sinks.example_records import event, full_record
@@ -67,3 +68,18 @@ def test_a_group_that_is_the_whole_training_says_nothing_of_it(tmp_path: Path) -
     recorder.report(replace(event(4), ranks=(1,)))
     recorder.close()
     assert b"global_ranks" not in (tmp_path / "events.jsonl").read_bytes()
+
+
+def test_events_pass_the_places_on_their_way(tmp_path: Path) -> None:
+    sinks = FanOut([JsonlSink(tmp_path)])
+    recorder = WritingRecorder(sinks, None, NOTHING, NOTHING, (0, 2, 4, 6), "never")
+    places = tuple(Place(rank, 2 * rank, f"node{rank // 2}", rank % 2, "cpu", None) for rank in range(4))
+    recorder.places = Places(places, {})
+    recorder.report(replace(event(4), ranks=(3,), message="The gradient of rank 3 is zero."))
+    recorder.close()
+    (told,) = read_event_records(tmp_path / "events.jsonl")
+    assert told.places == (places[3],)
+    assert told.global_ranks == (6,)
+    assert told.message == (
+        "The gradient of rank 3 (node1:1) is zero. Rank 3 of this data-parallel group is rank 6 of the whole training."
+    )

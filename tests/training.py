@@ -6,11 +6,14 @@ The model is the package's own (``ds_silent.practice.probe``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from packaging.version import Version
 from torch import Tensor, nn
 
 import ds_silent
@@ -55,8 +58,13 @@ class Case:
 
     @property
     def unscaled_wrongly(self) -> bool:
-        """DeepSpeed unscales stage 0's fp16 gradients, which were never scaled."""
-        return self.dtype == "fp16" and self.stage == 0
+        """DeepSpeed unscales stage 0's fp16 gradients, which were never scaled, since it has ``engine.scale``."""
+        return self.dtype == "fp16" and self.stage == 0 and hasattr(DeepSpeedEngine, "scale")
+
+    @property
+    def adds_in_fp32(self) -> bool:
+        """Whether accumulation rounds nothing of the dtype: ``grad_accum_dtype`` fp32, where DeepSpeed minds it."""
+        return bool(self.top) and not Version("0.17.6") <= Version(version("deepspeed")) <= Version("0.18.3")
 
     def block(self, output_dir: Path) -> dict[str, Any]:
         return {
@@ -154,7 +162,7 @@ def train(
             for micro in range(case.accumulation)
         ]
         if oracle:
-            scaled = case.dtype == "fp16" and case.stage
+            scaled = case.dtype == "fp16" and not case.unscaled_wrongly
             scale = float(engine.optimizer.loss_scale) if scaled else 1.0
             expected.append(oracle_step(full_parameters(engine), copy, batches, case, step + 1, scale))
         for micro, (tokens, skip) in enumerate(batches):

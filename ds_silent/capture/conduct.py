@@ -36,7 +36,7 @@ from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.compare import Item, read_item
-from ds_silent.ranks.parts import Parts, outvoted, parts_of
+from ds_silent.ranks.parts import Parts, outvoted, parts_of, ranks_of
 from ds_silent.ranks.together import Together
 from ds_silent.records import Event
 from ds_silent.words import Words
@@ -261,7 +261,7 @@ def unlike(parts: Mapping[str, Parts], step: int) -> tuple[Unlike, ...]:
     found: dict[tuple[str, Parts], Unlike] = {}
     for kind, ranks in parts.items():
         group, odd = _GROUPS[kind], outvoted(ranks)
-        shown = "; ".join(f"ranks {', '.join(map(str, part))}" for part in ranks[:3])
+        shown = "; ".join(ranks_of(part) for part in ranks[:3])
         message = f"The {_WORDS[group]} differ between ranks: {shown}{'; …' if len(ranks) > 3 else ''}."
         found[group, ranks] = Unlike(f"unlike:{group}:{odd}", odd, _WORDS[group], message, _REMEDIES[group], step)
     return tuple(found.values())

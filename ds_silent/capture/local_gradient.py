@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.capture.accumulator import Accumulator
+from ds_silent.capture.fused import new_accumulator
 from ds_silent.capture.streams import stream_order
 from ds_silent.config import DirectionConfig
 from ds_silent.exchange.exact import copy_overlap, exact_gram
@@ -62,7 +63,7 @@ class LocalGradient:
         self.offsets, self.total = sketch.offsets_of(numels)
         plan = sketch.make_plan(self.total, config.sketch_size, device)
         self._order = stream_order(device)
-        self._new_accumulator = partial(Accumulator, plan, self.offsets, numels, groups, by_layer, self._order)
+        self._new_accumulator = partial(new_accumulator, plan, self.offsets, numels, groups, by_layer, self._order)
         self.accumulator = self._new_accumulator()
         self._of_micro_batch: Accumulator | None = None  # while micro-batches are kept apart
         self._micro_batches: list[Tensor] = []

@@ -111,8 +111,7 @@ class StepCollector:
 
     def _read(self, parts: Iterable[Part]) -> _Taken:
         """Of pieces of the aggregate. The accumulator is empty before and after."""
-        for index, start, values in parts:
-            self._local.accumulator.add(index, values, start=start, sketching=self._local.sketching)
+        self._local.accumulator.add_all(parts, sketching=self._local.sketching)
         return self._local.accumulator.take()
 
     def observation(self, aggregated: Iterable[Part] | None, known: Known, hashes: Tensor | None) -> Observation:
@@ -144,8 +143,7 @@ class StepCollector:
         """What the optimizer is about to apply, of this rank's share of the parameters."""
         self._applied = True
         if self._aggregate is not None:
-            for index, start, values in parts:
-                self._local.accumulator.add(index, values, start=start, square=False)
+            self._local.accumulator.add_all(parts, square=False)
 
     def backward_ended(self) -> None:
         """What was forwarded until now is in the gradients, or never will be."""

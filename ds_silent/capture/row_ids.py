@@ -1,6 +1,6 @@
 """Which rows this rank's micro-batches hold, from ids that the script gives or else from the model's inputs.
 
-rows = RowIds(enabled=True, capacity=64, micro_batch=4)
+rows = RowIds(enabled=True, capacity=64, micro_batch=4, ranks=8)
 rows.given(sample_ids); rows.forward(args, kwargs)       # per micro-batch, in this order
 packed = rows.take(device)                               # at a measured step: everything since the last one
 """
@@ -17,14 +17,13 @@ from torch import Tensor
 
 from ds_silent.capture.mean_loss import IGNORED_LABEL
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.row_ids import batch_tensors, pack_ids, row_hashes
+from ds_silent.exchange.row_ids import MAX_ROWS, batch_tensors, pack_rows, row_hashes, sampling_of
 
 logger = logging.getLogger("ds_silent")
-MAX_ROWS = 4096  # per rank and observation: 48 kB
 
 
 def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:
-    """Rows that one observation has room for; 0 with ``coverage`` off. The same on every rank."""
+    """Rows of a rank that one observation looks at; 0 with ``coverage`` off. The same on every rank."""
     return min(config.interval * rows_per_step, MAX_ROWS) if config.coverage else 0
 
 
@@ -33,13 +32,16 @@ class RowIds:
 
     Args:
         micro_batch: rows per rank and micro-batch, as configured.
+        ranks: N, on which it depends whether all rows are sent or a sample.
 
     Attributes:
+        sampling: which rows are sent.
         starts: places in what was taken last at which a loader had begun anew.
         told: whether all of it were ids that the script has told.
     """
 
-    def __init__(self, enabled: bool, capacity: int, micro_batch: int):
+    def __init__(self, enabled: bool, capacity: int, micro_batch: int, ranks: int = 1):
+        self.sampling = sampling_of(ranks, capacity)
         self.enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
         self._ids: list[Tensor] = []  # of micro-batches that have been forwarded
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
@@ -127,7 +129,7 @@ class RowIds:
         return bool(self._ids)
 
     def take(self, device: torch.device) -> Tensor | None:
-        """Packed ids of every row since the last call, fp32 (3 capacity + 1,) on ``device``; None when off."""
+        """Packed ids of the rows since the last call, fp32 (sampling.numbers,) on ``device``; None when off."""
         if not self.enabled:
             return None
         self._told_late()
@@ -141,12 +143,7 @@ class RowIds:
         if not ids:
             return None
         together = torch.cat([one.to(ids[-1].device) for one in ids])
-        if len(together) > self._capacity:  # the newest are those of the measured step
-            packed = pack_ids(together[-self._capacity :], self._capacity)
-            packed[-1].fill_(float(len(together)))
-        else:
-            packed = pack_ids(together, self._capacity)
-        return packed.to(device, non_blocking=True)
+        return pack_rows(together, self.sampling).to(device, non_blocking=True)
 
     def take_label_tokens(self) -> Tensor | None:
         """Tokens that entered this step's loss, 0-dim; None when the inputs have no labels."""

@@ -33,7 +33,7 @@ from ds_silent.capture.row_ids import RowIds, id_capacity
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT, Shape
 from ds_silent.exchange.observation import Code, Observation
-from ds_silent.exchange.row_ids import packed_size
+from ds_silent.exchange.row_ids import Sampling
 from ds_silent.frameworks.base import Framework, HasPeers, LeavesOut, Moments, Part, Repeats
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Together
@@ -90,11 +90,11 @@ class StepCapture:
         plan = self._local.accumulator.plan
         self.arithmetic = framework.arithmetic(plan.numel, plan.width)
         capacity = id_capacity(config, framework.micro_batch_rows * framework.micro_batches)
-        ids = packed_size(capacity) if config.coverage else 0
+        self._rows = RowIds(config.coverage, capacity, framework.micro_batch_rows, ranks)
+        ids = self._rows.sampling.numbers if config.coverage else 0
         self.shape = Shape(
             ranks, len(self.layer_names), ids, self.micro_batches, framework.aggregate_replicated, gather_limit
         )
-        self._rows = RowIds(enabled=config.coverage, capacity=capacity, micro_batch=framework.micro_batch_rows)
         self._loaders = LoaderWatch(ranks)
         counted = framework.in_norm if isinstance(framework, HasPeers) else None
         sends = Sends(by_layer, checks, framework.observes_applied, counted)
@@ -151,6 +151,11 @@ class StepCapture:
     def rows_waiting(self) -> bool:
         """Whether ids of earlier steps wait for the next observation."""
         return self._rows.waiting
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of which rows the ids are sent."""
+        return self._rows.sampling
 
     @property
     def walk(self) -> Walk:

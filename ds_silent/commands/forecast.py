@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ds_silent.capture.row_ids import id_capacity
 from ds_silent.commands.units import size_text
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
-from ds_silent.exchange.layout import Layout, gathers_sketches, place_size
+from ds_silent.exchange.layout import LAYERS_TOGETHER, Layout, Shape, gathers_sketches, layout_of, place_size
+from ds_silent.exchange.row_ids import Sampling, sampling_of
 from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
 from ds_silent.maths.sketch import make_plan
 
@@ -35,10 +37,10 @@ def forecast_lines(
     yield "  measures    loss and gradient norm of each rank, norm of the aggregated gradient, noise scale"
     if direction.method == "off":
         yield "  direction   off"
-        yield f"  sends       {_collective(0, world_size)} per measurement, asynchronously"
+        yield f"  sends       {_collective(config, ds_config, world_size)}"
     else:
         yield f"  direction   {_direction(direction)}"
-        yield f"  sends       {_collective(direction.sketch_size, world_size)} per measurement, asynchronously"
+        yield f"  sends       {_collective(config, ds_config, world_size)}"
         host, device = (size_text(_working_memory(direction.sketch_size, world_size, kind)) for kind in ("cpu", "meta"))
         yield f"  keeps       {host} per rank where gradients are on the CPU, {device} where on an accelerator"
         if direction.method == "exact" or direction.exact_interval:
@@ -52,7 +54,12 @@ def forecast_lines(
     yield from _integrity_lines(config, ds_config, world_size)
     yield from _response_lines(config, ds_config, parameters)
     if config.coverage:
-        yield "  coverage    duplicates in a step, share of the epoch seen; row ids travel too, 12 B each"
+        sampling = _sampling(config, ds_config, world_size)
+        travel = "row ids travel too, 12 B each"
+        if sampling is not None and sampling.level:
+            room = f"{4 * sampling.numbers} B from each rank"
+            travel = f"ids of one row in {1 << sampling.level} travel too, in {room}, and both are estimates"
+        yield f"  coverage    duplicates in a step, share of the epoch seen; {travel}"
     if config.detectors.enabled:
         rate = config.detectors.false_alarms_per_million_steps
         yield f"  judges      each measured step; false alarms by chance: at most {rate:g} in a million steps"
@@ -158,24 +165,48 @@ def _direction(direction: DirectionConfig) -> str:
     )
 
 
-def _collective(sketch_size: int, world_size: int) -> str:
-    """The collectives of ``ds_silent.exchange.gather``, in bytes that one rank contributes."""
-    layout = Layout(size=sketch_size)
-    if gathers_sketches(world_size) or sketch_size == 0:
-        return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank"
-    sums = size_text(4 * 3 * sketch_size)
-    return f"one all-reduce of {sums} and one all-gather of {4 * layout.scalars} B from each rank"
+def _collective(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> str:
+    """The collectives of ``ds_silent.exchange.gather``, in bytes that one rank contributes.
+
+    Row ids are counted where the batch sizes are known. How many layers the model has is not: what each of them adds
+    is said beside it.
+    """
+    sampling = _sampling(config, ds_config, world_size)
+    replicated = zero_section(ds_config)["stage"] == 0
+    ids = 0 if sampling is None else sampling.numbers
+    layout, one_more = (layout_of(config, Shape(world_size, layers, ids, 1, replicated)) for layers in (0, 1))
+    layer = 4 * (one_more.scalars - layout.scalars)
+    late = f"per measurement, asynchronously; {layer} B more for each layer of the model"
+    if layout.gathers:
+        return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank {late}"
+    layers = 2 * LAYERS_TOGETHER * config.integrity.aggregation  # at most, of all together
+    sums, own = size_text(4 * (sum(layout.sums) + layers)), 4 * (layout.scalars + layout.pairs)
+    return f"one all-reduce of {sums} and one all-gather of {own} B from each rank {late}"
+
+
+def _sampling(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> Sampling | None:
+    """Which row ids travel; None where none do, or the batch sizes are not known."""
+    micro, steps = ds_config.get("train_micro_batch_size_per_gpu"), ds_config.get("gradient_accumulation_steps", 1)
+    whole = ds_config.get("train_batch_size")
+    if type(whole) is int:
+        rows = max(1, whole // world_size)
+    elif type(micro) is int and type(steps) is int:
+        rows = micro * steps
+    else:
+        return None
+    return sampling_of(world_size, id_capacity(config, rows)) if config.coverage else None
 
 
 def _working_memory(sketch_size: int, world_size: int, device: str) -> int:
-    """Bytes: tables and signs of T numbers, a scratch of one block, and the buffers of the exchange.
+    """Bytes: tables and signs of T numbers, working memory in blocks, and the buffers of the exchange.
 
     Args:
         device: ``meta`` stands for any accelerator: the plan only asks whether it is the CPU.
     """
     plan = make_plan(numel=1, size=sketch_size, device=device)
     layout = Layout(size=sketch_size)
-    sketches = 2 * plan.width + plan.block_rows * plan.width  # local and aggregated table, scratch
+    blocks = plan.block_rows if device == "cpu" else 2 * plan.block_rows  # of sums, and of products with signs
+    sketches = (2 + blocks) * plan.width  # local and aggregated table
     width = layout.vectors + layout.scalars
     buffers = width * (1 + world_size) if gathers_sketches(world_size) else 4 * sketch_size + width
     return 4 * (plan.width + sketches + buffers)

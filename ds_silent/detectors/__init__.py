@@ -32,9 +32,11 @@ from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.layers import LayerTest
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
+from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.detectors.result import bounds, notes, reduction, replicas
 from ds_silent.detectors.same_order import SameOrderTest
+from ds_silent.detectors.sampled_rows import SampledRowsTest
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.words import TORCH, Words
 
@@ -77,8 +79,10 @@ class Judge:
         self._batch_size = BatchSizeTest(words)
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._layers: LayerTest | None = None
+        self._own_weight: OwnWeightTest | None = None
         self._layers_first: set[int] = set()  # ranks of which a layer was named, and not the whole gradient
         self._pairs_before: set[tuple[int, int]] = set()
+        self._sampled_rows = SampledRowsTest(self._log_steps)
         self._apart: list[Finding] = []
         self._stale_key: str | None = None
         self._conditional = False  # the model trains other parameters on other ranks, in health
@@ -91,7 +95,8 @@ class Judge:
         """The events of one measured step, in order of severity of what they are about: broken numbers first."""
         findings = broken.non_finite(record, extras) + broken.zero_gradient(record, extras)
         impaired = bool(findings)
-        findings += reduction(record, extras.reduction, self._words) + self._replicas(record, extras)
+        wrong = reduction(record, extras.reduction, self._words)
+        findings += wrong + self._entering(record, extras, bool(wrong)) + self._replicas(record, extras)
         findings += self._batch_size.step(record, extras)
         unlike = conduct.unlike(extras.unlike)
         findings += unlike
@@ -104,7 +109,13 @@ class Judge:
         again += self._order.step(record, extras, bool(same), self._repeats.attributed)
         findings += again
         findings += self._same_order.step(record, extras, bool(again) or self._repeats.attributed > 0)
-        saw = [*bounds(extras.reduction), *self._repeats.saw, *self._order.saw, *self._same_order.saw]
+        saw = [
+            *bounds(extras.reduction),
+            *(() if self._own_weight is None else self._own_weight.saw),
+            *self._repeats.saw,
+            *self._order.saw,
+            *self._same_order.saw,
+        ]
         if record.world_size > 1:
             outliers = []
             if self._alike:
@@ -122,6 +133,14 @@ class Judge:
                 saw += self._jump.saw
         self.scores = Scores(record.step, tuple(saw))
         return self._episodes.update(record.step, findings) + told
+
+    def _entering(self, record: StepRecord, extras: Evidence, told: bool) -> list[Finding]:
+        """Ranks whose gradient enters with another weight, where each knows its own: above the gather limit."""
+        own = None if extras.reduction is None else extras.reduction.own
+        if own is not None and (self._own_weight is None or self._own_weight.ranks != record.world_size):
+            # for a thousandth of the rate it takes a few steps more
+            self._own_weight = OwnWeightTest(record.world_size, self._log_steps + math.log(1000.0), self._words)
+        return [] if self._own_weight is None else self._own_weight.step(record, own, told)
 
     def _outliers(self, record: StepRecord, extras: Evidence, same: bool, told: set[int]) -> list[Finding]:
         """Ranks that are not like the others; for ``same`` and ``told`` see :meth:`_with_layers`."""
@@ -156,11 +175,14 @@ class Judge:
         return [event for finding in conduct.unlike(found) for event in self._episodes.start(step, finding)]
 
     def _duplicates(self, record: StepRecord, extras: Evidence) -> list[Finding]:
-        found = duplicates.by_ids(record, extras, self._pairs_before)
-        self._pairs_before = duplicates.shared_pairs(extras)
+        if extras.rows_sampled < 1.0:
+            found = self._sampled_rows.step(record, extras)
+        else:
+            found = duplicates.by_ids(record, extras, self._pairs_before)
+            self._pairs_before = duplicates.shared_pairs(extras)
         if found or not self._alike:
             return found
-        return duplicates.by_gradients(record)  # also with ids: they may be counted per rank
+        return duplicates.by_gradients(record, extras.directions)  # also with ids: they may be counted per rank
 
     def _replicas(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         """Replicas are compared now and then: those that differ do so until a comparison says otherwise."""
@@ -192,7 +214,9 @@ class Judge:
             "batch_size": self._batch_size.state_dict(),
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
             "layers": None if self._layers is None else self._layers.state_dict(),
+            "own_weight": None if self._own_weight is None else self._own_weight.state_dict(),
             "layers_first": sorted(self._layers_first),
+            "sampled_rows": self._sampled_rows.state_dict(),
             "pairs_before": [list(pair) for pair in sorted(self._pairs_before)],
             "stale_key": self._stale_key,
             "conditional": self._conditional,
@@ -224,8 +248,14 @@ class Judge:
             self._layers = LayerTest(self._outlier.ranks, self._log_steps + math.log(2.0))
             if state.get("layers") is not None:  # absent in a state of before
                 self._layers.load_state_dict(state["layers"])
+        if state.get("own_weight") is not None:
+            own = state["own_weight"]
+            self._own_weight = OwnWeightTest(own["ranks"], self._log_steps + math.log(1000.0), self._words)
+            self._own_weight.load_state_dict(own)
         self._layers_first = set(state.get("layers_first", ()))
         self._pairs_before = {(int(i), int(j)) for i, j in state["pairs_before"]}
+        if "sampled_rows" in state:  # older states lack it
+            self._sampled_rows.load_state_dict(state["sampled_rows"])
         self._stale_key, self._conditional = state["stale_key"], state["conditional"]
 
 

@@ -42,7 +42,7 @@ class BatchSizeTest:
         odd = tuple(rank for rank, taken in enumerate(rows) if taken == other)
         majority = 2 * count > len(rows)
         ranks = odd if majority else tuple(range(len(rows)))
-        rest = "the others" if majority else named(tuple(rank for rank in range(len(rows)) if rank not in odd))
+        rest = "the others" if majority else named(tuple(rank for rank, taken in enumerate(rows) if taken != other))
         message = (
             f"{named(odd).capitalize()} {'takes' if len(odd) == 1 else 'take'} {other} rows per measured step, {rest} "
             f"{usual}, since step {self._since}: their rows do not count alike in the mean."

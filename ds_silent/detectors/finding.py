@@ -30,6 +30,7 @@ class Coverage:
     rows: int  # of one epoch
     error: float = 0.0  # standard error of the shares, where they come from a sketch
     told: bool = True  # by ids; else rows are known by their content, and those that the data hold twice are one
+    sampled: float = 1.0  # share of the rows that are known, by which the others are estimated
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Evidence:
     rows_per_rank: tuple[int, ...] | None = None  # rows of this step
     own_rows: tuple[int, ...] | None = None  # rows since the last measured step, per rank
     own_repeats: tuple[int, ...] | None = None  # those of own_rows that the same rank had taken just before
-    rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that there was no room to send
+    rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that were not sent
+    rows_sampled: float = 1.0  # share of the rows that are sent: all counts of rows but rows_taken are of those
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
     coverage: Coverage | None = None
     same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not
@@ -59,6 +61,7 @@ class Evidence:
     reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
+    directions: npt.NDArray[np.float64] | None = None  # (N, P) a few numbers of each rank's, where no pairs are known
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
     update_skipped: bool = False  # the optimizer did not apply the step, whatever the reason
     micro_batches: tuple[int, ...] | None = None  # losses that each rank took this step

@@ -60,16 +60,17 @@ class OrderTest:
             return self._findings(record)
         new_epoch = last is not None and now.epoch < last.epoch
         started = last is None or new_epoch
-        consumed = (now.epoch - (0.0 if started or last is None else last.epoch)) * now.rows
-        repeated = (now.repeated - (0.0 if started or last is None else last.repeated)) * now.rows
+        known = now.rows * now.sampled  # of the epoch: a row that is not known is no evidence
+        consumed = (now.epoch - (0.0 if started or last is None else last.epoch)) * known
+        repeated = (now.repeated - (0.0 if started or last is None else last.repeated)) * known
         self._last = now
         self._tolerated = TOLERATED if now.told else TOLERATED_BY_CONTENT
         if consumed > 0:
-            doubtful = 3.0 * now.error * now.rows  # rows that may be a sketch's error
+            doubtful = 3.0 * now.error * known  # rows that may be a sketch's error
             if not duplicated:
-                certain = min(repeated - attributed, now.repeated * now.rows - doubtful)
+                certain = min(repeated - attributed, now.repeated * known - doubtful)
                 self._weigh(record.step, consumed, max(0.0, certain))
-            self._close_epoch(record.step, now, consumed / now.rows)
+            self._close_epoch(record.step, now, consumed / known)
         return self._findings(record)
 
     def _weigh(self, step: int, consumed: float, repeated: float) -> None:

@@ -15,12 +15,13 @@ from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
-from ds_silent.ranks.parts import Parts, listed, outvoted, parts_of
+from ds_silent.ranks.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.words import TORCH, Words
 
 SHOWN_LAYERS = 3
+MANY_RANKS = 64  # above, each cause is a long sentence already: one of other layers is told
 _REPEATED = (
     "It was not applied: the reduction was repeated. If this comes again, look at the network and the memory of the "
     "rank named."
@@ -108,7 +109,7 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     ranks: tuple[int, ...] = ()
     if cause is not None:
         where, ranks, what = _where(cause.wrong, layers), cause.blamed, cause.kind
-        parts = (cause, *cause.elsewhere[:2])
+        parts = (cause, *cause.elsewhere[: 2 if record.world_size <= MANY_RANKS else 1])
         message += "".join(f" {_told(part, layers, record.world_size, seen.result)}" for part in parts)
         if cause.unexplained:
             message += f" No single rule explains {_where(cause.unexplained, layers)}."
@@ -175,7 +176,10 @@ def _told(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -
 
 def _weights(cause: Cause, ranks: tuple[int, ...]) -> str:
     """Rounded, and without a negative zero."""
-    return ", ".join(f"rank {rank} {round(cause.weights[rank], 2) + 0.0:.2f} times" for rank in ranks[:8])
+    entered = [round(cause.weights[rank], 2) + 0.0 for rank in ranks]
+    if len(ranks) > SHOWN_RANKS:
+        return f"{min(entered):.2f} to {max(entered):.2f} times"
+    return ", ".join(f"rank {rank} {weight:.2f} times" for rank, weight in zip(ranks, entered, strict=True))
 
 
 def _micro_batches(
@@ -225,7 +229,7 @@ def _numbers(numbers: list[int]) -> str:
     """Consecutive ones as a range."""
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, numbers))
+    return listed(numbers, SHOWN_RANKS)
 
 
 def _received(
@@ -384,8 +388,8 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
 def _versions(groups: Parts, odd: tuple[int, ...], world_size: int) -> str:
     if odd:
         return f"{named(odd, world_size)} {'differs' if len(odd) == 1 else 'differ'} from the others."
-    listed = "; ".join(named(group) for group in groups[:4])
-    return f"no group of equal ones is a majority ({listed}{'; …' if len(groups) > 4 else ''})."
+    shown = "; ".join(named(group) for group in groups[:4])
+    return f"no group of equal ones is a majority ({shown}{'; …' if len(groups) > 4 else ''})."
 
 
 def _where(wrong: tuple[int, ...], layers: tuple[str, ...]) -> str:

@@ -1,4 +1,21 @@
-"""Above the gather limit: sums of sketches and everybody's scalars; the cost per rank does not grow with N * k."""
+"""Above the gather limit: sums of sketches and everybody's scalars; the cost per rank does not grow with N * k.
+
+What a rank can say of itself only where it knows the sums - its cosine with the rest, the weight with which its
+gradient entered the aggregate - travels with its next observation, so that records come one measurement later.
+
+**A rank's own weight.** Let the aggregate be the sum of w_r (total / N) g_r, with w_r = 1 where all is right. Then
+
+    error = aggregate - total * mean = sum of (w_r - 1) (total / N) g_r + noise
+
+and with o_r, what is left of g_r without the direction of the mean (in which a wrong factor for all ranks lies, and
+which all ranks share),
+
+    w_r - 1 = (N / total) <error, o_r> / |o_r|^2.
+
+A sketch keeps inner products: where the error is the sum of others' terms and of rounding, <error, o_r> is 0 with a
+standard error of |error| |o_r| / sqrt(k). So every rank finds by itself whether it is missing, counted twice or scaled,
+and no sketch has to be gathered (:func:`ds_silent.maths.causes.own_weights`).
+"""
 
 from __future__ import annotations
 
@@ -11,34 +28,40 @@ from torch import Tensor
 from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import FIELDS, Gathered, Observation, Sums, on_any
+from ds_silent.exchange.observation import FIELDS, Gathered, Late, Observation, Sums, Weights, on_any
 from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack
+from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Once, Together
 
-_LATE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketch_squared")
+_COSINE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketch_squared")
 
 
 class ConstantSizeExchange:
-    """One all-reduce of 3 k numbers and one all-gather of the scalars: the cost per rank does not grow with N * k.
+    """One all-reduce of sums and one all-gather of what each rank says of itself.
 
-    A rank's cosine with the rest needs the sum, so it travels with the next observation: records come two steps later.
     One NaN would poison a sum for all ranks, so a rank without a finite sketch adds zeros, and its ``sketch_squared``
     says so; the mean of all is then NaN, as it must be.
     """
 
-    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
-        self._layout, self._group = layout, group
+    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0):
+        """``total``: sum of the ranks' weights in the aggregate, 1 for a mean."""
+        self._layout, self._group, self._total = layout, group, total
         self._ranks = dist.get_world_size(group)
-        size = layout.size
-        self._sums = torch.zeros(3 * size + layout.gram, device=device)  # unit sketches, sketches, aggregate, Gram
-        self._own = torch.zeros(size, device=device)
-        self._mine = torch.zeros(layout.scalars, device=device)
-        self._failed = FailedRows(layout.scalars, device)
-        self._all = torch.zeros(self._ranks * layout.scalars, device=device)
-        self._sums_landing, self._scalars_landing = Landing(self._sums), Landing(self._all)
+        width = layout.scalars + layout.pairs
+        self._sums = torch.zeros(sum(layout.sums), device=device)
+        self._units, self._sum, self._aggregate, self._layers, self._layer_aggregates, self._gram = torch.split(
+            self._sums, layout.sums
+        )
+        self._own = torch.zeros(layout.size, device=device)
+        self._mine = torch.zeros(width, device=device)
+        self._failed = FailedRows(width, device)
+        self._all = torch.zeros(self._ranks * width, device=device)
+        self._sums_landing, self._rows_landing = Landing(self._sums), Landing(self._all)
         self._step: int | None = None
-        self._incomplete: Gathered | None = None  # lacks the cosines with the rest
-        self._cosine = torch.zeros((), device=device)  # of this rank, in that observation
+        self._incomplete: Gathered | None = None  # lacks what the ranks say of themselves late
+        self._own_layers = torch.zeros(layout.late_layers, layout.layer_size, device=device)
+        self._cosine = torch.zeros((), device=device)  # of this rank, in that observation; and what else it finds late:
+        self._late = torch.zeros(layout.late, device=device)  # weight - 1, what it is known by, layers' cosines
 
     def post(self, step: int, observation: Observation, together: Together) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
@@ -50,33 +73,66 @@ class ConstantSizeExchange:
         )
         self._sums_landing.start(reduced)
         gathered = together.once(lambda: all_gather(self._all, mine, group=self._group, async_op=True))
-        self._scalars_landing.start(gathered)
+        self._rows_landing.start(gathered)
 
     def _pack(self, observation: Observation) -> Tensor:
-        """Fill the buffers; this rank's scalars."""
-        size = self._layout.size
-        pack_scalars(self._layout, observation, self._mine)
+        """Fill the buffers; this rank's row."""
+        layout = self._layout
+        scalars, pair = torch.split(self._mine, [layout.scalars, layout.pairs])
+        pack_scalars(layout, observation, scalars)
+        *_, probes, late = torch.split(scalars, layout.scalar_parts)
         if self._incomplete is not None:
             if self._step is None:
-                rest = self._sums[size : 2 * size] - self._own  # of a rank that added zeros: NaN, as its own sketch is
-                self._cosine = torch.dot(self._own, rest) / (self._own.norm() * rest.norm())
-            self._mine[_LATE].copy_(self._cosine)
+                self._find_late()
+            scalars[_COSINE].copy_(self._cosine)
+            late.copy_(self._late)
         self._own.zero_() if observation.sketch is None else self._own.copy_(observation.sketch)
         self._sums.zero_()
         norm = self._own.norm()
-        self._mine[_SQUARED].copy_(norm * norm)
+        scalars[_SQUARED].copy_(norm * norm)
         usable = torch.isfinite(norm * norm) & (norm > 0.0)
-        torch.div(self._own, norm, out=self._sums[:size])
-        self._sums[size : 2 * size].copy_(self._own)
-        self._sums[: 2 * size].masked_fill_(~usable, 0.0)
+        if layout.size:
+            direction = fold(self._own, layout.units) / norm
+            self._units.copy_(direction)
+            probes.copy_(fold(direction, layout.probes))
+        if layout.pairs:
+            pair.copy_(fold(self._own, layout.pairs))
+        self._sum.copy_(self._own)
         if observation.aggregate is not None:
-            self._sums[2 * size : 3 * size].copy_(observation.aggregate)
+            self._aggregate.copy_(observation.aggregate)
+        if observation.layer_sketches is not None and layout.layers:
+            by_layer = fold(observation.layer_sketches, layout.layer_size)
+            self._layers.copy_(by_layer.reshape(-1))
+            if layout.late_layers:
+                self._own_layers.copy_(by_layer)
+        self._units.masked_fill_(~usable, 0.0)
+        self._sum.masked_fill_(~usable, 0.0)
+        self._layers.masked_fill_(~usable, 0.0)
+        if observation.layer_aggregates is not None and layout.layer_aggregates:
+            self._layer_aggregates.copy_(fold(observation.layer_aggregates, layout.layer_size).reshape(-1))
         if observation.gram is not None:
-            self._sums[3 * size :].copy_(observation.gram.reshape(-1))
+            self._gram.copy_(observation.gram.reshape(-1))
         return self._mine
 
+    def _find_late(self) -> None:
+        """What this rank says of the step whose sums have come. On the device; the buffers are those of that step."""
+        own, total = self._own, self._sum
+        rest = total - own  # of a rank that added zeros: NaN, as its own sketch is
+        squared = torch.dot(total, total)
+        beside = own - torch.dot(own, total) / torch.where(squared > 0.0, squared, torch.ones_like(squared)) * total
+        left = torch.dot(beside, beside)
+        error = self._aggregate - total * (self._total / self._ranks)
+        torch.div(torch.dot(own, rest), own.norm() * rest.norm(), out=self._cosine)
+        if self._layout.late:
+            self._late[0].copy_(torch.dot(error, beside) * (self._ranks / self._total) / left)
+            self._late[1].copy_(left)
+        if self._layout.late_layers:
+            ours, others = self._own_layers, self._layers.view_as(self._own_layers) - self._own_layers
+            lengths = ours.square().sum(1) * others.square().sum(1)
+            self._late[2:].copy_((ours * others).sum(1) / lengths.sqrt())
+
     def collect(self, once: Once) -> Gathered | None:
-        """The record before the last posted one: its cosines with the rest came with the last."""
+        """The record before the last posted one: what the ranks found late came with the last."""
         if once(lambda: self._step) is None:
             return None
         newest = once(self.peek)
@@ -90,17 +146,32 @@ class ConstantSizeExchange:
     def peek(self) -> Gathered:
         """What was posted last, waited for and left where it is."""
         assert self._step is not None
-        step, layout, size = self._step, self._layout, self._layout.size
-        sums = self._sums_landing.result().double()
-        rows = self._scalars_landing.result().view(self._ranks, -1).double()
-        mean = sums[size : 2 * size] / self._ranks
-        gathered = unpack(layout, step, rows, sums[2 * size : 3 * size].clone(), sums[3 * size :])
+        step, layout = self._step, self._layout
+        units, total, aggregate, layers, layer_aggregates, gram = torch.split(
+            self._sums_landing.result().double(), layout.sums
+        )
+        rows = self._rows_landing.result().view(self._ranks, -1).double()
+        scalars, pairs = torch.split(rows, [layout.scalars, layout.pairs], dim=1)
+        *_, probes, late = torch.split(scalars, layout.scalar_parts, dim=1)
+        gathered = unpack(layout, step, scalars, aggregate.clone(), gram)
+        by_layer = (layout.layers, layout.layer_size)
+        mean, layer_mean = total / self._ranks, layers.view(by_layer) / self._ranks
         if not bool(gathered.local.sketch_squared.isfinite().all()):
             mean.fill_(torch.nan)
-        return replace(gathered, directions=Sums(sums[:size].clone(), mean))
+            layer_mean.fill_(torch.nan)
+        sums = Sums(
+            units.clone(),
+            mean,
+            layer_mean if layout.layers else None,
+            layer_aggregates.view(by_layer).clone() if layout.layer_aggregates else None,
+            probes.clone(),
+            pairs.clone() if layout.pairs else None,
+            late.clone() if layout.late else None,
+        )
+        return replace(gathered, directions=sums)
 
     def under_way(self) -> list[Gathered]:
-        """Everything not collected yet, without a further collective; the last lacks the cosines with the rest."""
+        """Everything not collected yet, without a further collective; the last lacks what ranks find late."""
         earlier, newest = self._incomplete, None if self._step is None else self.peek()
         if earlier is not None and newest is not None:
             earlier = _completed(earlier, newest)
@@ -108,6 +179,11 @@ class ConstantSizeExchange:
 
 
 def _completed(record: Gathered, later: Gathered) -> Gathered:
-    """With the cosines that came with the observation after it."""
+    """With what came with the observation after it."""
     assert isinstance(record.directions, Sums)
-    return replace(record, directions=replace(record.directions, cosines_with_rest=later.local.late_cosine))
+    assert isinstance(later.directions, Sums)
+    said = later.directions.of_before
+    weights = None if said is None else Weights(1.0 + said[:, 0], said[:, 1])
+    layers = None if said is None or said.shape[1] == 2 else said[:, 2:]
+    late = Late(later.local.late_cosine, weights, layers)
+    return replace(record, directions=replace(record.directions, late=late))

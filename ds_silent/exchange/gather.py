@@ -4,8 +4,8 @@
     exchange.post(step, observation, together) # asynchronous; the same call on every rank, whatever happened there
     gathered = exchange.collect(together.once) # at the next step's boundary: no waiting in practice
 
-Up to ``GATHER_LIMIT`` ranks one all-gather brings everybody's sketch. Above, the cost per rank must not grow with
-N * k: sums of sketches go through one all-reduce, and only the scalars are gathered. All buffers are fp32, the only
+Of few ranks one all-gather brings everybody's sketch. Of more the cost per rank must not grow with N * k: sums of
+sketches go through one all-reduce, and only what each rank says of itself is gathered. All buffers are fp32, the only
 reduction is SUM, and sizes depend on the configuration alone, so a rank that failed still takes part: with a row that
 says "failed" and was ready from the beginning, because packing the observation may be what broke.
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.constant_size import ConstantSizeExchange
 from ds_silent.exchange.landing import Landing
-from ds_silent.exchange.layout import GATHER_LIMIT, Layout, gathers_sketches
+from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import EachRank, Gathered, Observation
 from ds_silent.exchange.packing import FailedRows, pack, unpack
 from ds_silent.ranks.together import Once, Together
@@ -77,9 +77,8 @@ class GatherExchange:
 Exchange = GatherExchange | ConstantSizeExchange
 
 
-def make_exchange(
-    layout: Layout, group: dist.ProcessGroup, device: torch.device, gather_limit: int = GATHER_LIMIT
-) -> Exchange:
-    """The exchange that fits the group's size."""
-    whole = gathers_sketches(dist.get_world_size(group), gather_limit)
-    return GatherExchange(layout, group, device) if whole else ConstantSizeExchange(layout, group, device)
+def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0) -> Exchange:
+    """The exchange that the layout is made for. ``total``: sum of the ranks' weights in the aggregate."""
+    if layout.gathers:
+        return GatherExchange(layout, group, device)
+    return ConstantSizeExchange(layout, group, device, total)

@@ -8,7 +8,14 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.observation import FIELDS
 from ds_silent.maths.micro_batches import LARGEST
 
-GATHER_LIMIT = 64  # ranks up to which everybody gets everybody's sketch
+GATHER_LIMIT = 64
+"""Ranks up to which everybody gets everybody's sketch: whole up to a quarter of it, and folded, for the cosines of the
+pairs, from there on. Above a quarter sums over the ranks tell what whole sketches would."""
+QUARTER = 4
+PAIRS_TOGETHER = 1 << 17  # numbers of all folded sketches: 0.5 MB
+LAYERS_TOGETHER = 1 << 12  # numbers of all layers' sketches, where sums of them travel
+UNITS = 8  # the sum of the ranks' directions is folded so many times: its length is all that is asked
+PROBES = 16  # numbers of a rank's direction, by which equal ones are found where no pairs are known
 WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries exactly
 
 
@@ -25,16 +32,34 @@ class Layout:
     layer_aggregates: bool = False  # per-layer sketches of the aggregate too
     layer_records: bool = False  # layers are measured for the record, not only for finding a fault's place
     hashes: int = 0  # bit hashes of 64 bits, see ds_silent.replicas.checksums
+    gathers: bool = True  # everybody gets everybody's whole sketch
+    units: int = 0  # above the gather limit: numbers of the sum of the ranks' directions; 0 below it
+    pairs: int = 0  # and of each rank's folded sketch, while there are few enough ranks
     micro_batches: int = 0  # per step, where their sketches can be asked for; else 0
 
     @property
     def scalars(self) -> int:
-        """Scalars of an observation, then squared norms per layer, ids and hashes."""
+        """An observation's own, then layers' squared norms, ids, hashes, what tells equal directions, what is late."""
         return sum(self.scalar_parts)
 
     @property
     def scalar_parts(self) -> list[int]:
-        return [len(FIELDS), self.groups, self.ids, WORDS * self.hashes]
+        return [len(FIELDS), self.groups, self.ids, WORDS * self.hashes, self.probes, self.late]
+
+    @property
+    def probes(self) -> int:
+        """Numbers of this rank's direction."""
+        return min(PROBES, self.units)
+
+    @property
+    def late(self) -> int:
+        """Numbers that a rank finds once it has the sums: two of its weight, and each layer's cosine of few ranks."""
+        return 2 + self.late_layers if self.units else 0
+
+    @property
+    def late_layers(self) -> int:
+        """Layers whose cosine with the rest is among them."""
+        return self.layers if self.pairs else 0
 
     @property
     def vectors(self) -> int:
@@ -46,6 +71,11 @@ class Layout:
         """Lengths of scalars, local sketch, aggregate's sketch, both per layer, and Gram matrix."""
         of_layers = self.layers * self.layer_size
         return [self.scalars, self.size, self.size, of_layers, of_layers * self.layer_aggregates, self.gram]
+
+    @property
+    def sums(self) -> list[int]:
+        """Lengths of what is added up over the ranks above the gather limit: directions, then as :attr:`parts`."""
+        return [self.units, *self.parts[1:]]
 
 
 @dataclass(frozen=True)
@@ -67,14 +97,16 @@ def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
     size = 0 if direction.method == "off" else direction.sketch_size
     exact = direction.method == "exact" or (direction.exact_interval > 0 and size > 0)
     aggregation = config.integrity.aggregation and size > 0
-    places = aggregation and gathers_sketches(ranks, shape.gather_limit)
-    layers = groups if size and (direction.per_layer or places) else 0
+    gathers = gathers_sketches(ranks, shape.gather_limit, direction.per_layer)
+    layers = groups if size and ((direction.per_layer and gathers) or aggregation) else 0
     # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size. To find a
     # fault's place and the rank behind it, a few numbers per rank do.
     layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
     if layers and not direction.per_layer:
         layer_size = min(layer_size, place_size(size, ranks))
-    steps = shape.micro_batches if places else 0
+    if layers and not gathers:
+        layer_size = max(32, 1 << (LAYERS_TOGETHER // layers).bit_length() - 1)
+    steps = shape.micro_batches if aggregation else 0
     return Layout(
         size,
         groups,
@@ -82,9 +114,12 @@ def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
         layers,
         min(layer_size, size),
         ranks * ranks if exact else 0,
-        layer_aggregates=places,
-        layer_records=direction.per_layer,
+        layer_aggregates=aggregation,
+        layer_records=direction.per_layer and gathers,
         hashes=1 + (groups if shape.aggregate_replicated else 0),
+        gathers=gathers,
+        units=0 if gathers else size // UNITS,
+        pairs=0 if gathers or not size else pair_size(size, ranks, shape.gather_limit),
         micro_batches=steps if 1 < steps <= LARGEST // max(1, layers * layer_size) else 0,
     )
 
@@ -94,6 +129,11 @@ def place_size(sketch_size: int, ranks: int) -> int:
     return min(sketch_size, max(64, 1 << (4 * ranks - 1).bit_length()))
 
 
-def gathers_sketches(ranks: int, limit: int = GATHER_LIMIT) -> bool:
-    """Whether everybody gets everybody's sketch."""
-    return ranks <= limit
+def pair_size(sketch_size: int, ranks: int, limit: int = GATHER_LIMIT) -> int:
+    """Numbers of a folded sketch that everybody gets of everybody; 0 above the gather limit."""
+    return min(sketch_size, 1 << (PAIRS_TOGETHER // ranks).bit_length() - 1) if ranks <= limit else 0
+
+
+def gathers_sketches(ranks: int, limit: int = GATHER_LIMIT, per_layer: bool = False) -> bool:
+    """Whether everybody gets everybody's whole sketch. The directions of single layers cannot be had from sums."""
+    return ranks <= (limit if per_layer else limit // QUARTER)

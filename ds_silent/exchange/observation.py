@@ -65,8 +65,8 @@ class Local(Generic[T]):
     leftover_squared: T = _0  # of what an earlier step left in the gradients
     micro_squared: T = _0  # sum over micro-batches of squared norms, where each is reduced on its own
     fired: T = _0  # trainable parameters that got a gradient
-    sketch_squared: T = _0  # of the sketch; only above the gather limit
-    late_cosine: T = _0  # with the rest, of the observation before; only above the gather limit
+    sketch_squared: T = _0  # of the sketch; only where not everybody gets everybody's
+    late_cosine: T = _0  # with the rest, of the observation before; likewise
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,31 @@ class EachRank:
 class Sums:
     """Above it, sums over the ranks."""
 
-    units: Tensor  # (k,) of the sketches divided by their lengths
+    units: Tensor  # (layout.units,) of the sketches divided by their lengths, folded
     mean: Tensor  # (k,)
-    cosines_with_rest: Tensor | None = None  # (N,); None until the next observation has brought them
+    layers: Tensor | None  # (L, layer_size) mean of the ranks'
+    layer_aggregate: Tensor | None  # (L, layer_size)
+    probes: Tensor  # (N, layout.probes) of each rank's direction
+    pairs: Tensor | None = None  # (N, layout.pairs) folded sketches
+    of_before: Tensor | None = None  # (N, layout.late) what the ranks found late, of the observation before
+    late: Late | None = None  # None until the next observation has brought them
+
+
+@dataclass(frozen=True)
+class Late:
+    """What a rank finds once it has the sums of a step: (N,)."""
+
+    cosines_with_rest: Tensor
+    weights: Weights | None
+    layer_cosines: Tensor | None  # (N, L) with the rest
+
+
+@dataclass(frozen=True)
+class Weights:
+    """With which each rank's gradient entered the aggregate: (N,)."""
+
+    found: Tensor  # 1 is right
+    own_squared: Tensor  # squared length of the part of its sketch by which that is known
 
 
 @dataclass(frozen=True)
@@ -176,6 +198,11 @@ class Gathered:
     def norms_exact(self) -> bool:
         """Whether the squared norms are those of the step: with something left over only the sketches are."""
         return on_all(self.local.norm_seen) and not self.leftover
+
+    @property
+    def layer_aggregate(self) -> Tensor | None:
+        """(L, layer_size) sketch of the aggregated gradient by layer."""
+        return None if self.directions is None else self.directions.layer_aggregate
 
     @property
     def each(self) -> EachRank | None:

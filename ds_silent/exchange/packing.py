@@ -59,7 +59,7 @@ def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
     """Fill ``out``, (layout.scalars,) fp32: one copy for what is known on the host, one for each value on a device."""
     values = _values(observation)
     out.zero_()
-    scalars, squares, ids, hashes = torch.split(out, layout.scalar_parts)
+    scalars, squares, ids, hashes, _, _ = torch.split(out, layout.scalar_parts)
     known = torch.tensor([value if type(value) is float else 0.0 for value in values], dtype=torch.float32)
     scalars.copy_(known, non_blocking=True)
     for place, value in enumerate(values):
@@ -82,7 +82,7 @@ def unpack(layout: Layout, step: int, rows: Tensor, aggregate: Tensor, gram: Ten
         aggregate: (k,) sum over the ranks.
         gram: (layout.gram,) sum over the ranks; used where all have exchanged their inner products.
     """
-    scalars, squares, ids, words = torch.split(rows, layout.scalar_parts, dim=1)
+    scalars, squares, ids, words, _, _ = torch.split(rows, layout.scalar_parts, dim=1)
     hashes = torch.zeros(len(rows), layout.hashes, dtype=torch.int64)
     for word in range(WORDS):
         hashes |= words[:, word::WORDS].nan_to_num(0.0).to(torch.int64) << 16 * word

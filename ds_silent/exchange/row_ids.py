@@ -1,7 +1,8 @@
 """Ids of rows: on their way through the observing collective, and from a row's content where a script gives none.
 
-    sent = pack_ids(ids, capacity)                     # on every rank, into the fp32 all-gather
-    step = unpack_ids(gathered)                        # on the host: every rank's ids
+    sampling = sampling_of(ranks, capacity)            # every rank the same: which rows are sent, in how much room
+    sent = pack_rows(ids, sampling)                    # on every rank, into the fp32 all-gather
+    step = unpack_ids(gathered, sampling)              # on the host: every rank's ids
     tensors, mask = batch_tensors(args, kwargs)        # of the model's forward, when the script gives no ids
     ids = row_hashes(tensors, mask)
 
@@ -122,22 +123,144 @@ def _article(name: str) -> str:
 # -- ids on their way ------------------------------------------------------------------------------------------------
 
 
+MAX_BYTES = 1 << 16  # of ids: N ranks with as many rows as 64 kB hold send all of them, more send a sample
+FEWEST = 0.5  # rows of a rank that are sent in the mean: fewer, and its own room would cost more than what is in it
+UNSENT = 1e-3  # of the rows in the sample that there is no room for, in the mean
+_PLACE_BITS = 12
+MAX_ROWS = 1 << _PLACE_BITS  # of a rank and observation that are looked at
+_NUMBER = (1 << 24) - 1  # what fp32 carries
+_HASH_BITS = 48 - _PLACE_BITS
+_HEADER = 3
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which rows a rank sends with an observation; the same on every rank.
+
+    A row is sent when its 64-bit hash begins with ``level`` zero bits: one row in 2^level, chosen by the *row*, so that
+    two ranks that hold the same rows send the same ones. At level 0 every row is sent, and its id as it is.
+    """
+
+    capacity: int  # newest rows of a rank that are looked at
+    slots: int  # rows of a rank that there is room for
+    level: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Share of the rows that are sent."""
+        return float(2.0**-self.level)
+
+    @property
+    def numbers(self) -> int:
+        """That a rank sends."""
+        return _HEADER + 2 * self.slots if self.level else packed_size(self.capacity)
+
+
+def sampling_of(ranks: int, capacity: int) -> Sampling:
+    """What N ranks send of up to ``capacity`` rows each; see :data:`MAX_BYTES`.
+
+    In a sample, the rows of all ranks take about ``MAX_BYTES`` or ``FEWEST`` rows of each rank, whichever is more, at 8
+    bytes each. The room of a rank has to be of a fixed size and must hold what chance brings, B(capacity, rate): it is
+    the smallest of which less than ``UNSENT`` of the sample is left out.
+    """
+    if ranks * capacity * 8 <= MAX_BYTES:
+        return Sampling(capacity, capacity)
+    wanted = math.ceil(math.log2(ranks * capacity * 8 / MAX_BYTES))
+    level = max(0, min(wanted, math.floor(math.log2(capacity / FEWEST))))
+    if level == 0:
+        return Sampling(capacity, capacity)
+    return Sampling(capacity, _room(capacity, 2.0**-level), level)
+
+
+def _room(rows: int, rate: float) -> int:
+    """The fewest slots c of which E[max(0, X - c)] <= UNSENT * E[X], X ~ B(rows, rate)."""
+    chances = [math.exp(_log_binomial(rows, count, rate)) for count in range(rows + 1)]
+    for slots in range(1, rows):
+        over = sum((count - slots) * chance for count, chance in enumerate(chances) if count > slots)
+        if over <= UNSENT * rows * rate:
+            return slots
+    return max(rows, 1)
+
+
+def _log_binomial(rows: int, count: int, rate: float) -> float:
+    ways = math.lgamma(rows + 1) - math.lgamma(count + 1) - math.lgamma(rows - count + 1)
+    return ways + count * math.log(rate) + (rows - count) * math.log1p(-rate)
+
+
 @dataclass(frozen=True)
 class StepIds:
-    """The ids of one step, as every rank received them."""
+    """The ids of one step, as they were received. Rows are sorted by rank, and by their place there.
 
-    per_rank: tuple[Ids, ...]  # int64, at most ``capacity`` each, in the order in which the rank visited them
-    rows: tuple[int, ...]  # how many rows each rank really had; -1 when what it sent is not a row count
+    Of a sample, an id is 36 bits of the row's hash: two of 10,000 different rows have the same with 0.0007.
+    """
+
+    values: Ids  # (M,)
+    owners: Ids  # (M,) ranks
+    places: Ids  # (M,) among the rows of the rank that were looked at, from 0
+    taken: Ids  # (N,) rows that each rank really had; -1 when what it sent is not a row count
+    looked: Ids  # (N,) newest of them that were looked at
+    sampled: Ids  # (N,) those in the sample, whether or not there was room for them
+    rate: float = 1.0  # share of the rows in the sample
+
+    @property
+    def per_rank(self) -> tuple[Ids, ...]:
+        """Each rank's ids, in the order in which it visited them."""
+        return tuple(np.split(self.values, np.cumsum(self.counts)[:-1]))
+
+    @property
+    def counts(self) -> Ids:
+        """(N,) ids that each rank has sent."""
+        return np.bincount(self.owners, minlength=len(self.taken)).astype(np.int64)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """:attr:`taken`."""
+        return tuple(self.taken.tolist())
 
     @property
     def complete(self) -> bool:
-        """Whether every rank's rows all fitted."""
-        return all(len(ids) == rows for ids, rows in zip(self.per_rank, self.rows, strict=True))
+        """Whether all rows of every rank were looked at."""
+        return bool((self.taken == self.looked).all())
+
+    @property
+    def unsent(self) -> int:
+        """Rows of the sample that there was no room for."""
+        return int(self.sampled.sum()) - len(self.values)
 
 
 def packed_size(capacity: int) -> int:
     """Numbers that :func:`pack_ids` makes of up to ``capacity`` ids."""
     return 3 * capacity + 1
+
+
+def pack_rows(ids: Tensor, sampling: Sampling) -> Tensor:
+    """What a rank sends of its rows: int64 (rows,), in the order in which it visited them, on any device.
+
+    Returns:
+        fp32 (sampling.numbers,) on the same device. Nothing waits for it.
+    """
+    newest = ids[-sampling.capacity :] if len(ids) > sampling.capacity else ids
+    if not sampling.level:
+        packed = pack_ids(newest, sampling.capacity)
+        packed[-1].fill_(_counted(len(ids)))
+        return packed
+    packed = torch.zeros(sampling.numbers, dtype=torch.float32, device=ids.device)
+    hashes = _mixed(newest.to(torch.int64) + _signed(GOLDEN))
+    keys = ((hashes >> 33) & 0x7FFFFFFF).to(torch.int32)  # the first bits, as a number
+    below = 1 << (31 - sampling.level)
+    packed[0].fill_(_counted(len(ids)))
+    packed[1].fill_(float(len(newest)))
+    packed[2].copy_((keys < below).sum())
+    # where there is no room for all, those of the smallest hashes: equal rows leave out the same
+    smallest, places = torch.topk(keys, min(sampling.slots, len(keys)), largest=False)
+    chosen = hashes[places]
+    numbers = torch.stack((chosen & _NUMBER, ((chosen >> 24) & ((1 << 12) - 1)) << _PLACE_BITS | places), 1)
+    packed[_HEADER : _HEADER + 2 * len(places)].copy_((numbers * (smallest < below)[:, None]).view(-1))
+    return packed
+
+
+def _counted(rows: int) -> float:
+    return float(min(rows, 1 << 24))
 
 
 def pack_ids(ids: Tensor, capacity: int) -> Tensor:
@@ -155,25 +278,45 @@ def pack_ids(ids: Tensor, capacity: int) -> Tensor:
     for limb in range(3):
         part = (kept >> (LIMB_BITS * limb)) & (_LIMB if limb < 2 else (1 << (64 - 2 * LIMB_BITS)) - 1)
         packed[limb * capacity : limb * capacity + len(kept)].copy_(part)
-    packed[-1].fill_(float(min(len(ids), 1 << 24)))
+    packed[-1].fill_(_counted(len(ids)))
     return packed
 
 
-def unpack_ids(rows: Tensor) -> StepIds:
-    """What :func:`pack_ids` made of each rank's ids.
+def unpack_ids(rows: Tensor, sampling: Sampling | None = None) -> StepIds:
+    """What :func:`pack_rows` made of each rank's ids.
 
     Args:
-        rows: (N, 3 * capacity + 1) floating point on the host, one rank per row. All zeros is a rank without rows; a
-            rank whose numbers are no limbs at all (a corrupted exchange) has no ids and ``rows`` -1.
+        rows: (N, sampling.numbers) floating point on the host, one rank per row. All zeros is a rank without rows; a
+            rank whose numbers cannot have been sent (a corrupted exchange) has no ids and -1 rows.
+        sampling: None where all rows are sent.
     """
     values = rows.double().numpy()
+    if sampling is not None and sampling.level:
+        return _unpack_sample(values, sampling)
     capacity = (values.shape[1] - 1) // 3
     sane = np.isfinite(values).all(1) & (values >= 0).all(1) & (values[:, :-1] <= _LIMB).all(1)
-    counts = np.where(sane, values[:, -1], -1).astype(np.int64)
+    taken = np.where(sane, values[:, -1], -1).astype(np.int64)
     limbs = np.where(sane[:, None], values[:, :-1], 0).astype(np.uint64).reshape(-1, 3, capacity)
     ids = limbs[:, 0] | limbs[:, 1] << np.uint64(LIMB_BITS) | limbs[:, 2] << np.uint64(2 * LIMB_BITS)
-    per_rank = tuple(one[: max(int(count), 0)].view(np.int64) for one, count in zip(ids, counts, strict=True))
-    return StepIds(per_rank, tuple(counts.tolist()))
+    looked = np.clip(taken, 0, capacity)
+    owners, places = (np.arange(capacity) < looked[:, None]).nonzero()
+    # a rank that sent no row count was not looked at wholly
+    return StepIds(ids[owners, places].view(np.int64), owners, places, taken, looked, looked)
+
+
+def _unpack_sample(values: npt.NDArray[np.float64], sampling: Sampling) -> StepIds:
+    header = values[:, :_HEADER]
+    sane = np.isfinite(values).all(1) & (values >= 0).all(1) & (values[:, _HEADER:] <= _NUMBER).all(1)
+    sane &= (header[:, 1] <= min(sampling.capacity, MAX_ROWS)) & (header[:, 1] <= header[:, 0])
+    sane &= header[:, 2] <= header[:, 1]
+    taken, looked, sampled = np.where(sane[:, None], header, 0).astype(np.int64).T
+    taken = np.where(sane, taken, -1)
+    numbers = np.where(sane[:, None], values[:, _HEADER:], 0).astype(np.int64).reshape(len(values), -1, 2)
+    owners, slots = (np.arange(sampling.slots) < sampled[:, None]).nonzero()
+    low, rest = numbers[owners, slots].T
+    ids, places = low | (rest >> _PLACE_BITS) << 24, rest & (MAX_ROWS - 1)
+    order = np.lexsort((places, owners))
+    return StepIds(ids[order], owners[order], places[order], taken, looked, sampled, sampling.rate)
 
 
 # -- ids of rows that have none --------------------------------------------------------------------------------------

@@ -6,6 +6,10 @@ from torch import nn
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 
+EXACT_RANKS = 1024
+"""Up to which all pairs of ranks are compared exactly. Every rank reduces the matrix of all pairs at every measurement:
+4 MiB there, 32 times a sketch and as much as all else that is sent together; 64 MiB at 4,096 ranks, 1 GiB at 16,384."""
+
 
 def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
     """Raise :class:`ConfigError` where two ranks would have to outvote each other."""
@@ -14,6 +18,23 @@ def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
             f'{BLOCK}.respond.on_replica_drift "majority" needs at least 3 ranks to outvote one, got {ranks}; use '
             '"mean" or "stop"'
         )
+
+
+def refuse_too_many_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
+    """Raise :class:`ConfigError` where the exact comparison would cost more than it can tell."""
+    direction = config.direction
+    checked = direction.method == "sketch" and direction.exact_interval > 0
+    if ranks <= EXACT_RANKS or not (checked or direction.method == "exact"):
+        return
+    key, remedy = (
+        ('method "exact"', 'use "sketch"')
+        if direction.method == "exact"
+        else (f"exact_interval {direction.exact_interval}", "set it to 0")
+    )
+    raise ConfigError(
+        f"{BLOCK}.direction.{key} needs at most {EXACT_RANKS} ranks, got {ranks}: the matrix of all pairs would be "
+        f"{4 * ranks * ranks / 1e6:,.0f} MB that every rank reduces at every measurement; {remedy}"
+    )
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:

@@ -16,11 +16,14 @@ Everything here is pure and on the host, float64, and runs only at steps whose c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ds_silent.maths.sketch import effective_size
 
 Kind = Literal[
     "leftover", "zeroed", "stale", "scale", "weights", "unreduced", "partly-zeroed", "partial", "element", "noise"
@@ -71,13 +74,49 @@ class Cause:
         return self.ranks if all(cause.ranks == self.ranks for cause in self.elsewhere) else ()
 
 
-def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False) -> Cause:
+@dataclass(frozen=True)
+class OwnWeights:
+    """What each rank has found of its own weight in the whole aggregate: 1 is right. (N,) float64."""
+
+    weights: Tensor
+    scores: Tensor  # by how many standard errors it is off
+    limit: float  # of the scores, beyond which chance is ruled out
+    squares: Tensor  # (N, L) squared norms of the ranks' gradients by layer, in one unit per rank
+
+
+def own_weights(
+    weights: Tensor, own_squared: Tensor, squares: Tensor, error: Tensor, total: float, log_rate: float
+) -> OwnWeights:
+    """By how much each rank's weight is off, in standard errors (:mod:`ds_silent.exchange.constant_size`).
+
+    Args:
+        weights: (N,) that the ranks have found; NaN of a rank that has none.
+        own_squared: (N,) squared length of what each has found it by.
+        squares: (N, L) squared norms of the ranks' gradients by layer.
+        error: (k,) sketch of aggregate - expected.
+        total: sum of the ranks' weights in the aggregate.
+        log_rate: minus the natural logarithm of the rate at which some rank may be named by chance.
+    """
+    ranks = len(weights)
+    errors = ranks / total * float(error.norm()) / (own_squared * effective_size(len(error))).sqrt()
+    known = weights.isfinite() & errors.isfinite() & (errors > 0.0)
+    scores = torch.where(known, (weights - 1.0) / errors, torch.zeros_like(weights))
+    return OwnWeights(
+        torch.where(known, weights, torch.ones_like(weights)),
+        scores,
+        math.sqrt(2.0 * (math.log(ranks) + log_rate)),
+        squares,
+    )
+
+
+def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False, own: OwnWeights | None = None) -> Cause:
     """The simplest rule that explains the error.
 
     Args:
         pieces: of the step.
         tolerances: (L,) largest error of each layer that rounding explains.
         leftover: the gradients were not empty when the step began.
+        own: where the pieces are those of all ranks together.
     """
     errors = pieces.aggregate - pieces.sketches.mean(0)
     wrong = (errors.norm(dim=1) > tolerances).nonzero().flatten()
@@ -86,7 +125,21 @@ def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False) -> Cause
     layers = tuple(wrong.tolist())
     if leftover:
         return Cause("leftover", layers)
-    return _rule(pieces, layers, tolerances) or _mixture(pieces, layers, tolerances) or _shape(pieces, layers)
+    named = None if own is None else _by_own_weight(own, layers)
+    return _rule(pieces, layers, tolerances) or named or _mixture(pieces, layers, tolerances) or _shape(pieces, layers)
+
+
+def _by_own_weight(own: OwnWeights, layers: tuple[int, ...]) -> Cause | None:
+    """The ranks that stand out by their own account; a rank that is not in it has the weight 0 there."""
+    scores = own.scores.abs()
+    off = scores >= max(own.limit, 0.5 * float(scores.max()))
+    if not bool(off.any()) or 2 * int(off.sum()) > len(off):
+        return None
+    ranks = tuple(off.nonzero().flatten().tolist())
+    share = own.squares[:, list(layers)].sum(1) / own.squares.sum(1)  # of each rank's gradient that lies in them
+    weights = torch.where(off, 1.0 + (own.weights - 1.0) / share.clamp(min=1e-12), torch.ones_like(share))
+    kind: Kind = "weights" if bool(((weights - 1.0).abs() > LEAST_SHARE)[off].all()) else "partial"
+    return Cause(kind, layers, None, ranks, tuple(weights.tolist()))
 
 
 def _mixture(pieces: Pieces, layers: tuple[int, ...], tolerances: Tensor) -> Cause | None:

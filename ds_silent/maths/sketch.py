@@ -36,6 +36,7 @@ from torch import Tensor
 SEED = 0x5117E27  # the same on every rank: sketches of different seeds cannot be compared
 WIDTH_FACTOR = 8  # T is about WIDTH_FACTOR * k: rows that share a column add 1/T to the variance 1/k
 SHIFT = 8  # of the signs from one row to the next; keeps 16-byte alignment
+BLOCK_BYTES = 1 << 24  # of fp32 rows: with their product 33 MB, and half of that in 16 bits
 SHIFTS = 1 << 16  # rows until a shift is used again; far too few pairs to matter, and L stays small
 
 
@@ -65,9 +66,9 @@ class SketchPlan:
         length = -(-self.width // self.size) * self.size
         return torch.zeros(count, length, dtype=torch.float32, device=self.signs.device)
 
-    def new_scratch(self) -> Tensor:
-        """(block_rows * T,) fp32 working memory: of :func:`add`, and for gradients that are not fp32."""
-        return torch.empty(self.block_rows * self.width, dtype=torch.float32, device=self.signs.device)
+    def new_scratch(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(block_rows * T,) working memory: of :func:`add`, and for gradients that must be converted first."""
+        return torch.empty(self.block_rows * self.width, dtype=dtype, device=self.signs.device)
 
     def pieces(self, offset: int, numel: int) -> tuple[Piece, ...]:
         """How a flat tensor of ``numel`` elements at global ``offset`` falls into rows."""
@@ -92,9 +93,9 @@ def make_plan(numel: int, size: int, device: torch.device | str = "cpu", seed: i
     length = width + SHIFT * min(rows, SHIFTS)
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (length,), generator=generator, dtype=torch.int8).mul_(2).sub_(1).float()
-    # On the CPU one row fits the cache. An accelerator wants fewer, larger kernels, whose second look at the block
-    # still comes from its cache.
-    block_rows = 1 if torch.device(device).type == "cpu" else max(1, (1 << 25) // (4 * width))
+    # On the CPU one row fits the cache. An accelerator wants fewer, larger kernels, whose second look at the block,
+    # and at its product with the signs, still comes from its cache.
+    block_rows = 1 if torch.device(device).type == "cpu" else max(1, BLOCK_BYTES // (4 * width))
     return SketchPlan(numel, size, width, signs.to(device), block_rows)
 
 
@@ -115,32 +116,36 @@ class Place:
     signs: Tensor  # of its elements: (elements,), or (rows, T) for whole rows
 
 
-def place(plan: SketchPlan, table: Tensor, piece: Piece) -> Place:
-    """The place of ``piece`` in a table of :meth:`SketchPlan.new_tables`."""
+def place(plan: SketchPlan, table: Tensor, piece: Piece, signs: Tensor | None = None) -> Place:
+    """The place of ``piece`` in a table of :meth:`SketchPlan.new_tables`; ``signs``: the plan's, in another dtype."""
+    signs = plan.signs if signs is None else signs
     shift = SHIFT * (piece.row % SHIFTS)
     if piece.rows == 1:
         columns = slice(piece.column, piece.column + piece.end - piece.begin)
-        return Place(table[columns], plan.signs[shift:][columns])
-    signs = plan.signs.as_strided((piece.rows, plan.width), (SHIFT, 1), plan.signs.storage_offset() + shift)
-    return Place(table[: plan.width], signs)
+        return Place(table[columns], signs[shift:][columns])
+    rows = signs.as_strided((piece.rows, plan.width), (SHIFT, 1), signs.storage_offset() + shift)
+    return Place(table[: plan.width], rows)
 
 
-def add(at: Place, values: Tensor, scratch: Tensor, weight: float = 1.0) -> None:
+def add(at: Place, values: Tensor, scratch: Tensor, weight: float = 1.0, row: Tensor | None = None) -> None:
     """table += weight * (signed rows of ``values``), in place.
 
     Args:
         at: of the piece.
-        values: its elements, fp32, contiguous, (piece.end - piece.begin,).
-        scratch: fp32 working memory of at least ``values.numel()`` elements, for pieces of several rows; may be
-            where ``values`` lies.
+        values: its elements, contiguous, (piece.end - piece.begin,), of the dtype of ``at.signs``. A product with a
+            sign is exact in each; what is added up is fp32.
+        scratch: working memory of that dtype and of at least ``values.numel()`` elements; may be where ``values`` lies.
         weight: +1 or -1 (to take something out again: the sketch is linear).
+        row: (T,) fp32 working memory for pieces of several rows; None allocates it.
     """
-    if at.signs.ndim == 1:
+    if at.signs.ndim == 1 and values.dtype == torch.float32:
         at.table.addcmul_(values, at.signs, value=weight)
-    else:
-        shape = at.signs.shape
-        product = torch.mul(values.view(shape), at.signs, out=scratch[: values.numel()].view(shape))
-        at.table.add_(product.sum(0), alpha=weight)
+        return
+    shape = at.signs.shape
+    product = torch.mul(values.view(shape), at.signs, out=scratch[: values.numel()].view(shape))
+    if at.signs.ndim == 2:
+        product = torch.sum(product, 0, dtype=torch.float32, out=row)
+    at.table.add_(product, alpha=weight)
 
 
 def sketch_of(plan: SketchPlan, flat: Tensor, offset: int = 0) -> Tensor:

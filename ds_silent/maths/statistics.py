@@ -12,6 +12,8 @@ never dropped: a rank without a finite gradient makes every mean and dispersion 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,17 +82,26 @@ def direction_stats(gram: Tensor, cosines: Tensor, method: Method, size: int) ->
     first, second = torch.triu_indices(ranks, ranks, offset=1)
     pairs = cosines[first, second]
     error = 0.0 if method == "exact" else mean_cosine_error(cosines, size)
-    lowest, highest = _argument(pairs, -1.0), _argument(pairs, 1.0)
     return DirectionStats(
         method=method,
         mean_cosine=float(pairs.mean()),
         standard_error=error,
-        min_cosine=float(pairs[lowest]),
-        max_cosine=float(pairs[highest]),
-        min_pair=(int(first[lowest]), int(second[lowest])),
-        max_pair=(int(first[highest]), int(second[highest])),
         per_rank=tuple(cosine_with_others(gram).tolist()),
+        **_extreme_pairs(cosines),
     )
+
+
+def _extreme_pairs(cosines: Tensor) -> dict[str, Any]:
+    """The lowest and the highest of the pairs i < j, and which they are: fields of :class:`DirectionStats`."""
+    first, second = torch.triu_indices(len(cosines), len(cosines), offset=1)
+    pairs = cosines[first, second]
+    lowest, highest = _argument(pairs, -1.0), _argument(pairs, 1.0)
+    return {
+        "min_cosine": float(pairs[lowest]),
+        "max_cosine": float(pairs[highest]),
+        "min_pair": (int(first[lowest]), int(second[lowest])),
+        "max_pair": (int(first[highest]), int(second[highest])),
+    }
 
 
 def cosine_with_others(gram: Tensor) -> Tensor:
@@ -146,28 +157,35 @@ def noise_scale(mean_squared: float, squared_mean: float, ranks: int, batch: flo
 
 
 def constant_size_direction(
-    unit_sum: Tensor, cosine_with_rest: Tensor | None, ranks: int, size: int, known: bool = True
+    unit_sum: Tensor,
+    cosine_with_rest: Tensor | None,
+    ranks: int,
+    size: int,
+    known: bool = True,
+    pairs: Tensor | None = None,
 ) -> DirectionStats:
-    """Direction statistics above the gather limit, from the sum of unit sketches alone.
+    """Direction statistics above the gather limit, from the sum of unit sketches.
 
-    sum over i != j of cos(g_i, g_j) = |sum of g_i/|g_i||^2 - N. Pairs are not known, so min and max of the pairs are
-    None; the standard error is that of N(N-1)/2 pairs of equal cosine (see :func:`mean_cosine_error`).
+    sum over i != j of cos(g_i, g_j) = |sum of g_i/|g_i||^2 - N. The standard error is that of N(N-1)/2 pairs of equal
+    cosine (see :func:`mean_cosine_error`).
 
     Args:
-        unit_sum: (k,) float64, sum over ranks of sketch / |sketch|.
+        unit_sum: (size,) float64, sum over ranks of sketch / |sketch|.
         cosine_with_rest: (N,) float64, each rank's cosine with the mean of the others' gradients; None when unknown.
         known: every rank has a direction; else there is no mean.
+        pairs: (N, N) float64 cosines from coarser sketches, where they are known: the lowest and the highest.
     """
     mean = (float(unit_sum @ unit_sum) - ranks) / (ranks * (ranks - 1)) if known else math.nan
     # mean_cosine_error in closed form for N vectors of equal pairwise cosine
     spread = (1.0 - mean) * (1.0 + (ranks - 1) * mean) / ranks
     error = math.sqrt(2.0 * ranks / (ranks - 1) / effective_size(size)) * abs(spread)
-    return DirectionStats(
+    stats = DirectionStats(
         method="sketch",
         mean_cosine=mean,
         standard_error=error,
         per_rank=None if cosine_with_rest is None else tuple(cosine_with_rest.tolist()),
     )
+    return stats if pairs is None else replace(stats, **_extreme_pairs(pairs))
 
 
 def _argument(values: Tensor, sign: float) -> int:

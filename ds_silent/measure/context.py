@@ -63,4 +63,5 @@ class Contexts:
             capture.skipped,
             capture.update_skipped,
             replace(walk, facts=facts),
+            capture.sampling,
         )

@@ -1,9 +1,9 @@
 """Which rows the ranks saw: duplicates within a step, and how much of the epoch was seen.
 
-step = unpack_ids(gathered)                        # every rank's ids
-duplicates(step.per_rank).count                    # exact
+step = unpack_ids(gathered, sampling)              # every rank's ids
+shared_rows(step.values, step.owners).count        # exact, of the rows that were sent
 epoch = EpochCoverage()
-epoch.update(np.concatenate(step.per_rank))
+epoch.update(step.values, visits=8192)             # of which those are a sample
 epoch.seen(rows_in_epoch=52002)                    # Estimate(value=0.12, standard_error=0.0)
 """
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ds_silent.exchange.row_ids import Ids, mix64
 
-MAX_PAIR_RANKS = 512  # above, the N x N table of shared rows is not made
+ALL_PAIRS = 64  # ranks that hold a row, up to which all pairs of them are counted; of more, each with the next one
 
 
 # -- duplicates within a step ----------------------------------------------------------------------------------------
@@ -30,16 +30,24 @@ MAX_PAIR_RANKS = 512  # above, the N x N table of shared rows is not made
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Rows of one step that more than one rank holds. Exact for the ids that were given."""
+    """Rows of one step that more than one rank holds. Exact for the ids that were given.
+
+    A row that more than ``ALL_PAIRS`` ranks hold makes pairs of each with the next one only: N - 1 of N ranks that hold
+    the same, by which they still hang together as a group.
+    """
 
     count: int  # distinct rows that two or more ranks hold
-    pairs: tuple[tuple[int, int, int], ...]  # (rank, rank, rows shared), most first; empty above MAX_PAIR_RANKS ranks
+    pairs: tuple[tuple[int, int, int], ...]  # (rank, rank, rows shared), most first
 
 
 def duplicates(ids: Sequence[Ids]) -> Duplicates:
     """Compares one step's ids of all ranks; ``ids[rank]`` int64 (rows,), of any length."""
-    values = np.concatenate([*ids, np.empty(0, np.int64)])
     owners = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
+    return shared_rows(np.concatenate([*ids, np.empty(0, np.int64)]), owners)
+
+
+def shared_rows(values: Ids, owners: Ids) -> Duplicates:
+    """The same from all rows, and the rank of each: int64 (M,). By sorting, O(M log M) whatever the ranks."""
     order = np.lexsort((owners, values))
     values, owners = values[order], owners[order]
     first = np.ones(len(values), dtype=bool)
@@ -47,23 +55,20 @@ def duplicates(ids: Sequence[Ids]) -> Duplicates:
     values, owners = values[first], owners[first]  # one entry per (row, rank)
     starts = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1]))) if len(values) else np.empty(0, int)
     holders = np.diff(np.concatenate((starts, [len(values)])))
-    many = np.repeat(holders > 1, holders)
-    row_of, owners = np.repeat(np.arange(len(holders)), holders)[many], owners[many]
-    return Duplicates(int((holders > 1).sum()), _pairs(row_of, owners, len(ids)))
+    return Duplicates(int((holders > 1).sum()), _pairs(owners, starts, holders))
 
 
-def _pairs(row_of: Ids, owners: Ids, ranks: int) -> tuple[tuple[int, int, int], ...]:
-    if ranks > MAX_PAIR_RANKS or len(owners) == 0:
-        return ()
-    table, rows = np.zeros((ranks, ranks)), np.unique(row_of, return_inverse=True)[1]
-    for begin in range(0, int(rows.max()) + 1, 4096):  # bounds the one-hot table
-        part = (rows >= begin) & (rows < begin + 4096)
-        holds = np.zeros((4096, ranks))
-        holds[rows[part] - begin, owners[part]] = 1
-        table += holds.T @ holds
-    first, second = np.nonzero(np.triu(table, 1))
-    found = [(int(a), int(b), int(table[a, b])) for a, b in zip(first, second, strict=True)]
-    return tuple(sorted(found, key=lambda pair: (-pair[2], pair)))
+def _pairs(owners: Ids, starts: Ids, holders: Ids) -> tuple[tuple[int, int, int], ...]:
+    """From the ranks that hold each row, sorted; where those of a row begin, and how many they are."""
+    codes, base = [np.empty(0, np.int64)], int(owners.max(initial=0)) + 1
+    for count in np.unique(holders[holders > 1]).tolist():
+        ranks = owners[starts[holders == count][:, None] + np.arange(count)]  # (rows, count)
+        one, other = np.triu_indices(count, 1) if count <= ALL_PAIRS else (np.arange(count - 1), np.arange(1, count))
+        codes.append((ranks[:, one] * base + ranks[:, other]).reshape(-1))
+    pairs, shared = np.unique(np.concatenate(codes), return_counts=True)
+    order = np.lexsort((pairs, -shared))
+    pairs, shared = pairs[order], shared[order]
+    return tuple(zip((pairs // base).tolist(), (pairs % base).tolist(), shared.tolist(), strict=True))
 
 
 # -- the epoch -------------------------------------------------------------------------------------------------------
@@ -86,6 +91,11 @@ class EpochCoverage:
     1990). With S kept rows, D = S / p; S is binomial(D, p), so D has standard error sqrt(S (1 - p)) / p: relative to
     D at most sqrt(2 / capacity), 0.6 % at the default.
 
+    What comes may be a sample already: again of rows, chosen by another hash (:class:`ds_silent.exchange.row_ids`).
+    Then shares of *its* visits are what is known: of v visits in the sample D brought a new row, and of all visits the
+    same share did. Where no row comes twice D is v exactly, so health has no sampling error; else f = D / v has about
+    sqrt(f (1 - f) / v) more.
+
     Memory: a set of at most ``capacity`` integers, about 6 MB at the default, on the host.
     """
 
@@ -99,6 +109,7 @@ class EpochCoverage:
         """Forget the epoch that is over."""
         self._level = 0  # m
         self._visits = 0
+        self._known = 0  # visits whose rows came here
         self._seen: set[int] = set()  # hashes
 
     @property
@@ -121,9 +132,14 @@ class EpochCoverage:
         hashes = mix64(np.ascontiguousarray(ids).view(np.uint64))
         return np.array([one in self._seen for one in hashes.tolist()], dtype=bool)
 
-    def update(self, ids: Ids) -> None:
-        """Count the visits of one step, of all ranks: int64 (rows,), in any order."""
-        self._visits += len(ids)
+    def update(self, ids: Ids, visits: int | None = None) -> None:
+        """Count the visits of one step, of all ranks: int64 (rows,), in any order.
+
+        Args:
+            visits: how many they were, where ``ids`` are a sample of them.
+        """
+        self._visits += len(ids) if visits is None else visits
+        self._known += len(ids)
         hashes = mix64(np.ascontiguousarray(ids, dtype=np.int64).view(np.uint64))  # no two ids share one
         if self._level:
             hashes = hashes[hashes <= _threshold(self._level)]
@@ -143,8 +159,13 @@ class EpochCoverage:
         whole = self._visits if rows_in_epoch is None else rows_in_epoch
         if whole <= 0:
             return Estimate(0.0, 0.0)
-        kept, rate = len(self._seen), 2.0**-self._level
-        return Estimate(min(kept / rate / whole, 1.0), math.sqrt(kept * (1 - rate)) / rate / whole)
+        if not self._known:
+            return Estimate(min(self._visits / whole, 1.0), min(self._visits / whole, 1.0))
+        kept, rate, each = len(self._seen), 2.0**-self._level, self._visits / self._known
+        new = min(kept / rate / self._known, 1.0)
+        sampling = math.sqrt(max(0.0, 1.0 - 1.0 / each) * new * (1.0 - new) / self._known) * self._visits / whole
+        error = math.hypot(math.sqrt(kept * (1 - rate)) / rate * each / whole, sampling)
+        return Estimate(min(kept / rate * each / whole, 1.0), error)
 
     def state_dict(self) -> dict[str, Any]:
         """What continues the epoch: JSON values, the same on every rank; at most 0.7 MB of text at the default."""
@@ -154,6 +175,7 @@ class EpochCoverage:
             "capacity": self._capacity,
             "level": self._level,
             "visits": self._visits,
+            "known": self._known,
             "rows": len(hashes),
             "hashes": base64.b64encode(packed).decode("ascii"),
             "crc": zlib.crc32(packed),
@@ -167,6 +189,7 @@ class EpochCoverage:
         """
         try:
             capacity, level, visits, rows = (int(state[key]) for key in ("capacity", "level", "visits", "rows"))
+            known = int(state.get("known", visits))  # older versions had no samples
             packed = base64.b64decode(str(state["hashes"]), validate=True)
             crc = int(state["crc"])
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
@@ -174,11 +197,11 @@ class EpochCoverage:
                 f"the coverage in the checkpoint cannot be read ({error}): start its epoch again"
             ) from error
         lengths = (rows * 8, rows * 8 + (rows + 7) // 8)  # older versions wrote a bit more for each row
-        sane = capacity >= 2 and 0 <= level < 64 and 0 <= rows <= min(capacity, visits)
+        sane = capacity >= 2 and 0 <= level < 64 and 0 <= rows <= min(capacity, known) and known <= visits
         if not sane or len(packed) not in lengths or zlib.crc32(packed) != crc:
             raise ValueError("the coverage in the checkpoint is damaged (its checksum differs): start its epoch again")
         hashes = np.frombuffer(packed, dtype="<u8", count=rows)
-        self._capacity, self._level, self._visits = capacity, level, visits
+        self._capacity, self._level, self._visits, self._known = capacity, level, visits, known
         self._seen = set(hashes.tolist())
 
 
@@ -191,25 +214,23 @@ def epoch_is_over(visits: int, step_rows: int, rows_in_epoch: int, ranks: int) -
     return visits + step_rows > rows_in_epoch + ranks - 1
 
 
-def last_of_epoch(per_rank: Sequence[Ids], epoch: EpochCoverage, rows_in_epoch: int, droppable: int) -> int:
+def last_of_epoch(rows: Ids, places: Ids, epoch: EpochCoverage, left: int, droppable: int) -> int:
     """How many rows of each rank belong to the old epoch, in a step that an epoch ends in and the next begins.
 
     A sharded epoch has ceil(n / N) rows per rank, or up to ``droppable`` fewer (``drop_last``): among those the first
     row that the epoch has seen already is the next one's.
 
     Args:
-        per_rank: each rank's rows of the step, in the order in which it took them.
+        rows: of all ranks in the step, or a sample of them.
+        places: of each, in the order in which its rank took them.
         epoch: of the rows before them.
+        left: rows of a rank that the epoch still has, by its size.
         droppable: rows of a rank that an epoch may leave out at its end.
     """
-    ranks = len(per_rank)
-    most = -(-max(0, rows_in_epoch - epoch.visits) // ranks)
-    least = max(0, most - droppable)
-    held = np.zeros(most - least, dtype=bool)
-    for ids in per_rank:
-        again = epoch.holds(ids[least:most])
-        held[: len(again)] |= again
-    return least + (int(np.argmax(held)) if held.any() else most - least)
+    least = max(0, left - droppable)
+    doubtful = (places >= least) & (places < left)
+    again = places[doubtful][epoch.holds(rows[doubtful])]
+    return int(again.min()) if len(again) else left
 
 
 def expected_coverage(ranks: int) -> float:

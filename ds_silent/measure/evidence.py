@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_silent.maths.causes import Cause
+from ds_silent.maths.causes import Cause, OwnWeights
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.ranks.parts import Parts
@@ -114,3 +114,4 @@ class ReductionEvidence:
     micro_batches: MicroBatches | None = None  # of a step since which the check has failed
     result: str = "mean"  # what the aggregate should be, of the ranks' gradients
     handed: tuple[float, ...] | None = None  # see :class:`Examined`
+    own: OwnWeights | None = None  # above the gather limit: what each rank has found of its weight in the aggregate

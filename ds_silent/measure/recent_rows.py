@@ -26,13 +26,17 @@ class RecentRows:
         Args:
             ids: of every rank, int64 (rows,), the rows since the last observation.
         """
-        owners = np.repeat(np.arange(len(ids), dtype=np.uint64), [len(one) for one in ids])
-        rows = np.concatenate([*ids, np.empty(0, np.int64)]).view(np.uint64)
-        keys = mix64(rows ^ mix64(owners))  # of (row, rank): another rank's visit is no repeat
+        owners = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
+        return self.repeats_of(np.concatenate([*ids, np.empty(0, np.int64)]), owners, len(ids))
+
+    def repeats_of(self, values: Ids, owners: Ids, ranks: int) -> tuple[int, ...]:
+        """The same of N ``ranks``, from all rows and the rank of each: int64 (M,), each rank's in their order."""
+        ranks_of = mix64(owners.astype(np.uint64))
+        keys = mix64(np.ascontiguousarray(values).view(np.uint64) ^ ranks_of)  # another rank's visit is no repeat
         again = np.isin(keys, self._held)
         new = np.ones(len(keys), dtype=bool)
         new[np.unique(keys, return_index=True)[1]] = False
         again |= new  # a later visit within this observation
         self._held = keys
-        counts = np.bincount(owners.astype(np.int64), weights=again, minlength=len(ids))
+        counts = np.bincount(owners, weights=again, minlength=ranks)
         return tuple(int(count) for count in counts)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_silent.capture.data_facts import Walk
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import EachRank, Gathered, Sums, on_all
+from ds_silent.exchange.row_ids import Sampling
 from ds_silent.maths import statistics
 from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, Seconds, StepRecord
 
@@ -32,6 +33,7 @@ class Context:
     skipped: bool = False  # the optimizer did not apply this step (fp16 overflow)
     update_skipped: bool = False  # the same, whatever the reason
     walk: Walk = field(default_factory=Walk)  # how its rows came
+    sampling: Sampling | None = None  # of which rows the ids were sent; None: all
 
 
 @dataclass(frozen=True)
@@ -113,15 +115,17 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
     assert isinstance(sums, Sums)
     own = gathered.local.sketch_squared
     norms = own.sqrt() / scale if norms is None else norms
+    of_pairs = None if sums.pairs is None else statistics.cosines_of(sums.pairs)
     direction = statistics.constant_size_direction(
         sums.units,
-        sums.cosines_with_rest,
+        None if sums.late is None else sums.late.cosines_with_rest,
         len(scale),
-        layout.size,
+        layout.units,
         known=bool((own.isfinite() & (own > 0.0)).all()),
+        pairs=of_pairs,
     )
     squared_mean = float((sums.mean @ sums.mean) / scale[0] ** 2)
-    return _Gradients(statistics.norm_stats(norms, method, aggregated), direction, squared_mean)
+    return _Gradients(statistics.norm_stats(norms, method, aggregated), direction, squared_mean, of_pairs)
 
 
 def _exact_check(each: EachRank | None, exact: float | None) -> float | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import LEFT_OUT, Gathered, Sums, on_all
-from ds_silent.maths.causes import Cause, Pieces, explain
+from ds_silent.maths.causes import Cause, OwnWeights, Pieces, explain, own_weights
 from ds_silent.maths.micro_batches import MicroBatches, explain_micro_batches
 from ds_silent.maths.rounding_bound import (
     AggregateCheck,
@@ -120,6 +120,7 @@ class Audit:
             micro_batches,
             self._arithmetic.result(len(gathered.status.failed)),
             examined.handed,
+            None if check is None or gathered.each is not None else self._own_weights(gathered),
         )
 
     # -- the reduction -------------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Audit:
         if self._arithmetic.reductions > 1 and squared > 0.0:
             spread = float(gathered.local.micro_squared.sum()) / (squared * terms.ranks)
         check = check_aggregate(terms, gathered.aggregate, self._arithmetic, self._log_rate, spread)
-        return check, self._cause(gathered, terms, spread) if check.wrong else None
+        return check, self._cause(gathered, terms, check, spread) if check.wrong else None
 
     def _terms(self, gathered: Gathered) -> tuple[Terms, float]:
         """And the ranks' mean squared norm."""
@@ -153,9 +154,13 @@ class Audit:
         ranks = len(gathered.status.failed)
         return terms_of_sums(sums.mean, squared, ranks, self._arithmetic.total), squared
 
-    def _cause(self, gathered: Gathered, whole: Terms, spread: float) -> Cause | None:
+    def _cause(self, gathered: Gathered, whole: Terms, check: AggregateCheck, spread: float) -> Cause | None:
+        if gathered.layer_aggregate is None:
+            return None
+        if gathered.each is None:
+            return self._cause_by_sums(gathered, whole, spread)
         each = gathered.each
-        if each is None or each.layer_sketches is None or each.layer_aggregate is None:
+        if each.layer_sketches is None:
             return None
         layers, total = each.layer_sketches, self._arithmetic.total
         tolerances = [
@@ -165,8 +170,39 @@ class Audit:
         leftover = gathered.leftover
         error = gathered.aggregate - whole.expected
         sketches = each.sketches * total
-        pieces = Pieces(layers * total, each.layer_aggregate, error, whole.expected, self._previous, sketches, total)
+        pieces = Pieces(
+            layers * total, gathered.layer_aggregate, error, whole.expected, self._previous, sketches, total
+        )
         return explain(pieces, torch.tensor(tolerances), leftover)
+
+    def _cause_by_sums(self, gathered: Gathered, whole: Terms, spread: float) -> Cause | None:
+        """Above the gather limit: all ranks together are one, and each knows its own weight."""
+        sums = gathered.directions
+        assert isinstance(sums, Sums)
+        if sums.layers is None or sums.layer_aggregate is None:
+            return None
+        ranks, total = gathered.ranks, self._arithmetic.total
+        squares = gathered.layer_squares.mean(0)
+        tolerances = [
+            rounding_tolerance(
+                terms_of_sums(mean, float(square), ranks, total), self._arithmetic, self._log_rate, spread
+            )
+            for mean, square in zip(sums.layers, squares, strict=True)
+        ]
+        error = gathered.aggregate - whole.expected
+        own = self._own_weights(gathered)
+        pieces = Pieces((sums.layers * total)[None], sums.layer_aggregate, error, whole.expected, self._previous)
+        return explain(pieces, torch.tensor(tolerances), gathered.leftover, own)
+
+    def _own_weights(self, gathered: Gathered) -> OwnWeights | None:
+        """What the ranks have found of their own weights, above the gather limit."""
+        sums = gathered.directions
+        late = sums.late if isinstance(sums, Sums) else None
+        if not isinstance(sums, Sums) or late is None or late.weights is None:
+            return None
+        squares, total = gathered.layer_squares, self._arithmetic.total
+        error = gathered.aggregate - sums.mean * total
+        return own_weights(late.weights.found, late.weights.own_squared, squares, error, total, self._log_rate)
 
     def _received(self, gathered: Gathered) -> dict[int, Parts] | None:
         """Bits are compared, so no threshold is needed; a NaN equals itself here."""
@@ -210,7 +246,7 @@ class Audit:
         self._micro_batches = step, sketches
 
     def _diagnose(self, gathered: Gathered, check: AggregateCheck | None) -> MicroBatches | None:
-        aggregate = None if gathered.each is None else gathered.each.layer_aggregate
+        aggregate = gathered.layer_aggregate
         if check is None or not check.wrong or aggregate is None:
             self._wanted, self._diagnosed, self._found = False, False, None
             return None
@@ -243,10 +279,8 @@ class Audit:
         scale = float(gathered.loss.scale[0])
         rescaled = self._factor(past, scale) if scale not in (0.0, past.scale) else None
         squares, errors = gathered.applied.squared, gathered.applied.error
-        factors = [
-            float(factor) if square > 0.0 and ok else None
-            for factor, square, ok in zip(gathered.applied.factor, squares, stepped, strict=True)
-        ]
+        known = (stepped & (squares > 0.0)).tolist()
+        factors = [factor if ok else None for factor, ok in zip(gathered.applied.factor.tolist(), known, strict=True)]
         total = float(squares[stepped].sum())
         error = math.sqrt(float(errors[stepped].sum()) / total) if total > 0.0 else 0.0
         bound = applied_tolerance(past.aggregate, self._arithmetic, self._log_rate)
@@ -269,7 +303,7 @@ class Audit:
 
     def _remember(self, gathered: Gathered, alike: bool) -> None:
         """``alike``: all ranks hold the same aggregate; else each clips by a norm of its own, which nobody knows."""
-        self._previous = None if gathered.each is None else gathered.each.layer_aggregate
+        self._previous = gathered.layer_aggregate
         self._past = None
         if self._layout.size and on_all(gathered.reduced.seen):
             scale = float(gathered.loss.scale[0])

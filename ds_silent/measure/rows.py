@@ -2,25 +2,29 @@
 
 rows = RowTracker()
 coverage, evidence = testimony(gathered, rows, context)      # on the writing rank, in the order of the steps
+
+Of many ranks a sample of the rows is known, see :mod:`ds_silent.exchange.row_ids`: the same ones wherever and whenever
+they come. What is counted in rows of the whole training is then an estimate.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ds_silent.capture.data_facts import Walk
 from ds_silent.detectors import Coverage, Evidence
 from ds_silent.detectors.finding import LayerValues
-from ds_silent.exchange.observation import Gathered, on_all
-from ds_silent.exchange.row_ids import Ids, unpack_ids
-from ds_silent.measure.coverage import EpochCoverage, duplicates, epoch_is_over, last_of_epoch
+from ds_silent.exchange.observation import Gathered, Sums, on_all
+from ds_silent.exchange.row_ids import Sampling, StepIds, unpack_ids
+from ds_silent.measure.coverage import EpochCoverage, epoch_is_over, last_of_epoch, shared_rows
 from ds_silent.measure.recent_rows import RecentRows
 from ds_silent.measure.record import Context
 from ds_silent.measure.same_order import OrderAgain, SameOrder
@@ -29,7 +33,7 @@ from ds_silent.records import CoverageStats
 
 @dataclass(frozen=True)
 class RowsOfStep:
-    """What the ids of one observation say."""
+    """What the ids of one observation say. Counts per rank and pair are of the rows that were sent."""
 
     coverage: CoverageStats
     epoch: Coverage | None  # None where the shares are not known
@@ -37,8 +41,9 @@ class RowsOfStep:
     rows: tuple[int, ...]  # of the step itself, per rank
     own_rows: tuple[int, ...]  # since the last observation, per rank
     own_repeats: tuple[int, ...]  # those of them that the same rank had taken just before
-    taken: tuple[int, ...] = ()  # since the last observation, per rank, also those that there was no room to send
+    taken: tuple[int, ...] = ()  # since the last observation, per rank, also those that were not sent
     same_order: OrderAgain | None = None
+    rate: float = 1.0  # share of the rows that are sent
 
 
 WALK_UNKNOWN = Walk()
@@ -51,11 +56,17 @@ class RowTracker:
         self._epoch = EpochCoverage()
         self._recent = RecentRows()
         self._order = SameOrder()
+        self._level = 0  # of the sample that the epoch was made from
         self._partial = False  # rows were missed in this epoch: shares would be wrong
         self._resumed = False  # the loader has not begun since then
 
     def step(
-        self, ids: Tensor, own_rows: int, rows_in_epoch: int | None, walk: Walk = WALK_UNKNOWN
+        self,
+        ids: Tensor,
+        own_rows: int,
+        rows_in_epoch: int | None,
+        walk: Walk = WALK_UNKNOWN,
+        sampling: Sampling | None = None,
     ) -> RowsOfStep | None:
         """Take in what all ranks sent: (N, n) packed ids of the rows since the last observation.
 
@@ -63,78 +74,94 @@ class RowTracker:
             own_rows: rows per rank of the measured step itself, the last ones sent.
             rows_in_epoch: None when not known: then ``repeated`` is a share of the visits, and the others are not told.
             walk: how the first rank's rows came to it.
+            sampling: which rows are sent; None: all.
 
         Returns:
             None when a rank sent no ids.
         """
-        sent = unpack_ids(ids)
-        if min(sent.rows) <= 0:
+        sent, level = unpack_ids(ids, sampling), 0 if sampling is None else sampling.level
+        if level != self._level:  # another number of ranks since the checkpoint: other rows are known
+            self._epoch.start_epoch()
+            self._partial, self._level = self._partial or self._resumed, level
+        if int(sent.taken.min()) <= 0:
             self._partial = True
             return None
-        rows = tuple(min(len(one), own_rows) for one in sent.per_rank)
-        own = (tuple(len(one) for one in sent.per_rank), self._recent.repeats(sent.per_rank))
+        ranks, rate = len(sent.taken), sent.rate
+        before = sent.looked - own_rows  # rows of steps that were not measured
+        of_step = sent.places >= before[sent.owners]
+        rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
+        own = (tuple(sent.counts.tolist()), self._recent.repeats_of(sent.values, sent.owners, ranks))
         self._partial |= not sent.complete
-        taken = tuple(sent.rows)
-        order = self._order.step(sent.per_rank[0], rows_in_epoch, len(sent.per_rank), bool(walk.starts))
+        taken = sent.rows
+        order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
         if order is not None and not _shuffles(walk, order):
             order = None
         shared, pairs = 0, Counter[tuple[int, int]]()
-        before = [len(one) - own_rows for one in sent.per_rank]  # rows of steps that were not measured
-        for begins, part in self._parts(sent.per_rank, own_rows, rows_in_epoch, walk):
+        for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk):
             if begins:
                 self._epoch.start_epoch()
                 self._partial = False
-            self._epoch.update(np.concatenate(part))
+            part = (sent.places >= first) & (sent.places < end)
+            self._epoch.update(sent.values[part], _rows_of(sent, first, end))
             # what a rank held in the last epoch may be another's in this one
-            found = duplicates([ids[max(0, skip) :] for ids, skip in zip(part, before, strict=True)])
-            before = [skip - len(ids) for ids, skip in zip(part, before, strict=True)]
+            found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count
-            pairs.update({(min(a, b), max(a, b)): count for a, b, count in found.pairs})
-        visits = self._epoch.visits
+            pairs.update({(a, b): count for a, b, count in found.pairs})
+        visits, shared = self._epoch.visits, round(shared / rate)
+        sample = None if rate == 1.0 else rate
+        told = CoverageStats(shared, sampled=sample, unsent=None if sample is None else sent.unsent)
         if rows_in_epoch is None or self._partial:
             share = None if self._partial or not visits else max(0.0, 1.0 - self._epoch.seen(None).value)
-            return RowsOfStep(CoverageStats(shared, None, share), None, pairs, rows, *own, taken, order)
+            return RowsOfStep(replace(told, repeated=share), None, pairs, rows, *own, taken, order, rate)
         seen = self._epoch.seen(rows_in_epoch)
         consumed = visits / rows_in_epoch
         repeated = max(0.0, consumed - seen.value)
         unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without what fills the last batch up, in health
-        coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told)
-        return RowsOfStep(CoverageStats(shared, seen.value, repeated), coverage, pairs, rows, *own, taken, order)
+        coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate)
+        told = replace(told, seen=seen.value, repeated=repeated)
+        return RowsOfStep(told, coverage, pairs, rows, *own, taken, order, rate)
+
+    def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
+        """Of the first rank's rows. Those of a sample come in the same order again too, of as many as it has."""
+        known = None if rows_in_epoch is None else max(1, round(rows_in_epoch * sent.rate))
+        found = self._order.step(sent.values[sent.owners == 0], known, len(sent.taken), begun)
+        return None if found is None else replace(found, rows=round(found.rows / sent.rate))
 
     def _parts(
-        self, per_rank: Sequence[Ids], own_rows: int, rows_in_epoch: int | None, walk: Walk
-    ) -> Iterator[tuple[bool, list[Ids]]]:
-        """The rows by epochs: whether one begins with this part, and each rank's rows.
+        self, sent: StepIds, own_rows: int, rows_in_epoch: int | None, walk: Walk
+    ) -> Iterator[tuple[bool, int, int]]:
+        """The rows by epochs: whether one begins with this part, and from which place of each rank to which.
 
         Where the loader was seen, it says itself where its passes begin; else the rows are counted. A script that keeps
         its batches reads the loader once only: so rows are counted there too, but only once a whole step is too many.
         """
+        ranks = len(sent.taken)
         starts = [start for start in walk.starts if start > 0]
         begins = 0 in walk.starts
-        place, length = 0, max(len(ids) for ids in per_rank)
+        place, length = 0, int(sent.looked.max())
         while place < length:
             end = starts.pop(0) if starts else length
-            rest = [ids[place:end] for ids in per_rank]
-            many = sum(len(ids) for ids in rest)
-            spare = own_rows * len(per_rank) if walk.watched else 0
+            inside = (sent.places >= place) & (sent.places < end)
+            many = _rows_of(sent, place, end)
+            spare = own_rows * ranks if walk.watched else 0
             before = 0 if begins else self._epoch.visits - spare
-            if rows_in_epoch and not begins and epoch_is_over(before, many, rows_in_epoch, len(per_rank)):
-                old = last_of_epoch(rest, self._epoch, rows_in_epoch, own_rows)
+            if rows_in_epoch and not begins and epoch_is_over(before, many, rows_in_epoch, ranks):
+                left = -(-max(0, rows_in_epoch - self._epoch.visits) // ranks)
+                old = last_of_epoch(sent.values[inside], sent.places[inside] - place, self._epoch, left, own_rows)
                 if old:
-                    yield False, [ids[:old] for ids in rest]
+                    yield False, place, place + old
                 place, begins = place + old, True
                 starts = [end, *starts] if end < length else starts
-                most = -(-rows_in_epoch // len(per_rank))
+                most = -(-rows_in_epoch // ranks)
                 if end - place > most:  # more than a whole epoch is left
-                    yield True, [ids[old : old + most] for ids in rest]
+                    yield True, place, place + most
                     place, begins = place + most, False
                 continue
-            if (
-                begins and self._resumed and walk.starts
-            ):  # a script that goes on within the epoch makes its loader anew for that
-                begins = float(self._epoch.holds(np.concatenate(rest)).mean()) > self._epoch.rate / 2
+            # a script that goes on within the epoch makes its loader anew for that
+            if begins and self._resumed and walk.starts and inside.any():
+                begins = float(self._epoch.holds(sent.values[inside]).mean()) > self._epoch.rate / 2
             self._resumed &= not (walk.starts and place >= walk.starts[0])
-            yield begins, rest
+            yield begins, place, end
             place, begins = end, True
 
     def state_dict(self, unsent: bool) -> dict[str, Any]:
@@ -144,7 +171,7 @@ class RowTracker:
             unsent: rows of steps since the last observation wait on the ranks; a checkpoint does not hold them, so
                 after a resume the shares of this epoch are not known.
         """
-        return {"epoch": self._epoch.state_dict(), "partial": self._partial or unsent}
+        return {"epoch": self._epoch.state_dict(), "partial": self._partial or unsent, "level": self._level}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`.
@@ -154,6 +181,7 @@ class RowTracker:
         """
         self._epoch.load_state_dict(state["epoch"])
         self._partial, self._resumed = bool(state["partial"]), True
+        self._level = int(state.get("level", 0))  # older versions sent all rows
         self._order = SameOrder()
 
 
@@ -162,7 +190,7 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
     tokens, fired = gathered.loss.tokens, gathered.local.fired
     told = None
     if gathered.ids.numel():
-        told = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk)
+        told = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk, context.sampling)
     non_finite, zero = _broken(gathered, context.layer_names)
     coverage = CoverageStats() if told is None else told.coverage
     return coverage, Evidence(
@@ -171,6 +199,7 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
         own_rows=None if told is None else told.own_rows,
         own_repeats=None if told is None else told.own_repeats,
         rows_taken=None if told is None else told.taken,
+        rows_sampled=1.0 if told is None else told.rate,
         label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
         coverage=None if told is None else told.epoch,
         same_order=None if told is None else told.same_order,
@@ -181,13 +210,26 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
         update_skipped=context.update_skipped,
         micro_batches=tuple(int(n) for n in gathered.loss.count.tolist()),
         layers=_layer_values(gathered, context.layer_names),
+        directions=_directions(gathered),
     )
+
+
+def _rows_of(sent: StepIds, first: int, end: int) -> int:
+    """Rows of all ranks from one place to another, whether or not they were sent."""
+    return int((np.minimum(sent.looked, end) - np.minimum(sent.looked, first)).sum())
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:
     """Whether the same order is a fault: the sampler says that it shuffles, or the ids that were told are shuffled."""
     said = walk.facts.shuffles
     return (walk.told and order.shuffled) if said is None else said
+
+
+def _directions(gathered: Gathered) -> npt.NDArray[np.float64] | None:
+    sums = gathered.directions
+    if not isinstance(sums, Sums) or sums.pairs is not None or not sums.probes.numel():
+        return None
+    return sums.probes.numpy()
 
 
 def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | None:
@@ -204,6 +246,9 @@ def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | N
         squares = squares if exact else own
     elif not exact:
         return None
+    elif isinstance(gathered.directions, Sums) and gathered.directions.late is not None:
+        known = gathered.directions.late.layer_cosines
+        cosines = None if known is None else known.numpy()
     return LayerValues(names, squares.log().numpy() / 2.0, cosines)
 
 

@@ -61,7 +61,7 @@ class Steps:
         self._together = capture.together
         self._alone, self._once, self._decided = self._together.alone, self._together.once, self._together.decided
         self._layout = layout_of(config, capture.shape)
-        self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.shape.gather_limit)
+        self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.arithmetic.total)
         log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
         peers = capture.framework if isinstance(capture.framework, HasPeers) else None
         self._beside = None if peers is None else peers.beside
@@ -194,7 +194,11 @@ class Steps:
         """A collective, in a step before which every rank has read that micro-batches are wanted."""
         if self._once(lambda: self._capture.keeps_micro_batches):
             own = self._capture.take_micro_batches(self._layout.layer_size)
-            everybody = gather_on_host(own, self._capture.group, self._once)
+            if not self._layout.gathers:  # of all ranks together: more is not known of any
+                self._once(lambda: dist.all_reduce(own, op=dist.ReduceOp.SUM, group=self._capture.group))
+                everybody = own.cpu()[None] / dist.get_world_size(self._capture.group)
+            else:
+                everybody = gather_on_host(own, self._capture.group, self._once)
             self._alone(lambda: self._audit.micro_batches(step, everybody.double()))
 
     def _someone_failed(self, step: int) -> bool:

@@ -5,9 +5,13 @@
     table(outcome)                                         # what the console shows
     to_json(outcome)                                       # preflight.json
 
-Only hashes travel, as int32, in an all-gather of every item's hash. A small one before it makes sure that all ranks
-ask the same questions - a rank with other parameters gives an event, not a hang - and, when something differs, one
-after it brings the differing values as text. All three have sizes that every rank knows beforehand.
+Only hashes travel, as int32. One all-reduce (largest and smallest) says of every item whether it is the same on all
+ranks: 16 bytes per item, whatever the number of ranks. Of the items that differ, and of those alone, every rank's hash
+is gathered: 8 bytes per rank and item, of at most ``MIB_OF_HASHES`` MiB or ``FEWEST_ASKED`` items; the others of a
+group are asked about by one hash of all of them. An all-reduce brings the values as text: of each group of equal ranks
+the first one speaks, for at most ``MAX_VALUES`` groups. The same three calls before that, about one hash per group of
+items, make sure that all ranks ask the same questions: a rank with other parameters gives an event, not a hang. All
+have sizes that every rank knows beforehand.
 
 A rank is named only where more than half of all ranks agree against it: never for 2 ranks, never in a tie. What a rank
 can check by itself (``check_item``: is my share of the data one of N?) needs no majority and names whoever failed.
@@ -17,8 +21,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +31,10 @@ import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
-from ds_silent.exchange.collectives import gather_on_host
-from ds_silent.maths.fingerprint import Hash, hash_text
+from ds_silent.exchange.collectives import gather_on_host, same_on_all
+from ds_silent.maths.fingerprint import Hash, hash_bytes, hash_text
 from ds_silent.measure.coverage import expected_coverage
-from ds_silent.ranks.parts import Parts, outvoted, parts_of, ranks_of
+from ds_silent.ranks.parts import SHOWN_RANKS, Parts, outvoted, parts_of_numbers, ranks_of
 from ds_silent.ranks.together import Once, at_once
 from ds_silent.records import Event, EventKind, Severity
 
@@ -52,7 +56,13 @@ GROUPS: tuple[Group, ...] = (
     "environment",
 )
 MAX_TEXTS = 32  # differing items whose values travel as text
+MAX_VALUES = 8  # of each item, the largest groups' first
 TEXT_BYTES = 160  # of each value
+MAX_ROWS = 32  # of a group in the table
+MIB_OF_HASHES, FEWEST_ASKED = 4, 32
+"""How much of the ranks' single hashes is gathered. 4 MiB hold all items of 8 to 64 ranks (65,536 to 8,192 of them),
+512 at 1,024 ranks, 32 at 16,384; never fewer than 32 items."""
+WHOLE_RANKS = 64  # up to which ``preflight.json`` lists all ranks of all groups
 PASSED = hash_text("passed")
 
 
@@ -77,6 +87,7 @@ class ItemOutcome:
     texts: tuple[str, ...]  # the value of each part, where it is known; else only this rank's
     ok: bool
     odd: tuple[int, ...]  # ranks that are not what the majority is, or failed a check; empty without a majority
+    joint: bool = False  # ``parts`` are equal in all items of its group that were not asked about one by one
 
     @property
     def agrees(self) -> bool:
@@ -134,28 +145,62 @@ def read_item(
 def outcome_of(
     items: Sequence[Item], hashes: Hashes, texts: Mapping[int, Sequence[str]] | None = None
 ) -> PreflightOutcome:
-    """Which items are as expected, and who is the odd one out.
+    """Which items are as expected, and who is the odd one out, from all that all ranks have.
 
     Args:
         items: this rank's, in the order that is the same everywhere.
         hashes: int32 (N, len(items), 2), every rank's.
         texts: by index of an item, what each of the N ranks shows.
     """
+    apart = (hashes != hashes[0]).any(axis=(0, 2)).nonzero()[0].tolist()
+    said = {index: _Said.of(hashes[:, index]) for index in apart}
+    of_parts = {
+        index: [shown[part[0]] for part in said[index].parts] for index, shown in (texts or {}).items() if index in said
+    }
+    return _judged(items, len(hashes), said, of_parts)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the ranks said about an item on which they differ."""
+
+    parts: Parts
+    passed: tuple[int, ...]  # ranks, of a check
+    joint: bool = False
+
+    @classmethod
+    def of(cls, hashes: Hashes, joint: bool = False) -> _Said:
+        """From (N, 2) int32."""
+        passed = (hashes == np.array(PASSED, dtype=np.int32)).all(1)
+        numbers = np.ascontiguousarray(hashes).view(np.int64).reshape(-1)
+        return cls(parts_of_numbers(numbers), tuple(passed.nonzero()[0].tolist()), joint)
+
+
+def _judged(
+    items: Sequence[Item], ranks: int, said: Mapping[int, _Said], texts: Mapping[int, Sequence[str]]
+) -> PreflightOutcome:
+    """The outcome on N ``ranks``, from what was said about the items that differ, by index, and their parts' values."""
+    everybody = tuple(range(ranks))
+    agreed = {passed: _Said((everybody,), everybody if passed else ()) for passed in (False, True)}
+    verdicts: dict[tuple[Expectation, int], tuple[bool, tuple[int, ...]]] = {}  # items asked about together have one
     found = []
     for index, item in enumerate(items):
-        values = [tuple(pair) for pair in hashes[:, index].tolist()]
-        parts = parts_of(values)
-        shown: tuple[str, ...] = (item.shown,)
-        if texts is not None and index in texts:
-            shown = tuple(texts[index][part[0]] for part in parts)
-        if item.expectation == "passed":
-            odd = tuple(rank for rank, value in enumerate(values) if value != PASSED)
-            ok = not odd
-        else:
-            ok = _as_expected(item.expectation, parts, len(hashes))
-            odd = () if ok else _odd(item.expectation, parts)
-        found.append(ItemOutcome(item, parts, shown, ok, odd))
-    return PreflightOutcome(len(hashes), tuple(found))
+        one = said.get(index) or agreed[item.hash == PASSED]
+        key = item.expectation, id(one)
+        if key not in verdicts:
+            verdicts[key] = _verdict(item.expectation, one, ranks)
+        shown = tuple(texts.get(index, (item.shown,))[:MAX_VALUES])
+        found.append(ItemOutcome(item, one.parts, shown, *verdicts[key], one.joint))
+    return PreflightOutcome(ranks, tuple(found))
+
+
+def _verdict(expectation: Expectation, said: _Said, ranks: int) -> tuple[bool, tuple[int, ...]]:
+    """Whether it is as expected, and who is odd."""
+    if expectation == "passed":
+        passed = set(said.passed)
+        return len(passed) == ranks, tuple(rank for rank in range(ranks) if rank not in passed)
+    ok = _as_expected(expectation, said.parts, ranks)
+    return ok, () if ok else _odd(expectation, said.parts)
 
 
 def _as_expected(expectation: Expectation, parts: Sequence[Sequence[int]], ranks: int) -> bool:
@@ -175,32 +220,116 @@ def _odd(expectation: Expectation, parts: Parts) -> tuple[int, ...]:
 # -- the collectives -------------------------------------------------------------------------------------------------
 
 
+class Ranks(Protocol):
+    """All ranks, as this one reaches them; each call is a collective of a size that all of them know."""
+
+    @property
+    def size(self) -> int: ...
+
+    def same(self, own: Hashes) -> npt.NDArray[np.bool_]:
+        """(I,) of this rank's (I, 2) int32, which of them all ranks have alike."""
+
+    def hashes(self, own: Hashes) -> Hashes:
+        """(Q, 2) int32 of this rank to (N, Q, 2) of all."""
+
+    def texts(self, own: Sequence[str], speakers: Sequence[int]) -> list[str]:
+        """What rank ``speakers[i]`` has as its i-th text."""
+
+
 def compare(
     items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once = at_once
 ) -> PreflightOutcome:
-    """Gathers and compares. A collective that waits: every rank calls it once, before its first step.
+    """Exchanges and compares. A collective that waits: every rank calls it once, before its first step.
 
     Args:
         items: what this rank found; the others' lists should be alike, and it is an event when they are not.
         device: of the group's backend; buffers are int32.
         once: see :mod:`ds_silent.ranks.together`.
     """
-    lists = lists_of(items)
-    outcome = _compared(lists, group, device, once)
+    kept = once(lambda: items)  # played again, what the first calls were about
+    return compared(kept, _Group(group, device, once))
+
+
+def compared(items: Sequence[Item], ranks: Ranks) -> PreflightOutcome:
+    """The same, over any way to reach the other ranks."""
+    outcome = _asked(lists_of(items), ranks)
     # The same on every rank, so that nobody goes on alone.
-    return outcome if outcome.wrong else _compared(items, group, device, once)
+    return outcome if outcome.wrong else _asked(items, ranks)
 
 
-def _compared(items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once) -> PreflightOutcome:
-    hashes = _gather(np.array([item.hash for item in items], dtype=np.int32).reshape(-1, 2), group, device, once)
-    outcome = outcome_of(items, hashes)
-    wrong = [index for index, one in enumerate(outcome.items) if not one.ok][:MAX_TEXTS]
-    if not wrong:
-        return outcome
-    slots = np.stack([_text_slot(items[index].shown) for index in wrong])
-    gathered = _gather(slots.reshape(-1, 2), group, device, once).reshape(len(hashes), len(wrong), -1)
-    texts = {index: [_slot_text(slot) for slot in gathered[:, column]] for column, index in enumerate(wrong)}
-    return outcome_of(items, hashes, texts)
+def _asked(items: Sequence[Item], ranks: Ranks) -> PreflightOutcome:
+    if not items:
+        return PreflightOutcome(ranks.size, ())
+    own = np.array([item.hash for item in items], dtype=np.int32).reshape(-1, 2)
+    apart = np.flatnonzero(~ranks.same(own)).tolist()
+    if not apart:
+        return _judged(items, ranks.size, {}, {})
+    single, joint = questions(items, apart, max(FEWEST_ASKED, MIB_OF_HASHES * (1 << 20) // (8 * ranks.size)))
+    of_many = [hash_bytes(own[members].tobytes()) for members in joint]
+    answers = ranks.hashes(np.concatenate([own[single], np.array(of_many, dtype=np.int32).reshape(-1, 2)]))
+    said = {index: _Said.of(answers[:, column]) for column, index in enumerate(single)}
+    for column, members in enumerate(joint, len(single)):
+        together = _Said.of(answers[:, column], joint=True)
+        said |= dict.fromkeys(members, together)
+    outcome = _judged(items, ranks.size, said, {})
+    wrong = [index for index in sorted(said) if not outcome.items[index].ok][:MAX_TEXTS]
+    slots = [(index, part[0]) for index in wrong for part in said[index].parts[:MAX_VALUES]]
+    texts: dict[int, list[str]] = {index: [] for index in wrong}
+    if slots:
+        spoken = ranks.texts([items[index].shown for index, _ in slots], [speaker for _, speaker in slots])
+        for (index, _), text in zip(slots, spoken, strict=True):
+            texts[index].append(text)
+    told = [replace(one, texts=tuple(texts.get(index, one.texts))) for index, one in enumerate(outcome.items)]
+    return PreflightOutcome(ranks.size, tuple(told))
+
+
+def questions(items: Sequence[Item], apart: Sequence[int], room: int) -> tuple[list[int], list[list[int]]]:
+    """Which of the items that differ are asked about one by one, and which together with others of their group.
+
+    Only items that should be equal are put together: when ranks are equal in all of them, they are in each. The first
+    of each group come before the second of any, so that no group is left without.
+    """
+    numbers: Counter[Group] = Counter()
+    places = []
+    for index in apart:
+        item = items[index]
+        places.append((numbers[item.group] if item.expectation == "equal" else -1, index))
+        numbers[item.group] += item.expectation == "equal"
+    ordered = sorted(places)
+    least = sum(place < 0 for place, _ in ordered)
+    single = sorted(index for _, index in ordered[: max(room, least)])
+    groups: dict[Group, list[int]] = {}
+    for index in sorted(set(apart) - set(single)):
+        groups.setdefault(items[index].group, []).append(index)
+    return single, list(groups.values())
+
+
+class _Group:
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, once: Once):
+        self._group, self._device, self._once = group, device, once
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def same(self, own: Hashes) -> npt.NDArray[np.bool_]:
+        return np.asarray(same_on_all(self._sent(own), self._group, self._once).all(1).numpy())
+
+    def hashes(self, own: Hashes) -> Hashes:
+        gathered: Hashes = gather_on_host(self._sent(own), self._group, self._once).numpy()
+        return gathered
+
+    def texts(self, own: Sequence[str], speakers: Sequence[int]) -> list[str]:
+        me = dist.get_rank(self._group)
+        said = np.stack([_text_slot(text if me == rank else "") for text, rank in zip(own, speakers, strict=True)])
+        slots = self._once(lambda: self._sent(said))  # played again, the buffer that was reduced
+        self._once(lambda: dist.all_reduce(slots, op=dist.ReduceOp.SUM, group=self._group))  # one number, else zeros
+        return [_slot_text(slot) for slot in slots.cpu().numpy()]
+
+    def _sent(self, numbers: Hashes) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device)
 
 
 def lists_of(items: Sequence[Item]) -> list[Item]:
@@ -212,12 +341,6 @@ def lists_of(items: Sequence[Item]) -> list[Item]:
         shown = ", ".join(f"{count} expected {kind}" for kind, count in sorted(kinds.items()))
         lists.append(Item(f"list of {group}", group, "equal", shown or "no items", hash_text(repr(names))))
     return lists
-
-
-def _gather(pairs: Hashes, group: dist.ProcessGroup, device: torch.device, once: Once) -> Hashes:
-    """(I, 2) int32 of this rank to (N, I, 2) of all."""
-    gathered: Hashes = gather_on_host(torch.from_numpy(pairs).to(device), group, once).numpy()
-    return gathered
 
 
 def _text_slot(text: str) -> Hashes:
@@ -265,10 +388,14 @@ def events_of(outcome: PreflightOutcome, step: int = 0) -> list[Event]:
     ``ranks`` are the odd ones out, the ranks that collide, or nobody where no majority exists; ``where`` is the first
     item.
     """
-    together: dict[tuple[EventKind, str, Severity, tuple[tuple[int, ...], ...]], list[ItemOutcome]] = {}
+    together: dict[tuple[EventKind, str, Severity, int], list[ItemOutcome]] = {}
+    alike: dict[Parts, int] = {}
+    numbers: dict[int, int] = {}  # by identity: to hash the groups of thousands of ranks takes a millisecond
     for one in outcome.wrong:
         item = one.item
-        together.setdefault((kind_of(item), item.group, item.severity, one.parts), []).append(one)
+        if id(one.parts) not in numbers:
+            numbers[id(one.parts)] = alike.setdefault(one.parts, len(alike))
+        together.setdefault((kind_of(item), item.group, item.severity, numbers[id(one.parts)]), []).append(one)
     events = []
     for (kind, _, severity, _), found in together.items():
         first = found[0]
@@ -300,7 +427,8 @@ def _sentence(found: Sequence[ItemOutcome]) -> str:
 
 def _failures(one: ItemOutcome) -> str:
     """What the ranks that failed a check found."""
-    indices = [index for index, part in enumerate(one.parts) if set(part) <= set(one.odd)]
+    odd = set(one.odd)
+    indices = [index for index, part in enumerate(one.parts) if part[0] in odd]
     shown = [_shown(one, index) for index in indices[:3]]
     return "; ".join(shown) + (f"; {len(indices) - 3} more" if len(indices) > 3 else "")
 
@@ -311,9 +439,9 @@ def _colliding(one: ItemOutcome) -> list[tuple[int, tuple[int, ...]]]:
 
 def _shown(one: ItemOutcome, index: int) -> str:
     """The value of one part; "one value" where no text travelled, or two parts show the same beginning."""
-    if len(one.texts) < len(one.parts) or Counter(one.texts)[one.texts[index]] > 1:
-        own = one.texts[index] if len(one.texts) == len(one.parts) else ""
-        return f"{own} [value {index + 1}]".strip()
+    known = len(one.parts) == 1 or (len(one.texts) > 1 and index < len(one.texts))  # else there is this rank's own
+    if not known or one.texts.count(one.texts[index]) > 1:
+        return f"{one.texts[index] if known else ''} [value {index + 1}]".strip()
     return one.texts[index]
 
 
@@ -348,34 +476,48 @@ def table(outcome: PreflightOutcome, full: bool = False) -> Table:
             verdicts = Counter(verdict(one) for one in fine)
             said = ", ".join(f"{count} {words}" for words, count in verdicts.items())
             drawn.add_row(group, f"{len(fine)} items", Text(said, style="green"))
-        for one in members if full else outcome.wrong:
-            if one.item.group == group:
-                style = "green" if one.ok else _STYLES[one.item.severity]
-                value = "…" if one.ok and not one.agrees else " | ".join(one.texts)
-                drawn.add_row(Text(_plain(one.item.name)), Text(_plain(value)), Text(verdict(one), style=style))
+        listed = members if full else [one for one in members if not one.ok]
+        for one in listed if full else listed[:MAX_ROWS]:
+            style = "green" if one.ok else _STYLES[one.item.severity]
+            value = "…" if one.ok and not one.agrees else " | ".join(one.texts)
+            drawn.add_row(Text(_plain(one.item.name)), Text(_plain(value)), Text(verdict(one), style=style))
+        if not full and len(listed) > MAX_ROWS:
+            drawn.add_row(group, f"{len(listed) - MAX_ROWS} more items", "not as expected, see preflight.json")
     return drawn
 
 
 def to_json(outcome: PreflightOutcome) -> dict[str, Any]:
-    """``preflight.json``: every item with what was expected, who has what, and the verdict."""
+    """``preflight.json``: every item with what was expected, who has what, and the verdict.
+
+    Above ``WHOLE_RANKS`` ranks at most 8 groups of equal ranks are listed with 8 ranks each, and 8 odd ranks; where
+    that is not all of them, ``cut`` has the counts: of the groups, of the ranks in each that is listed, of odd ranks.
+    """
     return {
         "version": 1,
         "world_size": outcome.world_size,
         "ok": not outcome.wrong,
-        "items": [
-            {
-                "name": one.item.name,
-                "group": one.item.group,
-                "expected": one.item.expectation,
-                "ok": one.ok,
-                "verdict": verdict(one),
-                "odd_ranks": list(one.odd),
-                "ranks": [list(part) for part in one.parts] if not one.agrees else "all",
-                "values": list(one.texts),
-            }
-            for one in outcome.items
-        ],
+        "items": [_item_json(one, outcome.world_size) for one in outcome.items],
     }
+
+
+def _item_json(one: ItemOutcome, world_size: int) -> dict[str, Any]:
+    parts, ranks = (None, None) if world_size <= WHOLE_RANKS else (MAX_VALUES, SHOWN_RANKS)
+    listed = one.parts[:parts]
+    written: dict[str, Any] = {
+        "name": one.item.name,
+        "group": one.item.group,
+        "expected": one.item.expectation,
+        "ok": one.ok,
+        "verdict": verdict(one),
+        "odd_ranks": list(one.odd[:ranks]),
+        "ranks": [list(part[:ranks]) for part in listed] if not one.agrees else "all",
+        "values": list(one.texts),
+    }
+    if one.joint:
+        written["joint"] = True
+    if ranks and not one.agrees:
+        written["cut"] = {"groups": len(one.parts), "sizes": [len(part) for part in listed], "odd": len(one.odd)}
+    return written
 
 
 def _plain(text: str) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ds_silent.device import model_name
+from ds_silent.capture.fused import choice
+from ds_silent.device import kind, model_name
 from ds_silent.maths.fingerprint import hash_bytes, shown_hash
 from ds_silent.preflight.compare import Item, item_of, read_item
 
@@ -70,6 +71,7 @@ def environment_items(environment: Mapping[str, str]) -> list[Item]:
         *(item_of(f"{p}* variables", "environment", beginning(p), severity="warning") for p in ("NCCL_", "HCCL_")),
         read_item("numeric switches of torch", "environment", switches, "equal", "warning"),
         read_item("device model", "environment", _device_model, "equal", "info"),
+        read_item("gradients read by", "environment", _read_by, "equal", "info"),
     ]
 
 
@@ -121,3 +123,9 @@ def _device_model() -> str:
     information = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*:\s*(.*)$", information.read_text(), re.M) if information.is_file() else []
     return models[0] if models else platform.machine()
+
+
+def _read_by() -> str:
+    """Ranks may differ: the numbers are the same but for their rounding."""
+    chosen = choice(torch.device(kind()))
+    return chosen.reason if chosen.triton else f"torch ({chosen.reason})"

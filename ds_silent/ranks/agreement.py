@@ -203,9 +203,11 @@ def differences(said: Sequence[Statement]) -> str:
     refusals = {statement.refusal for statement in said}
     if len(refusals) == 1 and None not in refusals:
         return str(said[0].refusal)
-    parts = []
-    for refusal in sorted(filter(None, refusals)):
+    parts, told = [], sorted(filter(None, refusals))
+    for refusal in told[:SHOWN_VALUES]:
         parts.append(f"{ranks_of([r for r in everybody if said[r].refusal == refusal])}: {refusal}")
+    if len(told) > SHOWN_VALUES:
+        parts.append(f"{len(told) - SHOWN_VALUES} more refusals of other ranks")
     for absent in sorted({s.absent for s in said if not s.present and s.refusal is None}):
         parts.append(
             f"{ranks_of([r for r in everybody if said[r].absent == absent and not said[r].present])}: {absent}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, Gathered, Status
-from ds_silent.ranks.parts import outvoted, parts_of
+from ds_silent.ranks.parts import outvoted, parts_of, ranks_of
 from ds_silent.records import Event
 from ds_silent.words import TORCH, Words
 
@@ -92,7 +92,7 @@ def stopping(step: int, failed: list[float], words: Words) -> Event:
     """The event of the worst that some ranks have said."""
     code = next(code for code in (BROKE, UNSEEN, UNEVEN, ASTRAY, LEFT) if code in failed or code == LEFT)
     ranks = tuple(rank for rank, word in enumerate(failed) if word == code)
-    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    names = ranks_of(ranks)
     remedy = "The training is not affected; please report the warning that the rank printed."
     if code == LEFT:
         message = f"The observer was closed on {names} and not on the others; all stop observing at step {step}."
@@ -117,9 +117,9 @@ def apart(step: int, steps: list[float], boundaries: list[float]) -> Event:
     which = steps if len(set(steps)) > 1 else boundaries
     what = "are at another step" if which is steps else "have reduced gradients another number of times"
     shown = ", ".join(f"{int(value)} on {which.count(value)} of them" for value in sorted(set(which))[:3])
-    named = f"ranks {', '.join(map(str, odd))} {what} than the others" if len(odd) > 1 else f"some ranks {what}"
+    named = f"{ranks_of(odd)} {what} than the others" if odd else f"some ranks {what}"
     if len(odd) == 1:
-        named = f"rank {odd[0]} {what.replace('are', 'is', 1).replace('have', 'has', 1)} than the others"
+        named = named.replace("are", "is", 1).replace("have", "has", 1)
     message = f"At step {step} {named} ({shown}), so their gradients do not belong together; all stop observing."
     remedy = "Load the same checkpoint and take the same steps on every rank."
     return Event(step, "observer-off", "warning", odd, None, None, None, message, remedy)

@@ -1,6 +1,7 @@
 """Which ranks have the same, who is the odd one out, and how a sentence names ranks. Pure.
 
 parts = parts_of(values)          # ((0, 2, 3), (1,)): ranks of equal value, the largest part first
+parts_of_numbers(array)           # the same of int64 (N,), for any number of ranks
 majority(parts), outvoted(parts)  # (0, 2, 3), (1,): nobody where no more than half of all agree
 ranks_of((0, 2))                  # "ranks 0, 2"
 """
@@ -8,6 +9,9 @@ ranks_of((0, 2))                  # "ranks 0, 2"
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 SHOWN_RANKS = 8  # in a sentence
 
@@ -20,6 +24,16 @@ def parts_of(values: Iterable[Hashable]) -> Parts:
     for rank, value in enumerate(values):
         members.setdefault(value, []).append(rank)
     return tuple(sorted((tuple(part) for part in members.values()), key=lambda part: (-len(part), part)))
+
+
+def parts_of_numbers(values: npt.NDArray[np.int64]) -> Parts:
+    """:func:`parts_of` an array (N,), by sorting: 16,384 ranks take a few milliseconds."""
+    _, first, found, counts = np.unique(values, return_index=True, return_inverse=True, return_counts=True)
+    if len(first) == len(values):
+        return tuple((rank,) for rank in range(len(values)))
+    ranks, ends = np.argsort(found, kind="stable").tolist(), np.cumsum(counts).tolist()
+    begins = [0, *ends[:-1]]
+    return tuple(tuple(ranks[begins[k] : ends[k]]) for k in np.lexsort((first, -counts)).tolist())
 
 
 def majority(parts: Parts) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.replicas.checksums import checksum
-from ds_silent.replicas.compare import gathered
+from ds_silent.replicas.compare import equal_on_all
 
 BUCKET = 1 << 24  # elements that are averaged at once
 ATTEMPTS = 3
@@ -73,8 +73,7 @@ class Averaging:
             if attempt:
                 for bucket in waiting:
                     bucket.start()
-            table = gathered(torch.stack([bucket.received() for bucket in waiting]), self._group)
-            alike = (table == table[0]).all(0).tolist()
+            alike = equal_on_all(torch.stack([bucket.received() for bucket in waiting]), self._group).tolist()
             for bucket, same in zip(waiting, alike, strict=True):
                 if same:
                     bucket.commit()

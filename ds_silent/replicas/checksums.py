@@ -14,9 +14,11 @@ the training, where ranks may hold the same numbers in another order; what drift
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +39,14 @@ class Replica:
 
     items: Items
     write_back: Callable[[], None]
+
+
+class Taken(NamedTuple):
+    """What one launch of a kernel has read of a list of tensors."""
+
+    which: frozenset[int]
+    mask: Tensor | None = None  # bool (n,): the same
+    values: Tensor | None = None  # int64 (n,): their checksums, anything elsewhere
 
 
 class Checksums:
@@ -62,17 +72,24 @@ class Checksums:
         self._rows = torch.zeros(len(owners), dtype=torch.int64, device=device)
         self._last_words = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         self._last_key = int(keys[0])
+        self._together = _new_together(sizes, device)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Of these tensors, in the order and of the sizes that were planned for; 0 for None. Nobody waits for it."""
+        taken, mask, told = Taken(frozenset()) if self._together is None else self._together(tensors)
+        if len(taken) == len(self._places) and told is not None:
+            return told
         for index, ((first, whole, rest), tensor) in enumerate(zip(self._places, tensors, strict=True)):
+            if index in taken:
+                continue
             if tensor is None:
                 self._rows[first : first + whole + (rest > 0)].zero_()
                 self._last_words[index].zero_()
             else:
                 self._read(tensor, index, first, whole, rest)
         sums = torch.zeros_like(self._last_words).index_add_(0, self._owners, self._rows * self._row_keys)
-        return sums + self._last_words * self._last_key
+        sums += self._last_words * self._last_key
+        return sums if told is None or mask is None else torch.where(mask, told, sums)
 
     def _read(self, tensor: Tensor, index: int, first: int, whole: int, rest: int) -> None:
         flat = tensor.detach().reshape(-1)
@@ -87,6 +104,15 @@ class Checksums:
             torch.sum(words[whole * ROW :], 0, out=self._rows[first + whole])
         if in_words < flat.numel():
             self._last_words[index : index + 1].view(flat.dtype)[: flat.numel() - in_words].copy_(flat[in_words:])
+
+
+def _new_together(sizes: Sequence[int], device: torch.device) -> Callable[[Sequence[Tensor | None]], Taken] | None:
+    """Many tensors in one launch, where there is a kernel for it."""
+    if device.type != "cuda" and not os.environ.get("DS_SILENT_KERNEL"):
+        return None
+    from ds_silent.capture.fused_checksums import new_checksums
+
+    return new_checksums(sizes, device)
 
 
 class Bits:

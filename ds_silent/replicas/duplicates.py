@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 
 from ds_silent.ranks.board import KEPT, Board
-from ds_silent.ranks.parts import listed, parts_of
+from ds_silent.ranks.parts import SHOWN_RANKS, listed, parts_of
 from ds_silent.records import Event
 from ds_silent.replicas.checksums import Bits, Items
 
@@ -73,7 +73,8 @@ class Duplicates:
         names = [self._items[place][0] for place in places]
         where = listed(names, SHOWN)
         groups = [[self._ranks[members[rank]] for rank in part] for part in parts_of(map(str, said))]
-        shown = " | ".join(", ".join(map(str, group)) for group in groups)
+        shown = " | ".join(listed(group, SHOWN_RANKS) for group in groups[:SHOWN])
+        shown += " | ..." if len(groups) > SHOWN else ""
         message = (
             f"The {self._what} are not the same on the ranks that share them, as step {step} begins: ranks of the "
             f"whole training with the same bits: {shown}."

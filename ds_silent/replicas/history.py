@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_silent.ranks.together import Once, at_once
 from ds_silent.replicas.checksums import Bits, Checksums, Items, bytes_of, combined
-from ds_silent.replicas.compare import Drift, compare_tensors, gathered
+from ds_silent.replicas.compare import Drift, compare_tensors, equal_on_all
 
 
 class Replicas:
@@ -72,9 +72,7 @@ class Replicas:
         if int(count[0]) != -int(count[1]):  # not even the same tensors
             return None
         found = compare_tensors(values, group, once)
-        remembered = gathered(self._history.flatten(), group, once)
-        history = remembered.view(len(remembered), *self._history.shape)
-        different = (history != history[:1]).any(0).any(1)
+        different = ~equal_on_all(combined(self._history), group, once)
         since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
         if not since:
             return found.drift(names, None)

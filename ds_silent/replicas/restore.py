@@ -35,12 +35,10 @@ def restore(items: Items, found: Comparison, group: dist.ProcessGroup, device: t
     Returns:
         bytes that were broadcast.
     """
-    assert found.values is not None
     sent = 0
-    for place in found.apart:
-        healthy = majority(found.parts_at(place))
-        if healthy:
-            sent += _copy_bits(items[place][1], healthy, int(found.values[healthy[0], place]), group, device)
+    for place, parts, right in zip(found.apart, found.parts, found.right, strict=True):
+        if right is not None:
+            sent += _copy_bits(items[place][1], majority(parts), right, group, device)
     return sent
 
 

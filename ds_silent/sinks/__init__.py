@@ -13,6 +13,7 @@ from ds_silent.sinks.base import FanOut, Sink, SinkError
 from ds_silent.sinks.console import ConsoleSink
 from ds_silent.sinks.jsonl import JsonlSink
 from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
+from ds_silent.sinks.per_rank import PerRankSink
 
 if TYPE_CHECKING:  # who only reads records should not wait for the configuration's imports
     from ds_silent.config import SilentConsistencyConfig
@@ -54,6 +55,7 @@ def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | N
     opened: list[Sink] = []
     try:
         opened.append(JsonlSink(directory))
+        opened.append(PerRankSink(directory))
         if tensorboard:
             # Importing it costs a second and needs an optional package, so only who wants it pays.
             from ds_silent.sinks.tensorboard import TensorBoardSink

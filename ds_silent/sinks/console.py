@@ -15,6 +15,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event, Scores, Severity, StepRecord
 
 _COLOURS: Mapping[Severity, str] = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "info": "\x1b[36m"}
@@ -79,7 +80,7 @@ def event_line(event: Event) -> str:
     """One event on one line: severity, kind, who, what, and what to do."""
     parts = [f"[ds_silent] step {event.step}  {event.severity.upper()}  {event.kind}"]
     if event.ranks:
-        parts.append(f"{'rank' if len(event.ranks) == 1 else 'ranks'} {', '.join(map(str, event.ranks))}")
+        parts.append(ranks_of(event.ranks))
     if event.where:
         parts.append(f"at {event.where}")
     return _one_line(f"{'  '.join(parts)}: {event.message} {event.remedy}".rstrip())

@@ -1,4 +1,4 @@
-"""Directories and append-only files of lines that survive ``kill -9``, a full disk and a resumed run."""
+"""Directories and append-only files that survive ``kill -9``, a full disk and a resumed run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def make_directory(directory: Path) -> None:
         raise refused(directory, error) from None
 
 
-class LineFile:
-    """Whole lines appended to a file; opened on creation, closed by :meth:`close`.
+class AppendedFile:
+    """A file that is only ever appended to; opened on creation, closed by :meth:`close`.
 
-    A line is one ``write`` to an ``O_APPEND`` descriptor, so a killed process tears at most its last line. A torn line
-    that an earlier process left is closed with a newline, so that it stays alone and a reader can skip it.
+    What is appended is one ``write`` to an ``O_APPEND`` descriptor, so a killed process tears at most its last piece.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,26 +36,24 @@ class LineFile:
         except OSError as error:
             raise refused(path, error) from None
         self._path = path
-        try:
-            self._end_torn_line()
-        except OSError as error:
-            os.close(self._fd)
-            raise refused(path, error) from None
 
-    def append(self, line: str) -> None:
-        """Write ``line``, which holds no newline, and its newline.
+    def write(self, data: bytes) -> None:
+        """Append ``data``.
 
         Raises:
             OSError: the disk is full, or the file is no longer in its directory.
         """
-        data = line.encode("utf-8") + b"\n"
-        while data:  # one round, unless the disk fills up in the middle of a line
+        while data:  # one round, unless the disk fills up in the middle
             data = data[os.write(self._fd, data) :]
         if os.fstat(self._fd).st_nlink == 0:  # a write to a deleted file succeeds, and nobody will ever read it
             raise OSError(errno.ENOENT, "the file was removed while the run was writing it", os.fspath(self._path))
 
+    def size(self) -> int:
+        """Bytes that the file holds."""
+        return os.fstat(self._fd).st_size
+
     def flush(self) -> None:
-        """Ask the system to put the lines on the disk itself; other processes see them already."""
+        """Ask the system to put what was written on the disk itself; other processes see it already."""
         os.fsync(self._fd)
 
     def close(self) -> None:
@@ -64,8 +61,27 @@ class LineFile:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
+
+class LineFile(AppendedFile):
+    """Whole lines appended to a file.
+
+    A torn line that an earlier process left is closed with a newline, so that it stays alone and a reader can skip it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            self._end_torn_line()
+        except OSError as error:
+            os.close(self._fd)
+            raise refused(path, error) from None
+
+    def append(self, line: str) -> None:
+        """Write ``line``, which holds no newline, and its newline; raises as :meth:`write`."""
+        self.write(line.encode("utf-8") + b"\n")
+
     def _end_torn_line(self) -> None:
-        size = os.fstat(self._fd).st_size
+        size = self.size()
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")
 

@@ -9,7 +9,8 @@
 
 A file is only ever appended to. A run that resumes at step s writes the steps after s again: the readers keep what was
 written last. With ``direction.per_layer`` the layers go to ``layers.jsonl``, one object per step. That file,
-``matrices.jsonl`` and ``scores.jsonl`` come with their first line.
+``matrices.jsonl`` and ``scores.jsonl`` come with their first line. Where the ranks are many a line says less of each
+(:mod:`ds_silent.sinks.written`), and every rank's values go to ``per_rank.bin`` (:mod:`ds_silent.sinks.per_rank`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ds_silent.records import CosineMatrix, Event, Scores, StepRecord, from_json
 from ds_silent.sinks.base import logger
 from ds_silent.sinks.drawn import is_drawn
 from ds_silent.sinks.files import LineFile, make_directory
+from ds_silent.sinks.written import written_event, written_record
 
 
 class JsonlSink:
@@ -40,7 +42,7 @@ class JsonlSink:
         self._matrices = 0
 
     def write(self, record: StepRecord) -> None:
-        self._append("metrics.jsonl", to_json(record))
+        self._append("metrics.jsonl", to_json(written_record(record)))
         if record.layers:
             self._append("layers.jsonl", {"step": record.step, "layers": to_json(record.layers)})
         if record.cosine_matrix is not None:
@@ -54,7 +56,7 @@ class JsonlSink:
             self._append("scores.jsonl", to_json(scores))
 
     def write_event(self, event: Event) -> None:
-        self._append("events.jsonl", to_json(event))
+        self._append("events.jsonl", to_json(written_event(event)))
 
     def flush(self) -> None:
         for file in self._files.values():
@@ -101,7 +103,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     """
     kept: dict[str, dict[str, Any]] = {}
     for event in _objects(Path(path), ("step", "kind")):
-        identity = json.dumps([event["step"], event["kind"], event.get("ranks"), event.get("where")])
+        identity = json.dumps([event.get(key) for key in ("step", "kind", "ranks", "ranks_total", "where")])
         kept[identity] = event
     return sorted(kept.values(), key=lambda event: int(event["step"]))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from ds_silent.records import Event, Scores, StepRecord
-from ds_silent.sinks.scalars import scalars
+from ds_silent.sinks.scalars import Curves
 
 MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
 """``engine.monitor.write_events`` (deepspeed/monitor/monitor.py, 0.12-0.19): (tag, value, x) of each point."""
@@ -22,12 +22,13 @@ class MonitorSink:
     """
 
     def __init__(self, write_events: MonitorWrite, label: str | None = None) -> None:
-        self._write_events = write_events
+        self._write_events, self._curves = write_events, Curves()
         self._prefix = "" if label is None else f"{label}/"
 
     def write(self, record: StepRecord) -> None:
         # Not every backend takes NaN (CSV readers, Comet), and the JSON lines keep it anyway.
-        points = [(self._prefix + tag, value, record.samples) for tag, value in scalars(record) if math.isfinite(value)]
+        values = self._curves.of(record)
+        points = [(self._prefix + tag, value, record.samples) for tag, value in values if math.isfinite(value)]
         if points:
             self._write_events(points)
 
@@ -35,7 +36,8 @@ class MonitorSink:
         """They are in scores.jsonl."""
 
     def write_event(self, event: Event) -> None:
-        """The monitor draws numbers only; events are in events.jsonl and on the console."""
+        """The monitor draws numbers only, those of the ranks that it names among them."""
+        self._curves.write_event(event)
 
     def flush(self) -> None:
         """The monitor flushes itself."""

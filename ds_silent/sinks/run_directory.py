@@ -59,7 +59,7 @@ class RunDirectory:
         self._undecided = False
         self._background: Background | None = None  # writes everything but what the monitor gets
         self._claim: Claim | None = None
-        self._preflight: str | None = None
+        self._files: dict[str, str] = {}  # by name, that wait for the directory
         self._stepped = False
 
     @classmethod
@@ -184,23 +184,24 @@ class RunDirectory:
         self._claim = claim
         self.directory = str(claim.directory)
         self._background.add(files.sinks)
-        self._background.drain()  # what has waited comes before the preflight's file, which looks at it
-        if self._preflight is not None:
-            self.write_preflight(self._preflight)
+        self._background.drain()  # what has waited comes before these files, which look at it
+        for name, text in self._files.items():
+            self.write_file(name, text)
 
-    def write_preflight(self, text: str) -> None:
-        """``preflight.json``; that of an earlier start of the same run stays as ``preflight-1.json`` and so on."""
+    def write_file(self, name: str, text: str) -> None:
+        """A file that is written at the start, as ``preflight.json`` is; that of an earlier start of the same run stays
+        as ``preflight-1.json`` and so on."""
         if self._claim is None:
-            self._preflight = text
+            self._files[name] = text
             return
-        path = self._claim.directory / "preflight.json"
+        path = self._claim.directory / name
         try:
             if path.exists() and is_used(self._claim.directory):
-                kept = sum(1 for _ in self._claim.directory.glob("preflight-*.json"))
-                path.rename(path.with_name(f"preflight-{kept + 1}.json"))
+                kept = sum(1 for _ in self._claim.directory.glob(f"{path.stem}-*.json"))
+                path.rename(path.with_name(f"{path.stem}-{kept + 1}.json"))
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            logger.warning("ds_silent: preflight.json could not be written: %s", error)
+            logger.warning("ds_silent: %s could not be written: %s", name, error)
 
     def identity(self) -> str | None:
         """For a checkpoint: which records a training that resumes from it continues; on the writing rank."""

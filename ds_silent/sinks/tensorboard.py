@@ -12,15 +12,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_silent.ranks.parts import SHOWN_RANKS, listed
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.drawn import is_drawn
 from ds_silent.sinks.files import make_directory
-from ds_silent.sinks.scalars import scalars
+from ds_silent.sinks.scalars import BANDS, Curves
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+_PER_RANK = rf"silent/per_rank/{{}}/(rank_\d+|{'|'.join(BANDS)})$"
 FLUSH_SECONDS = 10  # what a killed run loses here at most; metrics.jsonl loses nothing
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
@@ -30,9 +32,9 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
         "gradient direction (cosine)": ["Multiline", [r"silent/direction/(mean|min|max)_cosine$"]],
     },
     "Per rank": {
-        "loss": ["Multiline", [r"silent/per_rank/loss/rank_\d+$"]],
-        "gradient norm": ["Multiline", [r"silent/per_rank/grad_norm/rank_\d+$"]],
-        "cosine with the mean of the others": ["Multiline", [r"silent/per_rank/cosine/rank_\d+$"]],
+        "loss": ["Multiline", [_PER_RANK.format("loss")]],
+        "gradient norm": ["Multiline", [_PER_RANK.format("grad_norm")]],
+        "cosine with the mean of the others": ["Multiline", [_PER_RANK.format("cosine")]],
     },
     "Health": {
         "noise scale (samples)": ["Multiline", [r"silent/noise_scale$"]],
@@ -62,6 +64,7 @@ class TensorBoardSink:
         self._purge_step = None if resume_step is None else resume_step + 1
         self._writer: SummaryWriter | None = None
         self._early_events: list[Event] = []
+        self._curves = Curves()
         self._matrices = 0
 
     def write(self, record: StepRecord) -> None:
@@ -69,7 +72,7 @@ class TensorBoardSink:
 
         writer = self._open(record.step)
         summary = Summary()
-        for tag, value in scalars(record):
+        for tag, value in self._curves.of(record):
             summary.value.add(tag=tag, simple_value=value)
         # SummaryWriter.file_writer is a public attribute and add_summary a public method of it (torch 2.4-2.13).
         file_writer: Any = writer.file_writer
@@ -87,6 +90,7 @@ class TensorBoardSink:
         """They are in scores.jsonl."""
 
     def write_event(self, event: Event) -> None:
+        self._curves.write_event(event)
         if self._writer is None and self._purge_step is None:
             # An event before the first record (preflight, step 0) must not decide what a resumed run purges.
             self._early_events.append(event)
@@ -138,7 +142,7 @@ def summary_writer_type() -> type[SummaryWriter]:
 
 def event_markdown(event: Event) -> str:
     """The event as Markdown in which nothing of what the event says is read as Markdown or HTML."""
-    ranks = ", ".join(map(str, event.ranks)) or "-"
+    ranks = listed(event.ranks, SHOWN_RANKS) or "-"
     lines = [
         f"**{escaped(event.severity)}** {escaped(event.kind)}, ranks {ranks}",
         escaped(event.message),

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
+from ds_silent.exchange.observation import FIELDS
 
 
 def check(tmp_path: Path, ds_config: Any, *options: str) -> Any:
@@ -31,7 +32,8 @@ def test_the_default_block(tmp_path: Path) -> None:
     assert said["direction"] == "sketch of 16384 numbers, standard error of one cosine about 0.0078"
     sent = re.match(r"one all-gather of ([\d.]+) KiB from each rank per measurement", said["sends"])
     assert sent is not None
-    assert 128 <= float(sent[1]) < 128.2  # two sketches of 16384 fp32 numbers, and a few dozen scalars
+    named = len(FIELDS) + 4  # and a checksum, in four
+    assert float(sent[1]) == round((2 * 16384 + named) * 4 / 1024, 1)  # two sketches of 16384 fp32 numbers
     kept = re.match(r"([\d.]+) MiB per rank .* CPU, ([\d.]+) MiB where on an accelerator", said["keeps"])
     assert kept is not None
     assert 1 < float(kept[1]) < 4
@@ -90,7 +92,7 @@ def test_above_the_gather_limit_nothing_grows_with_the_ranks(tmp_path: Path) -> 
     block = {"silent_consistency": {"interval": 10}}
     small, large = (lines(check(tmp_path, block, "--world-size", n)) for n in ("65", "65536"))
     assert small["sends"] == large["sends"]
-    assert small["sends"].startswith("one all-reduce of 192 KiB and one all-gather of ")
+    assert small["sends"].startswith("one all-reduce of 168 KiB and one all-gather of ")
     assert small["keeps"] == large["keeps"]
     assert "every 10 optimizer steps over 65 ranks" in small[""]
 

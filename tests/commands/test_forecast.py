@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from ds_silent.cli import app
 from ds_silent.commands.forecast import forecast_lines
 from ds_silent.config import parse
+from ds_silent.exchange.observation import FIELDS
 
 
 def told(block: dict[str, Any], parameters: int | None = None) -> str:
@@ -84,3 +85,47 @@ def test_two_ranks_cannot_vote(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check", str(path), "--world-size", "2"])
     assert result.exit_code == 2
     assert "at least 3 ranks to outvote one, got 2" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("direction", "said"),
+    [
+        ({"method": "exact"}, 'direction.method "exact" needs at most 1024 ranks, got 16384: the matrix of all pairs '),
+        ({"exact_interval": 50}, "direction.exact_interval 50 needs at most 1024 ranks, got 16384: the matrix of all "),
+        ({"method": "off", "exact_interval": 50}, None),
+        ({}, None),
+    ],
+)
+def test_all_pairs_of_very_many_ranks_are_refused(tmp_path: Path, direction: dict[str, Any], said: str | None) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"silent_consistency": {"direction": direction}}))
+    for ranks in (1024, 16_384):
+        result = CliRunner().invoke(app, ["check", str(path), "--world-size", str(ranks)])
+        refused = said is not None and ranks > 1024
+        assert result.exit_code == (2 if refused else 0)
+        if said is not None and refused:
+            assert said in result.stderr
+            assert "1,074 MB that every rank reduces" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "ids", "sampled"),
+    [  # fp32 numbers: 3 per row and a count; above, what the sample has room for
+        (8, 2, 3 * 8 + 1, None),
+        (1024, 0, 3 * 8 + 1, None),
+        (16_384, 2, 3 + 2 * 4, "ids of one row in 16 travel too, in 44 B from each rank"),
+    ],
+)
+def test_what_is_gathered_is_counted(ranks: int, stage: int, ids: int, sampled: str | None) -> None:
+    """The named numbers of a step, the ids, and a checksum of the replica in four; per layer a norm, and a checksum."""
+    ds_config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage}}
+    config = parse({"silent_consistency": {}})
+    assert config is not None
+    text = "\n".join(forecast_lines(config, ds_config, ranks, None))
+    scalars = 4 * (len(FIELDS) + ids + 4)
+    if ranks > 64:  # two sketches, an eighth of one, layers' of 4,096 numbers twice; sixteen of a direction, two late
+        assert f"one all-reduce of 168 KiB and one all-gather of {scalars + 4 * 18} B from each rank" in text
+    else:
+        assert f"one all-gather of {(2 * 65536 + scalars) / 1024:.1f} KiB from each rank" in text
+    assert f"{4 + 16 * (stage == 0)} B more for each layer of the model" in text
+    assert (sampled or "row ids travel too, 12 B each") in text

@@ -95,7 +95,7 @@ def check_record(case: Case, record: dict[str, Any], truth: dict[str, Any]) -> N
     where = (case, record["step"])
     ranks = len(truth["loss"]["per_rank"])
     u = 0.0 if case.dtype == "fp32" else torch.finfo(DTYPES[case.dtype]).eps / 2
-    additions = 0 if case.top else case.accumulation - 1  # grad_accum_dtype fp32 adds without rounding
+    additions = 0 if case.adds_in_fp32 else case.accumulation - 1
     rounding = 1e-6 + u * additions
     assert record["samples"] == truth["samples"], where
     assert record["world_size"] == ranks

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ds_silent.integrations.lightning_entry import VARIABLE
+from ds_silent.integrations import BLOCK_FILE
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
@@ -190,18 +190,18 @@ def train(
     callbacks: list[Any] = []
     if observed and case.block == "callback":
         callbacks = [SilentConsistencyCallback(block, log="logger" in case.named)]
-    os.environ.pop(VARIABLE, None)
+    os.environ.pop(BLOCK_FILE, None)
     if observed and case.block == "environment":
         file = directory / f"block-{dist.get_rank()}.json"
         directory.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(block))
-        os.environ[VARIABLE] = str(file)
+        os.environ[BLOCK_FILE] = str(file)
     if keep:
         callbacks += [ModelCheckpoint(dirpath=directory / "kept", filename="end", save_on_train_epoch_end=True)]
     trainer = trainer_of(case, directory, callbacks, block if observed and case.block == "ds_config" else None)
     model = Model(case.manual, case.strategy == "fsdp2")
     trainer.fit(model, DataLoader(data(), batch_size=BATCH, shuffle=True), ckpt_path=checkpoint)
-    os.environ.pop(VARIABLE, None)
+    os.environ.pop(BLOCK_FILE, None)
     for callback in trainer.callbacks:
         assert getattr(callback, "observer", None) is None, "an observer is open behind the training's end"
     held = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]

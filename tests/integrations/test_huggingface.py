@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import ds_silent
 from ds_silent.attaching import given_block
 from ds_silent.capture.mean_loss import mean_of, times_its_share
 from ds_silent.config import ConfigError
+from ds_silent.practice.ranks import RankBroke
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.frameworks.test_ways_in import free_port, run
@@ -34,10 +37,24 @@ CASES = {
 }
 
 
-def both(cases: tuple[HFCase, ...], directory: str) -> list[tuple[HFTrace, HFTrace]]:
+def ran(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """On 2 ranks, observed. What a release before transformers 5 breaks without ds_silent too is skipped."""
+    try:
+        return run_distributed(function, 2, (*arguments, True), timeout=280)
+    except RankBroke:
+        if int(version("transformers").split(".")[0]) >= 5:
+            raise
+        try:
+            run_distributed(function, 2, (*arguments, False), timeout=280)
+        except RankBroke as error:
+            pytest.skip(f"breaks without ds_silent too: {str(error).strip().splitlines()[-1]}")
+        raise
+
+
+def both(cases: tuple[HFCase, ...], directory: str, observed: bool) -> list[tuple[HFTrace, HFTrace]]:
     """On every rank: each case observed, and not."""
     return [
-        (train(case, Path(directory, f"{place}-on"), True), train(case, Path(directory, f"{place}-off"), False))
+        (train(case, Path(directory, f"{place}-on"), observed), train(case, Path(directory, f"{place}-off"), False))
         for place, case in enumerate(cases)
     ]
 
@@ -63,14 +80,14 @@ UNDER_DEEPSPEED = {
 }
 
 
-def resumed(case: HFCase, directory: str) -> list[HFTrace]:
+def resumed(case: HFCase, directory: str, observed: bool) -> list[HFTrace]:
     """On every rank: 4 steps and a checkpoint, the rest in a new Trainer; then all of it at once, unobserved."""
     saved = {**case.named, "save_strategy": "steps", "save_steps": 4}
     first = replace(case, steps=4, named={**saved, "lr_scheduler_type": "constant"})
     folder = Path(directory)
     return [
-        train(first, folder, True),
-        train(replace(first, steps=8), folder, True, resume=True),
+        train(first, folder, observed),
+        train(replace(first, steps=8), folder, observed, resume=True),
         train(replace(first, steps=8), folder / "plain", False),
     ]
 
@@ -78,7 +95,7 @@ def resumed(case: HFCase, directory: str) -> list[HFTrace]:
 @pytest.mark.parametrize("stage", [None, 1])
 def test_a_checkpoint_goes_on(stage: int | None, tmp_path: Path) -> None:
     """Records, steps and rows go on behind the checkpoint; nothing is said that the whole training would not say."""
-    found = run_distributed(resumed, 2, (HFCase(accumulation=2, stage=stage, epochs=3), str(tmp_path)), timeout=280)
+    found = ran(resumed, HFCase(accumulation=2, stage=stage, epochs=3), str(tmp_path))
     first, second, plain = found[0]
     assert [record["step"] for record in first.records] == [1, 2, 3, 4]
     assert [record["step"] for record in second.records] == list(range(1, 9))
@@ -90,15 +107,15 @@ def test_a_checkpoint_goes_on(stage: int | None, tmp_path: Path) -> None:
         assert record["loss"]["per_rank"] == pytest.approx([rank[2].losses[place] for rank in found], rel=1e-5)
 
 
-def from_unobserved(directory: str) -> HFTrace:
+def from_unobserved(directory: str, observed: bool) -> HFTrace:
     case = HFCase(steps=4, named={"save_strategy": "steps", "save_steps": 4})
     train(case, Path(directory), False)
-    return train(replace(case, steps=8), Path(directory), True, resume=True)
+    return train(replace(case, steps=8), Path(directory), observed, resume=True)
 
 
 def test_a_checkpoint_of_an_unobserved_training(tmp_path: Path) -> None:
     """The Trainer asks such a checkpoint for the callback's state, and cannot save again where there is none."""
-    trace = run_distributed(from_unobserved, 2, (str(tmp_path),), timeout=280)[0]
+    trace = ran(from_unobserved, str(tmp_path))[0]
     assert [record["step"] for record in trace.records] == [5, 6, 7, 8]
     assert trace.records[0]["samples"] == 5 * 8
     assert trace.events == ()
@@ -173,14 +190,14 @@ def test_one_process_is_told_and_trains_on(tmp_path: Path) -> None:
 
 def test_the_trainer_under_deepspeed(tmp_path: Path) -> None:
     cases = tuple(UNDER_DEEPSPEED.values())
-    found = run_distributed(both, 2, (cases, str(tmp_path)), timeout=280)
+    found = ran(both, cases, str(tmp_path))
     for place, case in enumerate(cases):
         check(case, [rank[place] for rank in found])
 
 
 def test_the_trainer_under_ddp(tmp_path: Path) -> None:
     cases = tuple(CASES.values())
-    found = run_distributed(both, 2, (cases, str(tmp_path)), timeout=280)
+    found = ran(both, cases, str(tmp_path))
     for place, case in enumerate(cases):
         check(case, [rank[place] for rank in found])
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
-from ds_silent.integrations.lightning_entry import VARIABLE
+from ds_silent.integrations import BLOCK_FILE
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.frameworks.test_ways_in import free_port, run
@@ -156,7 +156,7 @@ def test_an_unchanged_script_by_its_environment(tmp_path: Path, entries: str, mo
     loaded = ["ds_silent", "ds_silent.integrations", "ds_silent.integrations.lightning_entry"]
     assert f"imported {loaded}" in said
     assert "ds_silent:" not in said
-    monkeypatch.setenv(VARIABLE, "silent.json")
+    monkeypatch.setenv(BLOCK_FILE, "silent.json")
     status, said = run([sys.executable, "train.py"], tmp_path)
     assert status == 0, said
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]

@@ -16,7 +16,14 @@ import torch
 
 from ds_silent.exchange.row_ids import Ids, pack_ids
 from ds_silent.finetune.sampler import Plan, ResumableSampler, step_positions
-from ds_silent.measure.coverage import Duplicates, EpochCoverage, duplicates, epoch_is_over, expected_coverage
+from ds_silent.measure.coverage import (
+    ALL_PAIRS,
+    Duplicates,
+    EpochCoverage,
+    duplicates,
+    epoch_is_over,
+    expected_coverage,
+)
 from ds_silent.measure.recent_rows import RecentRows
 from ds_silent.measure.rows import RowsOfStep, RowTracker
 
@@ -50,8 +57,16 @@ def test_replicas_and_one_pair() -> None:
     assert (healthy.count, healthy.pairs) == (0, ())
 
 
-def test_of_many_ranks_only_the_rows_are_counted() -> None:
-    assert duplicates([np.array([rank // 2]) for rank in range(600)]) == Duplicates(300, ())
+def test_pairs_of_any_number_of_ranks() -> None:
+    pairs = tuple((rank, rank + 1, 1) for rank in range(0, 600, 2))
+    assert duplicates([np.array([rank // 2]) for rank in range(600)]) == Duplicates(300, pairs)
+
+
+def test_a_row_that_many_ranks_hold_makes_a_chain_of_pairs() -> None:
+    ids = [np.array([7, 8, 100 + rank]) for rank in range(ALL_PAIRS)]
+    assert duplicates(ids) == naive(ids)
+    chain = tuple((rank, rank + 1, 2) for rank in range(ALL_PAIRS))
+    assert duplicates([*ids, np.array([8, 7, 1])]) == Duplicates(2, chain)
 
 
 # -- rows that a rank takes again ------------------------------------------------------------------------------------

@@ -84,14 +84,39 @@ def test_not_measured_is_no_point_and_nan_is_one(tmp_path: Path) -> None:
     assert "silent/loss/range" not in accumulator.Tags()["scalars"]
 
 
-@pytest.mark.parametrize(("ranks", "drawn"), [(MAX_RANKS_DRAWN, True), (MAX_RANKS_DRAWN + 1, False)])
-def test_per_rank_curves_only_where_they_can_be_read(tmp_path: Path, ranks: int, drawn: bool) -> None:
+@pytest.mark.parametrize("ranks", [MAX_RANKS_DRAWN, MAX_RANKS_DRAWN + 1])
+def test_per_rank_curves_only_where_they_can_be_read(tmp_path: Path, ranks: int) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.write(full_record(1, ranks=ranks, cosine_matrix=None))
     sink.close()
-    tags = read(tmp_path).Tags()["scalars"]
-    assert len([tag for tag in tags if tag.startswith("silent/per_rank/")]) == (3 * ranks if drawn else 0)
+    accumulator = read(tmp_path)
+    tags = accumulator.Tags()["scalars"]
+    every = ranks == MAX_RANKS_DRAWN
+    shown = [f"rank_{rank}" for rank in range(ranks)] if every else ["min", "q10", "median", "q90", "max"]
+    metrics = ("loss", "grad_norm", "cosine")
+    expected = {f"silent/per_rank/{metric}/{curve}" for metric in metrics for curve in shown}
+    assert {tag for tag in tags if tag.startswith("silent/per_rank/")} == expected
     assert "silent/loss/mean" in tags
+    charts = [chart for charts in LAYOUT.values() for chart in charts.values()]
+    assert all(any(re.match(pattern, tag) for _, patterns in charts for pattern in patterns) for tag in expected)
+    if not every:
+        bands = [points(accumulator, f"silent/per_rank/loss/{name}")[0][1] for name in shown]
+        assert bands == pytest.approx([2.0, 2.2, 2.8, 3.4, 3.6], rel=1e-6)  # 2.0 + 0.1 * rank, of 17 ranks
+
+
+def test_ranks_that_an_event_names_have_curves_from_then_on(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for step, named in enumerate([(), (12, 99), tuple(range(20, 40)), *[(rank,) for rank in range(60, 80)]], start=1):
+        sink.write_event(event(step, ranks=named))
+        sink.write(full_record(step, ranks=100, layers=(), cosine_matrix=None))
+    sink.write(full_record(24, ranks=50, layers=(), cosine_matrix=None))  # elastic: some are gone
+    sink.close()
+    accumulator = read(tmp_path)
+    curves = [tag for tag in accumulator.Tags()["scalars"] if tag.startswith("silent/per_rank/loss/rank_")]
+    assert {int(tag.rpartition("_")[2]) for tag in curves} == {12, 99, *range(60, 74)}
+    assert [step for step, _ in points(accumulator, "silent/per_rank/loss/rank_12")] == list(range(2, 25))
+    assert points(accumulator, "silent/per_rank/cosine/rank_99")[0] == (2, pytest.approx(0.05 + 0.099))
+    assert [step for step, _ in points(accumulator, "silent/per_rank/loss/rank_99")] == list(range(2, 24))
 
 
 def test_the_matrix_is_drawn_at_its_records_only(tmp_path: Path) -> None:

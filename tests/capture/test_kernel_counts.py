@@ -1,0 +1,138 @@
+"""Kernels and bytes of one pass over a gradient with openPangu-1B's shapes, counted on meta tensors.
+
+Reads and writes of every operation, no credit for caches. The bounds are what was counted: they may go down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_silent.capture import fused
+from ds_silent.capture.accumulator import Accumulator
+from ds_silent.maths.sketch import make_plan, offsets_of
+
+META = torch.device("meta")
+HIDDEN, LAYERS = 1536, 26
+LAYER = [(HIDDEN, HIDDEN), (768, HIDDEN), (768, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN,), (768,), (768,), (HIDDEN,)]
+LAYER += [(6144, HIDDEN), (6144, HIDDEN), (HIDDEN, 6144), (HIDDEN,), (HIDDEN,)]
+SHAPES = [(153_376, HIDDEN), *LAYERS * LAYER, (HIDDEN,)]
+NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
+GROUPS = [0, *(1 + layer for layer in range(LAYERS) for _ in LAYER), LAYERS + 1]
+
+
+class Counted(TorchDispatchMode):
+    """Operations that start a kernel, and the bytes of their operands and results.
+
+    Overlapping views count each element that is read. An operation that only makes views starts none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels, self.bytes, self.allocated = 0, 0, 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if operation.is_view or "detach" in str(operation) or "_unsafe_view" in str(operation):
+            return result
+        given = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)]
+        made = [
+            value for value in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(value, Tensor)
+        ]
+        new = [value for value in made if all(value is not each for each in given)]
+        self.kernels += 1
+        self.bytes += sum(value.numel() * value.element_size() for value in (*given, *new))
+        if not operation._schema.is_mutable:
+            self.allocated += sum(value.numel() * value.element_size() for value in new)
+        elif str(operation).endswith("_.default"):  # in place: read and written
+            self.bytes += args[0].numel() * args[0].element_size()
+        return result
+
+
+def test_shapes_are_those_of_the_model() -> None:
+    assert (len(NUMELS), sum(NUMELS), max(GROUPS) + 1) == (340, 1_155_912_192, 28)
+
+
+def passed(accumulator: Accumulator, dtype: torch.dtype, previous: bool) -> Counted:
+    """A whole local gradient from hooks; the second time, when everything is planned."""
+    gradients = [torch.empty(shape, dtype=dtype, device=META) for shape in SHAPES]
+    for _ in range(2):
+        with Counted() as counted:
+            for index, gradient in enumerate(gradients):
+                accumulator.add(index, gradient, previous=gradient if previous else None)
+    return counted
+
+
+def plan_and_offsets() -> tuple[Any, list[int]]:
+    offsets, total = offsets_of(NUMELS)
+    return make_plan(total, 16_384, META), offsets
+
+
+@pytest.mark.parametrize(
+    ("dtype", "previous", "kernels", "traffic"),
+    [
+        (torch.bfloat16, False, 3_152, 5.32),
+        (torch.bfloat16, True, 4_071, 8.32),
+        (torch.float32, False, 2_628, 5.14),
+    ],
+)
+def test_of_torch(dtype: torch.dtype, previous: bool, kernels: int, traffic: float) -> None:
+    plan, offsets = plan_and_offsets()
+    counted = passed(Accumulator(plan, offsets, NUMELS, GROUPS, sketch_groups=True), dtype, previous)
+    assert counted.kernels <= kernels
+    assert counted.bytes / (dtype.itemsize * sum(NUMELS)) <= traffic
+    assert counted.allocated == 0
+
+
+class Launches:
+    """In the kernel's place: what its launches would read and write."""
+
+    def __init__(self) -> None:
+        self.count, self.bytes = 0, 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(values: Tensor, previous: Tensor, *args: Any, **switches: Any) -> None:
+            self.count += 1
+            self.bytes += grid[0] * 512 * 4 * 2  # each program's columns of a table: added to
+            self.bytes += grid[0] * 4 if switches["SQUARE"] else 0
+
+        return launch
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    pytest.importorskip("triton")
+    from ds_silent.capture import launches
+
+    made = Launches()
+    monkeypatch.setattr(launches.kernel, "read", made)
+    monkeypatch.setattr(launches.kernel, "packed", lambda signs, width: torch.empty(1, device=META))
+    return made
+
+
+def test_of_the_kernel_from_hooks(launched: Launches) -> None:
+    """One launch for each tensor, the gradient read once, and little else."""
+    plan, offsets = plan_and_offsets()
+    accumulator = fused.FusedAccumulator(plan, offsets, NUMELS, GROUPS, sketch_groups=True)
+    counted = passed(accumulator, torch.bfloat16, previous=False)
+    assert accumulator.refused is None
+    assert counted.kernels == 0  # nothing beside the launches
+    assert launched.count == 2 * len(NUMELS)
+    beside = launched.bytes / 2
+    assert beside <= 0.17 * 2 * sum(NUMELS)
+
+
+def test_of_the_kernel_where_tensors_come_together(launched: Launches) -> None:
+    """The aggregate's share and the applied one: small tensors share a launch."""
+    plan, offsets = plan_and_offsets()
+    accumulator = fused.FusedAccumulator(plan, offsets, NUMELS, GROUPS, sketch_groups=True)
+    parts = [(index, 0, torch.empty(shape, dtype=torch.bfloat16, device=META)) for index, shape in enumerate(SHAPES)]
+    for _ in range(2):
+        accumulator.add_all(parts)
+    assert accumulator.refused is None
+    assert launched.count == 2 * 41
+    assert launched.bytes / 2 <= 0.05 * 2 * sum(NUMELS)

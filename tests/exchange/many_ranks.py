@@ -1,0 +1,51 @@
+"""Many ranks of the exchange in one process: the real class for each, sums and gathers instead of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ds_silent.exchange import constant_size
+from ds_silent.exchange.constant_size import ConstantSizeExchange
+from ds_silent.exchange.layout import Layout
+from ds_silent.exchange.observation import Gathered, Observation
+from ds_silent.ranks.together import Together, at_once
+
+
+class ManyRanks:
+    """``ranks`` exchanges, each with buffers of its own."""
+
+    def __init__(self, layout: Layout, ranks: int, total: float = 1.0):
+        with _no_group(ranks):
+            self._all: list[Any] = [
+                ConstantSizeExchange(layout, None, torch.device("cpu"), total)  # type: ignore[arg-type]
+                for _ in range(ranks)
+            ]
+        self._ranks = ranks
+
+    def step(self, step: int, observations: Sequence[Observation]) -> Gathered | None:
+        """Everybody posts; what rank 0 collects then, which is the step before."""
+        with _no_group(self._ranks):
+            for exchange, observation in zip(self._all, observations, strict=True):
+                exchange.post(step, observation, Together())
+            sums = torch.stack([exchange._sums for exchange in self._all]).sum(0)
+            rows = torch.cat([exchange._mine for exchange in self._all])
+            for exchange in self._all:
+                exchange._sums.copy_(sums)
+                exchange._all.copy_(rows)
+            collected = [exchange.collect(at_once) for exchange in self._all]
+            return collected[0]
+
+
+@contextmanager
+def _no_group(ranks: int) -> Iterator[None]:
+    with (
+        patch.object(constant_size.dist, "get_world_size", lambda group: ranks),
+        patch.object(constant_size.dist, "all_reduce", lambda *args, **named: None),
+        patch.object(constant_size, "all_gather", lambda *args, **named: None),
+    ):
+        yield

@@ -1,0 +1,264 @@
+"""What is said of a thousand ranks, or of sixteen thousand, is no longer than what a person reads."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import get_args
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from ds_silent.capture.conduct import unlike
+from ds_silent.config import DetectorsConfig
+from ds_silent.detectors import Coverage, Evidence, Judge, broken, conduct, duplicates, result
+from ds_silent.detectors.batch_size import BatchSizeTest
+from ds_silent.detectors.episodes import Episodes
+from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.jump import JumpTest
+from ds_silent.detectors.order import OrderTest
+from ds_silent.detectors.repeats import RepeatTest
+from ds_silent.detectors.same_order import SameOrderTest
+from ds_silent.exchange.observation import BROKE
+from ds_silent.maths.causes import Cause, Kind
+from ds_silent.maths.micro_batches import MicroBatches
+from ds_silent.maths.rounding_bound import AggregateCheck
+from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
+from ds_silent.measure.same_order import OrderAgain
+from ds_silent.preflight import compare as preflight
+from ds_silent.ranks.agreement import Statement, differences
+from ds_silent.ranks.lockstep import apart, stopping
+from ds_silent.ranks.parts import parts_of
+from ds_silent.ranks.places import Places
+from ds_silent.recorder import in_whole
+from ds_silent.records import Event, EventKind, Place, Repair, to_json
+from ds_silent.replicas.compare import Drift
+from ds_silent.respond.told import repair_event
+from ds_silent.sinks.console import event_line
+from ds_silent.sinks.tensorboard import event_markdown
+from ds_silent.sinks.written import written_event
+from ds_silent.words import TORCH
+from tests.made_records import make
+
+LONGEST = 1000  # characters of a message, and of its line on the console without the remedy
+SIZES = (1024, 16_384)
+LAYERS = tuple(f"model.layers.{layer}" for layer in range(48))
+VALUE = "0123456789abcdef " * 9  # as long as a value may be that travels as text
+Findings = Callable[[int], list[Finding]]
+
+
+def groups_of(ranks: int) -> Iterator[tuple[int, ...]]:
+    """Many, and few that many ranks are in."""
+    yield tuple(range(0, ranks, 2))
+    yield tuple(range(ranks - 1))
+    yield tuple(range(ranks))
+    yield (ranks - 1,)
+
+
+def record_of(ranks: int, **changes: float):  # type: ignore[no-untyped-def]
+    losses, norms = np.full(ranks, 2.0), np.full(ranks, 1.0)
+    losses[: ranks // 2] = changes.get("loss", 2.0)
+    norms[: ranks // 2] = changes.get("norm", 1.0)
+    return make(7, losses, norms, np.full(ranks, 0.1))
+
+
+def from_numbers(ranks: int) -> list[Finding]:
+    unlabelled = Evidence(label_tokens=(0,) * ranks, zero_gradient=dict.fromkeys(range(ranks), LAYERS[0]))
+    nan = record_of(ranks, loss=np.nan, norm=np.nan)
+    stale = Evidence(stale_parameters=(7,) * (ranks - 1) + (0,))
+    return [
+        *broken.non_finite(nan, Evidence(non_finite=dict.fromkeys(range(0, ranks, 2), LAYERS[0]))),
+        *broken.non_finite(record_of(ranks, loss=np.nan, norm=0.0), unlabelled),
+        *broken.zero_gradient(record_of(ranks, norm=0.0), unlabelled),
+        *broken.stale_parameters(record_of(ranks), stale),
+    ]
+
+
+def from_rows(ranks: int) -> list[Finding]:
+    record, found = record_of(ranks), []
+    shared = Evidence(duplicates={(0, rank): 8 for rank in range(1, ranks)}, rows_per_rank=(8,) * ranks)
+    found += duplicates.by_ids(record, shared, set())
+    found += duplicates.by_gradients(make(7, [2.0] * ranks, [1.0] * ranks, [1.0] * ranks))
+    sizes, repeats, order = BatchSizeTest(), RepeatTest(16.0), OrderTest(16.0)
+    same = SameOrderTest(16.0)
+    taken, again = (8,) * (ranks // 2) + (4,) * (ranks - ranks // 2), (64,) * (ranks // 8) + (0,) * (ranks - ranks // 8)
+    for step in range(8):
+        share = (step + 1) / 8
+        evidence = Evidence(
+            rows_taken=taken,
+            own_rows=(64,) * ranks,
+            own_repeats=again,
+            coverage=Coverage(share, share / 2, share / 2, 10_000),
+            same_order=OrderAgain(True, 99.0, 64, True),
+        )
+        last = [
+            *sizes.step(record, evidence),
+            *repeats.step(record, evidence),
+            *order.step(record, evidence, False),
+            *same.step(record, evidence, False),
+        ]
+    return found + last
+
+
+def from_the_reduction(ranks: int) -> list[Finding]:
+    record, found = record_of(ranks), []
+    check = AggregateCheck(0.5, 1.0, 1e-6, 9.0)
+    weights = tuple(float(rank % 3) for rank in range(ranks))
+    everywhere = tuple(range(len(LAYERS)))
+    split = (parts_of(range(ranks)), parts_of(rank % 2 for rank in range(ranks)), parts_of([0] * (ranks - 9) + [1] * 9))
+    for kind in get_args(Kind):
+        for who in groups_of(ranks):
+            other = Cause("partial", (2, 3, 4, 5), 0.5, who, weights)
+            cause = Cause(kind, everywhere[:-9], 0.5, who, weights, (other, other, other), everywhere[-9:])
+            for parts in split:
+                seen = ReductionEvidence(check, cause, dict.fromkeys(range(5), parts), layers=LAYERS)
+                found += result.reduction(record, seen)
+    off = MicroBatches(6, tuple((1.0 + rank % 5,) * 4 + (0.0, 1.0, 0.0, 1.0) for rank in range(ranks)), (1, 2, 3, 4))
+    found += result.reduction(record, ReductionEvidence(check, layers=LAYERS, micro_batches=off))
+    for parts in split:
+        drift = Drift(LAYERS, parts, 5, 3)
+        found += result.replicas(record, parts, drift)
+        found += result.reduction(record, ReductionEvidence(received={0: parts, 5: parts}, layers=LAYERS))
+    handed = tuple(1.0 + rank / 7 for rank in range(ranks))
+    check = AggregateCheck(1e-9, 1.0, 1e-6)
+    found += result.reduction(record, ReductionEvidence(check, layers=LAYERS, handed=handed))
+    for who in groups_of(ranks):
+        applied = AppliedCheck(6, 1.0, handed, 1e-3, 0.5, 1e-4, who, who)
+        found += result.reduction(record, ReductionEvidence(applied=applied))
+    return found
+
+
+def from_conduct(ranks: int) -> list[Finding]:
+    parts = [
+        parts_of(range(ranks)),
+        parts_of(rank % 5 for rank in range(ranks)),
+        parts_of([0] * (ranks - 99) + [1] * 99),
+    ]
+    return [one for part in parts for one in conduct.unlike(unlike({"hyper_parameters": part, "trainable": part}, 6))]
+
+
+def from_the_preflight(ranks: int) -> list[Event]:
+    return preflight.events_of(preflight_of(ranks))
+
+
+def preflight_of(ranks: int) -> preflight.PreflightOutcome:
+    items, columns = [], []
+    numbers = np.arange(ranks)
+    for name, group in (
+        ("parameters of the model", "weights"),
+        ("torch CPU generator", "generators"),
+        ("sampler's seed", "sampler"),
+        ("sampler's share", "sampler"),
+        ("sampler: a rank for each share", "sampler"),
+        ("learning rate", "optimizer"),
+    ):
+        for values in (numbers % 2, numbers, np.minimum(numbers, 1), numbers // 99):
+            for expectation in ("equal", "different"):
+                items.append(preflight.item_of(name, group, VALUE, VALUE, expectation))  # type: ignore[arg-type]
+                columns.append(np.stack([values, values], axis=1))
+        items.append(preflight.check_item(name, group, False, VALUE))  # type: ignore[arg-type]
+        columns.append(np.stack([numbers, numbers], axis=1))
+    hashes = np.stack(columns, axis=1).astype(np.int32)
+    texts = {index: [f"{rank}{VALUE}"[: preflight.TEXT_BYTES] for rank in range(ranks)] for index in range(len(items))}
+    return preflight.outcome_of(items, hashes, texts)
+
+
+def from_others(ranks: int) -> list[Event]:
+    found = [
+        stopping(7, [float(BROKE)] * (ranks - 1) + [0.0], TORCH),
+        apart(7, [7.0] * (ranks - 99) + [float(rank) for rank in range(99)], [7.0] * ranks),
+        apart(7, [7.0] * ranks, [float(rank) for rank in range(ranks)]),
+        *result.notes(
+            ReductionEvidence(applied=AppliedCheck(6, 1.0, (0.3,) * ranks, 1e-3, 0.5, 1e-4, (), (), note=True))
+        ),
+    ]
+    for who in groups_of(ranks):
+        found.append(repair_event(Repair(7, "majority", True, 1, 10**9, 1.5, LAYERS, who), ranks))
+        found.append(repair_event(Repair(7, "majority", False, 3, 10**9, 1.5, LAYERS, who), ranks))
+    return found
+
+
+def from_the_judge(ranks: int) -> list[Event]:
+    """A rank that is odd, and a jump of the noise scale."""
+    judge, random, found = Judge(DetectorsConfig()), np.random.default_rng(0), []
+    for step in range(1, 5):
+        norms = np.exp(0.1 * random.standard_normal(ranks))
+        losses = 2.0 + 0.1 * random.standard_normal(ranks)
+        if step > 2:
+            norms[ranks - 7], losses[ranks - 7] = 5000.0, 9000.0
+        found += judge.step(make(step, losses, norms, np.full(ranks, 0.1)), Evidence(label_tokens=(4096,) * ranks))
+    jump, noise = JumpTest(math.log(3e6)), random.standard_normal(556)
+    noise[256:] += 3.0
+    for step, value in enumerate(noise, start=1):
+        found += jump.step(make(step, [math.nan], [math.nan], [0.1], float(value)))
+    return found
+
+
+def everything(ranks: int) -> list[Event]:
+    findings = from_numbers(ranks) + from_rows(ranks) + from_the_reduction(ranks) + from_conduct(ranks)
+    told = []
+    for finding in findings:
+        episodes = Episodes()
+        told += episodes.update(7, [finding]) + episodes.update(8, [])
+    return told + from_the_preflight(ranks) + from_others(ranks) + from_the_judge(ranks)
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def events(request: pytest.FixtureRequest) -> tuple[int, list[Event]]:
+    return request.param, everything(request.param)
+
+
+def test_no_message_and_no_line_grows_with_the_ranks(events: tuple[int, list[Event]]) -> None:
+    ranks, told = events
+    hosts = [f"{'node' * 14}{rank // 8:05d}" for rank in range(ranks)]
+    places = Places(
+        [Place(rank, 2 * rank, host, rank % 8, f"cuda:{rank % 8}", "0" * 36) for rank, host in enumerate(hosts)],
+        dict.fromkeys(hosts[: ranks // 2], "A" * 64),
+    )
+    longest = 0
+    for event in told:
+        assert len(event.message) <= LONGEST, event.message
+        placed = places.told(event)
+        said = placed.message[len(event.message) :] if placed.message.startswith(event.message) else ""
+        assert len(said) <= 800, said  # 8 hosts of 61 characters each
+        whole = in_whole(placed, tuple(range(0, 2 * ranks, 2)))
+        assert len(whole.message) - len(placed.message) <= 250
+        assert len(event_line(event)) - len(event.message) - len(event.remedy) <= 250, event_line(event)
+        assert len(event_markdown(event)) <= 6 * LONGEST  # each punctuation mark is an entity of 5 characters
+        assert len(json.dumps(to_json(written_event(whole)))) <= 6000
+        longest = max(longest, len(event_line(event)))
+    assert longest <= LONGEST + 600  # with the remedy
+
+
+def test_every_kind_of_event_was_among_them(events: tuple[int, list[Event]]) -> None:
+    seen = {event.kind for event in events[1]}
+    alone = {"initial-weights-mismatch", "seed-mismatch", "data-order-mismatch", "duplicate-data", "low-coverage"}
+    assert alone <= seen
+    assert set(get_args(EventKind)) - seen == set()
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_the_preflight_s_table_and_file_are_bounded(ranks: int) -> None:
+    outcome = preflight_of(ranks)
+    for width in (80, 400):
+        for full in (False, True):
+            drawn = io.StringIO()
+            Console(file=drawn, width=width).print(preflight.table(outcome, full))
+            assert len(drawn.getvalue()) < 200_000 * width // 80
+    written = preflight.to_json(outcome)
+    assert len(json.dumps(written)) < 60_000 * len(outcome.items)
+    differs = written["items"][2]
+    assert differs["cut"] == {"groups": ranks, "sizes": [1] * 8, "odd": 0}
+    assert (len(differs["ranks"]), len(differs["values"])) == (8, 8)
+    halves = written["items"][0]
+    assert halves["cut"] == {"groups": 2, "sizes": [ranks // 2] * 2, "odd": 0}
+
+
+def test_refusals_that_all_differ_are_bounded() -> None:
+    said = [Statement(True, refusal=f"rank {rank} cannot", values={"interval": rank}) for rank in range(SIZES[1])]
+    assert len(differences(said)) < LONGEST
+    said = [Statement(True, version=str(rank), values={"interval": rank}) for rank in range(SIZES[1])]
+    assert len(differences(said)) < LONGEST

@@ -1,0 +1,86 @@
+"""Whose fault a wrong case is, in the page of what works: ours, unless the plain training says the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import works
+from ds_silent.practice.ranks import RankBroke
+
+Found = list[tuple[Any, Any]]
+
+
+def runs(weights: list[str], event: str = "") -> Found:
+    """Two ranks: what was observed, and the plain training, whose weights are ``weights``' first."""
+    events = [{"kind": "aggregation-error", "message": event}] if event else []
+    observed = SimpleNamespace(weights="a", optimizer="o", losses=(1.0,), records=[{}], events=events, oracle=[])
+    plain = SimpleNamespace(weights=weights[0], optimizer="o", losses=(1.0,))
+    return [(observed, plain), (observed, plain)]
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, noes: tuple[str, ...], *trainings: Found | Exception) -> works.Answers:
+    """What is answered where the oracle's tests say these noes, and trainings, one after the other, end so."""
+    left = list(trainings)
+
+    def trained(*_: Any, **__: Any) -> Found:
+        ended = left.pop(0)
+        if isinstance(ended, Exception):
+            raise ended
+        return ended
+
+    def answer(of: str) -> Any:
+        def check(*_: Any) -> None:
+            assert of not in noes
+
+        return check
+
+    for name, question in (("check_record", "numbers"), ("check_integrity", "sums"), ("check_events", "sums")):
+        monkeypatch.setattr(works.oracle, name, answer(question))
+    monkeypatch.setattr(works, "trained", trained)
+    for training in trainings:
+        if not isinstance(training, Exception):
+            training[0][0].records[0]["step"] = 1
+            training[0][0].oracle = [{}]
+    found = works.answered(lambda: None, SimpleNamespace(per_layer=False))
+    assert not left, "a training that was not asked for"
+    return found
+
+
+def test_all_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judged(monkeypatch, (), runs(["a"]))
+    assert works.all_right(found)
+    assert (found["ours"], found["said"]) == (True, "")
+
+
+def test_a_finding_that_the_oracle_shares_is_the_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judged(monkeypatch, ("numbers", "sums"), runs(["a"], "half is missing"))
+    assert (found["bits"], found["ours"], found["said"]) == (True, False, "told: half is missing")
+
+
+@pytest.mark.parametrize(
+    ("noes", "event"), [(("sums",), "half is missing"), (("numbers",), ""), (("numbers", "sums"), "")]
+)
+def test_a_false_alarm_and_an_untold_error_are_ours(
+    monkeypatch: pytest.MonkeyPatch, noes: tuple[str, ...], event: str
+) -> None:
+    assert judged(monkeypatch, noes, runs(["a"], event))["ours"]
+
+
+@pytest.mark.parametrize(("again", "ours"), [(["b"], True), (["c"], False)])
+def test_other_bits_are_ours_unless_two_plain_trainings_differ(
+    monkeypatch: pytest.MonkeyPatch, again: list[str], ours: bool
+) -> None:
+    second = [(plain, plain) for plain in (SimpleNamespace(weights=again[0], records=[{}], oracle=[]),) * 2]
+    found = judged(monkeypatch, (), runs(["b"]), second)
+    assert (found["bits"], found["ours"]) == (False, ours)
+
+
+@pytest.mark.parametrize(("plain", "ours"), [(runs(["a"]), True), (RankBroke("KeyError: 0"), False)])
+def test_what_breaks_is_ours_unless_it_breaks_without_us(
+    monkeypatch: pytest.MonkeyPatch, plain: Found | Exception, ours: bool
+) -> None:
+    found = judged(monkeypatch, (), RankBroke("Traceback\nKeyError: 0"), plain)
+    assert (found["ours"], found["said"]) == (ours, "broke: KeyError: 0")
