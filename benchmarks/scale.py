@@ -164,9 +164,13 @@ FAULTS = (
 )
 
 
-def detection(ranks: int, noise: float, dtype: torch.dtype, tokens: float, steps: int) -> Iterator[tuple[str, ...]]:
+def detection(
+    ranks: int, noise: float, dtype: torch.dtype, tokens: float, steps: int, chosen: list[str]
+) -> Iterator[tuple[str, ...]]:
     """Rows of the table."""
     for fault in (Fault(), *FAULTS):
+        if chosen and not any(part in fault.name for part in chosen):
+            continue
         with tempfile.TemporaryDirectory() as directory:
             writer = Writer(ranks, Path(directory), dtype)
             simulated = SimulatedRanks(writer.layout, ranks, seed=1, noise=noise, tokens=tokens)
@@ -192,6 +196,7 @@ def main(
     part: Annotated[str, typer.Option(help="cost, detection or both")] = "both",
     ranks: Annotated[list[int] | None, typer.Option(min=2, help="may be repeated")] = None,
     steps: Annotated[int, typer.Option(min=5, help="of each training")] = 12,
+    fault: Annotated[list[str] | None, typer.Option(help="only faults whose name contains this")] = None,
     limit: Annotated[int, typer.Option(min=STRUCK + 2, help="steps in which a fault must be found")] = 60,
 ) -> None:
     """Print the tables."""
@@ -213,7 +218,7 @@ def main(
                     )
                     for column in ("fault", "event", "steps later", "ranks named", "before it"):
                         table.add_column(column)
-                    for row in detection(count, noise, dtype, tokens, limit):
+                    for row in detection(count, noise, dtype, tokens, limit, fault or []):
                         table.add_row(*row)
                     CONSOLE.print(table)
 

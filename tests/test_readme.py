@@ -51,6 +51,8 @@ RUN_BY: dict[str, str] = {
     ),
     "launch/gpu.sh --dry-run": "tests/launch/test_scripts.py",
     "ds-silent check ds_config.json": "tests/commands/test_cli.py",
+    "ds-silent check ds_config.json --world-size 1024": "tests/commands/test_forecast.py",
+    "ds-silent doctor": "tests/commands/test_doctor.py",
     "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",
     "tensorboard --logdir runs/my-run/tensorboard": "tests/test_readme.py",
 }
@@ -63,6 +65,9 @@ SLOW: dict[str, float] = {
     "ds-silent drill": 30,
     "make demo-megatron": 20,
     "make works": 60,
+    "make scale": 40,
+    "make nodes": 20,
+    "python benchmarks/bandwidth.py": 2,
     "ds-silent drill --framework ddp": 30,
     "ds-silent drill --framework megatron": 40,
     "torchrun --standalone --nproc_per_node 2 benchmarks/fsdp2_factor.py": 2,

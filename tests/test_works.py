@@ -13,10 +13,11 @@ from ds_silent.practice.ranks import RankBroke
 Found = list[tuple[Any, Any]]
 
 
-def runs(weights: list[str], event: str = "") -> Found:
+def runs(weights: list[str], event: str = "", loss: float = 1.0) -> Found:
     """Two ranks: what was observed, and the plain training, whose weights are ``weights``' first."""
     events = [{"kind": "aggregation-error", "message": event}] if event else []
     observed = SimpleNamespace(weights="a", optimizer="o", losses=(1.0,), records=[{}], events=events, oracle=[])
+    observed.oracle = [{"loss": {"mean": loss}}]
     plain = SimpleNamespace(weights=weights[0], optimizer="o", losses=(1.0,))
     return [(observed, plain), (observed, plain)]
 
@@ -43,7 +44,6 @@ def judged(monkeypatch: pytest.MonkeyPatch, noes: tuple[str, ...], *trainings: F
     for training in trainings:
         if not isinstance(training, Exception):
             training[0][0].records[0]["step"] = 1
-            training[0][0].oracle = [{}]
     found = works.answered(lambda: None, SimpleNamespace(per_layer=False))
     assert not left, "a training that was not asked for"
     return found
@@ -69,12 +69,17 @@ def test_a_false_alarm_and_an_untold_error_are_ours(
     assert judged(monkeypatch, noes, runs(["a"], event))["ours"]
 
 
-@pytest.mark.parametrize(("again", "ours"), [(["b"], True), (["c"], False)])
+def test_an_oracle_that_was_given_garbage_judges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judged(monkeypatch, ("numbers",), runs(["a"], loss=float("nan")))
+    assert (found["ours"], "not finite" in found["said"]) == (False, True)
+
+
+@pytest.mark.parametrize(("again", "ours"), [(["b", "b", "b"], True), (["b", "c"], False)])
 def test_other_bits_are_ours_unless_two_plain_trainings_differ(
     monkeypatch: pytest.MonkeyPatch, again: list[str], ours: bool
 ) -> None:
-    second = [(plain, plain) for plain in (SimpleNamespace(weights=again[0], records=[{}], oracle=[]),) * 2]
-    found = judged(monkeypatch, (), runs(["b"]), second)
+    trainings = [runs([weights]) for weights in again]
+    found = judged(monkeypatch, (), runs(["b"]), *trainings)
     assert (found["bits"], found["ours"]) == (False, ours)
 
 

@@ -1,7 +1,7 @@
 """A rank whose gradient enters the aggregate with another weight, by less than the rounding of one step hides.
 
     test = OwnWeightTest(ranks, log_threshold)
-    findings = test.step(record, evidence.reduction.own)
+    findings = test.step(record, evidence.reduction.own, told=False)
 
 In bf16 rounding explains an error of 8 % at 1,024 ranks, where one missing rank makes 0.3 %. Yet each rank knows its
 own weight, to within a noise that is another one at each step (:mod:`ds_silent.exchange.constant_size`), and a rank

@@ -60,7 +60,8 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     2.15)."""
     try:
         backends: Any = [group._get_backend(torch.device(kind)) for kind in {one.type for one in _devices(group)}]
-        return max(backend.options._timeout for backend in backends)
+        longest: timedelta = max(backend.options._timeout for backend in backends)
+        return longest
     except Exception as error:
         logger.debug("ds_silent: the default time-out of new groups is used: %s", error)
         return None
