@@ -64,7 +64,7 @@ def test_sketch_norm_and_packing_stay_with_what_ascend_computes(block_rows: int,
         pack(layout, seen, row)
     assert device.refused == {}
     assert device.slow == {}
-    assert device.ran["dot"] >= len(NUMELS)
+    assert device.ran.total() >= 2 * len(NUMELS)
     exact = sum(float((2.0 * gradient.double()).square().sum()) for gradient in values)
     assert float(squares.sum()) == pytest.approx(exact, rel=1e-2 if dtype != torch.float32 else 1e-5)
     assert int((row != 0).sum()) > 2 * 256
@@ -79,5 +79,5 @@ def test_checksums_compute_in_int64_and_in_nothing_that_is_refused() -> None:
         combined(bits([(str(index), value) for index, value in enumerate(values)]))
         layers(values)
     assert device.refused == {}
-    assert set(device.slow) <= {"sum", "mul", "add", "index_add_"}
-    assert sum(device.slow.values()) <= 18  # 7 sums, 6 products, 3 index_add_, 2 additions
+    assert set(device.slow) <= {"sum", "mul", "add", "add_", "index_add_"}
+    assert sum(device.slow.values()) <= 18
