@@ -13,8 +13,9 @@ and every rank's process can be found and killed. The fine-tune of the embedded 
 * elastic: a checkpoint of 4 ranks goes on with 2; the detectors start anew and one event says so.
 
 Bounds: a killed process closes its connections, so its peers hear of it at once; a cut link says nothing, so torch's
-time-out ends the wait (``DEEPSPEED_TIMEOUT``, 1 minute here, 10 by default): at most twice, for the observer's own
-collective and for the training's. torchrun's agents wait up to 300 s for each other behind their ranks.
+time-out ends the wait (``DEEPSPEED_TIMEOUT``, 1 minute here, 10 by default), for the observer's own collective and for
+the training's. Whether that holds is what is measured: at the cut link it has been seen to hold and not to hold.
+torchrun's agents wait up to 300 s for each other behind their ranks.
 
 Exit status: 0 all as told above, 1 not so, 2 something is missing.
 """

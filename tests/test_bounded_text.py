@@ -33,7 +33,7 @@ from ds_silent.ranks.agreement import Statement, differences
 from ds_silent.ranks.lockstep import apart, stopping
 from ds_silent.ranks.parts import parts_of
 from ds_silent.ranks.places import Places
-from ds_silent.recorder import in_whole
+from ds_silent.recorder import in_whole, ranks_changed
 from ds_silent.records import Event, EventKind, Place, Repair, to_json
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
@@ -168,6 +168,7 @@ def preflight_of(ranks: int) -> preflight.PreflightOutcome:
 
 def from_others(ranks: int) -> list[Event]:
     found = [
+        ranks_changed(7, ranks, ranks // 2),
         stopping(7, [float(BROKE)] * (ranks - 1) + [0.0], TORCH),
         apart(7, [7.0] * (ranks - 99) + [float(rank) for rank in range(99)], [7.0] * ranks),
         apart(7, [7.0] * ranks, [float(rank) for rank in range(ranks)]),

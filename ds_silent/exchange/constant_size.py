@@ -92,7 +92,8 @@ class ConstantSizeExchange:
         scalars[_SQUARED].copy_(norm * norm)
         usable = torch.isfinite(norm * norm) & (norm > 0.0)
         if layout.size:
-            direction = fold(self._own, layout.units) / norm
+            folded = fold(self._own, layout.units)
+            direction = folded / folded.norm()  # of length 1 as it is sent: two equal ones have a cosine of 1
             self._units.copy_(direction)
             probes.copy_(fold(direction, layout.probes))
         if layout.pairs:

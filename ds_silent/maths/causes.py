@@ -31,6 +31,7 @@ Kind = Literal[
 EXPLAINED = 0.05  # a rule that leaves less than this share of the error has explained it
 LEFT_BY_ROUNDING = 0.5  # where rounding is larger than that, a rule must at least leave less than this share
 INDEPENDENT = 1e-6  # smallest over largest eigenvalue of the ranks' Gram matrix, below which nobody can be told apart
+OUTSTANDING = 0.5  # of the largest score, by the ranks' own account
 STANDARD_ERRORS, LEAST_SHARE = 6.0, 0.1  # by which a rank's weight must be off to be spoken of
 
 
@@ -82,10 +83,17 @@ class OwnWeights:
     scores: Tensor  # by how many standard errors it is off
     limit: float  # of the scores, beyond which chance is ruled out
     squares: Tensor  # (N, L) squared norms of the ranks' gradients by layer, in one unit per rank
+    explained: Tensor  # of the error beside the mean's direction, the share that each rank's weight explains
 
 
 def own_weights(
-    weights: Tensor, own_squared: Tensor, squares: Tensor, error: Tensor, total: float, log_rate: float
+    weights: Tensor,
+    own_squared: Tensor,
+    squares: Tensor,
+    error: Tensor,
+    expected: Tensor,
+    total: float,
+    log_rate: float,
 ) -> OwnWeights:
     """By how much each rank's weight is off, in standard errors (:mod:`ds_silent.exchange.constant_size`).
 
@@ -94,6 +102,7 @@ def own_weights(
         own_squared: (N,) squared length of what each has found it by.
         squares: (N, L) squared norms of the ranks' gradients by layer.
         error: (k,) sketch of aggregate - expected.
+        expected: (k,) sketch of what the aggregate should be.
         total: sum of the ranks' weights in the aggregate.
         log_rate: minus the natural logarithm of the rate at which some rank may be named by chance.
     """
@@ -101,12 +110,11 @@ def own_weights(
     errors = ranks / total * float(error.norm()) / (own_squared * effective_size(len(error))).sqrt()
     known = weights.isfinite() & errors.isfinite() & (errors > 0.0)
     scores = torch.where(known, (weights - 1.0) / errors, torch.zeros_like(weights))
-    return OwnWeights(
-        torch.where(known, weights, torch.ones_like(weights)),
-        scores,
-        math.sqrt(2.0 * (math.log(ranks) + log_rate)),
-        squares,
-    )
+    limit = math.sqrt(2.0 * (math.log(ranks) + log_rate))
+    found = torch.where(known, weights, torch.ones_like(weights))
+    beside = error - (error @ expected) / (expected @ expected).clamp(min=1e-300) * expected
+    lengths = (found - 1.0).square() * (total / ranks) ** 2 * torch.where(known, own_squared, 0.0)
+    return OwnWeights(found, scores, limit, squares, lengths / (beside @ beside).clamp(min=1e-300))
 
 
 def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False, own: OwnWeights | None = None) -> Cause:
@@ -130,13 +138,26 @@ def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False, own: Own
 
 
 def _by_own_weight(own: OwnWeights, layers: tuple[int, ...]) -> Cause | None:
-    """The ranks that stand out by their own account; a rank that is not in it has the weight 0 there."""
+    """The ranks that stand out by their own account; a rank that is not in it has the weight 0 there.
+
+    What is missing of one rank looks, to another whose own part is like it, as if a share of its own were missing. But
+    the first explains the whole error, and the other the cosine's square of it. So ranks are named, those that explain
+    most first, as long as what is left of the error is at least half of what the next one would explain.
+    """
     scores = own.scores.abs()
-    off = scores >= max(own.limit, 0.5 * float(scores.max()))
+    near = (scores >= max(own.limit, OUTSTANDING * float(scores.max()))).nonzero().flatten()
+    share = own.squares[:, list(layers)].sum(1) / own.squares.sum(1)  # of each rank's gradient that lies in them
+    explains = own.explained[near] / share[near].clamp(min=1e-12)
+    off = torch.zeros_like(scores, dtype=torch.bool)
+    left = 1.0
+    for place in explains.argsort(descending=True).tolist():
+        if left < 0.5 * float(explains[place]) and bool(off.any()):
+            break
+        off[near[place]] = True
+        left -= float(explains[place])
     if not bool(off.any()) or 2 * int(off.sum()) > len(off):
         return None
     ranks = tuple(off.nonzero().flatten().tolist())
-    share = own.squares[:, list(layers)].sum(1) / own.squares.sum(1)  # of each rank's gradient that lies in them
     weights = torch.where(off, 1.0 + (own.weights - 1.0) / share.clamp(min=1e-12), torch.ones_like(share))
     kind: Kind = "weights" if bool(((weights - 1.0).abs() > LEAST_SHARE)[off].all()) else "partial"
     return Cause(kind, layers, None, ranks, tuple(weights.tolist()))

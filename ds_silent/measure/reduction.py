@@ -77,6 +77,7 @@ class Audit:
         self._past: _Past | None = None
         self._previous: Tensor | None = None
         self._applied_before = False
+        self._named: Cause | None = None  # of an error that goes on, where ranks were named
         self._noted = False
         self._wanted = self._diagnosed = False
         self._micro_batches: tuple[int, Tensor] | None = None
@@ -102,6 +103,7 @@ class Audit:
             replicas = parts_of(gathered.hashes[:, 0].tolist())
         applied = self._applied(gathered)
         self._remember(gathered, alike=not examined.received)
+        self._named = examined.cause if examined.cause is not None and examined.cause.ranks else None
         stats = IntegrityStats(
             None if check is None else check.relative_error, None if check is None else check.rounding_bound, replicas
         )
@@ -192,7 +194,10 @@ class Audit:
         error = gathered.aggregate - whole.expected
         own = self._own_weights(gathered)
         pieces = Pieces((sums.layers * total)[None], sums.layer_aggregate, error, whole.expected, self._previous)
-        return explain(pieces, torch.tensor(tolerances), gathered.leftover, own)
+        cause = explain(pieces, torch.tensor(tolerances), gathered.leftover, own)
+        if own is None and cause.kind == "noise":  # whose it is comes with the next observation, if there is one
+            return self._named
+        return cause
 
     def _own_weights(self, gathered: Gathered) -> OwnWeights | None:
         """What the ranks have found of their own weights, above the gather limit."""
@@ -201,8 +206,11 @@ class Audit:
         if not isinstance(sums, Sums) or late is None or late.weights is None:
             return None
         squares, total = gathered.layer_squares, self._arithmetic.total
-        error = gathered.aggregate - sums.mean * total
-        return own_weights(late.weights.found, late.weights.own_squared, squares, error, total, self._log_rate)
+        expected = sums.mean * total
+        error = gathered.aggregate - expected
+        return own_weights(
+            late.weights.found, late.weights.own_squared, squares, error, expected, total, self._log_rate
+        )
 
     def _received(self, gathered: Gathered) -> dict[int, Parts] | None:
         """Bits are compared, so no threshold is needed; a NaN equals itself here."""

@@ -16,15 +16,18 @@ from tests.detectors.test_detectors import make
 RANKS, NOISE = 256, 0.4  # standard deviation of a weight that a rank finds
 
 
+def known(weights: np.ndarray, scores: np.ndarray) -> OwnWeights:
+    nothing = torch.zeros(RANKS)
+    return OwnWeights(torch.from_numpy(weights), torch.from_numpy(scores), 6.0, torch.ones(RANKS, 1), nothing)
+
+
 def follow(test: OwnWeightTest, steps: range, weight: float, random: np.random.Generator) -> list[list[Finding]]:
     """The findings of each step; rank 5 enters with ``weight``."""
     found = []
     for step in steps:
         weights = 1.0 + NOISE * random.standard_normal(RANKS)
         weights[5] += weight - 1.0
-        own = OwnWeights(
-            torch.from_numpy(weights), torch.from_numpy((weights - 1.0) / NOISE), 6.0, torch.ones(RANKS, 1)
-        )
+        own = known(weights, (weights - 1.0) / NOISE)
         found.append(test.step(make(step, [2.0] * RANKS, [1.0] * RANKS, [1.0] * RANKS), own, told=False))
     return found
 
@@ -61,5 +64,5 @@ def test_health_names_nobody() -> None:
         weights = 1.0 + NOISE * random.standard_t(3, RANKS)
         scores = (weights - 1.0) / NOISE
         scores[7] = 0.0
-        own = OwnWeights(torch.from_numpy(weights), torch.from_numpy(scores), 6.0, torch.ones(RANKS, 1))
+        own = known(weights, scores)
         assert not test.step(make(step, [2.0] * RANKS, [1.0] * RANKS, [1.0] * RANKS), own, told=False)

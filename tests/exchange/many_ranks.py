@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +39,16 @@ class ManyRanks:
                 exchange._all.copy_(rows)
             collected = [exchange.collect(at_once) for exchange in self._all]
             return collected[0]
+
+    @property
+    def first(self) -> ConstantSizeExchange:
+        """Rank 0's."""
+        exchange: ConstantSizeExchange = self._all[0]
+        return exchange
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Where one of them is asked by itself."""
+        return _no_group(self._ranks)
 
 
 @contextmanager

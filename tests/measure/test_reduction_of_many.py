@@ -108,6 +108,31 @@ def test_ranks_with_another_weight_are_named(ranks: tuple[int, ...], weight: flo
     assert [cause.weights[rank] for rank in ranks] == pytest.approx([weight] * len(ranks), abs=0.15)
 
 
+def test_ranks_that_are_like_the_missing_one_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 to 4 see data of one kind, and rank 3 has short gradients: only rank 1 is missing."""
+    plain = gradients
+
+    def clustered(step: int) -> Tensor:
+        layers = plain(step)
+        layers[:5] += 1.5 * torch.randn(1, LAYERS, SIZE, generator=torch.Generator().manual_seed(100 + step))
+        layers[3] *= 0.3
+        return layers
+
+    monkeypatch.setattr("tests.measure.test_reduction_of_many.gradients", clustered)
+    cause = last_cause(without(1))
+    assert (cause.kind, cause.ranks) == ("weights", (1,))
+
+
+def test_equal_gradients_have_a_cosine_of_one() -> None:
+    sent, ranks = layout(), ManyRanks(layout(), RANKS)
+    same = [observations(1, None, 1.0)[0]] * RANKS
+    ranks.step(1, same)
+    gathered = ranks.step(2, same)
+    assert gathered is not None
+    direction = measure(gathered, sent, Context(0, 1.0, None, Seconds())).direction
+    assert direction.mean_cosine == pytest.approx(1.0, abs=1e-6)
+
+
 def test_a_rank_that_is_missing_in_one_layer_is_named_with_it() -> None:
     cause = last_cause(without(12, where=slice(3, 4)))
     assert (cause.kind, cause.ranks, cause.layers) == ("weights", (12,), (3,))
@@ -131,6 +156,23 @@ def test_a_layer_that_is_gone_or_of_the_step_before_is_told() -> None:
     cause = last_cause(zeroed)
     assert (cause.kind, cause.layers) == ("zeroed", (2,))
     assert last_cause(stale).kind == "stale"
+
+
+def test_the_last_step_does_not_guess_where_nobody_has_told_yet() -> None:
+    """At the end of a run the ranks' own account of the last step does not come: the error is the one before's."""
+    sent = layout()
+    ranks = ManyRanks(sent, RANKS)
+    audit = Audit(sent, Arithmetic(torch.float32, elements=LAYERS * SIZE, width=8 * SIZE), 0.0, 16.0, tuple("abcde"))
+    for step in (1, 2, 3):
+        gathered = ranks.step(step, observations(step, without(7), 1.0))
+        if gathered is not None:
+            before = audit.step(gathered, None)[1].cause
+    with ranks.alone():
+        last = ranks.first.under_way()[-1]
+    found = audit.step(last, None)[1].cause
+    assert before is not None
+    assert found == before
+    assert found.ranks == (7,)
 
 
 def test_noise_names_nobody() -> None:
