@@ -10,18 +10,31 @@ from pathlib import Path
 import pytest
 
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.frameworks.test_ways_in import free_port
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 OURS = 15  # lines beyond an unobserved script, at most
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+ONE_NODE = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+LAUNCHERS = {
+    "ddp": ["torchrun", "--standalone", "--nproc_per_node", "2"],
+    "fsdp2": ["torchrun", "--standalone", "--nproc_per_node", "2"],
+    # on the CPU too: --cpu starts one process
+    "accelerate_loop": ["accelerate", "launch", "--multi_gpu", *ONE_NODE, "--main_process_port"],
+    "deepspeed_loop": ["deepspeed", "--num_gpus", "2", "--master_port"],
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_an_example_trains_and_is_observed(name: str, tmp_path: Path) -> None:
-    launcher = Path(sys.executable).with_name("torchrun")
+    launcher, *options = LAUNCHERS[name]
+    if options[-1].endswith("port"):
+        options.append(free_port())
     script = [str(EXAMPLES / f"{name}.py"), "--epochs", "1", "--output-dir", str(tmp_path / "run")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parents[1])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parents[1]), "HOME": str(tmp_path)}
     done = subprocess.run(
-        [str(launcher), "--standalone", "--nproc_per_node", "2", *script],
+        [str(Path(sys.executable).with_name(launcher)), *options, *script],
         env=environment,
         capture_output=True,
         text=True,
