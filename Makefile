@@ -56,6 +56,7 @@ readme: $(READY) ## every command of the documentation that takes minutes, as it
 
 docs: $(READY) ## write the parts of the pages that come from the code: the table of the block's keys
 	@$(PYTHON_IN_VENV) -m ds_silent.commands.block_table docs/block.md
+	@$(PYTHON_IN_VENV) -m ds_silent.commands.schema docs/schemas
 
 lint: $(READY) ## ruff, mypy and shellcheck
 	@echo "lint: ruff, mypy, shellcheck ..."

@@ -53,6 +53,9 @@ RUN_BY: dict[str, str] = {
     "ds-silent check ds_config.json": "tests/commands/test_cli.py",
     "ds-silent check ds_config.json --world-size 1024": "tests/commands/test_forecast.py",
     "ds-silent doctor": "tests/commands/test_doctor.py",
+    "ds-silent schema block": "tests/commands/test_schema.py",
+    "ds-silent schema metrics": "tests/commands/test_schema.py",
+    "ds-silent schema events": "tests/commands/test_schema.py",
     "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",
     "tensorboard --logdir runs/my-run/tensorboard": "tests/test_readme.py",
 }
