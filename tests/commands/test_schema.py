@@ -180,12 +180,13 @@ def test_keys_of_a_newer_version_are_no_fault() -> None:
 
 
 OLD_METRICS = """\
-{"step": 1, "samples": 16, "epoch": 0.25, "world_size": 4, "loss": {"mean": 2.0, "std": 0.1, "range": 0.3, "per_rank": \
-[1.9, 2.0, 2.1, 2.0]}, "grad_norm": {"method": "exact", "mean": 1.0, "std": 0.1, "cv": 0.1, "range": 0.2, \
-"aggregated": 0.6, "per_rank": [1.0, 0.9, 1.1, 1.0]}, "direction": {"method": "sketch", "mean_cosine": 0.1, \
-"standard_error": 0.004, "min_cosine": 0.0, "max_cosine": 0.2, "min_pair": [0, 3], "max_pair": [1, 2], \
-"per_rank": [0.1, 0.1, 0.1, 0.1]}, "noise_scale": "nan", "coverage": {"duplicates": 0, "seen": 0.25, "repeated": 0.0}, "integrity": {"relative_error": \
-1e-07, "rounding_bound": 3e-07, "replica_groups": null}, "seconds": {"step": 0.5, "observe": 0.01}}
+{"step": 1, "samples": 16, "epoch": 0.25, "world_size": 4, "loss": {"mean": 2.0, "std": 0.1, "range": 0.3, \
+"per_rank": [1.9, 2.0, 2.1, 2.0]}, "grad_norm": {"method": "exact", "mean": 1.0, "std": 0.1, "cv": 0.1, \
+"range": 0.2, "aggregated": 0.6, "per_rank": [1.0, 0.9, 1.1, 1.0]}, "direction": {"method": "sketch", \
+"mean_cosine": 0.1, "standard_error": 0.004, "min_cosine": 0.0, "max_cosine": 0.2, "min_pair": [0, 3], \
+"max_pair": [1, 2], "per_rank": [0.1, 0.1, 0.1, 0.1]}, "noise_scale": "nan", "coverage": {"duplicates": 0, \
+"seen": 0.25, "repeated": 0.0}, "integrity": {"relative_error": 1e-07, "rounding_bound": 3e-07, \
+"replica_groups": null}, "seconds": {"step": 0.5, "observe": 0.01}}
 {"step": 2, "samples": 32, "world_size": 4, "loss": {"mean": "inf", "std": "nan", "range": "nan"}}
 """
 """As the first releases wrote them, and a line that lacks what came later."""
