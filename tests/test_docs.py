@@ -77,6 +77,16 @@ def test_every_kind_of_event_is_explained() -> None:
     assert set(re.findall(r"`(.*?)`", " ".join(first_cells))) == set(typing.get_args(EventKind))
 
 
+def test_every_kind_of_event_has_its_section_in_the_runbook() -> None:
+    first, *sections = (DOCS / "runbook.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    assert first.startswith("First, for any event")
+    titles = [section.splitlines()[0] for section in sections]
+    assert titles == list(typing.get_args(EventKind))
+    asked = ["How it arises.", "Confirm in ten minutes.", "What to do.", "What it is not."]
+    for section in sections:
+        assert re.findall(r"^\* \*\*(.*?)\*\* \w", section, re.MULTILINE) == asked, section.splitlines()[0]
+
+
 def test_the_index_names_every_page() -> None:
     index = links((DOCS / "README.md").read_text(encoding="utf-8"))
     assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= set(index)

@@ -116,7 +116,7 @@ def separation(one: Sequence[tuple[int, float]], other: Sequence[tuple[int, floa
     return difference / math.sqrt(squares)
 
 
-_COLUMNS = ("<29", "<11", ">8", ">9", ">13", ">14", "<1")
+_COLUMNS = ("<30", "<11", ">8", ">9", ">13", ">14", "<1")
 
 
 def heading() -> str:

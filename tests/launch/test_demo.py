@@ -144,7 +144,7 @@ def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (tmp_path / "scenarios.png").is_file()
 
 
-# -- what it prints -----------------------------------------------------------------------------------------------------
+# -- what it prints ---------------------------------------------------------------------------------------------------
 
 RANKS_THAT = """
 import pathlib, sys
