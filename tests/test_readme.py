@@ -21,6 +21,7 @@ from tests.pages import PAGES, ROOT, commands
 RUN_BY: dict[str, str] = {
     "make demo": "tests/launch/test_demo.py",
     "make test": "tests/test_readme.py",  # you are in it
+    "make help": "tests/test_readme.py",
     "torchrun --nproc_per_node 8 -m ds_silent --silent-consistency-config block.json pretrain_gpt.py ...": (
         "tests/frameworks/test_unedited.py"  # a script of its own, 4 ranks
     ),
@@ -120,6 +121,14 @@ def test_options_of_the_fine_tune_are_known() -> None:
     for command in found:
         options = known.make_context("train", shlex.split(command.removeprefix(FINE_TUNE))).params
         assert (ROOT / options["deepspeed_config"]).is_file()
+
+
+def test_the_makefile_lists_its_commands() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    listed = {line.split()[1] for line in done.stdout.splitlines()}
+    assert {f"make {name}" for name in listed} >= {command for command in RUN_BY if command.startswith("make ")} - {
+        "make help"
+    }
 
 
 def has_typer(command: str) -> bool:
