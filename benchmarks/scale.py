@@ -34,8 +34,9 @@ from simulated_ranks import Fault, SimulatedRanks
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
 from ds_silent.exchange.gather import make_exchange
-from ds_silent.exchange.layout import Layout, Shape, layout_of
+from ds_silent.exchange.layout import WORDS, Layout, Shape, layout_of
 from ds_silent.exchange.observation import Gathered, Local, Loss, Observation, Reduced, Status
+from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.measure.context import Context
 from ds_silent.measure.evidence import Told
@@ -97,7 +98,8 @@ class Writer:
         training = time.thread_time() - started
         if sums is not None:
             self.exchange._sums.copy_(sums)
-        self.exchange._all.view(len(rows), -1).copy_(rows)
+        received = self.exchange._all if self.layout.gathers else self.exchange._rows.received
+        received.view(len(rows), -1).copy_(rows)
         started = time.thread_time()
         if gathered is not None:
             context = Context(8 * step, 8.0, None, Seconds(0.6, 0.001), self._names)
@@ -124,8 +126,12 @@ def sent(layout: Layout, ranks: int) -> tuple[int, int]:
     if layout.gathers:
         return (4 * (ranks - 1) * (layout.scalars + layout.vectors),) * 2
     summed = 2 * 4 * sum(layout.sums) * (ranks - 1) // ranks
-    gathered = 4 * (ranks - 1) * (layout.scalars + layout.pairs)
-    return summed + gathered, summed + gathered
+    row, block = 4 * (layout.scalars + layout.pairs), layout.block or ranks
+    both = summed + (block - 1) * row
+    if not layout.block:
+        return both, both
+    extremes = 2 * 4 * 2 * (len(DECIDE) + WORDS)
+    return both + extremes, both + extremes
 
 
 def cost(ranks: int, steps: int) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ class Cell:
 CELLS = {
     "gathered": Cell(Case(accumulation=2), {"direction": {"per_layer": True}}),
     "constant size": Cell(Case(stage=1, dtype="bf16"), {"direction": {"exact_interval": 2}}, limit=1),
+    "in blocks": Cell(Case(stage=1), {"direction": {"exact_interval": 2}}, limit=0),
     "copied": Cell(Case(stage=2, accumulation=2), {"direction": {"method": "exact"}}),
     "partitioned": Cell(Case(stage=3), {"interval": 2, "tensorboard": True}),
     "retry": Cell(Case(), {"direction": {"method": "exact"}, "respond": {"on_aggregation_error": "retry"}}),

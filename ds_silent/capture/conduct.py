@@ -64,6 +64,7 @@ _GROUPS = {
 }
 _WORDS = {"optimizer": "hyper-parameters", "parameters": "training modes or trainable parameters"}
 MOST_QUESTIONS = 64  # per run
+_EXTREMES: Parts = ((0,), (1,))  # of many ranks all know only the smallest and the largest hash
 _REMEMBERED = 4  # measured steps: an observation is read one or two steps later
 _ON_DEVICE = "on the device"
 _TRAINING, _TRAINABLE = attrgetter("training"), attrgetter("requires_grad")
@@ -153,6 +154,7 @@ class Conduct:
         if look.on_device:
             values = torch.stack([value.detach().float().reshape(()) for value in look.on_device])
             on_device = (values * torch.arange(1, 1 + len(values), device=values.device)).sum()
+            on_device = on_device.nan_to_num(nan=-1.0)  # compared by its size
         return Code(
             hyper_parameters=self._hashed("hyper_parameters", look.hyper_parameters),
             device_hyper_parameters=on_device,
@@ -196,17 +198,19 @@ class Conduct:
         """What the preflight has told is not told again while the same ranks differ."""
         for kind, group in _GROUPS.items():
             groups = (group, "config") if group == "optimizer" else (group,)
-            self._known[kind] = {one.parts for one in outcome.wrong if one.item.group in groups}
+            parts = {one.parts for one in outcome.wrong if one.item.group in groups}
+            self._known[kind] = parts | {_EXTREMES} if parts else parts
 
     def agree(
         self, gathered: Gathered, group: dist.ProcessGroup, device: torch.device, together: Together
     ) -> tuple[Unlike, ...]:
         """What the ranks do not do alike. Every rank calls it with the same observations, at the same step: where the
         ranks that differ are others than before, it is a collective that waits."""
-        news = together.decided(lambda: self._news(gathered))
+        news = together.decided(lambda: self._news(gathered.for_all))
         if news is not None:
             self._known, self._asked, self._questions = news
-            self._answer = unlike(self._asked, gathered.step)
+            named = {kind: differing(gathered.code, kind) or parts for kind, parts in self._asked.items()}
+            self._answer = unlike(named, gathered.step)
             if self._asked and self._questions <= MOST_QUESTIONS:
                 items = together.alone(self.items, gathered.step) or []
                 outcome = preflight.compare(items, group, device, together.once)

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import FIELDS, Gathered, Late, Observation, Sums, Weights, on_any
+from ds_silent.exchange.observation import FIELDS, LEFT, Gathered, Late, Observation, Sums, Weights, on_any
 from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack
+from ds_silent.exchange.rows import digit_of, failures_in, make_rows
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Once, Together
 
@@ -37,7 +37,7 @@ _COSINE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketc
 
 
 class ConstantSizeExchange:
-    """One all-reduce of sums and one all-gather of what each rank says of itself.
+    """One all-reduce of sums, and on its way beside it what each rank says of itself (:mod:`ds_silent.exchange.rows`).
 
     One NaN would poison a sum for all ranks, so a rank without a finite sketch adds zeros, and its ``sketch_squared``
     says so; the mean of all is then NaN, as it must be.
@@ -46,17 +46,17 @@ class ConstantSizeExchange:
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0):
         """``total``: sum of the ranks' weights in the aggregate, 1 for a mean."""
         self._layout, self._group, self._total = layout, group, total
-        self._ranks = dist.get_world_size(group)
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         width = layout.scalars + layout.pairs
         self._sums = torch.zeros(sum(layout.sums), device=device)
-        self._units, self._sum, self._aggregate, self._layers, self._layer_aggregates, self._gram = torch.split(
-            self._sums, layout.sums
+        self._units, self._sum, self._aggregate, self._layers, self._layer_aggregates, self._gram, self._failures = (
+            torch.split(self._sums, layout.sums)
         )
         self._own = torch.zeros(layout.size, device=device)
         self._mine = torch.zeros(width, device=device)
         self._failed = FailedRows(width, device)
-        self._all = torch.zeros(self._ranks * width, device=device)
-        self._sums_landing, self._rows_landing = Landing(self._sums), Landing(self._all)
+        self._rows = make_rows(layout, group, device)
+        self._sums_landing = Landing(self._sums)
         self._step: int | None = None
         self._incomplete: Gathered | None = None  # lacks what the ranks say of themselves late
         self._own_layers = torch.zeros(layout.late_layers, layout.layer_size, device=device)
@@ -65,15 +65,21 @@ class ConstantSizeExchange:
 
     def post(self, step: int, observation: Observation, together: Together) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
-        packed = together.alone(self._pack, observation)  # where it broke, nobody reads the sums
-        mine = self._failed.of(together.failure) if packed is None else packed
+        mine = together.alone(self._pack, observation)  # where it broke, nobody reads the sums
+        failed = float(observation.status.failed)
+        if mine is None:
+            mine, failed = self._failed.of(together.failure), self._failed.code(together.failure)
         self._step = step
-        reduced = together.once(
-            lambda: dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
-        )
-        self._sums_landing.start(reduced)
-        gathered = together.once(lambda: all_gather(self._all, mine, group=self._group, async_op=True))
-        self._rows_landing.start(gathered)
+        self._sums_landing.start(together.once(lambda: self._add_up(failed)))
+        self._rows.start(mine, failed == LEFT, together.once)
+
+    def _add_up(self, failed: float) -> dist.Work | None:
+        if self._layout.failures:
+            place, digit = digit_of(failed, self._rank)
+            self._failures.zero_()
+            self._failures[place].fill_(digit)
+        work: dist.Work | None = dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+        return work
 
     def _pack(self, observation: Observation) -> Tensor:
         """Fill the buffers; this rank's row."""
@@ -147,20 +153,29 @@ class ConstantSizeExchange:
     def peek(self) -> Gathered:
         """What was posted last, waited for and left where it is."""
         assert self._step is not None
-        step, layout = self._step, self._layout
-        units, total, aggregate, layers, layer_aggregates, gram = torch.split(
-            self._sums_landing.result().double(), layout.sums
-        )
-        rows = self._rows_landing.result().view(self._ranks, -1).double()
+        sums, agreed = self._sums_landing.result().double(), self._rows.agreed().double()
+        known = replace(self._of_rows(sums, agreed), whole=not self._layout.failures)
+        if known.whole or on_any(known.status.failed):  # then the rows may never come
+            return known
+        everybody = self._rows.all()
+        return known if everybody is None else replace(self._of_rows(sums, everybody.double()), agreed=known)
+
+    def _of_rows(self, sums: Tensor, rows: Tensor) -> Gathered:
+        """``rows``: (N, width) of each rank, or (2, width) of their extremes."""
+        assert self._step is not None
+        layout = self._layout
+        units, total, aggregate, layers, layer_aggregates, gram, failures = torch.split(sums, layout.sums)
         scalars, pairs = torch.split(rows, [layout.scalars, layout.pairs], dim=1)
         *_, probes, late = torch.split(scalars, layout.scalar_parts, dim=1)
-        gathered = unpack(layout, step, scalars, aggregate.clone(), gram)
+        gathered = unpack(layout, self._step, scalars, aggregate.clone(), gram)
+        if layout.failures:
+            gathered = replace(gathered, status=replace(gathered.status, failed=failures_in(failures, self._ranks)))
         by_layer = (layout.layers, layout.layer_size)
         mean, layer_mean = total / self._ranks, layers.view(by_layer) / self._ranks
         if not bool(gathered.local.sketch_squared.isfinite().all()):
             mean.fill_(torch.nan)
             layer_mean.fill_(torch.nan)
-        sums = Sums(
+        directions = Sums(
             units.clone(),
             mean,
             layer_mean if layout.layers else None,
@@ -169,7 +184,7 @@ class ConstantSizeExchange:
             pairs.clone() if layout.pairs else None,
             late.clone() if layout.late else None,
         )
-        return replace(gathered, directions=sums)
+        return replace(gathered, directions=directions)
 
     def under_way(self) -> list[Gathered]:
         """Everything not collected yet, without a further collective; the last lacks what ranks find late."""

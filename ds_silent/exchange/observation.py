@@ -183,11 +183,18 @@ class Gathered:
     gram: Tensor | None = None  # (N, N) exact inner products, summed over pieces
     directions: EachRank | Sums | None = None  # None where nothing is sketched
     hashes: Tensor | None = None  # int64 (N, layout.hashes)
+    agreed: Gathered | None = None  # by which all ranks act, where this is more than all know
+    whole: bool = True  # it holds the values of each rank; else their extremes, as if there were two ranks
 
     @property
     def ranks(self) -> int:
         """N."""
         return len(self.status.failed)
+
+    @property
+    def for_all(self) -> Gathered:
+        """What every rank knows of it: all, or the extremes of what :mod:`ds_silent.exchange.rows` names."""
+        return self.agreed or self
 
     @property
     def leftover(self) -> bool:

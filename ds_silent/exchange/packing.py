@@ -37,8 +37,16 @@ class FailedRows:
 
     def of(self, failure: Exception | None) -> Tensor:
         """(width,) fp32."""
-        kind: type[Exception] = type(failure) if isinstance(failure, Unobservable) else Exception
-        return self._rows[kind]
+        return self._rows[_kind(failure)]
+
+    @staticmethod
+    def code(failure: Exception | None) -> float:
+        """``status.failed`` of that row."""
+        return _CODES[_kind(failure)]
+
+
+def _kind(failure: Exception | None) -> type[Exception]:
+    return type(failure) if isinstance(failure, Unobservable) else Exception
 
 
 def pack(layout: Layout, observation: Observation, out: Tensor) -> Tensor:

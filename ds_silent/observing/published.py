@@ -49,26 +49,27 @@ class Published:
         Returns:
             whether the training is to end by what was written.
         """
-        if on_any(gathered.wishes.compare):
+        known = gathered.for_all
+        if on_any(known.wishes.compare):
             self._replicas.due = True
-        if on_any(gathered.status.nothing):
+        if on_any(known.status.nothing):
             self.contexts.drop(gathered.step)
             return False
-        if on_any(gathered.wishes.diagnose):
+        if on_any(known.wishes.diagnose):
             self._once(self._capture.keep_micro_batches)
         unlike = self._conduct.agree(gathered, self._capture.group, self._capture.device, self._capture.together)
         self._alone(self._tell_conduct, gathered, unlike)
-        drift = self._replicas.localise(self._once) if self._replicas.differ(gathered) else None
+        drift = self._replicas.localise(self._once) if self._replicas.differ(known) else None
         self._alone(self._write, gathered, drift)
-        return on_any(gathered.wishes.stop)
+        return on_any(known.wishes.stop)
 
     def early(self, gathered: Gathered, closed: bool) -> None:
         """Write what is under way. What it asks of all ranks waits for its step, where every rank does it, whoever
         published early. ``closed``: nobody comes to that step any more."""
-        if on_any(gathered.status.nothing):
+        if on_any(gathered.for_all.status.nothing):
             return
         if gathered.step > self._written:
-            self._write(gathered, None, wait=self._replicas.differ(gathered))
+            self._write(gathered, None, wait=self._replicas.differ(gathered.for_all))
         if closed and self.recorder.writes:  # nobody is asked any more what it is that differs
             self.recorder.end_unlike(self._conduct.unasked(gathered), gathered.step)
 

@@ -165,7 +165,7 @@ class Steps:
     def _publish(self, gathered: Gathered | None) -> None:
         if gathered is None:
             return
-        self._lockstep, apart = self._decided(lambda: self._lockstep.read(gathered))
+        self._lockstep, apart = self._decided(lambda: self._lockstep.of(gathered))
         if apart is not None:
             self.switch_off(apart)
         elif self.published.step(gathered):
@@ -234,7 +234,7 @@ class Steps:
     def publish_early(self, closed: bool) -> None:
         """Write what is under way, as far as it goes without the others. ``closed``: they come no more."""
         for gathered in self._under_way() if self.observing else ():
-            _, apart = self._lockstep.read(gathered)
+            _, apart = self._lockstep.of(gathered)
             if apart is not None:
                 if closed:
                     self.switch_off(apart)

@@ -74,6 +74,11 @@ class Lockstep:
         failed = own.failed if own.failed or not self.astray else ASTRAY
         return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.count % EXACT))
 
+    def of(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
+        """:meth:`read`, by what all ranks know; who knows more says it more exactly."""
+        known, apart = self.read(gathered.for_all)
+        return known, apart and (self.read(gathered)[1] or apart)
+
     def read(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
         """What the ranks' observations say; every rank reads all of them, in the same order."""
         status = gathered.status

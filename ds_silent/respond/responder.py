@@ -181,6 +181,8 @@ class _Guard:
         gathered = self._exchange.peek()
         if on_any(gathered.status.failed):
             return None
+        if not gathered.whole:
+            return Examined(None, None, None)  # the writing rank examines for all
         return self._capture.together.alone(self._audit.examine, gathered)
 
     def _anyone(self, wrong: bool | None) -> bool | None:
