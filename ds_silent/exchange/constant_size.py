@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import FIELDS, LEFT, Gathered, Late, Observation, Sums, Weights, on_any
-from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack
+from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack, with_sums
 from ds_silent.exchange.rows import digit_of, failures_in, make_rows
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Once, Together
@@ -58,7 +59,7 @@ class ConstantSizeExchange:
         self._rows = make_rows(layout, group, device)
         self._sums_landing = Landing(self._sums)
         self._step: int | None = None
-        self._incomplete: Gathered | None = None  # lacks what the ranks say of themselves late
+        self._incomplete: Arrived | None = None  # lacks what the ranks say of themselves late
         self._own_layers = torch.zeros(layout.late_layers, layout.layer_size, device=device)
         self._cosine = torch.zeros((), device=device)  # of this rank, in that observation; and what else it finds late:
         self._late = torch.zeros(layout.late, device=device)  # weight - 1, what it is known by, layers' cosines
@@ -138,55 +139,59 @@ class ConstantSizeExchange:
             lengths = ours.square().sum(1) * others.square().sum(1)
             self._late[2:].copy_((ours * others).sum(1) / lengths.sqrt())
 
-    def collect(self, once: Once) -> Gathered | None:
+    def collect(self, once: Once) -> Arrived | None:
         """The record before the last posted one: what the ranks found late came with the last."""
         if once(lambda: self._step) is None:
             return None
         newest = once(self.peek)
         complete = once(lambda: self._incomplete)
-        if on_any(newest.status.failed):  # at once: some rank may not be there for another
+        if on_any(newest.known.status.failed):  # at once: some rank may not be there for another
             self._incomplete = self._step = None
             return newest
         self._incomplete, self._step = newest, None
         return None if complete is None else _completed(complete, newest)
 
-    def peek(self) -> Gathered:
+    def peek(self) -> Arrived:
         """What was posted last, waited for and left where it is."""
         assert self._step is not None
-        sums, agreed = self._sums_landing.result().double(), self._rows.agreed().double()
-        known = replace(self._of_rows(sums, agreed), whole=not self._layout.failures)
-        if known.whole or on_any(known.status.failed):  # then the rows may never come
-            return known
-        everybody = self._rows.all()
-        return known if everybody is None else replace(self._of_rows(sums, everybody.double()), agreed=known)
+        layout, step = self._layout, self._step
+        sums = self._kept(self._sums_landing.result())
+        known = unpack(layout, step, self._rows.agreed()[:, : layout.scalars].double())
+        if layout.failures:
+            failed = failures_in(sums[-layout.failures :].double(), self._ranks)
+            known = replace(known, status=replace(known.status, failed=failed))
+            if on_any(failed) or not self._rows.brings_all:  # then the rows may never come, or go elsewhere
+                return Arrived(known, None)
+        rows = self._kept(self._rows.all())
+        return Arrived(known, lambda: self._with_sums(known, sums.double(), rows.double()))
 
-    def _of_rows(self, sums: Tensor, rows: Tensor) -> Gathered:
-        """``rows``: (N, width) of each rank, or (2, width) of their extremes."""
-        assert self._step is not None
+    def _kept(self, landed: Tensor) -> Tensor:
+        return landed.clone() if self._rank == 0 else landed  # it writes, perhaps behind the next observation
+
+    def _with_sums(self, known: Gathered, sums: Tensor, rows: Tensor) -> Gathered:
+        """``rows``: (N, width)."""
         layout = self._layout
-        units, total, aggregate, layers, layer_aggregates, gram, failures = torch.split(sums, layout.sums)
+        units, total, aggregate, layers, layer_aggregates, gram, _ = torch.split(sums, layout.sums)
         scalars, pairs = torch.split(rows, [layout.scalars, layout.pairs], dim=1)
         *_, probes, late = torch.split(scalars, layout.scalar_parts, dim=1)
-        gathered = unpack(layout, self._step, scalars, aggregate.clone(), gram)
-        if layout.failures:
-            gathered = replace(gathered, status=replace(gathered.status, failed=failures_in(failures, self._ranks)))
+        gathered = unpack(layout, known.step, scalars) if layout.failures else known
         by_layer = (layout.layers, layout.layer_size)
         mean, layer_mean = total / self._ranks, layers.view(by_layer) / self._ranks
         if not bool(gathered.local.sketch_squared.isfinite().all()):
             mean.fill_(torch.nan)
             layer_mean.fill_(torch.nan)
         directions = Sums(
-            units.clone(),
+            units,
             mean,
             layer_mean if layout.layers else None,
-            layer_aggregates.view(by_layer).clone() if layout.layer_aggregates else None,
-            probes.clone(),
-            pairs.clone() if layout.pairs else None,
-            late.clone() if layout.late else None,
+            layer_aggregates.view(by_layer) if layout.layer_aggregates else None,
+            probes,
+            pairs if layout.pairs else None,
+            late if layout.late else None,
         )
-        return replace(gathered, directions=directions)
+        return with_sums(gathered, aggregate, gram, directions)
 
-    def under_way(self) -> list[Gathered]:
+    def under_way(self) -> list[Arrived]:
         """Everything not collected yet, without a further collective; the last lacks what ranks find late."""
         earlier, newest = self._incomplete, None if self._step is None else self.peek()
         if earlier is not None and newest is not None:
@@ -194,8 +199,14 @@ class ConstantSizeExchange:
         return [record for record in (earlier, newest) if record is not None]
 
 
-def _completed(record: Gathered, later: Gathered) -> Gathered:
+def _completed(record: Arrived, later: Arrived) -> Arrived:
     """With what came with the observation after it."""
+    if record.make is None or later.make is None:
+        return record
+    return Arrived(record.known, lambda: _with_late(record.all, later.all))
+
+
+def _with_late(record: Gathered, later: Gathered) -> Gathered:
     assert isinstance(record.directions, Sums)
     assert isinstance(later.directions, Sums)
     said = later.directions.of_before

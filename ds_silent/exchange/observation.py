@@ -9,9 +9,10 @@ host for all. What a rank does not know is 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T", float | Tensor, Tensor)
@@ -177,24 +178,17 @@ class Gathered:
     reduced: Reduced[Tensor]
     applied: Applied[Tensor]
     code: Code[Tensor]
-    aggregate: Tensor  # (k,) sketch of the aggregated gradient
     layer_squares: Tensor  # (N, G)
     ids: Tensor  # (N, layout.ids)
+    aggregate: Tensor = field(default_factory=lambda: torch.empty(0))  # (k,) sketch of the aggregated gradient
     gram: Tensor | None = None  # (N, N) exact inner products, summed over pieces
     directions: EachRank | Sums | None = None  # None where nothing is sketched
     hashes: Tensor | None = None  # int64 (N, layout.hashes)
-    agreed: Gathered | None = None  # by which all ranks act, where this is more than all know
-    whole: bool = True  # it holds the values of each rank; else their extremes, as if there were two ranks
 
     @property
     def ranks(self) -> int:
         """N."""
         return len(self.status.failed)
-
-    @property
-    def for_all(self) -> Gathered:
-        """What every rank knows of it: all, or the extremes of what :mod:`ds_silent.exchange.rows` names."""
-        return self.agreed or self
 
     @property
     def leftover(self) -> bool:

@@ -48,6 +48,8 @@ def make_rows(layout: Layout, group: dist.ProcessGroup, device: torch.device) ->
 class ToEverybody:
     """One all-gather."""
 
+    brings_all = True
+
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
         self._group, self._ranks = group, dist.get_world_size(group)
         self.received = torch.zeros(self._ranks * (layout.scalars + layout.pairs), device=device)
@@ -61,8 +63,8 @@ class ToEverybody:
         """Rows that are the same on every rank: here everybody's."""
         return self._landing.result().view(self._ranks, -1)
 
-    def all(self) -> Tensor | None:
-        """(N, width), where this rank has them."""
+    def all(self) -> Tensor:
+        """(N, width)."""
         return self.agreed()
 
 
@@ -121,9 +123,14 @@ class ToWriter:
         both[:, self._decide.cpu()] = torch.stack((-negative, largest))
         return both
 
-    def all(self) -> Tensor | None:
-        """(N, width) on the writing rank; None elsewhere."""
-        return self._landing.result().view(-1, self._width) if self._writes else None
+    @property
+    def brings_all(self) -> bool:
+        """Whether this rank gets everybody's."""
+        return self._writes
+
+    def all(self) -> Tensor:
+        """(N, width), on the writing rank."""
+        return self._landing.result().view(-1, self._width)
 
 
 def digit_of(failed: float, rank: int) -> tuple[int, float]:
