@@ -66,8 +66,10 @@ class ConstantSizeExchange:
 
     def post(self, step: int, observation: Observation, together: Together) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
-        mine = together.alone(self._pack, observation)  # where it broke, nobody reads the sums
         failed = float(observation.status.failed)
+        if failed == LEFT:  # what was sent last may still be read
+            self._mine = torch.empty_like(self._mine)
+        mine = together.alone(self._pack, observation)  # where it broke, nobody reads the sums
         if mine is None:
             mine, failed = self._failed.of(together.failure), self._failed.code(together.failure)
         self._step = step
@@ -160,7 +162,10 @@ class ConstantSizeExchange:
         if layout.failures:
             failed = failures_in(sums[-layout.failures :].double(), self._ranks)
             known = replace(known, status=replace(known.status, failed=failed))
-            if on_any(failed) or not self._rows.brings_all:  # then the rows may never come, or go elsewhere
+            if on_any(failed):  # then the rows may never come
+                return Arrived(known, None)
+            self._rows.passed_on()
+            if not self._rows.brings_all:
                 return Arrived(known, None)
         rows = self._kept(self._rows.all())
         return Arrived(known, lambda: self._with_sums(known, sums.double(), rows.double()))

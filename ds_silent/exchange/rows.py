@@ -63,6 +63,9 @@ class ToEverybody:
         """Rows that are the same on every rank: here everybody's."""
         return self._landing.result().view(self._ranks, -1)
 
+    def passed_on(self) -> None:
+        """Nothing is."""
+
     def all(self) -> Tensor:
         """(N, width)."""
         return self.agreed()
@@ -89,18 +92,23 @@ class ToWriter:
         self._decide = torch.tensor([*decide, *range(replica, replica + WORDS * (layout.hashes > 0))], device=device)
         self.extremes = torch.zeros(2 * len(self._decide), device=device)
         self._side = None if device.type == "cpu" else SideStream(device)
+        self._under_way: dict[str, dist.Work | None] = {}  # that reads buffers which are filled anew
         self._landing, self._extremes_landing = Landing(self.received), Landing(self.extremes)
 
     def start(self, mine: Tensor, leaves: bool, once: Once) -> None:
         """``leaves``: this rank does not wait for anything any more; where waiting takes the host, it passes nothing
         on, which nobody will ask for."""
+        if leaves:  # what was sent last may still be read, and nobody waits for that
+            self.extremes, self._of_block = torch.empty_like(self.extremes), torch.empty_like(self._of_block)
         self._extremes_landing.start(once(lambda: self._compare(mine)))
         gathered = once(lambda: all_gather(self._of_block, mine, group=self._block, async_op=True))
+        self._under_way = {"gathered": gathered}
         if not self._leads or (leaves and self._side is None):
             return
         with self._beside():
             once(gathered.wait)
-            self._landing.start(once(self._pass_on))
+            self._under_way["passed on"] = passed = once(self._pass_on)
+        self._landing.start(passed)
 
     def _pass_on(self) -> dist.Work | None:
         work: dist.Work | None = dist.all_to_all_single(
@@ -113,11 +121,21 @@ class ToWriter:
         work: dist.Work | None = dist.all_reduce(self.extremes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return work
 
+    def passed_on(self) -> None:
+        """Wait until this rank's part has gone to the writing rank; where no rank failed, which has come to take it."""
+        self._wait_for("passed on")
+
+    def _wait_for(self, what: str) -> None:
+        work = self._under_way.get(what)
+        if work is not None:
+            work.wait()
+
     def _beside(self) -> AbstractContextManager[None]:
         return nullcontext() if self._side is None else self._side.working()
 
     def agreed(self) -> Tensor:
         """(2, width): the smallest and the largest of what is in :data:`DECIDE`, 0 elsewhere."""
+        self._wait_for("gathered")  # what it reads is filled anew next
         negative, largest = self._extremes_landing.result().view(2, -1)
         both = torch.zeros(2, self._width)
         both[:, self._decide.cpu()] = torch.stack((-negative, largest))

@@ -91,7 +91,7 @@ class Steps:
 
     def _may_judge_later(self, model: bool) -> bool:
         """Whether nobody waits for what is found: no response, no word to end the training, no other group; and
-        nobody is told in the training's own order, as DeepSpeed's monitor is."""
+        nobody is told in the training's own order, as a framework's monitor is."""
         config, sinks = self._config, self._home.sinks
         responds = config.respond.on_aggregation_error != "report" or config.detectors.stop_on != "never"
         monitored = sinks is not None and any(isinstance(sink, MonitorSink) for sink in sinks.sinks)
