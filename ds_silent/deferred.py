@@ -37,7 +37,7 @@ class DeferredRecorder:
 
     Attributes:
         unlike: what ranks do not do alike, from the next step on.
-        wants_micro_batches: as the step before the one under way has left it.
+        wants_micro_batches: as :meth:`finish` has found it.
     """
 
     writes = True
@@ -60,12 +60,15 @@ class DeferredRecorder:
     ) -> None:
         """Begin what the inner one does with a step, behind the step before."""
         self._end()
-        self.wants_micro_batches = self._inner.wants_micro_batches
         self._inner.unlike = self.unlike
         try:
             self._under_way = self._thread.submit(self._inner.step, gathered, context, drift, told, wait)
         except RuntimeError:  # no thread can be started any more: the interpreter is ending
             self._inner.step(gathered, context, drift, told, wait)
+
+    def finish(self) -> None:
+        """A measured step is about to send what this rank wants: by all that was begun before it."""
+        self.wants_micro_batches = self._end().wants_micro_batches
 
     def deliver(self) -> None:
         """Call the callbacks for what has been found, and raise what has broken, without waiting for either."""

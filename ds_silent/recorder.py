@@ -77,6 +77,7 @@ class Recorder(Protocol):
     def repairs(self, repairs: tuple[Repair, ...]) -> None: ...
     def report(self, event: Event) -> None: ...
     def on_event(self, function: Callable[[Event], None]) -> None: ...
+    def finish(self) -> None: ...
     def deliver(self) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
@@ -99,7 +100,9 @@ class NullRecorder:
     def _nothing(self, *args: Any, **named: Any) -> None:
         pass
 
-    step = settle = end_unlike = repairs = report = on_event = deliver = flush = close = load_state_dict = _nothing
+    step = settle = end_unlike = repairs = report = on_event = finish = deliver = flush = close = load_state_dict = (
+        _nothing
+    )
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
         """Nothing to keep."""
@@ -223,6 +226,9 @@ class WritingRecorder:
     def wants_micro_batches(self) -> bool:
         """Whether the sketches of single micro-batches would tell more."""
         return self._audit.wants_micro_batches
+
+    def finish(self) -> None:
+        """Nothing is under way."""
 
     def deliver(self) -> None:
         """Nothing waits: callbacks were called at once."""

@@ -158,6 +158,8 @@ class Steps:
         """``step`` is the framework's own; what communicates is timed by the one that all ranks count."""
         due = self._decided(lambda: self.scheduled)
         self._home.settle(step - 1, self._capture.samples, self.records_loaded, self._once)
+        if self.measures(due):
+            self._alone(self.published.recorder.finish)
         self._publish(self._exchange.collect(self._once))
         self._alone(self.published.weights_verified, step)
         if self._beside is not None:

@@ -67,6 +67,8 @@ def test_all_ranks_decide_by_the_same_and_the_writing_rank_knows_the_rest(tmp_pa
             writes = rank == 0 and step < 3  # of a step in which some failed, rows may never come
             assert seen["losses"] == ([0.0, 1.5, 3.0, 4.5, 6.0] if writes else None)
             assert seen["failed"] == ([0.0, BROKE, 0.0, LEFT, 0.0] if step == 3 else [0.0] * RANKS)
+            if step == 3 and rank == 3:  # it has left, and reads nothing
+                continue
             assert seen["steps"] == ([2.0, 3.0] if step == 2 else [float(step)])
             assert (max(seen["compare"]) > 0) is (step == 2)
             assert seen["hashes"] == (2 if step == 2 else 1)
