@@ -12,8 +12,9 @@ from typing import Any
 from ds_silent.capture.row_ids import id_capacity
 from ds_silent.commands.units import size_text
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
-from ds_silent.exchange.layout import LAYERS_TOGETHER, Layout, Shape, gathers_sketches, layout_of, place_size
+from ds_silent.exchange.layout import LAYERS_TOGETHER, WORDS, Layout, Shape, gathers_sketches, layout_of, place_size
 from ds_silent.exchange.row_ids import Sampling, sampling_of
+from ds_silent.exchange.rows import DECIDE
 from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
 from ds_silent.maths.sketch import make_plan
 
@@ -181,7 +182,13 @@ def _collective(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], w
         return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank {late}"
     layers = 2 * LAYERS_TOGETHER * config.integrity.aggregation  # at most, of all together
     sums, own = size_text(4 * (sum(layout.sums) + layers)), 4 * (layout.scalars + layout.pairs)
-    return f"one all-reduce of {sums} and one all-gather of {own} B from each rank {late}"
+    if not layout.block:
+        return f"one all-reduce of {sums} and one all-gather of {own} B from each rank {late}"
+    extremes = 2 * 4 * (len(DECIDE) + WORDS)
+    return (
+        f"two all-reduces of {sums} and {extremes} B, and one all-gather of {own} B from each rank in blocks of "
+        f"{layout.block}, whose first ranks pass it on to rank 0 {late}"
+    )
 
 
 def _sampling(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> Sampling | None:
