@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+from ds_silent.alerts.sink import refuse_unusable_alerts
 from ds_silent.capture.data_facts import data_facts
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse, shown
@@ -174,6 +175,7 @@ def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigErro
             refuse_too_many_ranks(config, dist.get_world_size(subject.group))
         if subject.group is not None and dist.get_rank(subject.group) == 0:
             read_groups(config.places)
+            refuse_unusable_alerts(config.alerts)
     except ConfigError as error:
         return error
     return None

@@ -144,6 +144,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("resync.state", "some", 'must be "all" or "parameters"'),
     ("reduction", "tree", 'must be "native" or "ordered"'),
     ("tensorboard", "no", "must be true or false"),
+    ("alerts", 3, "must be a list of at most 16 objects in braces"),
     ("places", "", "must be the path of a JSON file, or null"),
     ("places", " ", "must be the path of a JSON file, or null"),
     ("places", 3, "must be the path of a JSON file, or null"),

@@ -28,7 +28,7 @@ from ds_silent.words import Words
 Facts = Callable[[], dict[str, Any]]
 """What the ranks' collectives follow from, by the names that a person would look for; JSON values."""
 _WRITERS_OWN = ("output_dir", "tensorboard")  # only the rank that writes looks at them
-_ALWAYS_ITS_OWN = f"{BLOCK}.places"
+_ALWAYS_ITS_OWN = ("places", "alerts")  # the rank that writes is the only one that ever needs them
 
 
 def alone() -> bool:
@@ -136,7 +136,8 @@ def _unlike(verdict: Verdict, step: int) -> Event:
 def _compared(facts: Facts, config: SilentConsistencyConfig) -> dict[str, Any]:
     """What all ranks must have alike, by dotted names."""
     values = flat(config.model_dump(mode="json"), f"{BLOCK}.")
-    del values[_ALWAYS_ITS_OWN]
+    for name in _ALWAYS_ITS_OWN:
+        del values[f"{BLOCK}.{name}"]
     if "stop" not in (
         config.respond.on_aggregation_error,
         config.respond.on_failed_retry,

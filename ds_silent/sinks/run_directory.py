@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ds_silent.alerts.destination import WrongDestination
+from ds_silent.alerts.sink import open_alerts
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.ranks.together import Once
-from ds_silent.sinks import Background, FanOut, SinkError, open_files
+from ds_silent.sinks import Background, FanOut, Sink, SinkError, open_files
 from ds_silent.sinks.claims import (
     Claim,
     claim_unused,
@@ -115,7 +117,18 @@ class RunDirectory:
         if claim is not None:
             self._write_into(claim, None)
         monitor = [] if monitor_write is None else [MonitorSink(monitor_write, label)]
-        self.sinks = FanOut([self._background, *monitor])
+        # Not among what the thread writes: a disk that hangs is no reason to tell nobody.
+        self.sinks = FanOut([self._background, *self._alerts(monitor_write), *monitor])
+
+    def _alerts(self, monitor_write: MonitorWrite | None) -> list[Sink]:
+        """Nobody to tell: no sink. What cannot be reached has been refused before, unless it has just changed."""
+        if not self._config.alerts:
+            return []
+        try:
+            return [open_alerts(self._config.alerts, lambda: self.directory, monitor_write=monitor_write)]
+        except WrongDestination as error:
+            logger.warning("ds_silent: nobody is alerted: an alert %s", error)
+            return []
 
     def says(self) -> str:
         """For the console, at the start."""
