@@ -4,6 +4,7 @@
     ds-silent drill --config ds_config.json
     ds-silent numerics --gradients gradients/
     ds-silent doctor --output-dir runs/my-run
+    ds-silent watch runs/my-run
 
 A mistake is one sentence on standard error and exit status 2.
 """
@@ -22,7 +23,7 @@ def main() -> None:
     """See every worker of a data-parallel training.
 
     "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding,
-    "doctor" what this machine lacks.
+    "doctor" what this machine lacks; "watch" looks at a run.
     """
 
 
@@ -239,3 +240,29 @@ def doctor(
     from ds_silent.commands.doctor import doctor_command
 
     raise typer.Exit(doctor_command(output_dir, json_path))
+
+
+@app.command()
+def watch(
+    run: Annotated[str, typer.Argument(help="Directory of a run, the output_dir of its block.", metavar="RUN")],
+    once: Annotated[
+        bool, typer.Option("--once", help="Print what is known now as text, and end; so does an output to a file.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, and end.")] = False,
+    stale: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Exit with 4 if no record was written for so many minutes.", metavar="MINUTES"),
+    ] = None,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks at the files.", metavar="SECONDS")
+    ] = 1.0,
+) -> None:
+    """Look at a run while it trains, or afterwards: the verdict, the ranks, the events. Press ? for the keys.
+
+    Only reads, and of growing files only what is new; the training does not notice.
+
+    Exit status: 0 healthy, 1 warnings, 3 errors, 4 stale, 5 no records yet, 2 a mistake in what was typed.
+    """
+    from ds_silent.watch.command import watch_command
+
+    raise typer.Exit(watch_command(run, once, as_json, stale, every))

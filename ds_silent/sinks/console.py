@@ -2,14 +2,16 @@
 
 [ds_silent] step 12  loss 2.31 ± 0.18 (range 0.52)  |g| 1.02 ± 0.16 (cv 0.16)  cos 0.041 [-0.010, 0.090]  B_noise 310
 
-On a terminal an event is coloured by its severity, unless NO_COLOR is set (no-color.org); elsewhere nothing but text is
-written.
+On a terminal an event is coloured by its severity, unless NO_COLOR is set (no-color.org), and a long one is wrapped at
+words; elsewhere nothing but text is written, and an event is one line, which a search finds whole.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -20,6 +22,9 @@ from ds_silent.records import Event, Scores, Severity, StepRecord
 
 _COLOURS: Mapping[Severity, str] = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "info": "\x1b[36m"}
 _PLAIN = "\x1b[0m"
+LONGEST_LINE = 200
+"""Characters of an event up to which a terminal breaks its line itself; a longer one is hard to find one's way in."""
+_NARROWEST = 40  # columns: in a terminal of fewer every word would be a line
 
 
 class ConsoleSink:
@@ -46,6 +51,8 @@ class ConsoleSink:
 
     def write_event(self, event: Event) -> None:
         line = self._named(event_line(event))
+        if is_terminal(sys.stdout):
+            line = wrapped(line, shutil.get_terminal_size().columns, indent=len(self._name) + 1)
         _print(coloured(line, event) if shows_colour(sys.stdout, os.environ) else line)
 
     def _named(self, line: str) -> str:
@@ -92,10 +99,33 @@ def coloured(line: str, event: Event) -> str:
     return line.replace(said, f"{_COLOURS[event.severity]}{said}{_PLAIN}", 1)
 
 
+def wrapped(line: str, columns: int, indent: int) -> str:
+    """A line of more than :data:`LONGEST_LINE` characters, broken at words; paths and names stay whole.
+
+    Args:
+        columns: of the terminal.
+        indent: columns by which every line but the first is moved in.
+    """
+    if len(line) <= LONGEST_LINE:
+        return line
+    return textwrap.fill(
+        line,
+        max(columns, _NARROWEST),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody looks at it."""
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
 def shows_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
     """Whether ``stream`` is a terminal that takes colours from a user who wants them."""
     wanted = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
-    return wanted and bool(getattr(stream, "isatty", lambda: False)())
+    return wanted and is_terminal(stream)
 
 
 def _number(value: float | None) -> str:

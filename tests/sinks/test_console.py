@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.records import LossStats
-from ds_silent.sinks.console import ConsoleSink, event_line, step_line
+from ds_silent.sinks.console import ConsoleSink, event_line, step_line, wrapped
 from tests.sinks.example_records import empty_record, event, full_record
 
 
@@ -101,6 +101,40 @@ def test_elsewhere_no_escape_code_is_written(
     monkeypatch.setattr(sys, "stdout", Terminal() if terminal else io.StringIO())
     ConsoleSink(1).write_event(event())
     assert sys.stdout.getvalue() == event_line(event()) + "\n"  # type: ignore[attr-defined]
+
+
+LONG = event(message=f"The gradients of {'very ' * 60}different rows, as in {'/a/long/path' * 9}.")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("colour", [False, True])
+def test_a_terminal_shows_a_long_event_wrapped_at_words(
+    columns: int, colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "" if colour else "1")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    ConsoleSink(1).write_event(LONG)
+    shown = sys.stdout.getvalue()  # type: ignore[attr-defined]
+    assert ("\x1b[1;31mERROR  duplicate-data\x1b[0m" in shown) is colour
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert len(lines) > 4
+    assert all(len(line) <= columns for line in lines if "/a/long/path" not in line)
+    assert all(re.match(r" {12}\S", line) for line in lines[1:])
+    assert " ".join(line.strip() for line in lines) == event_line(LONG)  # no word is broken, none is lost
+
+
+def test_a_log_keeps_a_long_event_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    ConsoleSink(1).write_event(LONG)
+    assert sys.stdout.getvalue() == event_line(LONG) + "\n"  # type: ignore[attr-defined]
+
+
+def test_two_hundred_characters_are_left_to_the_terminal() -> None:
+    line = "a " * 99 + "bb"
+    assert wrapped(line, 80, 4) == line
+    assert wrapped(line + "b", 80, 4).count("\n") == 2
 
 
 def test_a_name_brings_no_colour_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
