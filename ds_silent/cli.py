@@ -256,6 +256,14 @@ def watch(
     every: Annotated[
         float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks at the files.", metavar="SECONDS")
     ] = 1.0,
+    alert: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tell this destination of warnings and errors that come from now on, as the block's alerts do; may be "
+            "given several times. env:NAME keeps an address out of the list of processes.",
+            metavar="TO",
+        ),
+    ] = None,
 ) -> None:
     """Look at a run while it trains, or afterwards: the verdict, the ranks, the events. Press ? for the keys.
 
@@ -265,4 +273,25 @@ def watch(
     """
     from ds_silent.watch.command import watch_command
 
-    raise typer.Exit(watch_command(run, once, as_json, stale, every))
+    raise typer.Exit(watch_command(run, once, as_json, stale, every, alert or []))
+
+
+@app.command()
+def alert(
+    test: Annotated[
+        list[str],
+        typer.Option(
+            help="A destination as in the block's alerts, best as env:NAME; may be given several times.", metavar="TO"
+        ),
+    ],
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=60.0, help="Seconds that each may take.", metavar="SECONDS")
+    ] = 10.0,
+) -> None:
+    """Send a test message to the destinations of alerts: webhooks, mail, commands.
+
+    Exit status: 0 all were sent, 1 some were not, 2 a mistake in what was typed.
+    """
+    from ds_silent.commands.alert import alert_command
+
+    raise typer.Exit(alert_command(test, timeout))

@@ -80,6 +80,11 @@ def environment_name(to: str) -> str | None:
     return found[1] if found else None
 
 
+def is_secret(to: object) -> bool:
+    """Whether it may hold a secret itself."""
+    return not (isinstance(to, str) and (to == "monitor" or to in TRACKERS or environment_name(to)))
+
+
 def resolve(to: str, environment: Mapping[str, str] = os.environ) -> Destination:
     """The destination, read from the environment where ``to`` says so.
 

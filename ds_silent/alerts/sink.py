@@ -64,6 +64,11 @@ class Alerts:
         if self._monitor is not None:
             self._monitor.count(event)
 
+    def note(self, event: Event) -> None:
+        """Take an event for one that is known already: of its fault no reminder is told, but its end."""
+        for one in self._destinations:
+            one.wants(event)
+
     def flush(self) -> None:
         """A checkpoint does not wait for a server."""
 

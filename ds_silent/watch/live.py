@@ -35,11 +35,18 @@ class Following(threading.Thread):
     Args:
         every: seconds.
         heard: called in this thread with every view, as soon as it is there.
+        caught_up: called likewise where all that there is has been read.
     """
 
-    def __init__(self, watched: Watched, every: float, heard: Callable[[View], None] = lambda view: None) -> None:
+    def __init__(
+        self,
+        watched: Watched,
+        every: float,
+        heard: Callable[[View], None] = lambda view: None,
+        caught_up: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(name="ds_silent watch reads", daemon=True)  # a read that hangs must not keep the process
-        self._watched, self._every, self._heard = watched, every, heard
+        self._watched, self._every, self._heard, self._caught_up = watched, every, heard, caught_up
         self._left = threading.Event()
         self._view: View | None = None
 
@@ -55,6 +62,8 @@ class Following(threading.Thread):
             view = self._watched.view()
             self._view = view
             self._heard(view)
+            if not more:
+                self._caught_up()
             self._left.wait(0.0 if more else self._every)
 
     def leave(self) -> None:
@@ -62,7 +71,7 @@ class Following(threading.Thread):
         self._left.set()
 
 
-def look(watched: Watched, name: str, every: float) -> View:
+def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None] = lambda: None) -> View:
     """Draw until somebody presses q, or the terminal is gone.
 
     Returns:
@@ -72,7 +81,7 @@ def look(watched: Watched, name: str, every: float) -> View:
         KeyboardInterrupt: Ctrl-C; the terminal is as it was before.
         SystemExit: SIGTERM; likewise.
     """
-    following = Following(watched, every)
+    following = Following(watched, every, caught_up=caught_up)
     before = signal.signal(signal.SIGTERM, _end)
     glyphs = glyphs_for(sys.stdout.encoding)
     nothing = View(run=name, verdict="reading ...")
@@ -86,6 +95,20 @@ def look(watched: Watched, name: str, every: float) -> View:
         following.leave()
         signal.signal(signal.SIGTERM, before)
     return following.view or nothing
+
+
+def follow(watched: Watched, every: float, caught_up: Callable[[], None]) -> None:
+    """Read without a picture until this process is ended: for who wants the alerts of a run only.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C.
+        SystemExit: SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, _end)
+    following = Following(watched, every, caught_up=caught_up)
+    following.start()
+    while following.is_alive():
+        following.join(TICK)
 
 
 def _draw_until_left(following: Following, keyboard: Keyboard, screen: Screen, glyphs: Glyphs, view: View) -> None:

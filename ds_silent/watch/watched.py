@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,16 @@ _MEANS: Mapping[Metric, str] = {"loss": "mean", "norm": "mean", "cosine": "mean_
 
 
 class Watched:
-    """One run's directory; it need not be there yet. Raises nothing."""
+    """One run's directory; it need not be there yet. Raises nothing.
 
-    def __init__(self, directory: str | Path) -> None:
+    Args:
+        heard: of each line of ``events.jsonl``, in order; None where the file begins anew.
+    """
+
+    def __init__(
+        self, directory: str | Path, heard: Callable[[dict[str, Any] | None], None] = lambda line: None
+    ) -> None:
+        self._heard = heard
         self._reader = RunReader(directory, names=FILES, listen=self._line)
         self._departures = Departures()
         self._curves = _no_curves()
@@ -101,6 +108,7 @@ class Watched:
         """A record that the reader has taken up; None: what was told of this file before is no more."""
         if name == "events.jsonl":
             self._event(line)
+            self._heard(line)
         elif name == "metrics.jsonl":
             self._record(line)
 
