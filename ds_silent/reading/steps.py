@@ -148,7 +148,7 @@ class Steps:
     def measured(self, name: str) -> npt.NDArray[np.bool_]:
         """bool (S,)."""
         absent: npt.NDArray[np.int64] = np.array(self._absent, dtype=np.int64)
-        return np.equal(absent >> _NAMES[name] & 1, 0)
+        return np.asarray(absent >> _NAMES[name] & 1 == 0, dtype=np.bool_)
 
     def any(self, name: str) -> bool:
         """Whether it was ever measured."""
