@@ -148,7 +148,7 @@ class Steps:
     def measured(self, name: str) -> npt.NDArray[np.bool_]:
         """bool (S,)."""
         absent: npt.NDArray[np.int64] = np.array(self._absent, dtype=np.int64)
-        return np.equal(absent >> _NAMES[name] & 1, 0)
+        return np.asarray(absent >> _NAMES[name] & 1 == 0, dtype=np.bool_)
 
     def any(self, name: str) -> bool:
         """Whether it was ever measured."""
@@ -187,5 +187,5 @@ def _summed_up(values: list[float]) -> tuple[float, float, float, float]:
         spread = (off[(count - 1) // 2] + off[count // 2]) / 2 * _DEVIATION
     else:
         mean = sum(value / count for value in values)
-        spread = math.sqrt(sum((value - mean) ** 2 / count for value in values)) if abs(mean) < 1e150 else math.inf
+        spread = math.hypot(*(value - mean for value in values)) / math.sqrt(count)  # no square of it overflows
     return values[0], values[-1], median, spread

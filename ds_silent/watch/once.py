@@ -1,7 +1,7 @@
 """A run at one moment, for a script: plain text, JSON, and the exit status. Pure.
 
 lines = told_lines(view, now=time.time())
-json.dumps(told_json(view, now=time.time()))
+json.dumps(told_json(view, stale=None, now=time.time()))
 status_of(view, stale=600.0, now=time.time())       # 0, 1, 3, 4 or 5
 """
 

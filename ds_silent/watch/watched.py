@@ -28,8 +28,8 @@ LONGEST_CURVE = 512
 """Points of a sparkline that are kept: more than any terminal has columns."""
 MOST_ROWS = 4096
 """Ranks of which a view has rows."""
-VERDICT_SECONDS = 10.0
-"""After which the verdict is found anew although nothing happened: it counts what was checked."""
+VERDICT_SHARE = 0.005
+"""Of a core, at most, for a verdict that only counts on; one that may be another is found at once."""
 _MEANS: Mapping[Metric, str] = {"loss": "mean", "norm": "mean", "cosine": "mean_cosine"}
 
 
@@ -55,7 +55,8 @@ class Watched:
         self._size = -1
         self._verdict: Verdict | None = None
         self._blame: dict[int, EventGroup] = {}
-        self._judged = (-1, -math.inf)  # events, and when
+        self._judged: tuple[int, bool] | None = None  # events, and whether there were records
+        self._judge_again = 0.0  # when
         self._behind = False
 
     @property
@@ -99,7 +100,7 @@ class Watched:
             counts=dict(run.events.counts),
             seconds=_finite(of(seconds, "step")),
             observe=_finite(of(seconds, "observe")),
-            written=self._grown or self._written,
+            written=self._written and (self._grown or self._written),
             problem=" ".join(run.problems),
             behind=self._behind,
         )
@@ -132,11 +133,13 @@ class Watched:
                 curve.append(mean)
 
     def _judge(self) -> None:
-        events, now = len(self._reader.run.events), time.monotonic()
-        if events == self._judged[0] and now - self._judged[1] < VERDICT_SECONDS:
+        known, began = (len(self._reader.run.events), self._measured > 0), time.monotonic()
+        if known == self._judged and began < self._judge_again:
             return
-        self._judged = (events, now)
+        self._judged = known
         self._verdict = verdict_of(self._reader.run)
+        now = time.monotonic()
+        self._judge_again = now + (now - began) / VERDICT_SHARE
         self._blame = {}
         for group in self._reader.run.events.groups():  # worst first
             if group.severity != "info" and not group.ended and group.ranks_total <= SHOWN_RANKS:
