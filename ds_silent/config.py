@@ -226,6 +226,14 @@ class SilentConsistencyConfig(_Block):
     )
     """Who is told of events: webhooks, mail, commands, trackers."""
 
+    metrics_port: int = _whole(0, 0, 65_535)
+    """Port on which rank 0 serves its numbers to Prometheus; 0 is none."""
+
+    metrics_address: str = _is(
+        "be an address of rank 0's host", "127.0.0.1", min_length=1, pattern=r"^[A-Za-z0-9.:_-]+$"
+    )
+    """That it listens on; by default nobody but this host can ask. ``0.0.0.0``: everybody who reaches it."""
+
     places: str | None = _is("be the path of a JSON file, or null", None, min_length=1)
     """A file on rank 0's host that gives each host the name of its switch group, ``{"node0001": "A", ...}``: events say
     where all ranks that they blame are in one."""

@@ -71,6 +71,9 @@ def forecast_lines(
     files = f"metrics.jsonl, events.jsonl, scores.jsonl, matrices.jsonl{board}"
     yield f"  writes      {files} in {config.output_dir!a}, on rank 0"
     yield from _alert_lines(config)
+    if config.metrics_port:
+        place = f"http://{config.metrics_address}:{config.metrics_port}/metrics"
+        yield f"  metrics     for Prometheus at {place}, from rank 0"
     ends = " until it is stopped" if config.detectors.enabled and config.detectors.stop_on != "never" else ""
     if config.reduction == "ordered":
         yield "  changes     the reduction's last bits, at every step: fp32, and an order of its own"

@@ -168,7 +168,8 @@ def only_reporting(given: dict[str, Any], block: SilentConsistencyConfig) -> tup
     notes = []
     if block.alerts:
         notes.append("alerts: nobody is told of the drill's faults")
-    given[BLOCK] = {name: value for name, value in given[BLOCK].items() if name != "alerts"}
+    told = ("alerts", "metrics_port")
+    given[BLOCK] = {name: value for name, value in given[BLOCK].items() if name not in told}
     for key in ("respond", "resync", "reduction"):
         if getattr(block, key) != getattr(plain, key):
             notes.append(f"{key}: responses are tried in trainings of their own, with values of the drill's")

@@ -28,7 +28,12 @@ from ds_silent.words import Words
 Facts = Callable[[], dict[str, Any]]
 """What the ranks' collectives follow from, by the names that a person would look for; JSON values."""
 _WRITERS_OWN = ("output_dir", "tensorboard")  # only the rank that writes looks at them
-_ALWAYS_ITS_OWN = ("places", "alerts")  # the rank that writes is the only one that ever needs them
+_ALWAYS_ITS_OWN = (
+    "places",
+    "alerts",
+    "metrics_port",
+    "metrics_address",
+)  # the rank that writes is the only one that ever needs them
 
 
 def alone() -> bool:

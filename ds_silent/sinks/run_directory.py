@@ -84,6 +84,8 @@ class RunDirectory:
                 home._take(monitor_write)
             except SinkError as error:
                 refusal = error
+                if home._background is not None:
+                    home._background.close()  # nobody will: a port that it serves must be free again
         refused, home._engine, undecided = home._agree(int(refusal is not None), home._engine, int(home._undecided))
         if refused:
             raise refusal or SinkError(f"rank 0 cannot write to silent_consistency.output_dir {home.directory}")
@@ -111,7 +113,7 @@ class RunDirectory:
 
             summary_writer_type()
         label = None if self._engine == 1 else f"engine-{self._engine}"
-        self._background = Background([ConsoleSink(label=label)], more=True)
+        self._background = Background([ConsoleSink(label=label), *self._metrics()], more=True)
         claim = claim_unused(self._base, first_only=True)
         self._undecided = claim is None
         if claim is not None:
@@ -119,6 +121,15 @@ class RunDirectory:
         monitor = [] if monitor_write is None else [MonitorSink(monitor_write, label)]
         # Not among what the thread writes: a disk that hangs is no reason to tell nobody.
         self.sinks = FanOut([self._background, *self._alerts(monitor_write), *monitor])
+
+    def _metrics(self) -> list[Sink]:
+        """None where nobody is to ask, or where the port is taken, as by another engine of this process."""
+        if not self._config.metrics_port:
+            return []
+        from ds_silent.sinks.prometheus import open_prometheus  # an optional package: only who wants it needs it
+
+        sink = open_prometheus(self._config.metrics_port, self._config.metrics_address, lambda: self.directory)
+        return [] if sink is None else [sink]
 
     def _alerts(self, monitor_write: MonitorWrite | None) -> list[Sink]:
         """Nobody to tell: no sink. What cannot be reached has been refused before, unless it has just changed."""
