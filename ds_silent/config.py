@@ -30,6 +30,10 @@ LARGEST = 2**31 - 1
 """Of any whole number: more would not fit into what is sent and written."""
 
 
+WRITERS_ALONE = ("places", "alerts", "metrics_port", "metrics_address")
+"""Keys that only the rank that writes looks at: ranks may differ in them, and they are neither compared nor shown."""
+
+
 class ConfigError(ValueError):
     """The configuration is wrong; the message is one sentence for the person who wrote it."""
 

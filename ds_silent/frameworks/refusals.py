@@ -39,7 +39,7 @@ def refuse_too_many_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
 
 
 def refuse_metrics_without_library(config: SilentConsistencyConfig) -> None:
-    """Raise :class:`ConfigError` where metrics are to be served and prometheus_client is missing. On the writing rank."""
+    """Raise :class:`ConfigError` where metrics are to be served and prometheus_client is not there. Writing rank."""
     if config.metrics_port and not installed("prometheus_client"):
         what = f"{BLOCK}.metrics_port {config.metrics_port}"
         raise ConfigError(f"{missing_sentence(what, ['prometheus_client'], 'prometheus')} on the host of rank 0")
