@@ -43,7 +43,9 @@ def open_sinks(
     """
     files = open_files(config.output_dir, config.tensorboard, resume_step=resume_step)
     monitor = [] if monitor_write is None else [MonitorSink(monitor_write)]
-    return FanOut([Background([*files.sinks, ConsoleSink(every=console_every)]), *monitor])
+    console = ConsoleSink(every=console_every, ends=True)
+    console.directory = config.output_dir
+    return FanOut([Background([*files.sinks, console]), *monitor])
 
 
 def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | None = None) -> FanOut:
