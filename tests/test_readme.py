@@ -54,6 +54,7 @@ RUN_BY: dict[str, str] = {
     "ds-silent check ds_config.json --world-size 1024": "tests/commands/test_forecast.py",
     "ds-silent doctor": "tests/commands/test_doctor.py",
     "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",
+    "ds-silent watch runs/my-run": "tests/watch/test_terminal.py",
     "tensorboard --logdir runs/my-run/tensorboard": "tests/test_readme.py",
 }
 """What a part of the usual tests runs: command -> file in which it does."""
@@ -90,6 +91,7 @@ SLOW: dict[str, float] = {
     "python benchmarks/paft.py --part language": 90,
     "python benchmarks/paft.py --part noise": 120,
     "python benchmarks/real_bugs.py --survey": 90,
+    "python benchmarks/watching.py": 5,
 }
 """What takes minutes, and after how many of them, on two busy cores, it counts as hanging."""
 

@@ -1,4 +1,4 @@
-"""TensorBoard: curves, the cosine matrix as an image, events as text, and a layout that opens on the right charts.
+"""TensorBoard: curves, the cosine matrix as an image, events as text, and a layout of the charts.
 
     tensorboard --logdir runs/my-run/tensorboard      # the tab "Custom Scalars" shows the layout
 
