@@ -5,6 +5,7 @@
     ds-silent numerics --gradients gradients/
     ds-silent doctor --output-dir runs/my-run
     ds-silent watch runs/my-run
+    ds-silent schema block
 
 A mistake is one sentence on standard error and exit status 2.
 """
@@ -23,7 +24,7 @@ def main() -> None:
     """See every worker of a data-parallel training.
 
     "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding,
-    "doctor" what this machine lacks; "watch" looks at a run.
+    "doctor" what this machine lacks, "schema" what may stand in the block and in the records; "watch" looks at a run.
     """
 
 
@@ -266,3 +267,22 @@ def watch(
     from ds_silent.watch.command import watch_command
 
     raise typer.Exit(watch_command(run, once, as_json, stale, every))
+
+
+@app.command()
+def schema(
+    name: Annotated[str, typer.Argument(help="block, metrics or events.", metavar="NAME")] = "block",
+) -> None:
+    """Print the JSON Schema of the block, or of a line of the records.
+
+    "block" lets an editor complete a ds_config; "metrics" and "events" describe
+    a line of metrics.jsonl and of events.jsonl.
+
+    Exit status: 0, or 2 for another name.
+    """
+    from ds_silent.commands.schema import NAMES, written
+
+    if name not in NAMES:
+        typer.echo(f"ds-silent: there is no schema {name!a}; the names are {', '.join(NAMES)}", err=True)
+        raise typer.Exit(2)
+    typer.echo(written(name), nl=False)
