@@ -4,6 +4,7 @@
     ds-silent drill --config ds_config.json
     ds-silent numerics --gradients gradients/
     ds-silent doctor --output-dir runs/my-run
+    ds-silent report runs/my-run -o report.html
 
 A mistake is one sentence on standard error and exit status 2.
 """
@@ -22,7 +23,7 @@ def main() -> None:
     """See every worker of a data-parallel training.
 
     "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding,
-    "doctor" what this machine lacks.
+    "doctor" what this machine lacks, "report" what a run's records say.
     """
 
 
@@ -239,3 +240,23 @@ def doctor(
     from ds_silent.commands.doctor import doctor_command
 
     raise typer.Exit(doctor_command(output_dir, json_path))
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="Directories of records (output_dir), or of several runs; side by side.", metavar="RUN..."),
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", help="Where the page goes.", metavar="FILE")] = "report.html",
+) -> None:
+    """Write one HTML page of a run: who, where, since when - and what was not checked.
+
+    The page needs no network and nothing beside it. A run that still goes on
+    can be reported too.
+
+    Exit status: 0 the page was written, whatever it says; 2 a mistake in what was typed, or nothing to read.
+    """
+    from ds_silent.report.command import report_command
+
+    raise typer.Exit(report_command(runs, output))
