@@ -338,7 +338,8 @@ def _nearest(run: Run, chosen: Any) -> float | None:
             score, threshold = np.array(curve.score), np.array(curve.threshold)
             ok = (threshold > 0) & np.isfinite(score)
             if ok.any():
-                share = float((score[ok] / threshold[ok]).max())
+                with np.errstate(over="ignore"):
+                    share = float((score[ok] / threshold[ok]).max())
                 largest = share if largest is None else max(largest, share)
     return None if largest is None else max(largest, 0.0)
 
@@ -364,7 +365,9 @@ def _reduction_figure(run: Run) -> str:
     ok = np.isfinite(error) & np.isfinite(bound) & (bound > 0)
     if not ok.any():
         return f"{len(run.steps):,} steps"
-    return f"error at most {_percent(float((error[ok] / bound[ok]).max()))} of its bound"
+    with np.errstate(over="ignore"):
+        share = float((error[ok] / bound[ok]).max())
+    return f"error at most {_percent(share)} of its bound"
 
 
 def _no_applied(run: Run, option: Any) -> str:

@@ -19,6 +19,7 @@ from ds_silent.report.axis import Axis, Curve, Floats, shown, ticks
 
 WIDTH, HEIGHT = 1000, 100
 """Of the stretched drawing's own units."""
+_LARGEST, _SMALLEST = 1e300, 1e-290
 Style = Literal["line", "thin", "dash", "band"]
 
 
@@ -118,12 +119,17 @@ def _plot(height: int) -> str:
 
 def _scaled(curve: Curve, log: bool) -> Curve:
     if not log:
-        return curve
+        return Curve(*(_drawable(values) for values in (curve.low, curve.mean, curve.high)), curve.broken)
     with np.errstate(all="ignore"):
         low, mean, high = (
             np.log10(np.where(values > 0, values, np.nan)) for values in (curve.low, curve.mean, curve.high)
         )
     return Curve(low, mean, high, curve.broken)
+
+
+def _drawable(values: Floats) -> Floats:
+    """Within what can be subtracted and divided."""
+    return np.where(np.abs(values) < _SMALLEST, 0.0, np.clip(values, -_LARGEST, _LARGEST))
 
 
 def _range(
