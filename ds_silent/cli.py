@@ -6,6 +6,7 @@
     ds-silent doctor --output-dir runs/my-run
     ds-silent watch runs/my-run
     ds-silent schema block
+    ds-silent report runs/my-run -o report.html
 
 A mistake is one sentence on standard error and exit status 2.
 """
@@ -24,8 +25,8 @@ def main() -> None:
     """See every worker of a data-parallel training.
 
     "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding,
-    "doctor" what this machine lacks, "schema" what may stand in the block and in the records; "watch" looks at a run,
-    "alert" tries who is told of its events.
+    "doctor" what this machine lacks, "schema" what may stand in the block and in the records, "report" what a run's
+    records say; "watch" looks at a run while it trains, "alert" tries who is told of its events.
     """
 
 
@@ -316,3 +317,23 @@ def schema(
         typer.echo(f"ds-silent: there is no schema {name!a}; the names are {', '.join(NAMES)}", err=True)
         raise typer.Exit(2)
     typer.echo(written(name), nl=False)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="Directories of records (output_dir), or of several runs; side by side.", metavar="RUN..."),
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", help="Where the page goes.", metavar="FILE")] = "report.html",
+) -> None:
+    """Write one HTML page of a run: who, where, since when - and what was not checked.
+
+    The page needs no network and nothing beside it. A run that still goes on
+    can be reported too.
+
+    Exit status: 0 the page was written, whatever it says; 2 a mistake in what was typed, or nothing to read.
+    """
+    from ds_silent.report.command import report_command
+
+    raise typer.Exit(report_command(runs, output))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from array import array
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ds_silent.reading.values import number, text, whole
@@ -57,7 +58,7 @@ class ScoreTable:
 
     def _one(self, step: int, one: dict[str, Any]) -> None:
         score, threshold = number(one.get("score")), number(one.get("threshold"))
-        key = (text(one.get("detector"), 60), text(one.get("where"), 120))
+        key = _key(one.get("detector"), one.get("where"))
         if score is None or threshold is None or (key not in self.curves and len(self.curves) >= MOST_CURVES):
             return
         curve = self.curves.setdefault(key, Curve())
@@ -66,3 +67,14 @@ class ScoreTable:
         curve.score.append(score)
         curve.threshold.append(threshold)
         curve.rank.append(-1 if rank is None else rank)
+
+
+def _key(detector: Any, where: Any) -> tuple[str, str]:
+    usual = isinstance(detector, str) and (where is None or isinstance(where, str))
+    return _cleaned(detector, where) if usual else (text(detector, 60), text(where, 120))
+
+
+@lru_cache(maxsize=4 * MOST_CURVES)
+def _cleaned(detector: str, where: str | None) -> tuple[str, str]:
+    """The same few come at every step."""
+    return text(detector, 60), text(where, 120)

@@ -71,8 +71,15 @@ class Envelope:
     def _with_rows(self) -> Iterable[tuple[int, int, int, Values, Values]]:
         rows = np.stack(self._rows)
         rows = rows if self._prepare is None else self._prepare(rows)
-        starts = np.arange(0, len(rows), min(self._per_bucket, _BLOCK))
-        low, high = np.fmin.reduceat(rows, starts), np.fmax.reduceat(rows, starts)
+        each = min(self._per_bucket, _BLOCK)
+        starts = np.arange(0, len(rows), each)
+        if each == 1:
+            low = high = rows
+        elif len(rows) % each or np.isnan(rows).any():
+            low, high = np.fmin.reduceat(rows, starts), np.fmax.reduceat(rows, starts)
+        else:  # many times faster
+            grouped = rows.reshape(-1, each, self.width)
+            low, high = grouped.min(axis=1), grouped.max(axis=1)
         ends = [*(starts[1:] - 1), len(rows) - 1]
         parts = [
             (self._steps[a], self._steps[b], int(b) - int(a) + 1, one, other)
@@ -134,7 +141,7 @@ def _deviations(rows: Values) -> Values:
             values = np.log(each[:, at]) if at == 1 else each[:, at]
             finite = np.isfinite(values)
             if finite.all():
-                median = np.median(values, axis=1, keepdims=True)
+                median = _median(values)
             else:
                 ordered = np.sort(np.where(finite, values, np.inf), axis=1)
                 last = np.maximum(finite.sum(axis=1, keepdims=True) - 1, 0)
@@ -145,6 +152,15 @@ def _deviations(rows: Values) -> Values:
             out[:, at] = np.where(np.isnan(away), np.inf, away)
     out[missing] = np.nan
     return out.reshape(len(rows), -1)
+
+
+def _median(values: Values) -> Values:
+    """(S, 1); of many ranks the lower of the two in the middle, which is found in half the time."""
+    if values.shape[1] <= 64:
+        return np.median(values, axis=1, keepdims=True)
+    middle = (values.shape[1] - 1) // 2
+    found: Values = np.partition(values, middle, axis=1)[:, middle : middle + 1]
+    return found
 
 
 def _joined(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 MOST_STEP = 2**62
@@ -45,7 +45,7 @@ def ranks(value: Any, most: int = MOST_RANKS) -> tuple[int, ...]:
 def of(value: Any, *keys: str) -> Any:
     """What stands under these keys, one in the other; None where there is no such thing."""
     for key in keys:
-        if not isinstance(value, Mapping):
+        if not isinstance(value, dict):
             return None
         value = value.get(key)
     return value

@@ -99,8 +99,13 @@ _NOBODY = {
     "observer-off": "ds_silent switched itself off, and nothing is known after that",
     "repaired": "A fault was found and a repair tried",
 }
+_BEFORE = {
+    "data-order-mismatch": ("deals rows in another order than the rest", "The ranks' samplers do not fit together"),
+    "duplicate-data": ("will work on rows of others", "Several ranks will work on the same rows"),
+}
+"""Of the preflight: what is to come. With ranks that are named, and without."""
 _APPLIED = "applied gradient"
-_SINCE = re.compile(r"(?:that of|since) step (\d{1,18})\b")
+_SINCE = re.compile(r"(?:that of|since|since about) step (\d{1,18})\b")
 _DISTURBING = ("error", "warning")
 
 
@@ -157,6 +162,9 @@ def _what(group: EventGroup, run: Run) -> str:
     if group.kind == "aggregation-error" and _APPLIED in group.where:
         applied = "What the optimizer applied is not the reduced gradient"
         return f"{applied} ({who[0].lower()}{who[1:]})" if who else applied
+    if group.first == 0 and group.kind in _BEFORE and not who.startswith(("All", "Both")):
+        named, nobody = _BEFORE[group.kind]
+        return f"{who} {named}" if who and group.ranks_total < 2 else nobody
     if who and group.kind in _NAMED:
         one, many = _NAMED[group.kind]
         return f"{who} {many if max(group.ranks_total, len(group.ranks)) > 1 else one}"
@@ -252,6 +260,8 @@ def _check(
     if own:
         worst = own[0]
         state: State = {"error": "failed", "warning": "warned"}.get(worst.severity, "noted")  # type: ignore[assignment]
+        if state == "noted" and any(group.follows for group in own):  # from what another check has failed for
+            state = "failed"
         if state != "noted" or not unobserved:
             who = who_of(worst, run)
             told = f"{worst.kind}{f', {who[0].lower()}{who[1:]}' if who else ''}"
@@ -314,7 +324,7 @@ def _no_outlier(run: Run, option: Any) -> str:
 def _outlier_figure(run: Run) -> str:
     missing = [name for name in ("loss", "norm", "cosine") if not run.steps.any(f"{name} low")]
     nearest = _nearest(run, lambda detector, where: detector == "outlier")
-    figure = f"nearest {nearest:.0%} of the alarm" if nearest is not None else f"{len(run.steps):,} steps"
+    figure = f"at most {_percent(nearest)} of an alarm" if nearest is not None else f"{len(run.steps):,} steps"
     if run.world_size == 2:
         return f"{figure}; of two, none is named"
     return f"{figure}; without {' and '.join(missing)}" if missing else figure
@@ -328,9 +338,16 @@ def _nearest(run: Run, chosen: Any) -> float | None:
             score, threshold = np.array(curve.score), np.array(curve.threshold)
             ok = (threshold > 0) & np.isfinite(score)
             if ok.any():
-                share = float((score[ok] / threshold[ok]).max())
+                with np.errstate(over="ignore"):
+                    share = float((score[ok] / threshold[ok]).max())
                 largest = share if largest is None else max(largest, share)
     return None if largest is None else max(largest, 0.0)
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.01:
+        return "less than 1%"
+    return f"{share:.0%}" if share < 100 else "more than 100 times"
 
 
 def _no_reduction(run: Run, option: Any) -> str:
@@ -348,7 +365,9 @@ def _reduction_figure(run: Run) -> str:
     ok = np.isfinite(error) & np.isfinite(bound) & (bound > 0)
     if not ok.any():
         return f"{len(run.steps):,} steps"
-    return f"error at most {float((error[ok] / bound[ok]).max()):.0%} of its bound"
+    with np.errstate(over="ignore"):
+        share = float((error[ok] / bound[ok]).max())
+    return f"error at most {_percent(share)} of its bound"
 
 
 def _no_applied(run: Run, option: Any) -> str:
@@ -367,7 +386,7 @@ def _no_applied(run: Run, option: Any) -> str:
 
 def _applied_figure(run: Run) -> str:
     nearest = _nearest(run, lambda detector, where: detector == "rounding" and where.startswith(_APPLIED))
-    return f"error at most {nearest:.0%} of its bound" if nearest is not None else f"{len(run.steps):,} steps"
+    return f"error at most {_percent(nearest)} of its bound" if nearest is not None else f"{len(run.steps):,} steps"
 
 
 def _no_replicas(run: Run, option: Any, stage: int | None) -> str:

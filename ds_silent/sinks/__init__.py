@@ -48,7 +48,9 @@ def open_sinks(
         from ds_silent.alerts.sink import open_alerts  # it imports the configuration
 
         alerts.append(open_alerts(config.alerts, lambda: config.output_dir, monitor_write=monitor_write))
-    return FanOut([Background([*files.sinks, ConsoleSink(every=console_every)]), *alerts, *monitor])
+    console = ConsoleSink(every=console_every, ends=True)
+    console.directory = config.output_dir
+    return FanOut([Background([*files.sinks, console]), *alerts, *monitor])
 
 
 def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | None = None) -> FanOut:

@@ -190,7 +190,8 @@ def _ranks_page(view: View, wishes: Wishes, columns: int, rows: int, glyphs: Gly
     curves = [_curve(view, metric, columns, glyphs) for metric in METRICS]
     all_rows = rows_of(view, wishes)
     left = rows - len(curves) - 2
-    events = max(left // 3, left - max(len(all_rows), 1), 1)
+    events = max(left // 3, left - max(len(all_rows), 1))  # what the ranks leave, a third at least
+    events = max(min(events, len(view.events)), 1)
     shown = left - events
     first = min(wishes.scroll, max(len(all_rows) - shown, 0))
     page = all_rows[first : first + shown]

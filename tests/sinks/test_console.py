@@ -183,3 +183,45 @@ def test_a_progress_bar_is_cleared_before_and_drawn_again_after(monkeypatch: pyt
     line = next(part for part in screen.getvalue().split("\n") if "[ds_silent]" in part)
     assert line.split("\r")[-1].startswith("[ds_silent] step 1  loss")  # the bar is wiped, then the line starts at 0
     assert "1/3" in screen.getvalue().split("B_noise 310\n")[1]
+
+
+def ended(sink: ConsoleSink, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    sink.close()
+    return [line for line in capsys.readouterr().out.splitlines() if line.split("]")[1].startswith(" end")]
+
+
+def test_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(0, ends=True)
+    sink.directory = "runs/my run"
+    for step in range(1, 1201):
+        sink.write(full_record(step))
+    for number, severity in enumerate(("error", "warning", "info", "warning"), start=10):
+        sink.write_event(replace(event(number, ranks=(number - 9,)), severity=severity))  # type: ignore[arg-type]
+    assert ended(sink, capsys) == [
+        "[ds_silent] end  1,200 steps measured; 1 error, 2 warnings, 1 note; verdict: Rank 1 works on rows of others, "
+        "since step 10. Records in runs/my run; see them: ds-silent report 'runs/my run'"
+    ]
+    assert ended(sink, capsys) == []  # once
+
+
+def test_the_last_line_of_a_healthy_run(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(0, label="engine-2", ends=True)
+    sink.write(full_record(1))
+    assert ended(sink, capsys) == [
+        "[ds_silent engine-2] end  1 step measured; no events; verdict: no fault was seen. No records were written"
+    ]
+
+
+def test_a_run_without_a_step_ends_silently(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(ConsoleSink(0, ends=True), capsys) == []
+
+
+def test_a_run_that_ends_before_its_first_step_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(0, ends=True)
+    sink.directory = "runs\x1b[2J"
+    sink.write_event(event(0, kind="seed-mismatch", ranks=(1,)))
+    (line,) = ended(sink, capsys)
+    assert (
+        "0 steps measured; 1 error; verdict: Rank 1 has a seed that does not fit, seen before the first step." in line
+    )
+    assert line.isprintable()
