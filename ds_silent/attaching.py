@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+from ds_silent.alerts.sink import refuse_unusable_alerts
 from ds_silent.capture.data_facts import data_facts
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse, shown
@@ -31,7 +32,7 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config, name_of
-from ds_silent.frameworks.refusals import refuse_too_many_ranks
+from ds_silent.frameworks.refusals import refuse_metrics_without_library, refuse_too_many_ranks
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight import compare as preflight
@@ -42,6 +43,7 @@ from ds_silent.ranks.places import SHOWN_HOSTS, PlaceBoard, Places, read_groups
 from ds_silent.sinks import SinkError
 from ds_silent.sinks.monitor import MonitorWrite
 from ds_silent.sinks.run_directory import RunDirectory
+from ds_silent.sinks.run_facts import run_text
 from ds_silent.words import Words
 
 logger = logging.getLogger("ds_silent")
@@ -117,6 +119,7 @@ def observe(
         steps = "every step" if config.interval == 1 else f"every {config.interval} steps"
         # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
         logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, home.says())
+        _write_facts(subject, config, capture, ranks, home)
     known = data_facts(subject.loader, ranks)
     observer.samples_per_epoch, observer.shuffles = known.rows, known.shuffles
     if config.preflight:
@@ -174,6 +177,8 @@ def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigErro
             refuse_too_many_ranks(config, dist.get_world_size(subject.group))
         if subject.group is not None and dist.get_rank(subject.group) == 0:
             read_groups(config.places)
+            refuse_unusable_alerts(config.alerts)
+            refuse_metrics_without_library(config)
     except ConfigError as error:
         return error
     return None
@@ -191,6 +196,27 @@ def _places_of(board: PlaceBoard, config: SilentConsistencyConfig) -> Places:
         lacking = listed([shown(host) for host in places.without_group], SHOWN_HOSTS, "hosts")
         logger.warning("ds_silent: %s.places %s does not name %s", BLOCK, shown(config.places), lacking)
     return places
+
+
+def _write_facts(
+    subject: Subject, config: SilentConsistencyConfig, capture: StepCapture, ranks: int, home: RunDirectory
+) -> None:
+    """``run.json``, on the rank that writes."""
+    framework = capture.framework
+    try:
+        parameters, _ = framework.replicated()
+        arithmetic = framework.arithmetic(sum(framework.numels), 1)
+        training = {
+            **subject.facts(),
+            "micro-batches of a step": framework.micro_batches,
+            "the dtype of the reduction": str(arithmetic.communication).removeprefix("torch."),
+        }
+        observed = {"applied gradient": framework.observes_applied, "replicas": bool(parameters)}
+        text = run_text(config, subject.words.framework, ranks, training, observed)
+    except Exception as error:  # who reads the records can do without it
+        logger.debug("ds_silent: run.json is not written: %s: %s", type(error).__name__, error)
+        return
+    home.write_file("run.json", text)
 
 
 def _publish_preflight(outcome: preflight.PreflightOutcome, observer: Observer, home: RunDirectory) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ds_silent.alerts.destination import masked
 from ds_silent.capture.row_ids import id_capacity
 from ds_silent.commands.units import size_text
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
@@ -70,6 +71,10 @@ def forecast_lines(
     board = ", TensorBoard files in tensorboard/" if config.tensorboard else ""
     files = f"metrics.jsonl, events.jsonl, scores.jsonl, matrices.jsonl{board}"
     yield f"  writes      {files} in {config.output_dir!a}, on rank 0"
+    yield from _alert_lines(config)
+    if config.metrics_port:
+        place = f"http://{config.metrics_address}:{config.metrics_port}/metrics"
+        yield f"  metrics     for Prometheus at {place}, from rank 0"
     ends = " until it is stopped" if config.detectors.enabled and config.detectors.stop_on != "never" else ""
     if config.reduction == "ordered":
         yield "  changes     the reduction's last bits, at every step: fp32, and an order of its own"
@@ -78,6 +83,15 @@ def forecast_lines(
         repairs |= config.respond.on_replica_drift in ("majority", "mean")
         until = " until there is something to repair" if repairs else ends
         yield f"  changes     nothing: the weights are bit for bit those of a training without it{until}"
+
+
+def _alert_lines(config: SilentConsistencyConfig) -> Iterator[str]:
+    """Who is told; their addresses are secrets."""
+    for number, alert in enumerate(config.alerts):
+        who = masked(alert.address).strip('"')
+        worst = {"info": "every event", "warning": "warnings and errors", "error": "errors"}[alert.level]
+        title = "alerts" if number == 0 else ""
+        yield f"  {title:<11} {who}: {worst}, at most {alert.at_most_per_hour} in an hour, from rank 0"
 
 
 def _integrity_lines(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> Iterator[str]:

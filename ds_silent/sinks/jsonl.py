@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from ds_silent.records import CosineMatrix, Event, Scores, StepRecord, from_json, to_json
 from ds_silent.sinks.base import logger
@@ -151,20 +151,39 @@ def _as(kind: type[R], objects: Iterable[dict[str, Any]], path: str | Path) -> I
         logger.warning("ds_silent: %s: %d lines are no %s, skipped", ascii(os.fspath(path)), broken, kind.__name__)
 
 
+LONGEST_LINE = 1 << 24
+"""Bytes; what is longer is none of ours, and is not taken into memory."""
+
+
+def parsed_line(line: bytes, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    """The object of a line; None where it is none, or lacks one of ``keys``, or its step is no whole number."""
+    try:
+        value = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    is_ours = isinstance(value, dict) and all(key in value for key in keys) and type(value["step"]) is int
+    return value if is_ours else None
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Each line that holds something; of one that is longer than ``LONGEST_LINE`` only its beginning."""
+    while line := file.readline(LONGEST_LINE):
+        rest = line
+        while len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
+            rest = file.readline(LONGEST_LINE)
+        if line.strip():
+            yield line
+
+
 def _objects(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Every line that is an object with ``keys`` and a whole number as its step; counts the others."""
     broken = 0
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
-        for line in lines:
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict) and all(key in value for key in keys) and type(value["step"]) is int:
-                yield value
-            else:
+    with open(path, "rb") as file:
+        for line in lines_of(file):
+            value = parsed_line(line, keys)
+            if value is None:
                 broken += 1
+            else:
+                yield value
     if broken:
         logger.warning("ds_silent: %s: %d torn or foreign lines skipped", ascii(os.fspath(path)), broken)

@@ -127,12 +127,14 @@ def test_a_used_directory_goes_on_only_as_a_resume_of_its_own_run(tmp_path: Path
         assert steps_in(root / "out" / "run-3") == [1]
         assert steps_in(root / "other") == [1, 2, 3, 4, 5, 6, 7]
         assert steps_in(root / "other" / "run-2") == [3]
-        fresh = {"metrics.jsonl", "events.jsonl", "matrices.jsonl", "scores.jsonl", "preflight.json", "ranks.json"}
+        at_start = {"preflight.json", "ranks.json", "run.json"}
+        fresh = {"metrics.jsonl", "events.jsonl", "matrices.jsonl", "scores.jsonl", *at_start}
         assert {path.name for path in (root / "other").iterdir()} == {*fresh, "run-2"}
         assert {path.name for path in (root / "out" / "run-2").iterdir()} == {
             *fresh,
             "preflight-1.json",
             "ranks-1.json",
+            "run-1.json",
         }
 
 
@@ -197,6 +199,7 @@ def test_each_engine_of_a_process_has_a_directory_of_its_own(tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "engine-3").iterdir()) == [
         "preflight.json",
         "ranks.json",
+        "run.json",
     ]  # no step
     said = [line for line in first[2] if "observing" in line or "not observed" in line]
     assert [line.rpartition(str(tmp_path))[2] for line in said[:3]] == ["", "/engine-2", "/engine-3"]

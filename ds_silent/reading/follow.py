@@ -1,0 +1,109 @@
+"""A file of lines, read as it grows; also where it is truncated, replaced, or not there yet.
+
+follower = Follower(Path("runs/my-run/metrics.jsonl"), ("step",))
+news = follower.poll()
+news.objects       # of the lines that have come since the last call
+news.restarted     # what was read before is no more: begin anew with these
+news.more          # there is more already: poll again
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_silent.sinks.jsonl import LONGEST_LINE, parsed_line
+
+_AT_ONCE = 1 << 23
+_WITNESS = 64  # bytes before the place that was reached, which must still be the same
+
+
+@dataclass(frozen=True)
+class News:
+    """What a file says that it did not say before."""
+
+    objects: list[dict[str, Any]]
+    restarted: bool = False
+    broken: int = 0  # lines that are no such object
+    more: bool = False
+
+
+class Follower:
+    """Of one file. Every call reads at most 8 MiB, and only whole lines; a torn last one waits for its end.
+
+    Attributes:
+        problem: why the file cannot be read, in a few words; None where it can, or is not there.
+    """
+
+    def __init__(self, path: Path, keys: tuple[str, ...]):
+        self._path, self._keys = path, keys
+        self._place, self._file = 0, (0, 0)
+        self._witness = b""
+        self._skipping = False  # within a line that is too long
+        self.problem: str | None = None
+
+    def poll(self) -> News:
+        """Whatever is new. Raises nothing."""
+        self.problem = None
+        try:
+            with open(self._path, "rb") as file:
+                return self._read(file)
+        except FileNotFoundError:
+            return News([], restarted=self._forget())
+        except OSError as error:
+            self.problem = error.strerror or type(error).__name__
+            return News([])
+
+    def rest(self) -> News:
+        """The last line, where it has no end and none will come: the run is over."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._place)
+                line = file.read(LONGEST_LINE)
+        except OSError:
+            return News([])
+        if not line.strip():
+            return News([])
+        value = None if b"\n" in line else parsed_line(line, self._keys)
+        return News([] if value is None else [value], broken=int(value is None))
+
+    def _read(self, file: Any) -> News:
+        status = os.fstat(file.fileno())
+        same = (status.st_dev, status.st_ino) == self._file and status.st_size >= self._place
+        if same and self._place:
+            file.seek(self._place - len(self._witness))
+            same = file.read(len(self._witness)) == self._witness
+        restarted = False if same else self._forget()
+        self._file = (status.st_dev, status.st_ino)
+        file.seek(self._place)
+        data = file.read(_AT_ONCE)
+        end = data.rfind(b"\n") + 1
+        if not end:
+            return self._long(data, restarted, status.st_size)
+        self._advance(data[:end])
+        lines = data[:end].split(b"\n")
+        if self._skipping:
+            lines, self._skipping = lines[1:], False
+        found = [parsed_line(line, self._keys) for line in lines if line.strip()]
+        known = [one for one in found if one is not None]
+        return News(known, restarted, len(found) - len(known), self._place < status.st_size and len(data) == _AT_ONCE)
+
+    def _long(self, data: bytes, restarted: bool, size: int) -> News:
+        """No line ends in what was read: its end is still to come, or it is too long to be ours."""
+        if len(data) < _AT_ONCE:
+            return News([], restarted)
+        broken, self._skipping = int(not self._skipping), True
+        self._advance(data)
+        return News([], restarted, broken, self._place < size)
+
+    def _advance(self, data: bytes) -> None:
+        self._place += len(data)
+        self._witness = (self._witness + data[-_WITNESS:])[-_WITNESS:]
+
+    def _forget(self) -> bool:
+        """Begin anew; whether there was anything to forget."""
+        had, self._place, self._witness, self._skipping = self._place > 0, 0, b"", False
+        self._file = (0, 0)
+        return had

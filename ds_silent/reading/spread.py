@@ -1,0 +1,173 @@
+"""How far each rank, or each layer, is from the others at each step: of many steps the lowest and the highest.
+
+spread = Envelope(width=3 * ranks)
+spread.add(step, values)                # float32 (width,)
+spread.view()                           # Buckets: steps (B, 2), low and high (B, width)
+
+At most about 1,000 buckets are kept, however many steps there are: when they are more, two become one. Nothing is
+averaged, so that what stood out at one step still stands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Values = npt.NDArray[np.float32]
+_BLOCK = 256  # steps that are taken up together; a power of two
+_NUMBERS = 1 << 22  # that are kept, at most about twice
+QUANTITIES = ("loss", "norm", "cosine")
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Consecutive measured steps in each."""
+
+    steps: npt.NDArray[np.int64]  # (B, 2): first and last
+    low: Values  # (B, width)
+    high: Values
+
+
+class Envelope:
+    """The lowest and the highest of ``width`` numbers over consecutive steps; NaN where there was none.
+
+    Args:
+        prepare: (steps, width) to (steps, width), for whole blocks at once.
+    """
+
+    def __init__(self, width: int, prepare: Callable[[Values], Values] | None = None):
+        self.width, self._prepare = width, prepare
+        self._most = max(64, min(512, _NUMBERS // max(width, 1)))
+        self._per_bucket = 1
+        self._rows: list[Values] = []
+        self._steps: list[int] = []
+        self._done: list[tuple[int, int, int, Values, Values]] = []  # first, last, count, low, high
+
+    def add(self, step: int, values: Values) -> None:
+        """A step's; a step that comes again retires what was from it on, where it is not in one bucket with others."""
+        if (self._steps and step <= self._steps[-1]) or (self._done and step <= self._done[-1][1]):
+            self._retire(step)
+        self._steps.append(step)
+        self._rows.append(values)
+        if len(self._rows) == _BLOCK:
+            self._done = list(self._with_rows())
+            self._rows, self._steps = [], []
+            while len(self._done) > 2 * self._most:
+                self._per_bucket *= 2
+                self._done = [_joined(self._done[at : at + 2]) for at in range(0, len(self._done), 2)]
+
+    def view(self) -> Buckets:
+        """Of all steps so far."""
+        parts = list(self._with_rows()) if self._rows else self._done
+        if not parts:
+            nothing = np.zeros((0, self.width), dtype=np.float32)
+            return Buckets(np.zeros((0, 2), dtype=np.int64), nothing, nothing)
+        steps = np.array([(first, last) for first, last, *_ in parts], dtype=np.int64)
+        return Buckets(steps, np.stack([low for *_, low, _ in parts]), np.stack([high for *_, high in parts]))
+
+    def _with_rows(self) -> Iterable[tuple[int, int, int, Values, Values]]:
+        rows = np.stack(self._rows)
+        rows = rows if self._prepare is None else self._prepare(rows)
+        each = min(self._per_bucket, _BLOCK)
+        starts = np.arange(0, len(rows), each)
+        if each == 1:
+            low = high = rows
+        elif len(rows) % each or np.isnan(rows).any():
+            low, high = np.fmin.reduceat(rows, starts), np.fmax.reduceat(rows, starts)
+        else:  # many times faster
+            grouped = rows.reshape(-1, each, self.width)
+            low, high = grouped.min(axis=1), grouped.max(axis=1)
+        ends = [*(starts[1:] - 1), len(rows) - 1]
+        parts = [
+            (self._steps[a], self._steps[b], int(b) - int(a) + 1, one, other)
+            for a, b, one, other in zip(starts, ends, low, high, strict=True)
+        ]
+        if not self._done or self._done[-1][2] + parts[0][2] > self._per_bucket:
+            return self._done + parts
+        return [*self._done[:-1], _joined([self._done[-1], parts[0]]), *parts[1:]]
+
+    def _retire(self, step: int) -> None:
+        kept = sum(1 for one in self._steps if one < step)
+        del self._steps[kept:], self._rows[kept:]
+        self._done = [one for one in self._done if one[0] < step]
+
+
+class RankSpread:
+    """Each rank's distance from the median of all: of the loss, of ln(gradient norm), of the cosine with the others.
+
+    A rank without a number (NaN) is at infinity; a quantity that was not measured is NaN.
+
+    Attributes:
+        parts: ranks, envelope of 3 x ranks numbers (loss, norm, cosine); one for each number of ranks in its turn.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, Envelope]] = []
+
+    def add(
+        self,
+        step: int,
+        loss: npt.ArrayLike | None,
+        norm: npt.ArrayLike | None,
+        cosine: npt.ArrayLike | None,
+    ) -> None:
+        """A step's values, by rank; None where not measured."""
+        each = [None if values is None else np.asarray(values, dtype=np.float32) for values in (loss, norm, cosine)]
+        ranks = max((len(values) for values in each if values is not None), default=0)
+        if ranks == 0:
+            return
+        if not self.parts or self.parts[-1][0] != ranks:
+            self.parts = [*self.parts[-7:], (ranks, Envelope(3 * ranks, _deviations))]
+        row = np.full((3, ranks), _NOT_MEASURED, dtype=np.float32)
+        for at, values in enumerate(each):
+            if values is not None and len(values) == ranks:
+                row[at] = values
+        self.parts[-1][1].add(step, row.reshape(-1))
+
+
+_NOT_MEASURED = np.float32(-3.4e38)
+
+
+def _deviations(rows: Values) -> Values:
+    """(S, 3N) of values to distances from the median of the step's ranks."""
+    each = rows.reshape(len(rows), 3, -1)
+    missing = each == _NOT_MEASURED
+    out = np.empty_like(each)
+    with np.errstate(all="ignore"):
+        for at in range(3):
+            values = np.log(each[:, at]) if at == 1 else each[:, at]
+            finite = np.isfinite(values)
+            if finite.all():
+                median = _median(values)
+            else:
+                ordered = np.sort(np.where(finite, values, np.inf), axis=1)
+                last = np.maximum(finite.sum(axis=1, keepdims=True) - 1, 0)
+                median = (
+                    np.take_along_axis(ordered, last // 2, 1) + np.take_along_axis(ordered, -(-last // 2), 1)
+                ) / np.float32(2)
+            away = values - median
+            out[:, at] = np.where(np.isnan(away), np.inf, away)
+    out[missing] = np.nan
+    return out.reshape(len(rows), -1)
+
+
+def _median(values: Values) -> Values:
+    """(S, 1); of many ranks the lower of the two in the middle, which is found in half the time."""
+    if values.shape[1] <= 64:
+        return np.median(values, axis=1, keepdims=True)
+    middle = (values.shape[1] - 1) // 2
+    found: Values = np.partition(values, middle, axis=1)[:, middle : middle + 1]
+    return found
+
+
+def _joined(
+    parts: list[tuple[int, int, int, Values, Values]],
+) -> tuple[int, int, int, Values, Values]:
+    """One bucket of neighbours."""
+    if len(parts) == 1:
+        return parts[0]
+    (first, _, one, low, high), (_, last, other, low2, high2) = parts
+    return first, last, one + other, np.fmin(low, low2), np.fmax(high, high2)

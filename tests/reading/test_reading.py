@@ -1,0 +1,216 @@
+"""A run read back: growing, torn, replaced and resumed files; what is known of it in one sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_silent.reading import RunReader, read_run, verdict_of
+from ds_silent.reading.run import ReadingError, find_runs
+from ds_silent.reading.spread import Envelope, RankSpread
+from ds_silent.records import Event, Place, Score, Scores, to_json
+from ds_silent.sinks.jsonl import JsonlSink
+from ds_silent.sinks.per_rank import PerRankSink
+from tests.made_records import Run, make
+
+
+def event(step: int, kind: str = "outlier-rank", severity: str = "error", message: str = "Rank 2 is off.", **more):  # type: ignore[no-untyped-def]
+    given = {"ranks": (2,), "where": "loss", "score": 20.0, "threshold": 16.0} | more
+    return Event(step=step, kind=kind, severity=severity, message=message, remedy="Look.", **given)  # type: ignore[arg-type]
+
+
+def write(directory: Path, steps: int = 20, events: tuple[Event, ...] = ()) -> Path:
+    sink, run = JsonlSink(directory), Run()
+    for _ in range(steps):
+        record = run.record()
+        sink.write(record)
+        sink.write_scores(Scores(record.step, (Score("outlier", record.step * 0.5, 16.6, 1),)))
+    for one in events:
+        sink.write_event(one)
+    sink.close()
+    return directory
+
+
+def test_columns_hold_what_was_written(tmp_path: Path) -> None:
+    run, made = read_run(write(tmp_path)), Run()
+    losses = [made.record().loss for _ in range(20)]
+    assert run.steps.step.tolist() == list(range(1, 21))
+    assert run.steps["loss mean"].tolist() == [loss.mean for loss in losses]
+    assert run.steps["loss high"].tolist() == [max(loss.per_rank or ()) for loss in losses]
+    assert not run.steps.measured("epoch").any()
+    assert run.world_size == 4
+    assert list(run.scores.curves[("outlier", "")].score) == [0.5 * step for step in range(1, 21)]
+
+
+def test_a_number_that_is_none_differs_from_one_that_was_not_measured(tmp_path: Path) -> None:
+    lines = [{"step": 1, "world_size": 2, "loss": {"mean": "nan"}}, {"step": 2, "world_size": 2, "loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    steps = read_run(tmp_path).steps
+    assert np.isnan(steps["loss mean"]).all()
+    assert steps.measured("loss mean").tolist() == [True, False]
+
+
+def test_a_resumed_run_retires_what_lay_ahead(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    for step in (1, 2, 3, 4, 2, 3):
+        sink.write(make(step, [2.0 + step, 2.0], [1.0, 1.0], [0.1, 0.1]))
+    sink.write_event(event(3))
+    sink.write_event(event(3))
+    sink.close()
+    run = read_run(tmp_path)
+    assert run.steps.step.tolist() == [1, 2, 3]
+    assert run.events.groups()[0].count == 1
+    ranks, envelope = run.spread.parts[0]
+    assert ranks == 2
+    assert envelope.view().steps[:, 0].tolist() == [1, 2, 3]
+
+
+def test_the_follower_sees_growth_truncation_and_another_file(tmp_path: Path) -> None:
+    reader, path = RunReader(tmp_path), tmp_path / "metrics.jsonl"
+    assert not reader.poll()
+    path.write_text('{"step": 1, "world_size": 2}\n{"step": 2, "wor', encoding="utf-8")
+    assert reader.poll()
+    assert reader.run.steps.step.tolist() == [1]
+    with open(path, "a", encoding="utf-8") as file:
+        file.write('ld_size": 2}\nnonsense\n')
+    assert reader.poll()
+    assert reader.run.steps.step.tolist() == [1, 2]
+    assert reader.run.skipped == {"metrics.jsonl": 1}
+    assert not reader.poll()
+    path.write_text('{"step": 7, "world_size": 3}\n', encoding="utf-8")  # shorter
+    assert reader.poll()
+    assert reader.run.steps.step.tolist() == [7]
+    path.unlink()
+    path.write_text("".join(f'{{"step": {n}, "world_size": 3}}\n' for n in range(3, 9)), encoding="utf-8")  # longer
+    assert reader.poll()
+    assert reader.run.steps.step.tolist() == [3, 4, 5, 6, 7, 8]
+
+
+def test_a_last_line_without_its_end_counts_when_the_run_is_over(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}', encoding="utf-8")
+    assert read_run(tmp_path).steps.step.tolist() == [1, 2]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2', encoding="utf-8")
+    run = read_run(tmp_path)
+    assert run.steps.step.tolist() == [1]
+    assert run.problems == ["metrics.jsonl: 1 torn or foreign line skipped."]
+
+
+def test_one_fault_is_one_group_and_every_event_counts(tmp_path: Path) -> None:
+    told = (
+        event(5),
+        event(133, message="Still, since step 5: Rank 2 is off."),
+        event(200, severity="info", message="Ended: outlier-rank, from step 5 to step 199."),
+        event(300),
+        event(7, severity="warning", ranks=(1,)),
+    )
+    log = read_run(write(tmp_path, events=told)).events
+    first, second = log.groups()
+    assert (first.ranks, first.severity, first.count, first.spans) == ((2,), "error", 4, [[5, 200, 1], [300, 300, 0]])
+    assert (second.ranks, second.severity, second.count) == ((1,), "warning", 1)
+    assert log.counts == {"error": 3, "warning": 1, "info": 1}
+
+
+def test_the_envelope_keeps_what_stood_out_at_one_step_of_many() -> None:
+    envelope, steps = Envelope(2), 50_000
+    for step in range(steps):
+        envelope.add(step, np.array([0.0, -9.0 if step == 31_234 else 0.0], dtype=np.float32))
+    view = envelope.view()
+    assert len(view.steps) <= 2 * 512
+    assert view.steps[0, 0] == 0
+    assert view.steps[-1, 1] == steps - 1
+    assert (view.steps[1:, 0] == view.steps[:-1, 1] + 1).all()
+    (at,) = np.flatnonzero(view.low[:, 1])
+    assert view.low[at, 1] == -9.0
+    assert view.steps[at, 0] <= 31_234 <= view.steps[at, 1]
+
+
+def test_a_rank_without_a_number_is_at_infinity() -> None:
+    spread = RankSpread()
+    spread.add(1, [1.0, 2.0, 4.0], [1.0, math.nan, math.e], None)
+    view = spread.parts[0][1].view()
+    loss, norm, cosine = view.high.reshape(3, 3)
+    assert loss.tolist() == [-1.0, 0.0, 2.0]
+    assert norm.tolist() == pytest.approx([-0.5, math.inf, 0.5])
+    assert np.isnan(cosine).all()
+
+
+def test_many_ranks_come_from_the_file_of_raw_values(tmp_path: Path) -> None:
+    lines, raw = JsonlSink(tmp_path), PerRankSink(tmp_path)
+    for step in (1, 2):
+        losses = np.full(100, 2.0)
+        losses[37] = 5.0
+        record = make(step, losses, np.ones(100), np.full(100, 0.1))
+        lines.write(record)
+        raw.write(record)
+    lines.close()
+    raw.close()
+    run = read_run(tmp_path)
+    ranks, envelope = run.spread.parts[0]
+    assert ranks == 100
+    assert np.argmax(envelope.view().high[0, :100]) == 37
+    assert run.steps["loss high"].tolist() == [5.0, 5.0]
+
+
+def test_the_verdict_names_rank_host_and_step(tmp_path: Path) -> None:
+    place = Place(2, 2, "node0087", 3, "cuda:3", None)
+    run = read_run(write(tmp_path, events=(event(12, places=(place,)), event(3, "drift", "info", ranks=()))))
+    verdict = verdict_of(run)
+    assert verdict.sentence == "Rank 2 (node0087:3) is not like the others, since step 12."
+    assert (verdict.severity, verdict.ranks, verdict.since, verdict.others) == ("error", (2,), 12, 0)
+    states = {check.name: check.state for check in verdict.checks}
+    assert states["Ranks alike"] == "failed"
+    assert states["Finite numbers"] == "passed"
+
+
+def test_the_healthy_verdict_says_what_was_not_checked_and_why(tmp_path: Path) -> None:
+    write(tmp_path)
+    facts = {"version": 1, "training": {"ZeRO stage": 3}, "block": {"coverage": False, "preflight": False}}
+    (tmp_path / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    verdict = verdict_of(read_run(tmp_path))
+    assert verdict.severity == "ok"
+    assert verdict.sentence.startswith(
+        "All 4 ranks agreed at all 20 measured steps; not checked: before step 1, rows, "
+    )
+    why = {check.name: check.why for check in verdict.unchecked}
+    assert why["Rows"] == "coverage is false"
+    assert why["Replicas"] == "ZeRO stage 3 has no replicas"
+    assert why["Before step 1"] == "preflight is false"
+
+
+def test_since_when_is_what_the_message_knows(tmp_path: Path) -> None:
+    message = "Rank 2 differs. The first update that left them apart was that of step 4."
+    verdict = verdict_of(read_run(write(tmp_path, events=(event(10, "replica-drift", message=message),))))
+    assert verdict.since == 4
+    assert verdict.sentence == "Rank 2 holds other weights than the rest, since step 4 (found at step 10)."
+
+
+def test_nothing_and_nobody(tmp_path: Path) -> None:
+    assert verdict_of(read_run(tmp_path)).severity == "unknown"
+    with pytest.raises(ReadingError, match="is no directory of a run"):
+        read_run(tmp_path / "none")
+    with pytest.raises(ReadingError, match="holds no records"):
+        find_runs(tmp_path)
+    write(tmp_path / "a", 1)
+    write(tmp_path / "a" / "engine-2", 1)
+    assert find_runs(tmp_path) == [tmp_path / "a", tmp_path / "a" / "engine-2"]
+
+
+def test_facts_hold_no_address_of_an_alert() -> None:
+    from ds_silent.config import SilentConsistencyConfig
+    from ds_silent.sinks.run_facts import run_text
+
+    text = run_text(SilentConsistencyConfig(), "DeepSpeed", 4, {"ZeRO stage": 1}, {"replicas": True})
+    facts = json.loads(text)
+    assert facts["version"] == 1
+    assert facts["block"]["integrity"]["replica_interval"] == 100
+    assert facts["training"] == {"ZeRO stage": 1}
+
+    class WithAlerts(SilentConsistencyConfig):
+        alerts: list[dict[str, str]] = [{"to": "https://hooks.example/T0/secret"}]  # noqa: RUF012
+
+    assert "secret" not in run_text(WithAlerts(), "torch", 2, {}, {})
+    assert to_json(facts) == facts

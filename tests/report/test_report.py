@@ -1,0 +1,120 @@
+"""The page: what stands on its first screen, and that it needs nothing and runs nothing but its own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from ds_silent.cli import app
+from ds_silent.records import Event, Place, Score, Scores
+from ds_silent.sinks.jsonl import JsonlSink
+from tests.made_records import Run
+
+
+def bad_rank(directory: Path, steps: int = 20) -> Path:
+    """Rank 2 of 4, on a host of its own, has gradients that are too large from step 10 on; told at step 12."""
+    sink, run = JsonlSink(directory), Run()
+    for step in range(1, steps + 1):
+        sink.write(run.record(scale=5.0 if step >= 10 else 1.0))
+        sink.write_scores(Scores(step, (Score("outlier", max(step - 9, 0) * 6.0, 16.6, 2),)))
+    place = Place(2, 2, "node0087", 3, "cuda:3", None)
+    sink.write_event(
+        Event(
+            step=12,
+            kind="outlier-rank",
+            severity="error",
+            ranks=(2,),
+            where="gradient norm",
+            score=18.0,
+            threshold=16.6,
+            message="Rank 2 has larger gradients than the others, since about step 10. Most likely: a hook.",
+            remedy="Look at its code.",
+            places=(place,),
+        )
+    )
+    sink.close()
+    return directory
+
+
+def report(*arguments: Path | str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    return result.exit_code, result.output, result.stderr
+
+
+def first_screen(page: str) -> str:
+    return re.sub(r"<[^>]+>", " ", page[page.index("<header") : page.index("</header>")])
+
+
+def test_rank_host_and_step_stand_on_the_first_screen(tmp_path: Path) -> None:
+    code, told, _ = report(bad_rank(tmp_path / "run"), "-o", tmp_path / "report.html")
+    assert code == 0
+    assert "Rank 2 (node0087:3) is not like the others, since step 10 (found at step 12)." in told
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    first = first_screen(page)
+    assert "Rank 2 (node0087:3) is not like the others, since step 10" in first
+    assert "Most likely: a hook." in first
+    assert re.search(r"Replicas\s+not observed\s+they were never compared", first)
+
+
+def test_the_page_needs_nothing_and_its_policy_admits_its_own_script_alone(tmp_path: Path) -> None:
+    report(bad_rank(tmp_path / "run"), "-o", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", page)
+    assert not re.findall(r"\sstyle=|\son\w+=", page)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1].replace("&#39;", "'")
+    for element in ("script", "style"):
+        (text,) = re.findall(rf"<{element}>(.*?)</{element}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"sha256-{digest}" in policy[1]
+
+
+def test_hovering_has_the_numbers_that_were_recorded(tmp_path: Path) -> None:
+    run = bad_rank(tmp_path / "run")
+    report(run, "-o", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    held = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert held["axes"][0]["steps"] == [[step, step] for step in range(1, 21)]
+    (loss,) = (one for one in held["figures"] if one["title"] == "Loss")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    (mean,) = (one["mean"] for one in loss["series"] if one["name"] == "mean")
+    assert mean == [float(f"{line['loss']['mean']:.4g}") for line in lines]
+    (norms,) = (one for one in held["figures"] if one["title"].startswith("Gradient norm, rank"))
+    assert norms["rows"][0].startswith("rank 2")  # the guilty row is on top
+    each = lines[14]["grad_norm"]["per_rank"]
+    middle = sorted(each)[1:3]
+    expected = each[2] / (middle[0] * middle[1]) ** 0.5  # of the median of the logarithms
+    assert abs(norms["values"][0][14] / expected - 1) < 0.01
+    assert held["since"] == 10
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
+    bad_rank(tmp_path / "runs" / "a")
+    sink = JsonlSink(tmp_path / "runs" / "b")
+    sink.write(Run().record())
+    sink.close()
+    code, told, _ = report(tmp_path / "runs", "-o", tmp_path / "report.html")
+    assert code == 0
+    assert "2 runs, 1 with an alarm" in told
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "1 of 2 runs has an alarm." in page
+    assert page.count('<article class="run ') == 2
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for given, says in (
+        ((tmp_path / "none",), "is no directory of a run; give the output_dir"),
+        ((tmp_path / "empty",), "holds no records of ds_silent"),
+        ((bad_rank(tmp_path / "run"), "-o", tmp_path / "run" / "metrics.jsonl" / "r.html"), "choose another -o"),
+    ):
+        code, out, error = report(*given)
+        assert code == 2
+        assert says in (error or out)
+        assert "Traceback" not in out + error
