@@ -187,5 +187,5 @@ def _summed_up(values: list[float]) -> tuple[float, float, float, float]:
         spread = (off[(count - 1) // 2] + off[count // 2]) / 2 * _DEVIATION
     else:
         mean = sum(value / count for value in values)
-        spread = math.hypot(*(value - mean for value in values)) / math.sqrt(count)  # no square of it overflows
+        spread = math.hypot(*(value - mean for value in values)) / math.sqrt(count)
     return values[0], values[-1], median, spread

@@ -18,7 +18,7 @@ def number(value: Any) -> float | None:
     if type(value) is float:
         return value
     if type(value) is int:
-        return float(value) if -(2**1000) < value < 2**1000 else math.inf if value > 0 else -math.inf
+        return float(value) if -(2**1000) < value < 2**1000 else (math.inf if value > 0 else -math.inf)
     return _NOT_FINITE.get(value) if type(value) is str else None
 
 

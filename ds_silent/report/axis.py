@@ -54,10 +54,10 @@ class Axis:
         edges = np.linspace(self.low, self.high, self.bins + 1)
         return [(math.ceil(a - 1e-9), max(math.ceil(b - 1e-9) - 1, math.ceil(a - 1e-9))) for a, b in _pairs(edges)]
 
-    def ticks(self) -> list[int]:
+    def ticks(self, count: int = 6) -> list[int]:
         """Some steps that are round numbers, among those of the axis."""
         first, last = math.ceil(self.low), math.floor(self.high)
-        found = [int(tick) for tick in ticks(first, last, 6) if float(tick).is_integer() and first <= tick <= last]
+        found = [int(tick) for tick in ticks(first, last, count) if float(tick).is_integer() and first <= tick <= last]
         return found or [first]
 
 

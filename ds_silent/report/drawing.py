@@ -94,14 +94,14 @@ def chart(
         labels.append(f'<text class="y" x="-8" y="{share * height + 3.5:.1f}">{escape(text)}</text>')
     body = f"<svg {_plot(height)}>{''.join(grid)}{''.join(parts)}</svg>{''.join(clipped)}"
     markup = f'<svg class="chart" role="img" aria-label="{escape(label)}" height="{height + 20}">{body}'
-    markup += f"{''.join(labels)}{x_labels(axis, height)}{cursor(height)}</svg>"
+    markup += f"{''.join(labels)}{x_labels(axis, height, 3 if height < 100 else 6)}{cursor(height)}</svg>"
     return Figure(Markup(markup), {"series": [_told(one) for one in series if one.told]})
 
 
-def x_labels(axis: Axis, height: int) -> str:
+def x_labels(axis: Axis, height: int, count: int = 6) -> str:
     """The steps below a drawing."""
     parts = []
-    for step in axis.ticks():
+    for step in axis.ticks(count):
         share = axis.at(step)
         anchor = "start" if share < 0.03 else ("end" if share > 0.97 else "middle")
         parts.append(f'<text class="x {anchor}" x="{share * 100:.2f}%" y="{height + 14}">{step:,}</text>')
@@ -119,7 +119,7 @@ def _plot(height: int) -> str:
 
 def _scaled(curve: Curve, log: bool) -> Curve:
     if not log:
-        return Curve(*(_drawable(values) for values in (curve.low, curve.mean, curve.high)), curve.broken)
+        return Curve(_drawable(curve.low), _drawable(curve.mean), _drawable(curve.high), curve.broken)
     with np.errstate(all="ignore"):
         low, mean, high = (
             np.log10(np.where(values > 0, values, np.nan)) for values in (curve.low, curve.mean, curve.high)

@@ -19,6 +19,8 @@ from ds_silent.report.figures import Panel, View
 from ds_silent.report.png import data_uri, diverging, sequential
 
 MOST_ROWS = 64
+OF_MANY = 32
+"""Rows of a run that has more than ``MOST_ROWS`` ranks."""
 MOST_MATRICES = 6
 Table = npt.NDArray[np.float32]
 _WORDS = {
@@ -59,7 +61,7 @@ def shown_ranks(view: View, tables: dict[str, Table]) -> list[int]:
             away = np.abs(np.nan_to_num(table, nan=0.0, posinf=np.inf, neginf=-np.inf))
             scale = _limit(table)
             apart = np.maximum(apart, (away / scale).max(axis=1))
-        rest = sorted(rest, key=lambda rank: (-apart[rank], rank))[: MOST_ROWS - len(named)]
+        rest = sorted(rest, key=lambda rank: (-apart[rank], rank))[: max(OF_MANY - len(named), 0)]
     places = view.run.places
     return named + sorted(rest, key=lambda rank: (places[rank].host if rank in places else "", rank))
 

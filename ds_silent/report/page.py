@@ -145,8 +145,11 @@ def _part(number: int, view: View) -> RunPart:
     )
 
 
+_REDUCED, _BEHIND = FURTHER[:1], FURTHER[1:]
+
+
 def _topics(views: Sequence[View]) -> list[Topic]:
-    topics = [_topic(views, *one) for one in CURVES]
+    topics = [_topic(views, *one) for one in (*CURVES, *_REDUCED)]
     tables = [heat.rank_tables(view) for view in views]
     rows = [heat.shown_ranks(view, table) for view, table in zip(views, tables, strict=True)]
     for name in ("norm", "cosine", "loss"):
@@ -157,10 +160,10 @@ def _topics(views: Sequence[View]) -> list[Topic]:
         }[name]
         drawn = [heat.rank_heat(view, name, tables[n], rows[n]) for n, view in enumerate(views)]
         topics.append(_collected(f"ranks-{name}", title, about, drawn))
-    topics += [_topic(views, *one) for one in FURTHER]
     near = [(n, title, panel) for n, view in enumerate(views) for title, panel in scores(view)]
     about = "Score over threshold, nearest first; it is told at 1, the line."
-    topics.insert(len(CURVES) + 3, Topic("scores", "How near each detector was", about, tuple(near), small=True))
+    topics.append(Topic("scores", "How near each detector was", about, tuple(near), small=True))
+    topics += [_topic(views, *one) for one in _BEHIND]
     for which, title in ((0, "Layers: dispersion of the norm"), (1, "Layers: mean cosine")):
         drawn = [heat.layer_heat(view, which) for view in views]
         topics.append(_collected(f"layers-{which}", title, "Of each layer, over the ranks.", drawn))

@@ -42,7 +42,7 @@ def test_a_run_that_grows(tmp_path: Path) -> None:
     write(tmp_path / "run", RECORDS[30:], EVENTS)
     late = seen(watched)
     assert (late.step, late.measured, late.level) == (80, 80, "warning")
-    assert late.verdict == "Rank 2 (node0001:0) is not like the others, since step 44."
+    assert late.verdict == "Rank 2 (node0001:0) is not like the others, since step 40 (found at step 44)."
     assert [(one.kind, one.who) for one in late.events] == [("outlier-rank", "rank 2")]
     (blamed,) = [one for one in late.standings if one.severity]
     assert (blamed.rank, blamed.spot, blamed.kind) == (2, "node0001:0", "outlier-rank")
@@ -182,7 +182,7 @@ def test_the_text(tmp_path: Path) -> None:
     write(tmp_path, RECORDS, EVENTS)
     write_places(tmp_path, 4)
     lines = watch(tmp_path, "--once").stdout.splitlines()
-    assert lines[1] == "verdict: Rank 2 (node0001:0) is not like the others, since step 44."
+    assert lines[1] == "verdict: Rank 2 (node0001:0) is not like the others, since step 40 (found at step 44)."
     assert lines[2].startswith("step 80, 80 measured here, 4 ranks, written ")
     ranks = [line.split()[1] for line in lines if line.startswith("rank ")]
     assert ranks[0] == "2"
