@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from ds_silent import deferred
 from ds_silent.sinks.jsonl import read_events
 from tests.training import Case, Probe, one_step
 from tests.training import _hash_weights as hash_weights
@@ -106,6 +108,22 @@ class _Tracer:
 
 class Injected(Exception):
     """Raised by the walk."""
+
+
+class _TracedThread(ThreadPoolExecutor):
+    """What judges beside the training is walked too."""
+
+    def submit(self, act: Any, /, *args: Any, **named: Any) -> Any:
+        tracer = sys.gettrace()  # of the training's thread, which begins it
+
+        def traced() -> Any:
+            sys.settrace(tracer)
+            try:
+                return act(*args, **named)
+            finally:
+                sys.settrace(None)
+
+        return super().submit(traced)
 
 
 class _Pair:
@@ -197,6 +215,7 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
     ``steps``: of each case; even, so that every case sees the same steps of an interval of 2.
     """
     logging.getLogger("ds_silent").setLevel(logging.CRITICAL)
+    deferred.ThreadPoolExecutor = _TracedThread  # type: ignore[attr-defined,misc]
     pair = _Pair(cell, Path(directory), steps)
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, statements(pair))
