@@ -6,6 +6,10 @@
     ds-silent doctor --output-dir runs/my-run
     ds-silent report runs/my-run -o report.html
 
+
+@app.command()
+    ds-silent schema block
+
 A mistake is one sentence on standard error and exit status 2.
 """
 
@@ -260,3 +264,22 @@ def report(
     from ds_silent.report.command import report_command
 
     raise typer.Exit(report_command(runs, output))
+
+
+@app.command()
+def schema(
+    name: Annotated[str, typer.Argument(help="block, metrics or events.", metavar="NAME")] = "block",
+) -> None:
+    """Print the JSON Schema of the block, or of a line of the records.
+
+    "block" lets an editor complete a ds_config; "metrics" and "events" describe
+    a line of metrics.jsonl and of events.jsonl.
+
+    Exit status: 0, or 2 for another name.
+    """
+    from ds_silent.commands.schema import NAMES, written
+
+    if name not in NAMES:
+        typer.echo(f"ds-silent: there is no schema {name!a}; the names are {', '.join(NAMES)}", err=True)
+        raise typer.Exit(2)
+    typer.echo(written(name), nl=False)

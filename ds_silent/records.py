@@ -20,6 +20,9 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+FORMAT = 1
+"""Of the lines of metrics.jsonl and events.jsonl. Keys and kinds are added to it; one that would be read wrongly by a
+reader of this version, because it means something else now, would make it 2 and stand in the line."""
 Method = Literal["exact", "sketch"]
 Severity = Literal["info", "warning", "error"]
 RepairMethod = Literal["retry", "majority", "mean", "dynamic"]

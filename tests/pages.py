@@ -19,7 +19,8 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted(DOCS.glob("**/*.md"))]
+OTHERS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "ROADMAP", "SECURITY")]
+PAGES = [*OTHERS, ROOT / "configs" / "README.md", *sorted(DOCS.glob("**/*.md"))]
 PROGRAMS = (
     "make ",
     "python ",

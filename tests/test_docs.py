@@ -17,6 +17,7 @@ from tests.pages import DOCS, PAGES, ROOT, anchors, commands, fences, links, pat
 from tests.sinks.example_records import full_record
 
 LONGEST_README = 200
+LARGEST_PICTURE = 100_000  # bytes
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -75,6 +76,33 @@ def test_every_kind_of_event_is_explained() -> None:
     table = (DOCS / "events.md").read_text(encoding="utf-8").split("## The kinds")[1].split("\n## ")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert set(re.findall(r"`(.*?)`", " ".join(first_cells))) == set(typing.get_args(EventKind))
+
+
+def test_every_kind_of_event_has_its_section_in_the_runbook() -> None:
+    first, *sections = (DOCS / "runbook.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    assert first.startswith("First, for any event")
+    titles = [section.splitlines()[0] for section in sections]
+    assert titles == list(typing.get_args(EventKind))
+    asked = ["How it arises.", "Confirm in ten minutes.", "What to do.", "What it is not."]
+    for section in sections:
+        assert re.findall(r"^\* \*\*(.*?)\*\* \S", section, re.MULTILINE) == asked, section.splitlines()[0]
+
+
+def test_the_pictures_are_small_and_each_is_shown() -> None:
+    shown = {(page.parent / link).resolve() for page in PAGES for link in links(page.read_text(encoding="utf-8"))}
+    pictures = set((DOCS / "pictures").glob("*.png"))
+    assert len(pictures) >= 6
+    assert pictures <= shown
+    assert max(picture.stat().st_size for picture in pictures) < LARGEST_PICTURE
+
+
+def test_first_steps_are_few_lines() -> None:
+    text = (DOCS / "first-steps.md").read_text(encoding="utf-8")
+    examples = fences(text, "python")
+    assert len(examples) == 6
+    assert max(len(example.strip().splitlines()) for example in examples) <= 12
+    for example in examples:
+        assert "ds_silent" in example
 
 
 def test_the_index_names_every_page() -> None:

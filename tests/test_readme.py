@@ -21,6 +21,7 @@ from tests.pages import PAGES, ROOT, commands
 RUN_BY: dict[str, str] = {
     "make demo": "tests/launch/test_demo.py",
     "make test": "tests/test_readme.py",  # you are in it
+    "make help": "tests/test_readme.py",
     "torchrun --nproc_per_node 8 -m ds_silent --silent-consistency-config block.json pretrain_gpt.py ...": (
         "tests/frameworks/test_unedited.py"  # a script of its own, 4 ranks
     ),
@@ -40,6 +41,8 @@ RUN_BY: dict[str, str] = {
     "python -m ds_silent -m package.module ...": "tests/frameworks/test_ways_in.py",
     "launch/train.py": "tests/launch/test_train.py",
     "torchrun --nproc_per_node 4 launch/examples/ddp.py": "tests/launch/test_examples.py",
+    "torchrun --nproc_per_node 2 launch/examples/ddp.py": "tests/launch/test_examples.py",
+    "deepspeed --num_gpus 4 launch/examples/deepspeed_loop.py": "tests/launch/test_examples.py",
     "torchrun --nproc_per_node 4 launch/examples/fsdp2.py": "tests/launch/test_examples.py",
     "torchrun --nproc_per_node 4 launch/examples/huggingface.py": "tests/integrations/test_huggingface.py",
     "torchrun --nproc_per_node 4 launch/examples/lightning_trainer.py": "tests/integrations/test_lightning.py",
@@ -53,6 +56,9 @@ RUN_BY: dict[str, str] = {
     "ds-silent check ds_config.json": "tests/commands/test_cli.py",
     "ds-silent check ds_config.json --world-size 1024": "tests/commands/test_forecast.py",
     "ds-silent doctor": "tests/commands/test_doctor.py",
+    "ds-silent schema block": "tests/commands/test_schema.py",
+    "ds-silent schema metrics": "tests/commands/test_schema.py",
+    "ds-silent schema events": "tests/commands/test_schema.py",
     "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",
     "tensorboard --logdir runs/my-run/tensorboard": "tests/test_readme.py",
 }
@@ -80,6 +86,7 @@ SLOW: dict[str, float] = {
     "python benchmarks/false_alarms.py --steps 100": 60,
     "python benchmarks/false_alarms.py --scratch --steps 600": 120,
     "python benchmarks/integrity.py": 60,
+    "python benchmarks/metric_pictures.py": 20,
     "python benchmarks/integrity.py --part cost --ranks 2": 10,
     "python benchmarks/ordered.py --part time --rounds 5": 30,
     "python benchmarks/overhead.py": 90,
@@ -114,6 +121,14 @@ def test_options_of_the_fine_tune_are_known() -> None:
     for command in found:
         options = known.make_context("train", shlex.split(command.removeprefix(FINE_TUNE))).params
         assert (ROOT / options["deepspeed_config"]).is_file()
+
+
+def test_the_makefile_lists_its_commands() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    listed = {line.split()[1] for line in done.stdout.splitlines()}
+    assert {f"make {name}" for name in listed} >= {command for command in RUN_BY if command.startswith("make ")} - {
+        "make help"
+    }
 
 
 def has_typer(command: str) -> bool:

@@ -1,7 +1,8 @@
 """The demonstration: five scenarios in one group of CPU ranks, then a table, a picture and two sentences.
 
 Started as ``launch/demo.py``, it launches itself with torchrun as the ranks' worker, because starting a rank costs
-seconds: all scenarios share one process group.
+seconds: all scenarios share one process group. A row of the table is printed as its scenario ends; what the ranks say
+meanwhile goes to a file, and with ``--verbose`` to the terminal.
 """
 
 from __future__ import annotations
@@ -11,33 +12,49 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ds_silent.finetune.demo_report import CASES, Case, report
+from rich.console import Console
+
+from ds_silent.finetune.demo_report import CASES, Case, heading, read_curves, report, row_of, table_of
 from ds_silent.finetune.settings import CONFIGS, Settings, checked
 
 RANKS = 4
 STEPS = 30
 OUTPUT = Path("runs/demo")
-WORKER = "--worker"
+SAID = "console.log"
+WORKER, VERBOSE = "--worker", "--verbose"
 MICRO_BATCH = 4
+LINES_SHOWN = 20  # of what the ranks have said, where they fail
+_ENDED = "demo: ended "
 
 
 def main(arguments: list[str]) -> int:
     """The process's exit code; ``arguments`` as in ``sys.argv``."""
-    if WORKER in arguments[1:]:
+    script, *options = arguments
+    if options == [WORKER]:
         return _worker()
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    if options not in ([], [VERBOSE]):
+        print(f"demo: the only option is {VERBOSE}, got {' '.join(options)}", file=sys.stderr)
+        return 2
     for case in CASES:
         shutil.rmtree(OUTPUT / case.name, ignore_errors=True)
+    OUTPUT.mkdir(parents=True, exist_ok=True)
     print(
         f"demo: {len(CASES)} scenarios x {STEPS} steps on {RANKS} CPU ranks, into {OUTPUT} (some minutes) ...",
         flush=True,
     )
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS), arguments[0], WORKER]
-    code = subprocess.run([sys.executable, *launch], env=environment, check=False).returncode
+    try:
+        code = _loud(script) if options else _quiet(script)
+    except KeyboardInterrupt:
+        print("demo: interrupted", file=sys.stderr)
+        return 130
     if code:
-        print(f"demo: the training ended with exit code {code}; its reason stands above", file=sys.stderr)
+        where = "above" if options else f"in {OUTPUT / SAID}, and its end above"
+        print(f"demo: the training ended with exit code {code}; its reason stands {where}", file=sys.stderr)
         return code
     report(OUTPUT)
     _write_page()
@@ -55,6 +72,60 @@ def _write_page() -> None:
         print(f"demo: {error}", file=sys.stderr)
         return
     print(f"report:      {page} (open it in a browser, or: python -m webbrowser -t {page})")
+
+
+def _loud(script: str) -> int:
+    """Everything as it comes, then the table."""
+    with _ranks(script) as process:
+        code = process.wait()
+    if code == 0:
+        print(table_of({case: read_curves(OUTPUT / case.name) for case in CASES}))
+    return code
+
+
+def _quiet(script: str) -> int:
+    """The table, row by row."""
+    last: deque[str] = deque(maxlen=LINES_SHOWN)
+    waiting = {case.name: case for case in CASES}
+    console = Console(highlight=False)
+    log = (OUTPUT / SAID).open("w", encoding="utf-8")
+    with log, _ranks(script, subprocess.PIPE) as process, console.status("") as status:
+        assert process.stdout is not None
+        print(heading(), flush=True)
+        for line in process.stdout:
+            if not line.startswith(_ENDED):
+                log.write(line)
+                last.append(line)
+            elif case := waiting.pop(line.removeprefix(_ENDED).strip(), None):
+                console.print(row_of(case, read_curves(OUTPUT / case.name)), markup=False, soft_wrap=True)
+            if waiting:  # shown on a terminal only
+                status.update(f"{len(CASES) - len(waiting) + 1} of {len(CASES)}: {next(iter(waiting.values())).title}")
+        code = process.wait()
+    if code:
+        sys.stderr.writelines(last)
+    return code
+
+
+@contextmanager
+def _ranks(script: str, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """The training; it is left neither running nor unwaited for."""
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS), script, WORKER]
+    process = subprocess.Popen(
+        [sys.executable, *launch],
+        env=environment,
+        stdout=stdout,
+        stderr=None if stdout is None else subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its ranks
+        process.wait()
 
 
 def _worker() -> int:
@@ -77,6 +148,7 @@ def _worker() -> int:
             seeds = [rank_seed(case.scenario, settings.seed, rank) for rank in range(ranks.world_size)]
             coverage = epoch_coverage(outcome.plan, seeds)
             (settings.output / "coverage.json").write_text(json.dumps({"epoch": coverage}) + "\n", encoding="utf-8")
+            print(f"{_ENDED}{case.name}", flush=True)
     dist.destroy_process_group()
     return 1 if outcome.stopped else 0
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ds_silent.extras import installed, missing_sentence
 from ds_silent.finetune.settings import SamplerMode, Scenario
@@ -66,18 +64,18 @@ METRICS = (("loss_std", "loss std"), ("norm_cv", "gradient norm CV"), ("cosine",
 
 
 def report(directory: Path) -> None:
-    """Prints table, sentences and the TensorBoard command; writes ``scenarios.png`` into ``directory``."""
+    """Prints sentences and where to look further; writes ``scenarios.png`` into ``directory``."""
     curves = {case: read_curves(directory / case.name) for case in CASES}
     console = Console(soft_wrap=True)
-    Console(width=max(console.width, 130)).print(table_of(curves))
     drawable = installed("matplotlib")
     if drawable:
         draw(curves, directory / PICTURE)
     for sentence in (sharded_sentence(curves), replicated_sentence(curves)):
         console.print(sentence, highlight=False, markup=False)
     picture = directory / PICTURE if drawable else missing_sentence("it", ["matplotlib"], "plots")
-    console.print(f"picture:     {picture}", highlight=False, markup=False)
-    console.print(f"TensorBoard: .venv/bin/tensorboard --logdir {directory}", highlight=False)
+    console.print(
+        f"picture: {picture}   curves: .venv/bin/tensorboard --logdir {directory}", highlight=False, markup=False
+    )
 
 
 def read_curves(directory: Path) -> Curves:
@@ -118,21 +116,28 @@ def separation(one: Sequence[tuple[int, float]], other: Sequence[tuple[int, floa
     return difference / math.sqrt(squares)
 
 
-def table_of(curves: Mapping[Case, Curves]) -> Table:
+_COLUMNS = ("<30", "<11", ">8", ">9", ">13", ">14", "<1")
+
+
+def heading() -> str:
+    """Above the rows: means over all steps; the share of the rows that an epoch visits is counted by walking it."""
+    return _columns("scenario", "sampler", "loss std", "norm CV", "mean cosine", "epoch visits", "  first alarm")
+
+
+def row_of(case: Case, found: Curves) -> str:
+    """One scenario on one line."""
+    numbers = [f"{mean(getattr(found, key)):.3f}" for key, _ in METRICS]
+    name = f"{case.scenario}: {case.title.split(', ')[1]}"
+    return _columns(name, case.sampler, *numbers, f"{found.coverage:.1%}", f"  {found.alarm}")
+
+
+def table_of(curves: Mapping[Case, Curves]) -> str:
     """One row per scenario: the means over its steps, the rows that an epoch of it visits, and the first alarm."""
-    table = Table(
-        title="means over all steps; the rows that an epoch visits are counted by walking the sampler through one"
-    )
-    for heading in ("scenario", "sampler"):
-        table.add_column(heading)
-    for heading in ("loss std", "norm CV", "mean cosine", "rows that an\nepoch visits"):
-        table.add_column(heading, justify="right")
-    table.add_column("first alarm")
-    for case, found in curves.items():
-        numbers = [f"{mean(getattr(found, key)):.3f}" for key, _ in METRICS]
-        name = f"{case.scenario}: {case.title.split(', ')[1]}"
-        table.add_row(name, case.sampler, *numbers, f"{found.coverage:.1%}", Text(found.alarm))
-    return table
+    return "\n".join([heading(), *(row_of(case, found) for case, found in curves.items())])
+
+
+def _columns(*cells: str) -> str:
+    return "".join(f"{cell:{width}}" for cell, width in zip(cells, _COLUMNS, strict=True))
 
 
 def sharded_sentence(curves: Mapping[Case, Curves]) -> str:

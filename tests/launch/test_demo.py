@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -139,3 +142,78 @@ def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert "tensorboard --logdir" in shown
     assert (tmp_path / "scenarios.png").is_file()
+
+
+# -- what it prints ---------------------------------------------------------------------------------------------------
+
+RANKS_THAT = """
+import pathlib, sys
+import ds_silent.finetune.demo as demo
+from ds_silent.finetune.demo_report import CASES
+
+if sys.argv[1:] == ["--worker"]:
+    how = "HOW"
+    for number, case in enumerate(CASES):
+        print(*["much is said"] * 40, sep="\\n")
+        if how == "break" and number == 2:
+            sys.exit("rank 1: the disk is full")
+        home = pathlib.Path("runs/demo") / case.name
+        home.mkdir(parents=True)
+        (home / "coverage.json").write_text('{"epoch": 0.5}')
+        (home / "metrics.jsonl").write_text(
+            '{"step": 1, "loss": {"std": 0.5}, "grad_norm": {"cv": 0.25}, "direction": {"mean_cosine": 0.125}}')
+        print("demo: ended " + case.name, flush=True)
+else:
+    demo.RANKS = 1
+    sys.exit(demo.main(sys.argv))
+"""
+
+
+def demonstrate(tmp_path: Path, how: str, *options: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "demo.py"
+    script.write_text(RANKS_THAT.replace("HOW", how))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "COLUMNS": "80"}
+    return subprocess.run(
+        [sys.executable, str(script), *options],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_row_per_scenario_and_what_the_ranks_say_in_a_file(tmp_path: Path) -> None:
+    done = demonstrate(tmp_path, "end")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 11
+    assert lines[1].split()[:2] == ["scenario", "sampler"]
+    assert [line.split(":")[0] for line in lines[2:7]] == [case.scenario for case in CASES]
+    assert all(line.endswith("0.500    0.250        0.125         50.0%  none") for line in lines[2:7])
+    assert max(map(len, lines[1:7])) < 120
+    assert done.stderr == ""
+    said = (tmp_path / "runs" / "demo" / "console.log").read_text()
+    assert said.count("much is said") == 40 * len(CASES)
+    assert "demo: ended" not in said
+
+
+def test_ranks_that_fail_are_quoted(tmp_path: Path) -> None:
+    done = demonstrate(tmp_path, "break")
+    assert done.returncode != 0
+    assert len(done.stdout.splitlines()) == 4  # two scenarios had ended
+    assert done.stderr.splitlines()[-1].startswith("demo: the training ended with exit code")
+    assert str(Path("runs/demo/console.log")) in done.stderr
+    assert "the disk is full" in (tmp_path / "runs" / "demo" / "console.log").read_text()
+
+
+def test_verbose_shows_all(tmp_path: Path) -> None:
+    done = demonstrate(tmp_path, "end", "--verbose")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("much is said") == 40 * len(CASES)
+    assert done.stdout.count("0.125         50.0%  none") == len(CASES)
+
+
+def test_another_option_is_one_sentence(tmp_path: Path) -> None:
+    done = demonstrate(tmp_path, "end", "--quiet")
+    assert (done.returncode, done.stderr) == (2, "demo: the only option is --verbose, got --quiet\n")

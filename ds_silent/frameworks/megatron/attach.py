@@ -41,9 +41,12 @@ def attach_megatron(
     Args:
         model: what ``DistributedDataParallel`` has made of the model, or the list of its chunks, before its first step.
         optimizer: what ``get_megatron_optimizer`` has returned.
-        config, loader, _gather_limit: as :func:`ds_silent.attach_ddp` takes them.
+        config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
+            all defaults.
         forward_step: the script's own may be named; the losses are seen in Megatron's schedules without it.
+        loader: this rank's DataLoader or sampler, as :func:`ds_silent.attach_ddp` takes it.
         accumulation: micro-batches per step; by default what Megatron's own calculator says, else 1.
+        _gather_limit: for tests: a few ranks can be above it.
 
     Returns:
         the observer, or None when the block says ``"enabled": false``.
