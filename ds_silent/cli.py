@@ -5,9 +5,6 @@
     ds-silent numerics --gradients gradients/
     ds-silent doctor --output-dir runs/my-run
     ds-silent report runs/my-run -o report.html
-
-
-@app.command()
     ds-silent schema block
 
 A mistake is one sentence on standard error and exit status 2.
@@ -27,7 +24,8 @@ def main() -> None:
     """See every worker of a data-parallel training.
 
     "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding,
-    "doctor" what this machine lacks, "report" what a run's records say.
+    "doctor" what this machine lacks, "report" what a run's records say, "schema" what may stand in the block and in the
+    records.
     """
 
 
