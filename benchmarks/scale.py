@@ -33,9 +33,11 @@ from simulated_ranks import Fault, SimulatedRanks
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
+from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.gather import make_exchange
-from ds_silent.exchange.layout import Layout, Shape, layout_of
-from ds_silent.exchange.observation import Gathered, Local, Loss, Observation, Reduced, Status
+from ds_silent.exchange.layout import WORDS, Layout, Shape, layout_of
+from ds_silent.exchange.observation import Local, Loss, Observation, Reduced, Status
+from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.measure.context import Context
 from ds_silent.measure.evidence import Told
@@ -90,18 +92,19 @@ class Writer:
     def step(self, step: int, rows: torch.Tensor, sums: torch.Tensor | None) -> Step:
         """One measured step: what this rank sends is its own, what it receives is given."""
         started = time.thread_time()
-        gathered: Gathered | None = self.exchange.collect(lambda function: function())
-        if gathered is not None:
-            self._lockstep.read(gathered)
+        arrived: Arrived | None = self.exchange.collect(lambda function: function())
+        if arrived is not None:
+            self._lockstep.of(arrived)
         self.exchange.post(step, self._observation(step), Together())
         training = time.thread_time() - started
         if sums is not None:
             self.exchange._sums.copy_(sums)
-        self.exchange._all.view(len(rows), -1).copy_(rows)
+        received = self.exchange._all if self.layout.gathers else self.exchange._rows.received
+        received.view(len(rows), -1).copy_(rows)
         started = time.thread_time()
-        if gathered is not None:
+        if arrived is not None:
             context = Context(8 * step, 8.0, None, Seconds(0.6, 0.001), self._names)
-            self.recorder.step(gathered, context, None, Told(), False)
+            self.recorder.step(lambda: arrived.all, context, None, Told(), False)
         return Step(training, time.thread_time() - started)
 
     def _observation(self, step: int) -> Observation:
@@ -124,8 +127,12 @@ def sent(layout: Layout, ranks: int) -> tuple[int, int]:
     if layout.gathers:
         return (4 * (ranks - 1) * (layout.scalars + layout.vectors),) * 2
     summed = 2 * 4 * sum(layout.sums) * (ranks - 1) // ranks
-    gathered = 4 * (ranks - 1) * (layout.scalars + layout.pairs)
-    return summed + gathered, summed + gathered
+    row, block = 4 * (layout.scalars + layout.pairs), layout.block or ranks
+    both = summed + (block - 1) * row
+    if not layout.block:
+        return both, both
+    extremes = 2 * 4 * 2 * (len(DECIDE) + WORDS)
+    return both + extremes, both + extremes
 
 
 def cost(ranks: int, steps: int) -> tuple[str, ...]:

@@ -90,7 +90,8 @@ class SimulatedRanks:
         self._late = late
         layers = [fold(vector, layout.layer_size) for vector in (total, aggregate)]
         by_layer = [(one.repeat(layout.layers) / layout.layers**0.5) for one in layers]  # all layers alike
-        return rows, torch.cat((fold(units, layout.units), total, aggregate, *by_layer))
+        failures = torch.zeros(layout.failures)
+        return rows, torch.cat((fold(units, layout.units), total, aggregate, *by_layer, failures))
 
     def _sketches(self, seed, shared, norms, twins):  # type: ignore[no-untyped-def]
         """Chunks of (ranks, k), drawn again alike at each call."""

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+from ds_silent.alerts.sink import refuse_unusable_alerts
 from ds_silent.capture.data_facts import data_facts
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse, shown
@@ -31,7 +32,7 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config, name_of
-from ds_silent.frameworks.refusals import refuse_too_many_ranks
+from ds_silent.frameworks.refusals import refuse_metrics_without_library, refuse_too_many_ranks
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observer import Observer
 from ds_silent.preflight import compare as preflight
@@ -176,6 +177,8 @@ def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigErro
             refuse_too_many_ranks(config, dist.get_world_size(subject.group))
         if subject.group is not None and dist.get_rank(subject.group) == 0:
             read_groups(config.places)
+            refuse_unusable_alerts(config.alerts)
+            refuse_metrics_without_library(config)
     except ConfigError as error:
         return error
     return None

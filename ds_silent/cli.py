@@ -4,8 +4,9 @@
     ds-silent drill --config ds_config.json
     ds-silent numerics --gradients gradients/
     ds-silent doctor --output-dir runs/my-run
-    ds-silent report runs/my-run -o report.html
+    ds-silent watch runs/my-run
     ds-silent schema block
+    ds-silent report runs/my-run -o report.html
 
 A mistake is one sentence on standard error and exit status 2.
 """
@@ -24,8 +25,8 @@ def main() -> None:
     """See every worker of a data-parallel training.
 
     "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding,
-    "doctor" what this machine lacks, "report" what a run's records say, "schema" what may stand in the block and in the
-    records.
+    "doctor" what this machine lacks, "schema" what may stand in the block and in the records, "report" what a run's
+    records say; "watch" looks at a run while it trains, "alert" tries who is told of its events.
     """
 
 
@@ -245,23 +246,58 @@ def doctor(
 
 
 @app.command()
-def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(help="Directories of records (output_dir), or of several runs; side by side.", metavar="RUN..."),
-    ],
-    output: Annotated[str, typer.Option("--output", "-o", help="Where the page goes.", metavar="FILE")] = "report.html",
+def watch(
+    run: Annotated[str, typer.Argument(help="Directory of a run, the output_dir of its block.", metavar="RUN")],
+    once: Annotated[
+        bool, typer.Option("--once", help="Print what is known now as text, and end; so does an output to a file.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, and end.")] = False,
+    stale: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Exit with 4 if no record was written for so many minutes.", metavar="MINUTES"),
+    ] = None,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks at the files.", metavar="SECONDS")
+    ] = 1.0,
+    alert: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tell this destination of warnings and errors that come from now on, as the block's alerts do; may be "
+            "given several times. env:NAME keeps an address out of the list of processes.",
+            metavar="TO",
+        ),
+    ] = None,
 ) -> None:
-    """Write one HTML page of a run: who, where, since when - and what was not checked.
+    """Look at a run while it trains, or afterwards: the verdict, the ranks, the events. Press ? for the keys.
 
-    The page needs no network and nothing beside it. A run that still goes on
-    can be reported too.
+    Only reads, and of growing files only what is new; the training does not notice.
 
-    Exit status: 0 the page was written, whatever it says; 2 a mistake in what was typed, or nothing to read.
+    Exit status: 0 healthy, 1 warnings, 3 errors, 4 stale, 5 no records yet, 2 a mistake in what was typed.
     """
-    from ds_silent.report.command import report_command
+    from ds_silent.watch.command import watch_command
 
-    raise typer.Exit(report_command(runs, output))
+    raise typer.Exit(watch_command(run, once, as_json, stale, every, alert or []))
+
+
+@app.command()
+def alert(
+    test: Annotated[
+        list[str],
+        typer.Option(
+            help="A destination as in the block's alerts, best as env:NAME; may be given several times.", metavar="TO"
+        ),
+    ],
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=60.0, help="Seconds that each may take.", metavar="SECONDS")
+    ] = 10.0,
+) -> None:
+    """Send a test message to the destinations of alerts: webhooks, mail, commands.
+
+    Exit status: 0 all were sent, 1 some were not, 2 a mistake in what was typed.
+    """
+    from ds_silent.commands.alert import alert_command
+
+    raise typer.Exit(alert_command(test, timeout))
 
 
 @app.command()
@@ -281,3 +317,23 @@ def schema(
         typer.echo(f"ds-silent: there is no schema {name!a}; the names are {', '.join(NAMES)}", err=True)
         raise typer.Exit(2)
     typer.echo(written(name), nl=False)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="Directories of records (output_dir), or of several runs; side by side.", metavar="RUN..."),
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", help="Where the page goes.", metavar="FILE")] = "report.html",
+) -> None:
+    """Write one HTML page of a run: who, where, since when - and what was not checked.
+
+    The page needs no network and nothing beside it. A run that still goes on
+    can be reported too.
+
+    Exit status: 0 the page was written, whatever it says; 2 a mistake in what was typed, or nothing to read.
+    """
+    from ds_silent.report.command import report_command
+
+    raise typer.Exit(report_command(runs, output))

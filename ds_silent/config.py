@@ -15,10 +15,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from ds_silent.alerts.destination import MUST, WrongDestination, environment_name, masked, parse_destination
 
 BLOCK = "silent_consistency"
 _SHORT_NAMES = ("silent", "dssilent")
@@ -26,6 +28,10 @@ _COMMENT_MARKS = ("_", "#", "/")  # how people take a key out of a JSON file wit
 SKETCH_SIZES = (256, 1_048_576)
 LARGEST = 2**31 - 1
 """Of any whole number: more would not fit into what is sent and written."""
+
+
+WRITERS_ALONE = ("places", "alerts", "metrics_port", "metrics_address")
+"""Keys that only the rank that writes looks at: ranks may differ in them, and they are neither compared nor shown."""
 
 
 class ConfigError(ValueError):
@@ -155,6 +161,39 @@ class OrderedConfig(_Block):
     """MiB of extra communication memory; less memory means more, smaller pieces."""
 
 
+_SECRET: Any = {"must": MUST, "secret": True}
+
+
+class AlertConfig(_Block):
+    """Who is told of events, off the training thread; only the rank that writes looks at it."""
+
+    to: SecretStr = Field(strict=True, json_schema_extra=_SECRET)
+    """Where to. Addresses of webhooks, passwords and commands are never shown; ``env:NAME`` keeps them in the
+    environment of rank 0."""
+
+    level: Literal["warning", "error", "info"] = _choice("warning", "error", "info")
+    """Events of this severity or worse, and the ends of what was told."""
+
+    at_most_per_hour: int = _whole(10, 1, 1_000)
+    """More are counted, and the next message says how many."""
+
+    timeout: float = _is("be a number greater than 0 and at most 60", 10.0, gt=0, le=60, allow_inf_nan=False)
+    """Seconds that one try may take."""
+
+    @field_validator("to")
+    @classmethod
+    def _is_a_destination(cls, value: SecretStr) -> SecretStr:
+        to = value.get_secret_value()
+        if environment_name(to) is None:  # else the host of rank 0 knows it
+            parse_destination(to)
+        return value
+
+    @property
+    def address(self) -> str:
+        """``to``, its secret included: for the sender only."""
+        return self.to.get_secret_value()
+
+
 class SilentConsistencyConfig(_Block):
     """The whole block; every field has a default, so ``"silent_consistency": {}`` switches everything on."""
 
@@ -185,6 +224,19 @@ class SilentConsistencyConfig(_Block):
 
     tensorboard: bool = _switch(True)
     """Write TensorBoard event files below ``output_dir``."""
+
+    alerts: tuple[AlertConfig, ...] = Field(
+        default=(), max_length=16, json_schema_extra={"must": "be a list of at most 16 objects in braces"}
+    )
+    """Who is told of events: webhooks, mail, commands, trackers."""
+
+    metrics_port: int = _whole(0, 0, 65_535)
+    """Port on which rank 0 serves its numbers to Prometheus; 0 is none."""
+
+    metrics_address: str = _is(
+        "be an address of rank 0's host", "127.0.0.1", min_length=1, pattern=r"^[A-Za-z0-9.:_-]+$"
+    )
+    """That it listens on; by default nobody but this host can ask. ``0.0.0.0``: everybody who reaches it."""
 
     places: str | None = _is("be the path of a JSON file, or null", None, min_length=1)
     """A file on rank 0's host that gives each host the name of its switch group, ``{"node0001": "A", ...}``: events say
@@ -217,7 +269,7 @@ def parse(ds_config: Mapping[str, Any], name: str = "the ds_config") -> SilentCo
     try:
         config = SilentConsistencyConfig(**_known(SilentConsistencyConfig, block))
     except ValidationError as error:
-        errors += [_value_error(item["loc"], item["input"]) for item in error.errors()]
+        errors += [_value_error(item["loc"], item["input"], item["type"] == "missing") for item in error.errors()]
     if config is not None:
         errors += _contradictions(config)
     if errors:
@@ -235,13 +287,42 @@ def _block_type(model: type[_Block], key: str) -> type[_Block] | None:
     )
 
 
+def entry_type(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """Of a field that is a list of blocks: what each is."""
+    field = model.model_fields.get(key)
+    if field is None or get_origin(field.annotation) is not tuple:
+        return None
+    entry = get_args(field.annotation)[0]
+    return entry if isinstance(entry, type) and issubclass(entry, BaseModel) else None
+
+
+def _inner_blocks(model: type[_Block], key: str, value: Any) -> Iterator[tuple[str, type[_Block], Mapping[str, Any]]]:
+    """The objects in a field: its name in sentences, what it must be, its value."""
+    inner, entry = _block_type(model, key), entry_type(model, key)
+    if inner is not None and isinstance(value, Mapping):
+        yield key, inner, value
+    if entry is not None and isinstance(value, (list, tuple)):
+        for number, one in enumerate(value):
+            if isinstance(one, Mapping):
+                yield f"{key}[{number}]", cast(type[_Block], entry), one
+
+
 def _known(model: type[_Block], block: Mapping[str, Any]) -> dict[str, Any]:
     """``block`` without what _spelling_errors has reported, so that the values beside it are still checked."""
     return {
-        key: _known(inner, value) if (inner := _block_type(model, key)) and isinstance(value, Mapping) else value
+        key: _known_value(model, key, value)
         for key, value in block.items()
         if key in model.model_fields and not _is_auto(value)
     }
+
+
+def _known_value(model: type[_Block], key: str, value: Any) -> Any:
+    inner, entry = _block_type(model, key), entry_type(model, key)
+    if inner is not None and isinstance(value, Mapping):
+        return _known(inner, value)
+    if entry is not None and isinstance(value, (list, tuple)):
+        return [_known(cast(type[_Block], entry), one) if isinstance(one, Mapping) else one for one in value]
+    return value
 
 
 def _is_auto(value: object) -> bool:
@@ -252,7 +333,6 @@ def _spelling_errors(model: type[_Block], block: Mapping[str, Any], path: tuple[
     """Keys that do not exist, and ``"auto"``, which other parts of a ``ds_config`` have filled in later."""
     errors = []
     for key, value in block.items():
-        inner = _block_type(model, key) if isinstance(key, str) else None
         if key not in model.model_fields:
             errors.append(_unknown_key(key, model, path))
         elif _is_auto(value):
@@ -260,37 +340,63 @@ def _spelling_errors(model: type[_Block], block: Mapping[str, Any], path: tuple[
                 f'{".".join((*path, key))} must not be "auto", because nothing here is filled in later; '
                 f"{_remedy(model, key)}"
             )
-        elif inner is not None and isinstance(value, Mapping):
-            errors += _spelling_errors(inner, value, (*path, key))
+        else:
+            for name, inner, held in _inner_blocks(model, key, value):
+                errors += _spelling_errors(inner, held, (*path, name))
     return errors
 
 
 def _unknown_key(key: object, model: type[_Block], path: tuple[str, ...]) -> str:
     guess = _nearest(str(key), model.model_fields)
     remedy = f'did you mean "{guess}"?' if guess else f"the keys here are {', '.join(model.model_fields)}"
-    return f"{'.'.join(path)} has no key {shown(key)}; {remedy}"
+    holds_secrets = any(field.json_schema_extra == _SECRET for field in model.model_fields.values())
+    what = masked(key) if holds_secrets and not guess and not re.fullmatch(r"\w{1,40}", str(key)) else shown(key)
+    return f"{'.'.join(path)} has no key {what}; {remedy}"
 
 
-def _value_error(location: tuple[int | str, ...], value: object) -> str:
+def _value_error(location: tuple[int | str, ...], value: object, missing: bool) -> str:
     """The sentence for the field at ``location``, from what the field itself says it must be."""
     model: type[_Block] = SilentConsistencyConfig
-    *outer, key = (str(part) for part in location)
-    for part in outer:
-        model = _block_type(model, part) or model
-    name = ".".join((BLOCK, *outer, key))
+    name, key, place = BLOCK, "", BLOCK
+    for part in location:
+        model = cast(type[_Block], (_block_type(model, key) or entry_type(model, key)) or model)
+        place, name = name, f"{name}[{part}]" if isinstance(part, int) else f"{name}.{part}"
+        key = part if isinstance(part, str) else key
+    if isinstance(location[-1], int):
+        return f'{name} must be an object in braces, got {masked(value)}; write {{"to": "env:NAME"}} or leave it out'
     if _block_type(model, key):
         return f'{name} must be an object in braces, got {shown(value)}; write "{key}": {{}} or leave it out'
     field: Any = model.model_fields[key]
     must = str(field.json_schema_extra["must"])
+    if missing:
+        return f'{place} has no key "{key}", which must {must}; write "{key}": "env:NAME"'
+    if field.json_schema_extra.get("secret"):
+        return f"{name} {_why_no_destination(value)}"
     if type(value) is int and value > LARGEST and "at most" not in must:
         must += f" and at most {LARGEST}"
-    return f"{name} must {must}, got {shown(value)}; {_remedy(model, key, value)}"
+    got = shown(value) if entry_type(model, key) is None else _shown_list(value)
+    return f"{name} must {must}, got {got}; {_remedy(model, key, value)}"
+
+
+def _shown_list(value: object) -> str:
+    """A list of what may hold secrets."""
+    return f"{len(value)} of them" if isinstance(value, (list, tuple)) else masked(value)
+
+
+def _why_no_destination(value: object) -> str:
+    try:
+        parse_destination(value if isinstance(value, str) else "")
+    except WrongDestination as error:
+        return str(error) if isinstance(value, str) else f"must {MUST}, got {masked(value)}; see docs/alerts.md"
+    return f"must {MUST}; see docs/alerts.md"
 
 
 def _remedy(model: type[_Block], key: str, value: object = None) -> str:
     inner = _block_type(model, key)
     if inner is not None:
         return f'write "{key}": {{}} or leave it out'
+    if model.model_fields[key].is_required():
+        return f'write "{key}": "env:NAME"'
     default = shown(model.model_fields[key].default)
     if key == "sketch_size" and type(value) is int:
         low, high = SKETCH_SIZES

@@ -21,6 +21,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "huggingface": ("transformers", "accelerate"),
     "lightning": ("lightning",),
     "plots": ("matplotlib",),
+    "prometheus": ("prometheus_client",),
 }
 """Extra -> the packages of it that are imported."""
 

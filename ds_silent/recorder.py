@@ -1,7 +1,7 @@
 """On the writing rank: what was gathered becomes a record, the record events, and both are handed to the sinks.
 
 recorder = make_recorder(sinks, config, audit, layout, members, words)
-recorder.step(gathered, context, drift, told, wait=False)    # once per measured step, in order
+recorder.step(gathered, context, drift, told, wait=False)    # gathered(): once per measured step, in order
 recorder.report(event)                                       # what others have found
 recorder.ends                                                # the event that is to end the training, if any
 """
@@ -59,17 +59,26 @@ class Recorder(Protocol):
     """What an observer tells of a step."""
 
     writes: bool  # this is the rank that writes
-    last_record: StepRecord | None
-    ends: Event | None
     unlike: tuple[Unlike, ...]
     places: Places | None  # where the ranks run
 
-    def step(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None: ...
+    @property
+    def last_record(self) -> StepRecord | None: ...
+    @property
+    def ends(self) -> Event | None: ...
+    @property
+    def wants_micro_batches(self) -> bool: ...
+
+    def step(
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+    ) -> None: ...
     def settle(self, drift: Drift | None, step: int | None = None) -> None: ...
     def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None: ...
     def repairs(self, repairs: tuple[Repair, ...]) -> None: ...
     def report(self, event: Event) -> None: ...
     def on_event(self, function: Callable[[Event], None]) -> None: ...
+    def finish(self) -> None: ...
+    def deliver(self) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]: ...
@@ -83,6 +92,7 @@ class NullRecorder:
     last_record: StepRecord | None = None
     ends: Event | None = None
     places: Places | None = None
+    wants_micro_batches = False
 
     def __init__(self) -> None:
         self.unlike: tuple[Unlike, ...] = ()
@@ -90,7 +100,9 @@ class NullRecorder:
     def _nothing(self, *args: Any, **named: Any) -> None:
         pass
 
-    step = settle = end_unlike = repairs = report = on_event = flush = close = load_state_dict = _nothing
+    step = settle = end_unlike = repairs = report = on_event = finish = deliver = flush = close = load_state_dict = (
+        _nothing
+    )
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
         """Nothing to keep."""
@@ -131,16 +143,21 @@ class WritingRecorder:
         self.unlike: tuple[Unlike, ...] = ()
         self._ranks_before: int | None = None  # of a checkpoint with another number, until that was said
 
-    def step(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
+    def step(
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+    ) -> None:
         """Write one step's record and judge it.
 
         Args:
-            gathered: the observations of all ranks.
+            gathered: gives the observations of all ranks.
             context: what this rank knows of the step by itself.
             drift: the tensors that differ between the replicas, if known.
             told: what the responses have found and done.
             wait: judge when :meth:`settle` brings the tensors.
         """
+        self._step(gathered(), context, drift, told, wait)
+
+    def _step(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
         record = measure(gathered, self._layout, context)
         if not self._alike:  # it compares gradients of one rank's rows with those of all
             record = dataclasses.replace(record, noise_scale=None)
@@ -195,10 +212,26 @@ class WritingRecorder:
             self._judge.told(event)
         self._sink.write_event(event)
         for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception as error:  # somebody else's code: it must not end the observation
-                logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
+            self.call(listener, event)
+
+    @staticmethod
+    def call(listener: Callable[[Event], None], event: Event) -> None:
+        """Somebody else's code: it must not end the observation."""
+        try:
+            listener(event)
+        except Exception as error:
+            logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
+
+    @property
+    def wants_micro_batches(self) -> bool:
+        """Whether the sketches of single micro-batches would tell more."""
+        return self._audit.wants_micro_batches
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def deliver(self) -> None:
+        """Nothing waits: callbacks were called at once."""
 
     def on_event(self, function: Callable[[Event], None]) -> None:
         """Call ``function(event)`` for every event from now on."""

@@ -48,6 +48,10 @@ EventKind = Literal[
     "observer-off",
 ]
 """What an event is about. More may be added; none is renamed, because records are read by these names."""
+STILL = "Still, since step "
+"""How the message of an event begins that reminds of a fault which goes on."""
+ENDED = "Ended: "
+"""How the message of an event begins that says so of a fault."""
 Matrix = tuple[tuple[float, ...], ...]
 Extremes = Mapping[int, float]
 """Rank to value, from the lowest value to the highest."""

@@ -28,7 +28,7 @@ from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.repairs import state_of
 from tests.training import Case
 
-STEPS = 6
+STEPS = 7
 SUM = {"gradient_allreduce_op": "sum"}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}

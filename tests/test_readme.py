@@ -55,6 +55,8 @@ RUN_BY: dict[str, str] = {
     "launch/gpu.sh --dry-run": "tests/launch/test_scripts.py",
     "ds-silent check ds_config.json": "tests/commands/test_cli.py",
     "ds-silent check ds_config.json --world-size 1024": "tests/commands/test_forecast.py",
+    "ds-silent alert --test env:SLACK_URL": "tests/alerts/test_commands.py",
+    "ds-silent watch runs/my-run --alert env:SLACK_URL": "tests/alerts/test_commands.py",
     "ds-silent doctor": "tests/commands/test_doctor.py",
     "ds-silent report runs/my-run": "tests/report/test_report.py",
     "ds-silent report runs/monday runs/tuesday -o both.html": "tests/report/test_report.py",
@@ -62,6 +64,7 @@ RUN_BY: dict[str, str] = {
     "ds-silent schema metrics": "tests/commands/test_schema.py",
     "ds-silent schema events": "tests/commands/test_schema.py",
     "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",
+    "ds-silent watch runs/my-run": "tests/watch/test_terminal.py",
     "tensorboard --logdir runs/my-run/tensorboard": "tests/test_readme.py",
 }
 """What a part of the usual tests runs: command -> file in which it does."""
@@ -83,6 +86,7 @@ SLOW: dict[str, float] = {
     "ds-silent numerics": 10,
     "pytest tests/ordered/test_ordered_training.py -m matrix": 30,
     "python benchmarks/acts.py": 15,
+    "python benchmarks/alerts.py --rounds 16 --steps 80": 15,
     "python benchmarks/detection.py --part false-alarms --ranks 4 --ranks 8 --steps 20000": 120,
     "python benchmarks/detection.py --part power": 120,
     "python benchmarks/detection.py --part power --rate 1 --rate 1e-3": 240,
@@ -100,6 +104,7 @@ SLOW: dict[str, float] = {
     "python benchmarks/paft.py --part language": 90,
     "python benchmarks/paft.py --part noise": 120,
     "python benchmarks/real_bugs.py --survey": 90,
+    "python benchmarks/watching.py": 5,
 }
 """What takes minutes, and after how many of them, on two busy cores, it counts as hanging."""
 

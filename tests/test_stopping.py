@@ -92,7 +92,7 @@ def flushed_on_one_rank(directory: str, limit: int) -> list[int]:
     return [int(engine.global_steps)]
 
 
-@pytest.mark.parametrize("limit", [64, 1], ids=["gathered", "constant size"])
+@pytest.mark.parametrize("limit", [64, 1, 0], ids=["gathered", "constant size", "in blocks"])
 def test_a_rank_that_publishes_early_leaves_no_other_waiting(limit: int, tmp_path: Path) -> None:
     results = run_distributed(flushed_on_one_rank, 3, (str(tmp_path), limit), timeout=60)
     assert results == [[7]] * 3

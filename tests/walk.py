@@ -51,6 +51,7 @@ class Cell:
 CELLS = {
     "gathered": Cell(Case(accumulation=2), {"direction": {"per_layer": True}}),
     "constant size": Cell(Case(stage=1, dtype="bf16"), {"direction": {"exact_interval": 2}}, limit=1),
+    "in blocks": Cell(Case(stage=1), {"direction": {"exact_interval": 2}}, limit=0),
     "copied": Cell(Case(stage=2, accumulation=2), {"direction": {"method": "exact"}}),
     "partitioned": Cell(Case(stage=3), {"interval": 2, "tensorboard": True}),
     "retry": Cell(Case(), {"direction": {"method": "exact"}, "respond": {"on_aggregation_error": "retry"}}),
@@ -117,8 +118,7 @@ class _Pair:
             get_accelerator().is_fp16_supported = lambda: True
         self.cell, self._directory, self.steps = cell, directory, steps
         self.engine, self._plain = (self._build() for _ in range(2))
-        self._number = 0
-        self._taken = 0
+        self._number = self.before = 0  # steps before the observation
 
     def _build(self) -> Any:
         torch.manual_seed(1234)
@@ -138,7 +138,7 @@ class _Pair:
         block.setdefault("integrity", {"replica_interval": 1})
         block["direction"] = {"sketch_size": 256, "exact_memory_mb": 1, **block.get("direction", {})}
         observer = ds_silent.attach(self.engine, block, _gather_limit=self.cell.limit)
-        before, error = int(self.engine.global_steps), None
+        self.before, error = int(self.engine.global_steps), None
         dropping = self._drop(self.engine)
         seed = 2 * self._number + dist.get_rank()
         generator = torch.Generator().manual_seed(seed)
@@ -151,7 +151,7 @@ class _Pair:
                     sys.settrace(None)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        steps = int(self.engine.global_steps) - before
+        steps = int(self.engine.global_steps) - self.before
         state = (observer._together.failure is not None, observer.measures(0))
         observer.close()
         for handle in dropping:
@@ -208,7 +208,7 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
 
         def strike(reached: Place, place: Place = place, fired: list[int] = fired) -> None:
             if reached == place and not fired:
-                fired.append(int(pair.engine.global_steps) % pair.steps + 1)
+                fired.append(int(pair.engine.global_steps) - pair.before + 1)
                 raise Injected(f"at {place[0]}:{place[1]}")
 
         tracer = _Tracer(strike, place) if dist.get_rank() == rank else None

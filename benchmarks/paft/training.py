@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
-import ds_silent.exchange.constant_size
 import ds_silent.exchange.gather
+import ds_silent.exchange.rows
 from ds_silent.drill.deepspeed.seams import Seams
 from ds_silent.drill.faults.injection import Injection
 from ds_silent.frameworks.patches import Patches
@@ -39,7 +39,7 @@ RANKS = 4
 COLLECTIVES = (
     *((dist, name) for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")),
     (ds_silent.exchange.gather, "all_gather"),  # the observations' own, under whichever name this torch has
-    (ds_silent.exchange.constant_size, "all_gather"),
+    (ds_silent.exchange.rows, "all_gather"),
 )
 
 

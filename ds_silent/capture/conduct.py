@@ -3,7 +3,7 @@
     conduct = Conduct(module, optimizers, words) # optimizers(): the torch optimizers that really step
     conduct.look_at_modes()                      # at the first gradient of a measured step
     observation = replace(observation, code=conduct.code(step))     # between the reduction and the optimizer
-    told = conduct.agree(gathered, group, device, together)   # on all ranks alike, once per gathered observation
+    told = conduct.agree(arrived, group, device, together)   # on all ranks alike, once per gathered observation
 
 Each is a few hundred numbers on the host, hashed to 24 bits (fp32 carries them exactly; two settings look alike by
 chance once in 17 million) and sent with the observation; the hash is made anew only when something has changed. Where
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from ds_silent.capture.local_gradient import layers_of
 from ds_silent.device import generator_state
+from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.compare import Item, read_item
@@ -64,6 +65,7 @@ _GROUPS = {
 }
 _WORDS = {"optimizer": "hyper-parameters", "parameters": "training modes or trainable parameters"}
 MOST_QUESTIONS = 64  # per run
+_EXTREMES: Parts = ((0,), (1,))  # of many ranks all know only the smallest and the largest hash
 _REMEMBERED = 4  # measured steps: an observation is read one or two steps later
 _ON_DEVICE = "on the device"
 _TRAINING, _TRAINABLE = attrgetter("training"), attrgetter("requires_grad")
@@ -153,6 +155,7 @@ class Conduct:
         if look.on_device:
             values = torch.stack([value.detach().float().reshape(()) for value in look.on_device])
             on_device = (values * torch.arange(1, 1 + len(values), device=values.device)).sum()
+            on_device = on_device.nan_to_num(nan=-1.0)  # compared by its size
         return Code(
             hyper_parameters=self._hashed("hyper_parameters", look.hyper_parameters),
             device_hyper_parameters=on_device,
@@ -196,26 +199,27 @@ class Conduct:
         """What the preflight has told is not told again while the same ranks differ."""
         for kind, group in _GROUPS.items():
             groups = (group, "config") if group == "optimizer" else (group,)
-            self._known[kind] = {one.parts for one in outcome.wrong if one.item.group in groups}
+            parts = {one.parts for one in outcome.wrong if one.item.group in groups}
+            self._known[kind] = parts | {_EXTREMES} if parts else parts
 
     def agree(
-        self, gathered: Gathered, group: dist.ProcessGroup, device: torch.device, together: Together
+        self, arrived: Arrived, group: dist.ProcessGroup, device: torch.device, together: Together
     ) -> tuple[Unlike, ...]:
         """What the ranks do not do alike. Every rank calls it with the same observations, at the same step: where the
         ranks that differ are others than before, it is a collective that waits."""
-        news = together.decided(lambda: self._news(gathered))
+        news = together.decided(lambda: self._news(arrived.known))
         if news is not None:
             self._known, self._asked, self._questions = news
-            self._answer = unlike(self._asked, gathered.step)
+            self._answer = unlike(_named(self._asked, arrived), arrived.step)
             if self._asked and self._questions <= MOST_QUESTIONS:
-                items = together.alone(self.items, gathered.step) or []
+                items = together.alone(self.items, arrived.step) or []
                 outcome = preflight.compare(items, group, device, together.once)
-                self._answer = _told(preflight.events_of(outcome, gathered.step)) or self._answer
+                self._answer = _told(preflight.events_of(outcome, arrived.step)) or self._answer
         return self._answer
 
-    def _news(self, gathered: Gathered) -> _News | None:
+    def _news(self, known_to_all: Gathered) -> _News | None:
         """What is known, asked, and how often, where other ranks differ than before; the same on every rank."""
-        parts = {kind: found for kind in KINDS if (found := differing(gathered.code, kind))}
+        parts = {kind: found for kind in KINDS if (found := differing(known_to_all.code, kind))}
         known = {kind: self._known.get(kind, set()) & {parts.get(kind, ())} for kind in KINDS}
         new = {kind: found for kind, found in parts.items() if found not in known[kind]}
         if new == self._asked:
@@ -223,29 +227,29 @@ class Conduct:
             return None
         return known, new, self._questions + bool(new)
 
-    def unasked(self, gathered: Gathered) -> tuple[Unlike, ...]:
+    def unasked(self, arrived: Arrived) -> tuple[Unlike, ...]:
         """The same without asking, where the ranks do not come together any more; nothing where it is told already."""
-        parts = {kind: found for kind in KINDS if (found := differing(gathered.code, kind))}
+        parts = {kind: found for kind in KINDS if (found := differing(arrived.known.code, kind))}
         new = {kind: found for kind, found in parts.items() if found not in self._known.get(kind, ())}
-        return () if new == self._asked else unlike(new, gathered.step)
+        return () if new == self._asked else unlike(_named(new, arrived), arrived.step)
 
-    def note(self, gathered: Gathered) -> Event | None:
+    def note(self, known: Gathered, ranks: int) -> Event | None:
         """Once: that the first forward drew the same random numbers on all ranks."""
-        draws = gathered.code.first_draws
+        draws = known.code.first_draws
         if self._noted or len(draws) < 2 or not bool((draws > 0).all()):
             return None
         self._noted = True
         if not bool((draws == draws[0]).all()):
             return None
         message = (
-            f"The first forward drew the same random numbers on all {len(draws)} ranks: dropout and other noise use "
+            f"The first forward drew the same random numbers on all {ranks} ranks: dropout and other noise use "
             "the same masks on different rows, so that they average less than they could."
         )
         remedy = (
             "Nothing is wrong. If masks are to differ, seed each rank's generators with seed + rank once the model is "
             f"made; leave them alike where ranks must draw alike ({self._words.same_draws})."
         )
-        return Event(gathered.step, "seed-mismatch", "info", (), "first forward", None, None, message, remedy)
+        return Event(known.step, "seed-mismatch", "info", (), "first forward", None, None, message, remedy)
 
 
 def differing(code: Code[Tensor], kind: str) -> Parts | None:
@@ -254,6 +258,13 @@ def differing(code: Code[Tensor], kind: str) -> Parts | None:
     if not bool((values != 0).all()) or bool((values == values[0]).all()):
         return None
     return parts_of(values.tolist())
+
+
+def _named(parts: Mapping[str, Parts], arrived: Arrived) -> Mapping[str, Parts]:
+    """With the ranks themselves, where they are known."""
+    if arrived.make is None:
+        return parts
+    return {kind: differing(arrived.all.code, kind) or part for kind, part in parts.items()}
 
 
 def unlike(parts: Mapping[str, Parts], step: int) -> tuple[Unlike, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ds_silent.config import SilentConsistencyConfig, shown
+from ds_silent.config import SilentConsistencyConfig, entry_type, shown
 
 BEGIN = "<!-- the table: `make docs` writes it from ds_silent/config.py -->"
 END = "<!-- end of the table -->"
@@ -48,10 +48,13 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, 
             must = str(extra["must"]) if isinstance(extra, dict) else ""
             yield (
                 f"`{prefix}{name}`",
-                f"`{shown(field.default)}`",
+                "" if field.is_required() else f"`{shown(field.default)}`",
                 _cell(must.removeprefix("be ")),
                 _cell(field.description),
             )
+            entry = entry_type(model, name)
+            if entry is not None:
+                yield from _rows(entry, f"{prefix}{name}[].")
 
 
 def _cell(text: str | None) -> str:

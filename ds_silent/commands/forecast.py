@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ds_silent.alerts.destination import masked
 from ds_silent.capture.row_ids import id_capacity
 from ds_silent.commands.units import size_text
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
-from ds_silent.exchange.layout import LAYERS_TOGETHER, Layout, Shape, gathers_sketches, layout_of, place_size
+from ds_silent.exchange.layout import LAYERS_TOGETHER, WORDS, Layout, Shape, gathers_sketches, layout_of, place_size
 from ds_silent.exchange.row_ids import Sampling, sampling_of
+from ds_silent.exchange.rows import DECIDE
 from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
 from ds_silent.maths.sketch import make_plan
 
@@ -69,6 +71,10 @@ def forecast_lines(
     board = ", TensorBoard files in tensorboard/" if config.tensorboard else ""
     files = f"metrics.jsonl, events.jsonl, scores.jsonl, matrices.jsonl{board}"
     yield f"  writes      {files} in {config.output_dir!a}, on rank 0"
+    yield from _alert_lines(config)
+    if config.metrics_port:
+        place = f"http://{config.metrics_address}:{config.metrics_port}/metrics"
+        yield f"  metrics     for Prometheus at {place}, from rank 0"
     ends = " until it is stopped" if config.detectors.enabled and config.detectors.stop_on != "never" else ""
     if config.reduction == "ordered":
         yield "  changes     the reduction's last bits, at every step: fp32, and an order of its own"
@@ -77,6 +83,15 @@ def forecast_lines(
         repairs |= config.respond.on_replica_drift in ("majority", "mean")
         until = " until there is something to repair" if repairs else ends
         yield f"  changes     nothing: the weights are bit for bit those of a training without it{until}"
+
+
+def _alert_lines(config: SilentConsistencyConfig) -> Iterator[str]:
+    """Who is told; their addresses are secrets."""
+    for number, alert in enumerate(config.alerts):
+        who = masked(alert.address).strip('"')
+        worst = {"info": "every event", "warning": "warnings and errors", "error": "errors"}[alert.level]
+        title = "alerts" if number == 0 else ""
+        yield f"  {title:<11} {who}: {worst}, at most {alert.at_most_per_hour} in an hour, from rank 0"
 
 
 def _integrity_lines(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> Iterator[str]:
@@ -181,7 +196,13 @@ def _collective(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], w
         return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank {late}"
     layers = 2 * LAYERS_TOGETHER * config.integrity.aggregation  # at most, of all together
     sums, own = size_text(4 * (sum(layout.sums) + layers)), 4 * (layout.scalars + layout.pairs)
-    return f"one all-reduce of {sums} and one all-gather of {own} B from each rank {late}"
+    if not layout.block:
+        return f"one all-reduce of {sums} and one all-gather of {own} B from each rank {late}"
+    extremes = 2 * 4 * (len(DECIDE) + WORDS)
+    return (
+        f"two all-reduces of {sums} and {extremes} B, and one all-gather of {own} B from each rank in blocks of "
+        f"{layout.block}, whose first ranks pass it on to rank 0 {late}"
+    )
 
 
 def _sampling(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> Sampling | None:

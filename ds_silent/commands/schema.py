@@ -76,7 +76,7 @@ def _plain(schema: Any) -> Any:
         if key in named
         else (_sentence(value) if key == "description" else _plain(value))
         for key, value in schema.items()
-        if key not in ("must", "title")
+        if key not in ("must", "secret", "title")
     }
 
 

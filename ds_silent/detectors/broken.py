@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.records import StepRecord
 
+Array = npt.NDArray[Any]
 _LABELS = "Drop rows without label tokens (cut before their response, or empty)."
 
 
@@ -20,8 +25,8 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
     One fault however far it spreads: the event of its first step names where it began. An fp16 step that the dynamic
     loss scale skipped has infinite gradients by design; there only the losses count.
     """
-    bad_loss = _indices(record.loss.per_rank, lambda v: not math.isfinite(v))
-    bad_gradient = set() if extras.step_skipped else _indices(record.grad_norm.per_rank, lambda v: not math.isfinite(v))
+    bad_loss = _indices(record.loss.per_rank, _not_finite)
+    bad_gradient = set() if extras.step_skipped else _indices(record.grad_norm.per_rank, _not_finite)
     if not extras.step_skipped:
         bad_gradient |= set(extras.non_finite)
     ranks = tuple(sorted(bad_loss | bad_gradient))
@@ -75,7 +80,7 @@ def _reached(record: StepRecord, extras: Evidence) -> tuple[str, str]:
 def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
     """A rank whose whole gradient is exactly zero."""
     zero = _zero(record, extras)
-    zero -= _indices(record.loss.per_rank, lambda v: not math.isfinite(v))  # told by non_finite
+    zero -= _indices(record.loss.per_rank, _not_finite)  # told by non_finite
     if not zero:
         return []
     ranks = tuple(sorted(zero))
@@ -150,8 +155,13 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
     ]
 
 
-def _indices(values: Sequence[float] | None, bad: Callable[[float], bool]) -> set[int]:
-    return {index for index, value in enumerate(values or ()) if bad(value)}
+def _indices(values: Sequence[float] | None, bad: Callable[[Array], Array]) -> set[int]:
+    """Of the bad ones."""
+    return set(np.flatnonzero(bad(np.array(values or (), dtype=np.float64))).tolist())
+
+
+def _not_finite(values: Array) -> Array:
+    return np.asarray(~np.isfinite(values))
 
 
 def _bad(value: float | None) -> bool:

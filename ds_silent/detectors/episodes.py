@@ -15,7 +15,7 @@ from typing import Any
 
 from ds_silent.detectors.finding import Finding, with_odds
 from ds_silent.detectors.linked import FOLLOWS, OpenFault, cause_of, told_before
-from ds_silent.records import Event, EventKind, Severity
+from ds_silent.records import ENDED, STILL, Event, EventKind, Severity
 
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
 LONGEST_ABSENCE = 1024
@@ -77,7 +77,7 @@ class Episodes:
             episode.age += 1
             if episode.age >= episode.next_reminder:
                 episode.next_reminder *= 2
-                reminder = self._event(step, finding, f"Still, since step {episode.since}: ")
+                reminder = self._event(step, finding, f"{STILL}{episode.since}: ")
                 is_open = episode.cause is not None and episode.cause in {fault.key for fault in self._open()}
                 events.append(replace(reminder, severity="info") if is_open else reminder)
         for key, episode in list(self._active.items()):
@@ -88,7 +88,7 @@ class Episodes:
             if episode.absent >= min(2**returns, LONGEST_ABSENCE):
                 del self._active[key]
                 self._returns[key] = min(returns + 1, 10)
-                message = f"Ended: {episode.kind}, from step {episode.since} to step {episode.last_seen}."
+                message = f"{ENDED}{episode.kind}, from step {episode.since} to step {episode.last_seen}."
                 remedy = "Nothing to do."
                 left = next((f for k, f in present.items() if self._active[k].cause == key), None)
                 if left is not None:

@@ -37,7 +37,7 @@ products instead of sums of logarithms, sums of the past instead of the past.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ FEW = 16  # ranks up to which each is compared with exactly the others
 NEWEST = 8  # steps that say which layer it is, and by how much
 ZERO = 20.0  # log of the ratio at which a layer without gradient is held
 RESOLUTION = 1e-6  # relative differences that are rounding, not spread
+TOGETHER = 1024  # ranks
 MOST = 1e100  # evidence that need not grow
 _SIGNS = np.array([*(1,) * 3, *(-1,) * 3, *(1,) * 2, *(-1,) * 2])
 _REMEMBERS = np.array([False] * 6 + [True] * 4)
@@ -170,16 +171,30 @@ class LayerTest:
         return np.clip((values - np.nan_to_num(middle)) / scale, -CLIP, CLIP), whole
 
     def _grow(self, step: int, residuals: Array, known: Flags, peers: Flags) -> None:
-        quarter = np.exp(residuals / 4.0)
-        whole = np.square(np.square(quarter))
-        four = np.square(np.square(whole))
-        up = np.stack([quarter, whole, four])
-        down = 1.0 / up
-        gain = self._gain
-        gain[:3], gain[3:6], gain[6:8], gain[8:] = up, down, up[1:], down[1:]
-        total, count = self._sums(gain, peers), np.repeat(peers.sum(axis=1)[None].astype(float), len(gain), axis=0)
+        count = np.repeat(peers.sum(axis=1)[None].astype(float), len(self._gain), axis=0)
+        total = np.zeros_like(count)
+        for part in self._parts():
+            gain = self._gain[:, :, part]
+            quarter = np.exp(residuals[:, part] / 4.0)
+            whole = np.square(np.square(quarter))
+            four = np.square(np.square(whole))
+            up = np.stack([quarter, whole, four])
+            down = 1.0 / up
+            gain[:3], gain[3:6], gain[6:8], gain[8:] = up, down, up[1:], down[1:]
+            total += self._sums(gain, peers[:, part])
         total[_REMEMBERS] += self._past.sum(axis=0)
         count[_REMEMBERS] += self._past_counts.sum(axis=0)
+        for part in self._parts():
+            self._grow_part(step, part, total, count, known[:, part], peers[:, part])
+        of_tokens = np.clip(self._of_tokens * self._gain[:, -1].T, 1.0, MOST)
+        self._of_tokens = np.where(known[-1][:, None], of_tokens, self._of_tokens)
+
+    def _parts(self) -> Iterator[slice]:
+        """Of the ranks, so many that what is made of them stays in a cache."""
+        return (slice(begin, begin + TOGETHER) for begin in range(0, self.ranks, TOGETHER))
+
+    def _grow_part(self, step: int, part: slice, total: Array, count: Array, known: Flags, peers: Flags) -> None:
+        gain, evidence = self._gain[:, :, part], self._evidence[:, :, part]
         outsiders = known & ~peers
         if outsiders.any():  # flagged ranks: compared with the peers and themselves
             gain *= (count[:, :, None] + outsiders) / np.maximum(total[:, :, None] + outsiders * gain, 1e-300)
@@ -187,15 +202,14 @@ class LayerTest:
             gain *= (count / np.maximum(total, 1e-300))[:, :, None]
         if not known.all():
             gain[:, ~known] = np.nan
-        self._since = np.where(self._cusum <= 1.0, step, self._since)
-        self._cusum = np.clip(self._cusum * np.where(known, gain[_MIDDLE], 1.0), 1.0, MOST)
-        grown = self._evidence + 1.0
+        cusum, since = self._cusum[:, :, part], self._since[:, :, part]
+        since[cusum <= 1.0] = step
+        np.clip(cusum * np.where(known, gain[_MIDDLE], 1.0), 1.0, MOST, out=cusum)
+        grown = evidence + 1.0
         grown *= gain
         np.minimum(grown, MOST, out=grown)
-        self._evidence = grown if known.all() else np.where(known, grown, self._evidence)
-        self._of_series = np.einsum("c,csr->sr", _WEIGHTS, self._evidence)
-        of_tokens = np.clip(self._of_tokens * self._gain[:, -1].T, 1.0, MOST)
-        self._of_tokens = np.where(known[-1][:, None], of_tokens, self._of_tokens)
+        evidence[...] = grown if known.all() else np.where(known, grown, evidence)
+        self._of_series[:, part] = np.einsum("c,csr->sr", _WEIGHTS, evidence)
 
     @staticmethod
     def _sums(tilted: Array, peers: Flags) -> Array:

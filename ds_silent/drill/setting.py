@@ -160,9 +160,16 @@ def compared_soon(given: dict[str, Any]) -> tuple[SilentConsistencyConfig | None
 
 
 def only_reporting(given: dict[str, Any], block: SilentConsistencyConfig) -> tuple[SilentConsistencyConfig, list[str]]:
-    """The block without responses: a fault must be seen as it is, and one that ends a training would end the drill."""
+    """The block without responses: a fault must be seen as it is, and one that ends a training would end the drill.
+
+    Nobody is alerted of faults that the drill has made.
+    """
     plain = SilentConsistencyConfig()
     notes = []
+    if block.alerts:
+        notes.append("alerts: nobody is told of the drill's faults")
+    told = ("alerts", "metrics_port")
+    given[BLOCK] = {name: value for name, value in given[BLOCK].items() if name not in told}
     for key in ("respond", "resync", "reduction"):
         if getattr(block, key) != getattr(plain, key):
             notes.append(f"{key}: responses are tried in trainings of their own, with values of the drill's")

@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.exchange.collectives import all_gather
+from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import FIELDS, Gathered, Late, Observation, Sums, Weights, on_any
-from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack
+from ds_silent.exchange.observation import FIELDS, LEFT, Gathered, Late, Observation, Sums, Weights, on_any
+from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack, with_sums
+from ds_silent.exchange.rows import digit_of, failures_in, make_rows
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Once, Together
 
@@ -37,7 +38,7 @@ _COSINE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketc
 
 
 class ConstantSizeExchange:
-    """One all-reduce of sums and one all-gather of what each rank says of itself.
+    """One all-reduce of sums, and on its way beside it what each rank says of itself (:mod:`ds_silent.exchange.rows`).
 
     One NaN would poison a sum for all ranks, so a rank without a finite sketch adds zeros, and its ``sketch_squared``
     says so; the mean of all is then NaN, as it must be.
@@ -46,34 +47,42 @@ class ConstantSizeExchange:
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0):
         """``total``: sum of the ranks' weights in the aggregate, 1 for a mean."""
         self._layout, self._group, self._total = layout, group, total
-        self._ranks = dist.get_world_size(group)
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         width = layout.scalars + layout.pairs
         self._sums = torch.zeros(sum(layout.sums), device=device)
-        self._units, self._sum, self._aggregate, self._layers, self._layer_aggregates, self._gram = torch.split(
-            self._sums, layout.sums
+        self._units, self._sum, self._aggregate, self._layers, self._layer_aggregates, self._gram, self._failures = (
+            torch.split(self._sums, layout.sums)
         )
         self._own = torch.zeros(layout.size, device=device)
         self._mine = torch.zeros(width, device=device)
         self._failed = FailedRows(width, device)
-        self._all = torch.zeros(self._ranks * width, device=device)
-        self._sums_landing, self._rows_landing = Landing(self._sums), Landing(self._all)
+        self._rows = make_rows(layout, group, device)
+        self._sums_landing = Landing(self._sums)
         self._step: int | None = None
-        self._incomplete: Gathered | None = None  # lacks what the ranks say of themselves late
+        self._incomplete: Arrived | None = None  # lacks what the ranks say of themselves late
         self._own_layers = torch.zeros(layout.late_layers, layout.layer_size, device=device)
         self._cosine = torch.zeros((), device=device)  # of this rank, in that observation; and what else it finds late:
         self._late = torch.zeros(layout.late, device=device)  # weight - 1, what it is known by, layers' cosines
 
     def post(self, step: int, observation: Observation, together: Together) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
-        packed = together.alone(self._pack, observation)  # where it broke, nobody reads the sums
-        mine = self._failed.of(together.failure) if packed is None else packed
+        failed = float(observation.status.failed)
+        if failed == LEFT:  # what was sent last may still be read
+            self._mine = torch.empty_like(self._mine)
+        mine = together.alone(self._pack, observation)  # where it broke, nobody reads the sums
+        if mine is None:
+            mine, failed = self._failed.of(together.failure), self._failed.code(together.failure)
         self._step = step
-        reduced = together.once(
-            lambda: dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
-        )
-        self._sums_landing.start(reduced)
-        gathered = together.once(lambda: all_gather(self._all, mine, group=self._group, async_op=True))
-        self._rows_landing.start(gathered)
+        self._sums_landing.start(together.once(lambda: self._add_up(failed)))
+        self._rows.start(mine, failed == LEFT, together.once)
+
+    def _add_up(self, failed: float) -> dist.Work | None:
+        if self._layout.failures:
+            place, digit = digit_of(failed, self._rank)
+            self._failures.zero_()
+            self._failures[place].fill_(digit)
+        work: dist.Work | None = dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+        return work
 
     def _pack(self, observation: Observation) -> Tensor:
         """Fill the buffers; this rank's row."""
@@ -132,46 +141,62 @@ class ConstantSizeExchange:
             lengths = ours.square().sum(1) * others.square().sum(1)
             self._late[2:].copy_((ours * others).sum(1) / lengths.sqrt())
 
-    def collect(self, once: Once) -> Gathered | None:
+    def collect(self, once: Once) -> Arrived | None:
         """The record before the last posted one: what the ranks found late came with the last."""
         if once(lambda: self._step) is None:
             return None
         newest = once(self.peek)
         complete = once(lambda: self._incomplete)
-        if on_any(newest.status.failed):  # at once: some rank may not be there for another
+        if on_any(newest.known.status.failed):  # at once: some rank may not be there for another
             self._incomplete = self._step = None
             return newest
         self._incomplete, self._step = newest, None
         return None if complete is None else _completed(complete, newest)
 
-    def peek(self) -> Gathered:
+    def peek(self) -> Arrived:
         """What was posted last, waited for and left where it is."""
         assert self._step is not None
-        step, layout = self._step, self._layout
-        units, total, aggregate, layers, layer_aggregates, gram = torch.split(
-            self._sums_landing.result().double(), layout.sums
-        )
-        rows = self._rows_landing.result().view(self._ranks, -1).double()
+        layout, step = self._layout, self._step
+        sums = self._kept(self._sums_landing.result())
+        known = unpack(layout, step, self._rows.agreed()[:, : layout.scalars].double())
+        if layout.failures:
+            failed = failures_in(sums[-layout.failures :].double(), self._ranks)
+            known = replace(known, status=replace(known.status, failed=failed))
+            if on_any(failed):  # then the rows may never come
+                return Arrived(known, None)
+            self._rows.passed_on()
+            if not self._rows.brings_all:
+                return Arrived(known, None)
+        rows = self._kept(self._rows.all())
+        return Arrived(known, lambda: self._with_sums(known, sums.double(), rows.double()))
+
+    def _kept(self, landed: Tensor) -> Tensor:
+        return landed.clone() if self._rank == 0 else landed  # it writes, perhaps behind the next observation
+
+    def _with_sums(self, known: Gathered, sums: Tensor, rows: Tensor) -> Gathered:
+        """``rows``: (N, width)."""
+        layout = self._layout
+        units, total, aggregate, layers, layer_aggregates, gram, _ = torch.split(sums, layout.sums)
         scalars, pairs = torch.split(rows, [layout.scalars, layout.pairs], dim=1)
         *_, probes, late = torch.split(scalars, layout.scalar_parts, dim=1)
-        gathered = unpack(layout, step, scalars, aggregate.clone(), gram)
+        gathered = unpack(layout, known.step, scalars) if layout.failures else known
         by_layer = (layout.layers, layout.layer_size)
         mean, layer_mean = total / self._ranks, layers.view(by_layer) / self._ranks
         if not bool(gathered.local.sketch_squared.isfinite().all()):
             mean.fill_(torch.nan)
             layer_mean.fill_(torch.nan)
-        sums = Sums(
-            units.clone(),
+        directions = Sums(
+            units,
             mean,
             layer_mean if layout.layers else None,
-            layer_aggregates.view(by_layer).clone() if layout.layer_aggregates else None,
-            probes.clone(),
-            pairs.clone() if layout.pairs else None,
-            late.clone() if layout.late else None,
+            layer_aggregates.view(by_layer) if layout.layer_aggregates else None,
+            probes,
+            pairs if layout.pairs else None,
+            late if layout.late else None,
         )
-        return replace(gathered, directions=sums)
+        return with_sums(gathered, aggregate, gram, directions)
 
-    def under_way(self) -> list[Gathered]:
+    def under_way(self) -> list[Arrived]:
         """Everything not collected yet, without a further collective; the last lacks what ranks find late."""
         earlier, newest = self._incomplete, None if self._step is None else self.peek()
         if earlier is not None and newest is not None:
@@ -179,8 +204,14 @@ class ConstantSizeExchange:
         return [record for record in (earlier, newest) if record is not None]
 
 
-def _completed(record: Gathered, later: Gathered) -> Gathered:
+def _completed(record: Arrived, later: Arrived) -> Arrived:
     """With what came with the observation after it."""
+    if record.make is None or later.make is None:
+        return record
+    return Arrived(record.known, lambda: _with_late(record.all, later.all))
+
+
+def _with_late(record: Gathered, later: Gathered) -> Gathered:
     assert isinstance(record.directions, Sums)
     assert isinstance(later.directions, Sums)
     said = later.directions.of_before

@@ -2,7 +2,7 @@
 
     exchange = make_exchange(layout, group, device)
     exchange.post(step, observation, together) # asynchronous; the same call on every rank, whatever happened there
-    gathered = exchange.collect(together.once) # at the next step's boundary: no waiting in practice
+    arrived = exchange.collect(together.once)  # at the next step's boundary: no waiting in practice
 
 Of few ranks one all-gather brings everybody's sketch. Of more the cost per rank must not grow with N * k: sums of
 sketches go through one all-reduce, and only what each rank says of itself is gathered. All buffers are fp32, the only
@@ -12,17 +12,17 @@ says "failed" and was ready from the beginning, because packing the observation 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.constant_size import ConstantSizeExchange
 from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import EachRank, Gathered, Observation
-from ds_silent.exchange.packing import FailedRows, pack, unpack
+from ds_silent.exchange.packing import FailedRows, pack, unpack, with_sums
 from ds_silent.ranks.together import Once, Together
 
 
@@ -32,6 +32,7 @@ class GatherExchange:
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
         self._layout, self._group = layout, group
         self._ranks = dist.get_world_size(group)
+        self._keeps = dist.get_rank(group) == 0  # what was sent, beyond the next observation: it writes
         width = layout.scalars + layout.vectors
         self._mine = torch.zeros(width, device=device)
         self._failed = FailedRows(width, device)
@@ -47,29 +48,34 @@ class GatherExchange:
         work = together.once(lambda: all_gather(self._all, mine, group=self._group, async_op=True))
         self._landing.start(work)
 
-    def collect(self, once: Once) -> Gathered | None:
+    def collect(self, once: Once) -> Arrived | None:
         """What was posted last and not yet collected, or None."""
         if once(lambda: self._step) is None:
             return None
-        gathered = once(self.peek)
+        arrived = once(self.peek)
         self._step = None
-        return gathered
+        return arrived
 
-    def peek(self) -> Gathered:
+    def peek(self) -> Arrived:
         """What was posted last, waited for and left where it is."""
         assert self._step is not None
-        step, layout = self._step, self._layout
-        rows = self._landing.result().view(self._ranks, -1).double()
-        scalars, sketches, aggregates, layers, layer_aggregates, grams = torch.split(rows, layout.parts, dim=1)
+        landed = self._landing.result()
+        rows = (landed.clone() if self._keeps else landed).view(self._ranks, -1)
+        known = unpack(self._layout, self._step, rows[:, : self._layout.scalars].double())
+        return Arrived(known, lambda: self._with_sketches(known, rows))
+
+    def _with_sketches(self, known: Gathered, rows: Tensor) -> Gathered:
+        layout = self._layout
+        _, sketches, aggregates, layers, layer_aggregates, grams = torch.split(rows.double(), layout.parts, dim=1)
         of_layers = (layout.layers, layout.layer_size)
         each = EachRank(
             sketches,
             layers.reshape(self._ranks, *of_layers) if layout.layers else None,
             layer_aggregates.sum(0).view(of_layers) if layout.layer_aggregates else None,
         )
-        return replace(unpack(layout, step, scalars, aggregates.sum(0), grams.sum(0)), directions=each)
+        return with_sums(known, aggregates.sum(0), grams.sum(0), each)
 
-    def under_way(self) -> list[Gathered]:
+    def under_way(self) -> list[Arrived]:
         """Everything that is not collected yet, without a further collective; it is left where it is."""
         return [] if self._step is None else [self.peek()]
 

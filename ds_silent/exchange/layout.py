@@ -12,10 +12,15 @@ GATHER_LIMIT = 64
 """Ranks up to which everybody gets everybody's sketch: whole up to a quarter of it, and folded, for the cosines of the
 pairs, from there on. Above a quarter sums over the ranks tell what whole sketches would."""
 QUARTER = 4
+TIMES = 4
+"""Gather limits up to which everybody gets what everybody says of itself; above, the writing rank alone, by way of
+blocks of ``BLOCK_TIMES`` gather limits: 256 ranks, and blocks of 128."""
+BLOCK_TIMES = 2
 PAIRS_TOGETHER = 1 << 17  # numbers of all folded sketches: 0.5 MB
 LAYERS_TOGETHER = 1 << 12  # numbers of all layers' sketches, where sums of them travel
 UNITS = 8  # the sum of the ranks' directions is folded so many times: its length is all that is asked
 PROBES = 16  # numbers of a rank's direction, by which equal ones are found where no pairs are known
+DIGIT, DIGITS = 3, 8  # bits of a rank's failure, and how many ranks' make a number that fp32 carries exactly
 WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries exactly
 
 
@@ -36,6 +41,8 @@ class Layout:
     units: int = 0  # above the gather limit: numbers of the sum of the ranks' directions; 0 below it
     pairs: int = 0  # and of each rank's folded sketch, while there are few enough ranks
     micro_batches: int = 0  # per step, where their sketches can be asked for; else 0
+    block: int = 0  # ranks that gather for one of them to pass on to the writing rank; 0: everybody gets everything
+    failures: int = 0  # numbers in the sums that say which ranks failed, where not everybody gets everything
 
     @property
     def scalars(self) -> int:
@@ -74,8 +81,8 @@ class Layout:
 
     @property
     def sums(self) -> list[int]:
-        """Lengths of what is added up over the ranks above the gather limit: directions, then as :attr:`parts`."""
-        return [self.units, *self.parts[1:]]
+        """Lengths of what is added up over the ranks above the gather limit: directions, as :attr:`parts`, failures."""
+        return [self.units, *self.parts[1:], self.failures]
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
     if layers and not gathers:
         layer_size = max(32, 1 << (LAYERS_TOGETHER // layers).bit_length() - 1)
     steps = shape.micro_batches if aggregation else 0
+    far = ranks > TIMES * shape.gather_limit and not gathers
     return Layout(
         size,
         groups,
@@ -121,6 +129,8 @@ def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
         units=0 if gathers else size // UNITS,
         pairs=0 if gathers or not size else pair_size(size, ranks, shape.gather_limit),
         micro_batches=steps if 1 < steps <= LARGEST // max(1, layers * layer_size) else 0,
+        block=max(2, BLOCK_TIMES * shape.gather_limit) if far else 0,
+        failures=-(-ranks // DIGITS) if far else 0,
     )
 
 

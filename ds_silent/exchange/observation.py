@@ -9,9 +9,10 @@ host for all. What a rank does not know is 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T", float | Tensor, Tensor)
@@ -177,9 +178,9 @@ class Gathered:
     reduced: Reduced[Tensor]
     applied: Applied[Tensor]
     code: Code[Tensor]
-    aggregate: Tensor  # (k,) sketch of the aggregated gradient
     layer_squares: Tensor  # (N, G)
     ids: Tensor  # (N, layout.ids)
+    aggregate: Tensor = field(default_factory=lambda: torch.empty(0))  # (k,) sketch of the aggregated gradient
     gram: Tensor | None = None  # (N, N) exact inner products, summed over pieces
     directions: EachRank | Sums | None = None  # None where nothing is sketched
     hashes: Tensor | None = None  # int64 (N, layout.hashes)

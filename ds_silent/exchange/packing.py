@@ -1,12 +1,12 @@
 """Observations as numbers, and back.
 
 pack(layout, observation, out)                        # fp32, in the order of the fields
-gathered = unpack(layout, step, rows, aggregate, gram)
+gathered = unpack(layout, step, rows)                 # and with_sums(gathered, ...)
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import accumulate
 from operator import attrgetter
 
@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from ds_silent.exchange.layout import WORDS, Layout
-from ds_silent.exchange.observation import BROKE, FIELDS, GROUPS, UNEVEN, UNSEEN, Gathered, Observation, on_all
+from ds_silent.exchange.observation import (
+    BROKE,
+    FIELDS,
+    GROUPS,
+    UNEVEN,
+    UNSEEN,
+    EachRank,
+    Gathered,
+    Observation,
+    Sums,
+    on_all,
+)
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import SparseGradientError, UnevenInputsError, Unobservable
 
@@ -37,8 +48,16 @@ class FailedRows:
 
     def of(self, failure: Exception | None) -> Tensor:
         """(width,) fp32."""
-        kind: type[Exception] = type(failure) if isinstance(failure, Unobservable) else Exception
-        return self._rows[kind]
+        return self._rows[_kind(failure)]
+
+    @staticmethod
+    def code(failure: Exception | None) -> float:
+        """``status.failed`` of that row."""
+        return _CODES[_kind(failure)]
+
+
+def _kind(failure: Exception | None) -> type[Exception]:
+    return type(failure) if isinstance(failure, Unobservable) else Exception
 
 
 def pack(layout: Layout, observation: Observation, out: Tensor) -> Tensor:
@@ -74,27 +93,24 @@ def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
         hashes.view(-1, WORDS).copy_(words)
 
 
-def unpack(layout: Layout, step: int, rows: Tensor, aggregate: Tensor, gram: Tensor) -> Gathered:
-    """What all ranks' scalars say.
-
-    Args:
-        rows: (N, layout.scalars) float64.
-        aggregate: (k,) sum over the ranks.
-        gram: (layout.gram,) sum over the ranks; used where all have exchanged their inner products.
-    """
+def unpack(layout: Layout, step: int, rows: Tensor) -> Gathered:
+    """What all ranks' scalars say: (N, layout.scalars) float64."""
     scalars, squares, ids, words, _, _ = torch.split(rows, layout.scalar_parts, dim=1)
     hashes = torch.zeros(len(rows), layout.hashes, dtype=torch.int64)
     for word in range(WORDS):
         hashes |= words[:, word::WORDS].nan_to_num(0.0).to(torch.int64) << 16 * word
     columns = scalars.t().contiguous().unbind()
     groups = {name: group(*columns[begin:end]) for name, group, begin, end in _SPANS}
-    exact = on_all(groups["local"].gram_seen)
-    return Gathered(
-        step,
-        **groups,
-        aggregate=aggregate,
-        layer_squares=squares.clone(),
-        ids=ids.clone(),
-        gram=gram.view(len(rows), len(rows)).clone() if exact else None,
-        hashes=hashes,
-    )
+    return Gathered(step, **groups, layer_squares=squares, ids=ids, hashes=hashes)
+
+
+def with_sums(known: Gathered, aggregate: Tensor, gram: Tensor, directions: EachRank | Sums) -> Gathered:
+    """With what is not of single ranks.
+
+    Args:
+        aggregate: (k,) sum over the ranks.
+        gram: (layout.gram,) sum over the ranks; used where all have exchanged their inner products.
+    """
+    exact = on_all(known.local.gram_seen)
+    matrix = gram.view(known.ranks, known.ranks).clone() if exact else None
+    return replace(known, aggregate=aggregate, gram=matrix, directions=directions)

@@ -61,19 +61,6 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _write_page() -> None:
-    """All scenarios side by side; what goes wrong with it is said, and the demonstration has still run."""
-    from ds_silent.reading.run import ReadingError
-    from ds_silent.report import write_report
-
-    try:
-        page, _ = write_report([OUTPUT / case.name for case in CASES], OUTPUT / "report.html")
-    except ReadingError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return
-    print(f"report:      {page} (open it in a browser, or: python -m webbrowser -t {page})")
-
-
 def _loud(script: str) -> int:
     """Everything as it comes, then the table."""
     with _ranks(script) as process:
@@ -126,6 +113,19 @@ def _ranks(script: str, stdout: int | None = None) -> Iterator[subprocess.Popen[
         if process.poll() is None:
             process.terminate()  # torchrun ends its ranks
         process.wait()
+
+
+def _write_page() -> None:
+    """All scenarios side by side; what goes wrong with it is said, and the demonstration has still run."""
+    from ds_silent.reading.run import ReadingError
+    from ds_silent.report import write_report
+
+    try:
+        page, _ = write_report([OUTPUT / case.name for case in CASES], OUTPUT / "report.html")
+    except ReadingError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return
+    print(f"report:      {page} (open it in a browser, or: python -m webbrowser -t {page})")
 
 
 def _worker() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
+from ds_silent.extras import installed, missing_sentence
 
 EXACT_RANKS = 1024
 """Up to which all pairs of ranks are compared exactly. Every rank reduces the matrix of all pairs at every measurement:
@@ -35,6 +36,13 @@ def refuse_too_many_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
         f"{BLOCK}.direction.{key} needs at most {EXACT_RANKS} ranks, got {ranks}: the matrix of all pairs would be "
         f"{4 * ranks * ranks / 1e6:,.0f} MB that every rank reduces at every measurement; {remedy}"
     )
+
+
+def refuse_metrics_without_library(config: SilentConsistencyConfig) -> None:
+    """Raise :class:`ConfigError` where metrics are to be served and prometheus_client is not there. Writing rank."""
+    if config.metrics_port and not installed("prometheus_client"):
+        what = f"{BLOCK}.metrics_port {config.metrics_port}"
+        raise ConfigError(f"{missing_sentence(what, ['prometheus_client'], 'prometheus')} on the host of rank 0")
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:

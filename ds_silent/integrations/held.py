@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ds_silent.alerts.destination import is_secret
 from ds_silent.attaching import Given, given_block
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
@@ -52,10 +53,23 @@ def has_own_block(held: Any) -> bool:
 
 
 def as_json(config: Given) -> Any:
-    """``config`` for a checkpoint."""
+    """``config`` for a checkpoint, which is copied and shared: without the alerts whose addresses are secrets."""
     if isinstance(config, SilentConsistencyConfig):
-        return config.model_dump(mode="json")
+        alerts = [one.model_dump(mode="json") | {"to": one.address} for one in config.alerts]
+        return without_secrets(config.model_dump(mode="json") | {"alerts": alerts})
+    if isinstance(config, Mapping):
+        return without_secrets(config)
     return str(config) if isinstance(config, Path) else config
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A block, or what holds it, with those of its ``alerts`` that may stand in a file which others read."""
+    kept = dict(config)
+    if isinstance(kept.get(BLOCK), Mapping):
+        kept[BLOCK] = without_secrets(kept[BLOCK])
+    if isinstance(kept.get("alerts"), (list, tuple)):
+        kept["alerts"] = [one for one in kept["alerts"] if isinstance(one, Mapping) and not is_secret(one.get("to"))]
+    return kept
 
 
 def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:

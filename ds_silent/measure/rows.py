@@ -266,10 +266,9 @@ def _broken(gathered: Gathered, names: tuple[str, ...]) -> tuple[dict[int, str |
         squares, whole = squares[:, :0], gathered.each.sketches.square().sum(dim=1)
     non_finite: dict[int, str | None] = {}
     zero: dict[int, str | None] = {}
-    for rank, total in enumerate(whole.tolist()):
-        if not np.isfinite(total):
-            layers = torch.nonzero(~torch.isfinite(squares[rank])).flatten().tolist()
-            non_finite[rank] = names[layers[-1]] if layers else None
-        elif total == 0.0:
-            zero[rank] = None
+    for rank in torch.nonzero(~torch.isfinite(whole)).flatten().tolist():
+        layers = torch.nonzero(~torch.isfinite(squares[rank])).flatten().tolist()
+        non_finite[rank] = names[layers[-1]] if layers else None
+    for rank in torch.nonzero(whole == 0.0).flatten().tolist():
+        zero[rank] = None
     return non_finite, zero

@@ -1,14 +1,15 @@
 """What was gathered of a step: every rank acts by it, the writing rank judges and writes it.
 
 published = Published(capture, recorder, replicas, responder)
-published.step(gathered)                 # played: every rank, at the same step
-published.early(gathered, closed=False)  # no collective: what is under way at a checkpoint or at the end
+published.step(arrived)                  # played: every rank, at the same step
+published.early(arrived, closed=False)   # no collective: what is under way at a checkpoint or at the end
 """
 
 from __future__ import annotations
 
 from ds_silent.capture.conduct import Unlike
 from ds_silent.capture.step import StepCapture
+from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.observation import Gathered, on_any
 from ds_silent.measure.context import Contexts
 from ds_silent.ranks.whole_model import WholeModel
@@ -43,34 +44,36 @@ class Published:
         self._alone, self._once = capture.together.alone, capture.together.once
         self._written = -1  # step of the newest record
 
-    def step(self, gathered: Gathered) -> bool:
+    def step(self, arrived: Arrived) -> bool:
         """Judge and write one step, and do what it asks of all ranks, which read it at the same step. Played.
 
         Returns:
             whether the training is to end by what was written.
         """
-        if on_any(gathered.wishes.compare):
+        known = arrived.known
+        if on_any(known.wishes.compare):
             self._replicas.due = True
-        if on_any(gathered.status.nothing):
-            self.contexts.drop(gathered.step)
+        if on_any(known.status.nothing):
+            self.contexts.drop(known.step)
             return False
-        if on_any(gathered.wishes.diagnose):
+        if on_any(known.wishes.diagnose):
             self._once(self._capture.keep_micro_batches)
-        unlike = self._conduct.agree(gathered, self._capture.group, self._capture.device, self._capture.together)
-        self._alone(self._tell_conduct, gathered, unlike)
-        drift = self._replicas.localise(self._once) if self._replicas.differ(gathered) else None
-        self._alone(self._write, gathered, drift)
-        return on_any(gathered.wishes.stop)
+        unlike = self._conduct.agree(arrived, self._capture.group, self._capture.device, self._capture.together)
+        self._alone(self._tell_conduct, known, unlike)
+        drift = self._replicas.localise(self._once) if self._replicas.differ(known) else None
+        self._alone(self._write, arrived, drift)
+        return on_any(known.wishes.stop)
 
-    def early(self, gathered: Gathered, closed: bool) -> None:
+    def early(self, arrived: Arrived, closed: bool) -> None:
         """Write what is under way. What it asks of all ranks waits for its step, where every rank does it, whoever
         published early. ``closed``: nobody comes to that step any more."""
-        if on_any(gathered.status.nothing):
+        known = arrived.known
+        if on_any(known.status.nothing):
             return
-        if gathered.step > self._written:
-            self._write(gathered, None, wait=self._replicas.differ(gathered))
+        if known.step > self._written:
+            self._write(arrived, None, wait=self._replicas.differ(known))
         if closed and self.recorder.writes:  # nobody is asked any more what it is that differs
-            self.recorder.end_unlike(self._conduct.unasked(gathered), gathered.step)
+            self.recorder.end_unlike(self._conduct.unasked(arrived), known.step)
 
     def weights_verified(self, step: int) -> None:
         """What a resume found; on the writing rank, the comparison of the replicas speaks for the others."""
@@ -88,20 +91,23 @@ class Published:
         """Write an event and tell the callbacks; on the writing rank."""
         self.recorder.report(event)
 
-    def _tell_conduct(self, gathered: Gathered, unlike: tuple[Unlike, ...]) -> None:
+    def _tell_conduct(self, known: Gathered, unlike: tuple[Unlike, ...]) -> None:
         self.recorder.unlike = unlike
         if self.recorder.writes:
-            note = self._conduct.note(gathered)
+            note = self._conduct.note(known, self._capture.shape.ranks)
             if note is not None:
                 self.report(note)
 
-    def _write(self, gathered: Gathered, drift: Drift | None, wait: bool = False) -> None:
+    def _write(self, arrived: Arrived, drift: Drift | None, wait: bool = False) -> None:
         """``wait``: where it was published early, it is judged with ``drift`` later."""
-        if gathered.step <= self._written:
-            self.recorder.settle(drift, gathered.step)
+        step = arrived.step
+        if step <= self._written:
+            self.recorder.settle(drift, step)
             return
-        self._written = gathered.step
-        told = self._responder.take(gathered.step)
+        self._written = step
+        told = self._responder.take(step)
         if self.recorder.writes:
-            gathered = gathered if self._model is None else self._model.exchange(gathered)
-            self.recorder.step(gathered, self.contexts.take(gathered.step), drift, told, wait)
+            self.recorder.step(lambda: self._everything(arrived), self.contexts.take(step), drift, told, wait)
+
+    def _everything(self, arrived: Arrived) -> Gathered:
+        return arrived.all if self._model is None else self._model.exchange(arrived.all)

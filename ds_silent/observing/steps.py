@@ -24,20 +24,23 @@ from torch import Tensor
 
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.deferred import DeferredRecorder
 from ds_silent.detectors import log_steps
+from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import layout_of
-from ds_silent.exchange.observation import LEFT, Gathered, Observation, Status, Wishes, on_any
+from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
 from ds_silent.frameworks.base import HasPeers, SavesSuspect
 from ds_silent.measure.reduction import Audit
 from ds_silent.observing.published import Published
 from ds_silent.ranks.lockstep import Lockstep
-from ds_silent.recorder import make_recorder
+from ds_silent.recorder import WritingRecorder, make_recorder
 from ds_silent.records import Event
 from ds_silent.replicas.timing import ReplicaChecks
 from ds_silent.respond.responder import Responder
 from ds_silent.respond.stop import end_by_event, end_suspect, save_suspect
+from ds_silent.sinks.monitor import MonitorSink
 from ds_silent.sinks.run_directory import RunDirectory
 
 logger = logging.getLogger("ds_silent")
@@ -74,6 +77,8 @@ class Steps:
         words = capture.framework.words
         members, alike = dist.get_process_group_ranks(capture.group), capture.framework.ranks.alike
         recorder = make_recorder(home.sinks, config, self._audit, self._layout, members, words, alike)
+        if isinstance(recorder, WritingRecorder) and self._may_judge_later(model is not None):
+            recorder = DeferredRecorder(recorder)
         self.published = Published(capture, recorder, self.replicas, self._responder, model)
         self.records_loaded: str | None = None
         self.observing = True
@@ -83,6 +88,14 @@ class Steps:
         self._idle = False  # a step without a backward before it: there is nothing that it could pair with
         self._posted: int | None = None  # step of the observation that was sent last
         self._observe_seconds = 0.0
+
+    def _may_judge_later(self, model: bool) -> bool:
+        """Whether nobody waits for what is found: no response, no word to end the training, no other group; and
+        nobody is told in the training's own order, as a framework's monitor is."""
+        config, sinks = self._config, self._home.sinks
+        responds = config.respond.on_aggregation_error != "report" or config.detectors.stop_on != "never"
+        monitored = sinks is not None and any(isinstance(sink, MonitorSink) for sink in sinks.sinks)
+        return not (responds or monitored or model)
 
     # -- which steps ---------------------------------------------------------------------------------------------
 
@@ -145,6 +158,8 @@ class Steps:
         """``step`` is the framework's own; what communicates is timed by the one that all ranks count."""
         due = self._decided(lambda: self.scheduled)
         self._home.settle(step - 1, self._capture.samples, self.records_loaded, self._once)
+        if self.measures(due):
+            self._alone(self.published.recorder.finish)
         self._publish(self._exchange.collect(self._once))
         self._alone(self.published.weights_verified, step)
         if self._beside is not None:
@@ -162,13 +177,13 @@ class Steps:
         for event in self._beside(step):
             self.published.report(event)
 
-    def _publish(self, gathered: Gathered | None) -> None:
-        if gathered is None:
+    def _publish(self, arrived: Arrived | None) -> None:
+        if arrived is None:
             return
-        self._lockstep, apart = self._decided(lambda: self._lockstep.read(gathered))
+        self._lockstep, apart = self._decided(lambda: self._lockstep.of(arrived))
         if apart is not None:
             self.switch_off(apart)
-        elif self.published.step(gathered):
+        elif self.published.step(arrived):
             event = self.published.recorder.ends
             self._end()
             raise end_by_event(event, self._config.detectors.stop_on)
@@ -187,7 +202,8 @@ class Steps:
     def _wishes(self) -> Wishes[float | Tensor]:
         """What this rank wants of all ranks; the last two on the writing rank."""
         compare, self.replicas.wanted = self.replicas.wanted, False
-        stop, diagnose = self.published.recorder.ends is not None, self._audit.wants_micro_batches
+        recorder = self.published.recorder
+        stop, diagnose = recorder.ends is not None, recorder.wants_micro_batches
         return Wishes(float(stop), float(diagnose), float(compare))
 
     def _gather_micro_batches(self, step: int) -> None:
@@ -205,7 +221,7 @@ class Steps:
         """Whether a rank has said in this step's observation that it will not be there; waits for it."""
         if self._posted != step or not self.observing:
             return False
-        return on_any(self._once(self._exchange.peek).status.failed)
+        return on_any(self._once(self._exchange.peek).known.status.failed)
 
     def _respond(self, step: int, act: Callable[[], None]) -> None:
         """Nobody goes on after a response that broke off, see :class:`ds_silent.ranks.together.BrokeOff`."""
@@ -222,6 +238,7 @@ class Steps:
         published = self.published
         measured = published.recorder.writes and self.measures(due)
         self._alone(published.contexts.ended, step, measured, now, self._observe_seconds)
+        self._alone(published.recorder.deliver)
         self._capture.end_step()
         self._lockstep = self._decided(lambda: self._lockstep.passed())
         if self._responder.compares_replicas:
@@ -233,15 +250,15 @@ class Steps:
 
     def publish_early(self, closed: bool) -> None:
         """Write what is under way, as far as it goes without the others. ``closed``: they come no more."""
-        for gathered in self._under_way() if self.observing else ():
-            _, apart = self._lockstep.read(gathered)
+        for arrived in self._under_way() if self.observing else ():
+            _, apart = self._lockstep.of(arrived)
             if apart is not None:
                 if closed:
                     self.switch_off(apart)
                 return
-            self.published.early(gathered, closed)
+            self.published.early(arrived, closed)
 
-    def _under_way(self) -> Iterator[Gathered]:
+    def _under_way(self) -> Iterator[Arrived]:
         try:
             yield from self._exchange.under_way()
         except Exception as error:  # a peer is gone: what it did not send cannot be published

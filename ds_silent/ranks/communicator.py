@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,13 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     of the training's own on one rank: a step left out, an observer closed there. On a communicator of its own it then
     meets what the other ranks' observers send, and never a gradient.
     """
-    members = tuple(dist.get_process_group_ranks(group))
+    return own_part(group, range(dist.get_world_size(group)))
+
+
+def own_part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The same for some of ``group``'s ranks, as it counts them; each of these calls it."""
+    everybody = dist.get_process_group_ranks(group)
+    members = tuple(everybody[rank] for rank in ranks)
     key = (id(dist.distributed_c10d._get_default_group()), members)
     if key not in _own:
         # no rank outside of the group needs to come, nor may it be waited for

@@ -3,7 +3,7 @@
     lockstep = Lockstep(step, words=words)       # the same step on every rank, agreed before
     lockstep.scheduled                           # the step by which everything that communicates is timed
     lockstep.status(step, own)                   # travels with every observation
-    lockstep, event = lockstep.read(gathered)    # why all ranks stop observing, or None; the same on every rank
+    lockstep, event = lockstep.of(arrived)       # why all ranks stop observing, or None; the same on every rank
 
 A framework's own step is one rank's affair: a checkpoint loaded there, a step left out. What pairs between ranks, by
 itself, is the training's reductions. So what communicates is timed by their number, and where the steps of all ranks
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, Gathered, Status
 from ds_silent.ranks.parts import outvoted, parts_of, ranks_of
 from ds_silent.records import Event
@@ -73,6 +74,11 @@ class Lockstep:
         """Travels with an observation whose status so far is ``own``; ``step`` is the framework's own."""
         failed = own.failed if own.failed or not self.astray else ASTRAY
         return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.count % EXACT))
+
+    def of(self, arrived: Arrived) -> tuple[Lockstep, Event | None]:
+        """:meth:`read`, by what all ranks know; who knows more says it more exactly."""
+        known, apart = self.read(arrived.known)
+        return known, apart and ((arrived.make and self.read(arrived.all)[1]) or apart)
 
     def read(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
         """What the ranks' observations say; every rank reads all of them, in the same order."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_silent.capture.step import StepCapture
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
+from ds_silent.config import BLOCK, WRITERS_ALONE, ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import layout_of
 from ds_silent.ranks.agreement import Statement, Verdict, agree, flat
 from ds_silent.ranks.parts import ranks_of
@@ -28,7 +28,6 @@ from ds_silent.words import Words
 Facts = Callable[[], dict[str, Any]]
 """What the ranks' collectives follow from, by the names that a person would look for; JSON values."""
 _WRITERS_OWN = ("output_dir", "tensorboard")  # only the rank that writes looks at them
-_ALWAYS_ITS_OWN = f"{BLOCK}.places"
 
 
 def alone() -> bool:
@@ -136,7 +135,8 @@ def _unlike(verdict: Verdict, step: int) -> Event:
 def _compared(facts: Facts, config: SilentConsistencyConfig) -> dict[str, Any]:
     """What all ranks must have alike, by dotted names."""
     values = flat(config.model_dump(mode="json"), f"{BLOCK}.")
-    del values[_ALWAYS_ITS_OWN]
+    for name in WRITERS_ALONE:
+        del values[f"{BLOCK}.{name}"]
     if "stop" not in (
         config.respond.on_aggregation_error,
         config.respond.on_failed_retry,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ LINES = {
 }
 """The files of lines, and what every line of each has."""
 OBJECTS = ("run.json", "ranks.json", "preflight.json")
+Listen = Callable[[str, dict[str, Any] | None], None]
 MOST_MATRICES = 48
 MOST_LAYERS = 2000
 _LARGEST_OBJECT = 1 << 26
@@ -149,11 +151,18 @@ class Run:
 
 
 class RunReader:
-    """Reads a run as it grows. Raises nothing: what cannot be read is in ``run.problems``."""
+    """Reads a run as it grows. Raises nothing: what cannot be read is in ``run.problems``.
 
-    def __init__(self, directory: str | Path):
+    Args:
+        names: the files of lines that are read.
+        listen: called with a file's name and each line of it that was taken up, in their order; with None where what
+            was read of it before is no more.
+    """
+
+    def __init__(self, directory: str | Path, names: Iterable[str] = tuple(LINES), listen: Listen | None = None):
         self.run = Run(Path(directory))
-        self._followers = {name: Follower(self.run.directory / name, keys) for name, keys in LINES.items()}
+        self._followers = {name: Follower(self.run.directory / name, LINES[name]) for name in names}
+        self._listen = listen
         self._seen: dict[str, tuple[int, ...]] = {}
 
     def poll(self) -> bool:
@@ -179,7 +188,11 @@ class RunReader:
 
     def _take(self, name: str, objects: list[dict[str, Any]], broken: int) -> bool:
         add = self._adder(name)
-        broken += sum(not add(one) for one in objects)
+        taken = [one for one in objects if add(one)]
+        broken += len(objects) - len(taken)
+        if self._listen is not None:
+            for one in taken:
+                self._listen(name, one)
         if broken:
             self.run.skipped[name] = self.run.skipped.get(name, 0) + broken
         return bool(objects or broken)
@@ -205,6 +218,8 @@ class RunReader:
 
     def _anew(self, name: str) -> None:
         run = self.run
+        if self._listen is not None:
+            self._listen(name, None)
         run.skipped.pop(name, None)
         if name == "metrics.jsonl":
             run.steps, run.spread = Steps(), RankSpread()

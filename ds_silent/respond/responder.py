@@ -178,10 +178,12 @@ class _Guard:
 
     def _examine(self) -> Examined | None:
         """None where the observation itself broke, here or, as the status words say, on another rank."""
-        gathered = self._exchange.peek()
-        if on_any(gathered.status.failed):
+        arrived = self._exchange.peek()
+        if on_any(arrived.known.status.failed):
             return None
-        return self._capture.together.alone(self._audit.examine, gathered)
+        if arrived.make is None:
+            return Examined(None, None, None)  # the writing rank examines for all
+        return self._capture.together.alone(lambda: self._audit.examine(arrived.all))
 
     def _anyone(self, wrong: bool | None) -> bool | None:
         """A vote, because the ranks' processors might round a bound differently. None: some rank cannot tell."""

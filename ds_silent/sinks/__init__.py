@@ -43,7 +43,14 @@ def open_sinks(
     """
     files = open_files(config.output_dir, config.tensorboard, resume_step=resume_step)
     monitor = [] if monitor_write is None else [MonitorSink(monitor_write)]
-    return FanOut([Background([*files.sinks, ConsoleSink(every=console_every)]), *monitor])
+    alerts: list[Sink] = []
+    if config.alerts:
+        from ds_silent.alerts.sink import open_alerts  # it imports the configuration
+
+        alerts.append(open_alerts(config.alerts, lambda: config.output_dir, monitor_write=monitor_write))
+    console = ConsoleSink(every=console_every, ends=True)
+    console.directory = config.output_dir
+    return FanOut([Background([*files.sinks, console]), *alerts, *monitor])
 
 
 def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | None = None) -> FanOut:

@@ -2,14 +2,18 @@
 
 [ds_silent] step 12  loss 2.31 ± 0.18 (range 0.52)  |g| 1.02 ± 0.16 (cv 0.16)  cos 0.041 [-0.010, 0.090]  B_noise 310
 
-On a terminal an event is coloured by its severity, unless NO_COLOR is set (no-color.org); elsewhere nothing but text is
-written.
+The last line says what there is to know at the end, and the command that shows it.
+
+On a terminal an event is coloured by its severity, unless NO_COLOR is set (no-color.org), and a long one is wrapped at
+words; elsewhere nothing but text is written, and an event is one line, which a search finds whole.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -17,35 +21,51 @@ from tqdm import tqdm
 
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event, Scores, Severity, StepRecord
+from ds_silent.sinks.tally import Tally
 
 _COLOURS: Mapping[Severity, str] = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "info": "\x1b[36m"}
 _PLAIN = "\x1b[0m"
+LONGEST_LINE = 200
+"""Characters of an event up to which a terminal breaks its line itself; a longer one is hard to find one's way in."""
+_NARROWEST = 40  # columns: in a terminal of fewer every word would be a line
 
 
 class ConsoleSink:
     """Prints through ``tqdm.write``, which steps around a progress bar and is a plain print where there is none.
 
     The first measured record is always printed, so that a new user sees at once that it works; then each ``every``-th.
-    With a ``label`` the lines say which engine of the process they are about.
+
+    Args:
+        every: measured records per line; 0: events only.
+        label: which engine of the process the lines are about.
+        ends: print a line at the end.
+
+    Attributes:
+        directory: of the records, for the line at the end; None while nothing is written.
     """
 
-    def __init__(self, every: int = 10, label: str | None = None) -> None:
+    def __init__(self, every: int = 10, label: str | None = None, ends: bool = False) -> None:
         if every < 0:
             raise ValueError(f"every must be at least 0, got {every}")
         self._every = every
         self._name = "[ds_silent]" if label is None else f"[ds_silent {label}]"
-        self._written = 0
+        self._tally, self._ends = Tally(), ends
+        self.directory: str | None = None
 
     def write(self, record: StepRecord) -> None:
-        self._written += 1
-        if self._every and (self._written == 1 or self._written % self._every == 0):
+        self._tally.write(record)
+        written = self._tally.steps
+        if self._every and (written == 1 or written % self._every == 0):
             _print(self._named(step_line(record)))
 
     def write_scores(self, scores: Scores) -> None:
         """They are in scores.jsonl."""
 
     def write_event(self, event: Event) -> None:
+        self._tally.write_event(event)
         line = self._named(event_line(event))
+        if is_terminal(sys.stdout):
+            line = wrapped(line, shutil.get_terminal_size().columns, indent=len(self._name) + 1)
         _print(coloured(line, event) if shows_colour(sys.stdout, os.environ) else line)
 
     def _named(self, line: str) -> str:
@@ -55,6 +75,9 @@ class ConsoleSink:
         sys.stdout.flush()
 
     def close(self) -> None:
+        if self._ends and self._tally.anything:
+            self._ends = False
+            _print(f"{self._name} {_one_line(self._tally.line(self.directory))}")
         self.flush()
 
 
@@ -92,10 +115,33 @@ def coloured(line: str, event: Event) -> str:
     return line.replace(said, f"{_COLOURS[event.severity]}{said}{_PLAIN}", 1)
 
 
+def wrapped(line: str, columns: int, indent: int) -> str:
+    """A line of more than :data:`LONGEST_LINE` characters, broken at words; paths and names stay whole.
+
+    Args:
+        columns: of the terminal.
+        indent: columns by which every line but the first is moved in.
+    """
+    if len(line) <= LONGEST_LINE:
+        return line
+    return textwrap.fill(
+        line,
+        max(columns, _NARROWEST),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody looks at it."""
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
 def shows_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
     """Whether ``stream`` is a terminal that takes colours from a user who wants them."""
     wanted = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
-    return wanted and bool(getattr(stream, "isatty", lambda: False)())
+    return wanted and is_terminal(stream)
 
 
 def _number(value: float | None) -> str:

@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ds_silent.alerts.destination import WrongDestination
+from ds_silent.alerts.sink import open_alerts
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.ranks.together import Once
-from ds_silent.sinks import Background, FanOut, SinkError, open_files
+from ds_silent.sinks import Background, FanOut, Sink, SinkError, open_files
 from ds_silent.sinks.claims import (
     Claim,
     claim_unused,
@@ -58,6 +60,7 @@ class RunDirectory:
         self._engine = 1
         self._undecided = False
         self._background: Background | None = None  # writes everything but what the monitor gets
+        self._console: ConsoleSink | None = None
         self._claim: Claim | None = None
         self._files: dict[str, str] = {}  # by name, that wait for the directory
         self._stepped = False
@@ -82,6 +85,8 @@ class RunDirectory:
                 home._take(monitor_write)
             except SinkError as error:
                 refusal = error
+                if home._background is not None:
+                    home._background.close()  # nobody will: a port that it serves must be free again
         refused, home._engine, undecided = home._agree(int(refusal is not None), home._engine, int(home._undecided))
         if refused:
             raise refusal or SinkError(f"rank 0 cannot write to silent_consistency.output_dir {home.directory}")
@@ -109,13 +114,34 @@ class RunDirectory:
 
             summary_writer_type()
         label = None if self._engine == 1 else f"engine-{self._engine}"
-        self._background = Background([ConsoleSink(label=label)], more=True)
+        self._console = ConsoleSink(label=label, ends=True)
+        self._background = Background([self._console, *self._metrics()], more=True)
         claim = claim_unused(self._base, first_only=True)
         self._undecided = claim is None
         if claim is not None:
             self._write_into(claim, None)
         monitor = [] if monitor_write is None else [MonitorSink(monitor_write, label)]
-        self.sinks = FanOut([self._background, *monitor])
+        # Not among what the thread writes: a disk that hangs is no reason to tell nobody.
+        self.sinks = FanOut([self._background, *self._alerts(monitor_write), *monitor])
+
+    def _metrics(self) -> list[Sink]:
+        """None where nobody is to ask, or where the port is taken, as by another engine of this process."""
+        if not self._config.metrics_port:
+            return []
+        from ds_silent.sinks.prometheus import open_prometheus  # an optional package: only who wants it needs it
+
+        sink = open_prometheus(self._config.metrics_port, self._config.metrics_address, lambda: self.directory)
+        return [] if sink is None else [sink]
+
+    def _alerts(self, monitor_write: MonitorWrite | None) -> list[Sink]:
+        """Nobody to tell: no sink. What cannot be reached has been refused before, unless it has just changed."""
+        if not self._config.alerts:
+            return []
+        try:
+            return [open_alerts(self._config.alerts, lambda: self.directory, monitor_write=monitor_write)]
+        except WrongDestination as error:
+            logger.warning("ds_silent: nobody is alerted: an alert %s", error)
+            return []
 
     def says(self) -> str:
         """For the console, at the start."""
@@ -176,13 +202,14 @@ class RunDirectory:
 
     def _write_into(self, claim: Claim, done: int | None) -> None:
         assert self._background is not None
+        assert self._console is not None
         try:
             files = open_files(claim.directory, self._config.tensorboard, resume_step=done or None)
         except SinkError:
             claim.release()
             raise
         self._claim = claim
-        self.directory = str(claim.directory)
+        self.directory = self._console.directory = str(claim.directory)
         self._background.add(files.sinks)
         self._background.drain()  # what has waited comes before these files, which look at it
         for name, text in self._files.items():

@@ -1,4 +1,4 @@
-"""TensorBoard: curves, the cosine matrix as an image, events as text, and a layout that opens on the right charts.
+"""TensorBoard: curves, the cosine matrix as an image, events as text, and a layout of the charts.
 
     tensorboard --logdir runs/my-run/tensorboard      # the tab "Custom Scalars" shows the layout
 
@@ -12,12 +12,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_silent.ranks.parts import SHOWN_RANKS, listed
+from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.drawn import is_drawn
 from ds_silent.sinks.files import make_directory
 from ds_silent.sinks.scalars import BANDS, Curves
+from ds_silent.sinks.written import MOST_RANKS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -65,7 +66,7 @@ class TensorBoardSink:
         self._writer: SummaryWriter | None = None
         self._early_events: list[Event] = []
         self._curves = Curves()
-        self._matrices = 0
+        self._pictures = 0
 
     def write(self, record: StepRecord) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -77,14 +78,24 @@ class TensorBoardSink:
         # SummaryWriter.file_writer is a public attribute and add_summary a public method of it (torch 2.4-2.13).
         file_writer: Any = writer.file_writer
         file_writer.add_summary(summary, record.step)
-        if record.cosine_matrix is not None:
-            self._matrices += 1
-            if is_drawn(self._matrices):
-                from ds_silent.sinks.matrix_image import matrix_image  # imports matplotlib, which is slow
+        self._draw(writer, record)
 
-                image = matrix_image(record.cosine_matrix, step=record.step, method=record.direction.method)
-                if image is not None:
-                    writer.add_image("silent/direction/matrix", image, record.step, dataformats="HWC")
+    def _draw(self, writer: SummaryWriter, record: StepRecord) -> None:
+        """The matrix; of more ranks than have one, each rank's cosine with the others."""
+        matrix, each = record.cosine_matrix, record.direction.per_rank
+        if matrix is None and (each is None or record.world_size <= MOST_RANKS):
+            return
+        self._pictures += 1
+        if not is_drawn(self._pictures):
+            return
+        from ds_silent.sinks.matrix_image import matrix_image, ranks_image  # imports matplotlib, which is slow
+
+        if matrix is not None:
+            tag, image = "matrix", matrix_image(matrix, step=record.step, method=record.direction.method)
+        else:
+            tag, image = "ranks", ranks_image(each or (), step=record.step)
+        if image is not None:
+            writer.add_image(f"silent/direction/{tag}", image, record.step, dataformats="HWC")
 
     def write_scores(self, scores: Scores) -> None:
         """They are in scores.jsonl."""
@@ -142,9 +153,9 @@ def summary_writer_type() -> type[SummaryWriter]:
 
 def event_markdown(event: Event) -> str:
     """The event as Markdown in which nothing of what the event says is read as Markdown or HTML."""
-    ranks = listed(event.ranks, SHOWN_RANKS) or "-"
+    who = f", {ranks_of(event.ranks)}" if event.ranks else ""
     lines = [
-        f"**{escaped(event.severity)}** {escaped(event.kind)}, ranks {ranks}",
+        f"**{escaped(event.severity)}** {escaped(event.kind)}{who}",
         escaped(event.message),
         f"Remedy: {escaped(event.remedy)}" if event.remedy else "",
         f"Where: {escaped(event.where)}" if event.where else "",

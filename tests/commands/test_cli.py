@@ -90,10 +90,11 @@ def test_the_help_says_the_exit_status(command: str) -> None:
 
 def test_above_the_gather_limit_nothing_grows_with_the_ranks(tmp_path: Path) -> None:
     block = {"silent_consistency": {"interval": 10}}
-    small, large = (lines(check(tmp_path, block, "--world-size", n)) for n in ("65", "65536"))
-    assert small["sends"] == large["sends"]
+    small, middle, large = (lines(check(tmp_path, block, "--world-size", n)) for n in ("65", "256", "65536"))
+    assert small["sends"] == middle["sends"]
     assert small["sends"].startswith("one all-reduce of 168 KiB and one all-gather of ")
-    assert small["keeps"] == large["keeps"]
+    assert large["sends"].startswith("two all-reduces of 200 KiB and ")  # three bits of each rank
+    assert small["keeps"] == middle["keeps"]
     assert "every 10 optimizer steps over 65 ranks" in small[""]
 
 

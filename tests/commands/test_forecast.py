@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from ds_silent.cli import app
 from ds_silent.commands.forecast import forecast_lines
+from ds_silent.commands.units import size_text
 from ds_silent.config import parse
 from ds_silent.exchange.observation import FIELDS
+from ds_silent.exchange.rows import DECIDE
 
 
 def told(block: dict[str, Any], parameters: int | None = None) -> str:
@@ -123,7 +125,11 @@ def test_what_is_gathered_is_counted(ranks: int, stage: int, ids: int, sampled: 
     assert config is not None
     text = "\n".join(forecast_lines(config, ds_config, ranks, None))
     scalars = 4 * (len(FIELDS) + ids + 4)
-    if ranks > 64:  # two sketches, an eighth of one, layers' of 4,096 numbers twice; sixteen of a direction, two late
+    if ranks > 256:  # likewise, and three bits of each rank's; the rows go to the writing rank
+        summed, compared = 2 * 16384 + 2048 + 2 * 4096 + ranks // 8, len(DECIDE) + 4
+        assert f"two all-reduces of {size_text(4 * summed)} and {8 * compared} B" in text
+        assert f"one all-gather of {scalars + 4 * 18} B from each rank in blocks of 128" in text
+    elif ranks > 64:  # two sketches, an eighth of one, layers' of 4,096 numbers twice; sixteen of a direction, two late
         assert f"one all-reduce of 168 KiB and one all-gather of {scalars + 4 * 18} B from each rank" in text
     else:
         assert f"one all-gather of {(2 * 65536 + scalars) / 1024:.1f} KiB from each rank" in text

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from ds_silent.exchange import constant_size
+from ds_silent.exchange import constant_size, rows
 from ds_silent.exchange.constant_size import ConstantSizeExchange
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered, Observation
@@ -33,12 +33,13 @@ class ManyRanks:
             for exchange, observation in zip(self._all, observations, strict=True):
                 exchange.post(step, observation, Together())
             sums = torch.stack([exchange._sums for exchange in self._all]).sum(0)
-            rows = torch.cat([exchange._mine for exchange in self._all])
+            everybody = torch.cat([exchange._mine for exchange in self._all])
             for exchange in self._all:
                 exchange._sums.copy_(sums)
-                exchange._all.copy_(rows)
+                exchange._rows.received.copy_(everybody)
             collected = [exchange.collect(at_once) for exchange in self._all]
-            return collected[0]
+            first = collected[0]
+            return None if first is None else first.all
 
     @property
     def first(self) -> ConstantSizeExchange:
@@ -56,6 +57,7 @@ def _no_group(ranks: int) -> Iterator[None]:
     with (
         patch.object(constant_size.dist, "get_world_size", lambda group: ranks),
         patch.object(constant_size.dist, "all_reduce", lambda *args, **named: None),
-        patch.object(constant_size, "all_gather", lambda *args, **named: None),
+        patch.object(constant_size.dist, "get_rank", lambda group: 0),
+        patch.object(rows, "all_gather", lambda *args, **named: None),
     ):
         yield

@@ -56,7 +56,7 @@ for x, y in loader:
         optimizer.step()
     model.zero_grad()
 total = sum(p.detach().double().sum() for p in model.state_dict().values() if sys.argv[1] != "fsdp2") + loss.double()
-print("trained", float(total.detach()).hex())
+print(f"trained {float(total.detach()).hex()}" + chr(10), end="")  # in one write
 dist.destroy_process_group()
 """
 
@@ -93,7 +93,7 @@ for micro_batch in range(6):
     if last:
         optimizer.step()
         optimizer.zero_grad()
-print("trained", sum(p.to_local().double().sum() for p in model.parameters()).item().hex())
+print(f"trained {sum(p.to_local().double().sum() for p in model.parameters()).item().hex()}" + chr(10), end="")
 dist.destroy_process_group()
 """
 

@@ -141,7 +141,7 @@ def test_a_step_is_left_out() -> None:
 
 def test_all_ranks_draw_alike() -> None:
     conduct = Conduct(nn.Linear(1, 1), list, WORDS)
-    event = conduct.note(gathered_of(1, 2, **{"code.first_draws": [5.0, 5.0]}))
+    event = conduct.note(gathered_of(1, 2, **{"code.first_draws": [5.0, 5.0]}), 2)
     assert event is not None
     assert event.remedy.endswith("leave them alike where ranks must draw alike (layers that are skipped under ZeRO-3).")
 

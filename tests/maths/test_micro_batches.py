@@ -161,11 +161,11 @@ def test_dropped_micro_batches_are_named_and_weights_are_bit_identical(tmp_path:
     assert not told["over"]  # it had ended before the micro-batches were looked at
     assert all(len(told[name]) == 1 for name in cells if name not in ("healthy", "over")), told
     for name, step, text, ranks in (
-        ("second", 5, "Of the 4 micro-batches of step 5", ()),
-        ("second", 5, "all 5 layers: 2 of all 2 ranks did not enter.", ()),
-        ("round robin", 5, "all 5 layers: 2 of all 2 ranks did not enter.", ()),
-        ("first three", 5, "all 5 layers: 1 to 3 of all 2 ranks did not enter.", ()),
-        ("last of rank 1", 5, "all 5 layers: 4 of rank 1 did not enter.", (1,)),
+        ("second", 6, "Of the 4 micro-batches of step 6", ()),
+        ("second", 6, "all 5 layers: 2 of all 2 ranks did not enter.", ()),
+        ("round robin", 6, "all 5 layers: 2 of all 2 ranks did not enter.", ()),
+        ("first three", 6, "all 5 layers: 1 to 3 of all 2 ranks did not enter.", ()),
+        ("last of rank 1", 6, "all 5 layers: 4 of rank 1 did not enter.", (1,)),
         ("bf16", 6, "Of the 2 micro-batches of step 6", ()),
         ("bf16", 6, "1 of all 2 ranks did not enter.", ()),
     ):

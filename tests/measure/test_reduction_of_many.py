@@ -169,7 +169,7 @@ def test_the_last_step_does_not_guess_where_nobody_has_told_yet() -> None:
             before = audit.step(gathered, None)[1].cause
     with ranks.alone():
         last = ranks.first.under_way()[-1]
-    found = audit.step(last, None)[1].cause
+    found = audit.step(last.all, None)[1].cause
     assert before is not None
     assert found == before
     assert found.ranks == (7,)

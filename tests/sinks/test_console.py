@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.records import LossStats
-from ds_silent.sinks.console import ConsoleSink, event_line, step_line
+from ds_silent.sinks.console import ConsoleSink, event_line, step_line, wrapped
 from tests.sinks.example_records import empty_record, event, full_record
 
 
@@ -103,6 +103,40 @@ def test_elsewhere_no_escape_code_is_written(
     assert sys.stdout.getvalue() == event_line(event()) + "\n"  # type: ignore[attr-defined]
 
 
+LONG = event(message=f"The gradients of {'very ' * 60}different rows, as in {'/a/long/path' * 9}.")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("colour", [False, True])
+def test_a_terminal_shows_a_long_event_wrapped_at_words(
+    columns: int, colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "" if colour else "1")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    ConsoleSink(1).write_event(LONG)
+    shown = sys.stdout.getvalue()  # type: ignore[attr-defined]
+    assert ("\x1b[1;31mERROR  duplicate-data\x1b[0m" in shown) is colour
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert len(lines) > 4
+    assert all(len(line) <= columns for line in lines if "/a/long/path" not in line)
+    assert all(re.match(r" {12}\S", line) for line in lines[1:])
+    assert " ".join(line.strip() for line in lines) == event_line(LONG)  # no word is broken, none is lost
+
+
+def test_a_log_keeps_a_long_event_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    ConsoleSink(1).write_event(LONG)
+    assert sys.stdout.getvalue() == event_line(LONG) + "\n"  # type: ignore[attr-defined]
+
+
+def test_two_hundred_characters_are_left_to_the_terminal() -> None:
+    line = "a " * 99 + "bb"
+    assert wrapped(line, 80, 4) == line
+    assert wrapped(line + "b", 80, 4).count("\n") == 2
+
+
 def test_a_name_brings_no_colour_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -149,3 +183,45 @@ def test_a_progress_bar_is_cleared_before_and_drawn_again_after(monkeypatch: pyt
     line = next(part for part in screen.getvalue().split("\n") if "[ds_silent]" in part)
     assert line.split("\r")[-1].startswith("[ds_silent] step 1  loss")  # the bar is wiped, then the line starts at 0
     assert "1/3" in screen.getvalue().split("B_noise 310\n")[1]
+
+
+def ended(sink: ConsoleSink, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    sink.close()
+    return [line for line in capsys.readouterr().out.splitlines() if line.split("]")[1].startswith(" end")]
+
+
+def test_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(0, ends=True)
+    sink.directory = "runs/my run"
+    for step in range(1, 1201):
+        sink.write(full_record(step))
+    for number, severity in enumerate(("error", "warning", "info", "warning"), start=10):
+        sink.write_event(replace(event(number, ranks=(number - 9,)), severity=severity))  # type: ignore[arg-type]
+    assert ended(sink, capsys) == [
+        "[ds_silent] end  1,200 steps measured; 1 error, 2 warnings, 1 note; verdict: Rank 1 works on rows of others, "
+        "since step 10. Records in runs/my run; see them: ds-silent report 'runs/my run'"
+    ]
+    assert ended(sink, capsys) == []  # once
+
+
+def test_the_last_line_of_a_healthy_run(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(0, label="engine-2", ends=True)
+    sink.write(full_record(1))
+    assert ended(sink, capsys) == [
+        "[ds_silent engine-2] end  1 step measured; no events; verdict: no fault was seen. No records were written"
+    ]
+
+
+def test_a_run_without_a_step_ends_silently(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(ConsoleSink(0, ends=True), capsys) == []
+
+
+def test_a_run_that_ends_before_its_first_step_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(0, ends=True)
+    sink.directory = "runs\x1b[2J"
+    sink.write_event(event(0, kind="seed-mismatch", ranks=(1,)))
+    (line,) = ended(sink, capsys)
+    assert (
+        "0 steps measured; 1 error; verdict: Rank 1 has a seed that does not fit, seen before the first step." in line
+    )
+    assert line.isprintable()

@@ -14,7 +14,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from ds_silent.records import DirectionStats, LossStats
 from ds_silent.sinks.base import SinkError
-from ds_silent.sinks.matrix_image import _note, matrix_image
+from ds_silent.sinks.matrix_image import _note, blocks_of, matrix_image, oddest, ranks_image
 from ds_silent.sinks.scalars import MAX_RANKS_DRAWN
 from ds_silent.sinks.tensorboard import LAYOUT, TensorBoardSink, escaped
 from tests.sinks.example_records import empty_record, event, full_record
@@ -254,7 +254,56 @@ def test_the_colours_of_the_matrix_are_fixed() -> None:
     assert blue[2] > blue[0] + 60
 
 
-@pytest.mark.parametrize("ranks", [1, 16, 17, 64])
+def test_no_pair_hides_in_a_block() -> None:
+    """Oracle: of every block, in plain loops, the pair furthest from the median; never the diagonal beside others."""
+    random = np.random.default_rng(0)
+    values = 0.1 + 0.02 * random.standard_normal((200, 200))
+    np.fill_diagonal(values, 1.0)
+    values[70, 3], values[150, 199], values[12, 13] = 1.0, -0.3, np.nan
+    blocks = blocks_of(values, 4)
+    off = [values[i, j] for i in range(200) for j in range(200) if i != j and np.isfinite(values[i, j])]
+    usual = np.median(off)
+    for row in range(50):
+        for column in range(50):
+            pairs = [(4 * row + i, 4 * column + j) for i in range(4) for j in range(4)]
+            held = [values[i, j] for i, j in pairs if i != j]
+            expected = np.nan if np.isnan(held).any() else max(held, key=lambda value: abs(value - usual))
+            assert blocks[row, column] == pytest.approx(expected, nan_ok=True)
+    assert blocks[17, 0] == 1.0
+    assert blocks[37, 49] == -0.3
+    assert blocks_of(values[:10, :10], 1).shape == (10, 10)
+    assert blocks_of(values[:10, :10], 4).shape == (3, 3)
+    assert blocks_of(np.eye(1), 4).tolist() == [[1.0]]
+
+
+def test_the_oddest_ranks() -> None:
+    values = np.array([0.1, 0.12, np.nan, -0.4, 0.11, 0.5, 0.13, 0.1])
+    assert oddest(values)[:3] == [2, 3, 5]
+
+
+def test_many_ranks_have_a_picture_of_each_ones_cosine(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(full_record(1, ranks=64, layers=(), cosine_matrix=None))
+    sink.write(full_record(2, ranks=65, layers=(), cosine_matrix=None))
+    sink.close()
+    assert [image.step for image in read(tmp_path).Images("silent/direction/ranks")] == [2]
+    for ranks in (1, 65, 1024, 16_384):
+        assert ranks_image([0.1] * ranks, step=1).shape == (500, 560, 3)  # type: ignore[union-attr]
+
+
+def test_the_rank_that_is_odd_is_seen_in_its_cell() -> None:
+    """The 64 cells of 8 lines of 8 are 49 pixels wide and 46 high, from column 73 and line 70 on."""
+    values = [0.0] * 64
+    values[8 * 5 + 2] = -1.0
+    image = ranks_image(values, step=1)
+    assert image is not None
+    blue = (image[..., 2].astype(int) - image[..., 0] > 50) & (np.arange(560) < 460)
+    rows, columns = np.nonzero(blue)
+    assert 70 + 46 * 5 - 2 <= rows.min() <= rows.max() <= 70 + 46 * 6 + 2
+    assert 73 + 49 * 2 - 2 <= columns.min() <= columns.max() <= 73 + 49 * 3 + 2
+
+
+@pytest.mark.parametrize("ranks", [1, 16, 17, 64, 65, 1024])
 def test_any_number_of_ranks(ranks: int) -> None:
     matrix = tuple(tuple(float(i == j) for j in range(ranks)) for i in range(ranks))
     assert matrix_image(matrix, step=1).shape == (500, 560, 3)

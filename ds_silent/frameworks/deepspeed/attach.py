@@ -15,7 +15,9 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.utils import logger as deepspeed_logger
 
+from ds_silent.alerts.hidden import hidden
 from ds_silent.attaching import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.exchange.layout import GATHER_LIMIT
@@ -69,7 +71,8 @@ def initialize(
         model = arguments.get("model") if config is not None and config.preflight else None
         before = None if model is None else weights_hash(model, is_sharded)
         try:
-            result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
+            with hidden(deepspeed_logger, _raw_block(arguments)):
+                result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
         except Exception:
             if refusal is not None:
                 raise refusal from None
@@ -164,12 +167,27 @@ def _config_of(engine: Any) -> dict[str, Any]:
     return load_ds_config(engine.config) if engine.config is not None else {}
 
 
-def _block_of(arguments: Mapping[str, Any]) -> SilentConsistencyConfig | None:
-    """The block, from wherever DeepSpeed itself reads its configuration."""
+def _source_of(arguments: Mapping[str, Any]) -> str | Path | Mapping[str, Any] | None:
+    """Wherever DeepSpeed itself reads its configuration; None where it says what is wrong."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
-    if not isinstance(source, (str, Path, Mapping)):
-        return None  # DeepSpeed says what is wrong
+    return source if isinstance(source, (str, Path, Mapping)) else None
+
+
+def _raw_block(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The block as it stands, which DeepSpeed is about to log with all else (runtime/engine.py, 0.16 to 0.19)."""
+    source = _source_of(arguments)
+    try:
+        return None if source is None else find_block(load_ds_config(source))
+    except ConfigError:  # it is told elsewhere
+        return None
+
+
+def _block_of(arguments: Mapping[str, Any]) -> SilentConsistencyConfig | None:
+    """The block, parsed."""
+    source = _source_of(arguments)
+    if source is None:
+        return None
     ds_config = load_ds_config(source)
     config = parse(ds_config)
     if _fallback and find_block(ds_config) is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ds_silent.config import BLOCK, WRITERS_ALONE
 from ds_silent.frameworks.deepspeed.shapes import expert_group
 from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.preflight.compare import Item
@@ -59,6 +60,8 @@ def training_of(engine: Any, ds_config: Mapping[str, Any]) -> Training:
 def config_items(ds_config: Mapping[str, Any]) -> list[Item]:
     """The DeepSpeed configuration by section, without monitors, output paths and local paths."""
     kept = {key: value for key, value in ds_config.items() if key not in _IGNORED_SECTIONS}
+    if isinstance(kept.get(BLOCK), Mapping):  # its alerts hold secrets, and what is compared is written down
+        kept[BLOCK] = {key: value for key, value in kept[BLOCK].items() if key not in WRITERS_ALONE}
     rest = {key: value for key, value in kept.items() if key not in _SECTIONS}
     parts = [(f"ds_config {section}", kept.get(section)) for section in _SECTIONS] + [("ds_config: the rest", rest)]
     return [config_item(name, value) for name, value in parts]

@@ -1,0 +1,58 @@
+"""``ds-silent alert --test TO``: one message to each destination, now, and whether it arrived.
+
+status = alert_command(["env:SLACK_URL"], seconds=10.0)
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+
+from ds_silent.alerts.destination import TRACKERS, Destination, WrongDestination
+from ds_silent.alerts.failure import NotSent
+from ds_silent.alerts.message import Alert, one_line
+from ds_silent.alerts.sink import sender_of, usable
+
+SENT, NOT_SENT, WRONG = 0, 1, 2
+"""Exit statuses."""
+
+
+def alert_command(to: Sequence[str], seconds: float) -> int:
+    """Send a test message to each; the exit status of the worst.
+
+    Args:
+        to: as in the block's ``alerts``.
+        seconds: that each may take.
+    """
+    return max((_tried(each, seconds) for each in to), default=WRONG)
+
+
+def _tried(to: str, seconds: float) -> int:
+    try:
+        destination = usable(to)
+        _refuse_without_a_training(destination)
+    except WrongDestination as error:
+        print(f"ds-silent: a destination {error}", file=sys.stderr)
+        return WRONG
+    try:
+        sender_of(destination, seconds)(test_message())
+    except NotSent as error:
+        print(f"ds-silent: nothing was sent to {destination}: {error}", file=sys.stderr)
+        return NOT_SENT
+    print(f"sent to {destination} ({destination.form})")
+    return SENT
+
+
+def test_message() -> Alert:
+    """What a person reads who wonders whether alerts arrive."""
+    host = one_line(socket.gethostname())
+    text = "This is a test: alerts of ds_silent arrive here. No training is meant."
+    return Alert("INFO: test of ds_silent's alerts", text, "info", "test", "no run", 0, (), (host,), "Nothing to do.")
+
+
+def _refuse_without_a_training(destination: Destination) -> None:
+    if destination.form in TRACKERS or destination.form == "monitor":
+        remedy = "its alerts come with the first event; test a webhook, a mail or a command"
+        what = "be reached without a training, because it belongs to a training's run"
+        raise WrongDestination(what, f'"{destination}"', remedy)

@@ -1,0 +1,163 @@
+"""What each rank says of itself, its row, on the way to those who read it.
+
+    rows = make_rows(layout, group, device)
+    rows.start(mine, failed, leaves, once)     # collectives; every rank calls it alike
+    rows.failed()                              # (N,) each rank's word, the same on every rank
+    rows.agreed()                              # what all ranks have alike; rows.all(): everybody's, or None
+
+Up to :data:`ds_silent.exchange.layout.TIMES` gather limits one all-gather brings everybody's row to everybody. Of more
+ranks only the writing rank needs them: blocks of ranks gather theirs, and the first of each block passes them on to the
+writing rank. Whatever all ranks decide together they decide by whether all values are alike, whether all are set,
+whether one is. The smallest and the largest of them tell that, which one all-reduce brings; and which ranks have failed
+is in the digits of a sum.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_silent.device import SideStream
+from ds_silent.exchange.collectives import all_gather
+from ds_silent.exchange.landing import Landing
+from ds_silent.exchange.layout import DIGIT, DIGITS, WORDS, Layout
+from ds_silent.exchange.observation import FIELDS, Code, Wishes
+from ds_silent.ranks.communicator import own_part
+from ds_silent.ranks.together import Once
+
+DECIDE = (
+    "status.nothing",
+    "status.step",
+    "status.boundary",
+    *(f"wishes.{one.name}" for one in fields(Wishes)),
+    "reduced.replica_seen",
+    *(f"code.{one.name}" for one in fields(Code)),
+)
+"""What all ranks act by, beside the failures and the replica's checksum."""
+
+
+def make_rows(layout: Layout, group: dist.ProcessGroup, device: torch.device) -> ToEverybody | ToWriter:
+    """As the layout says. A collective where it is by way of blocks."""
+    return ToWriter(layout, group, device) if layout.block else ToEverybody(layout, group, device)
+
+
+class ToEverybody:
+    """One all-gather."""
+
+    brings_all = True
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
+        self._group, self._ranks = group, dist.get_world_size(group)
+        self.received = torch.zeros(self._ranks * (layout.scalars + layout.pairs), device=device)
+        self._landing = Landing(self.received)
+
+    def start(self, mine: Tensor, leaves: bool, once: Once) -> None:
+        """``mine``: (layout.scalars + layout.pairs,) fp32."""
+        self._landing.start(once(lambda: all_gather(self.received, mine, group=self._group, async_op=True)))
+
+    def agreed(self) -> Tensor:
+        """Rows that are the same on every rank: here everybody's."""
+        return self._landing.result().view(self._ranks, -1)
+
+    def passed_on(self) -> None:
+        """Nothing is."""
+
+    def all(self) -> Tensor:
+        """(N, width)."""
+        return self.agreed()
+
+
+class ToWriter:
+    """An all-gather in each block, one exchange of the blocks' first ranks, and an all-reduce of extremes."""
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
+        self._group, ranks, me = group, dist.get_world_size(group), dist.get_rank(group)
+        width, begins = layout.scalars + layout.pairs, range(0, ranks, layout.block)
+        blocks = [range(begin, min(begin + layout.block, ranks)) for begin in begins]
+        own = blocks[me // layout.block]
+        self._block = own_part(group, own)
+        self._leads, self._writes = me == own.start, me == 0
+        self._leaders = own_part(group, begins) if self._leads else None
+        self._of_block = torch.zeros(len(own) * width, device=device)
+        self._give = [len(self._of_block) if place == 0 else 0 for place in range(len(blocks))]
+        self._take = [len(block) * width if self._writes else 0 for block in blocks]
+        self.received = torch.zeros(sum(self._take), device=device)
+        self._width = width
+        decide = [FIELDS.index(name) for name in DECIDE]
+        replica = layout.scalars - sum(layout.scalar_parts[3:])  # where the first checksum's words begin
+        self._decide = torch.tensor([*decide, *range(replica, replica + WORDS * (layout.hashes > 0))], device=device)
+        self.extremes = torch.zeros(2 * len(self._decide), device=device)
+        self._side = None if device.type == "cpu" else SideStream(device)
+        self._under_way: dict[str, dist.Work | None] = {}  # that reads buffers which are filled anew
+        self._landing, self._extremes_landing = Landing(self.received), Landing(self.extremes)
+
+    def start(self, mine: Tensor, leaves: bool, once: Once) -> None:
+        """``leaves``: this rank does not wait for anything any more; where waiting takes the host, it passes nothing
+        on, which nobody will ask for."""
+        if leaves:  # what was sent last may still be read, and nobody waits for that
+            self.extremes, self._of_block = torch.empty_like(self.extremes), torch.empty_like(self._of_block)
+        self._extremes_landing.start(once(lambda: self._compare(mine)))
+        gathered = once(lambda: all_gather(self._of_block, mine, group=self._block, async_op=True))
+        self._under_way = {"gathered": gathered}
+        if not self._leads or (leaves and self._side is None):
+            return
+        with self._beside():
+            once(gathered.wait)
+            self._under_way["passed on"] = passed = once(self._pass_on)
+        self._landing.start(passed)
+
+    def _pass_on(self) -> dist.Work | None:
+        work: dist.Work | None = dist.all_to_all_single(
+            self.received, self._of_block, self._take, self._give, group=self._leaders, async_op=True
+        )
+        return work
+
+    def _compare(self, mine: Tensor) -> dist.Work | None:
+        torch.cat((-mine[self._decide], mine[self._decide]), out=self.extremes)
+        work: dist.Work | None = dist.all_reduce(self.extremes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return work
+
+    def passed_on(self) -> None:
+        """Wait until this rank's part has gone to the writing rank; where no rank failed, which has come to take it."""
+        self._wait_for("passed on")
+
+    def _wait_for(self, what: str) -> None:
+        work = self._under_way.get(what)
+        if work is not None:
+            work.wait()
+
+    def _beside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._side is None else self._side.working()
+
+    def agreed(self) -> Tensor:
+        """(2, width): the smallest and the largest of what is in :data:`DECIDE`, 0 elsewhere."""
+        self._wait_for("gathered")  # what it reads is filled anew next
+        negative, largest = self._extremes_landing.result().view(2, -1)
+        both = torch.zeros(2, self._width)
+        both[:, self._decide.cpu()] = torch.stack((-negative, largest))
+        return both
+
+    @property
+    def brings_all(self) -> bool:
+        """Whether this rank gets everybody's."""
+        return self._writes
+
+    def all(self) -> Tensor:
+        """(N, width), on the writing rank."""
+        return self._landing.result().view(-1, self._width)
+
+
+def digit_of(failed: float, rank: int) -> tuple[int, float]:
+    """Place and value of a rank's failure among the numbers of which sums say who failed."""
+    return rank // DIGITS, failed * float(1 << DIGIT * (rank % DIGITS))
+
+
+def failures_in(sums: Tensor, ranks: int) -> Tensor:
+    """(N,) float64: each rank's failure, from the sums of :func:`digit_of`."""
+    shifts = torch.arange(DIGITS) * DIGIT
+    digits = (sums.to(torch.int64)[:, None] >> shifts) & ((1 << DIGIT) - 1)
+    return digits.reshape(-1)[:ranks].double()
