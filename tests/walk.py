@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -37,6 +38,7 @@ from tests.training import _hash_weights as hash_weights
 PACKAGE = str(Path(ds_silent.__file__).parent)
 TRAINING = str(Path(PACKAGE, "practice"))  # what is trained, and what starts its ranks: no part of the observation
 Place = tuple[str, int]
+_walked: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,21 @@ class Injected(Exception):
     """Raised by the walk."""
 
 
+def _taken() -> int:
+    """Steps, by the engine that is walked through."""
+    return int(_walked[-1].engine.global_steps)
+
+
 class _TracedThread(ThreadPoolExecutor):
-    """What judges beside the training is walked too."""
+    """What judges beside the training is walked too. Of what breaks there the training hears a step later."""
+
+    heard = threading.local()
 
     def submit(self, act: Any, /, *args: Any, **named: Any) -> Any:
-        tracer = sys.gettrace()  # of the training's thread, which begins it
+        tracer, step = sys.gettrace(), _taken()  # of the training's thread, which begins it
 
         def traced() -> Any:
+            self.heard.step = step + 1
             sys.settrace(tracer)
             try:
                 return act(*args, **named)
@@ -217,6 +227,7 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
     logging.getLogger("ds_silent").setLevel(logging.CRITICAL)
     deferred.ThreadPoolExecutor = _TracedThread  # type: ignore[attr-defined,misc]
     pair = _Pair(cell, Path(directory), steps)
+    _walked.append(pair)
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, statements(pair))
     places = [(rank, place) for rank, own in enumerate(everybody) for place in own]
@@ -227,7 +238,7 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
 
         def strike(reached: Place, place: Place = place, fired: list[int] = fired) -> None:
             if reached == place and not fired:
-                fired.append(int(pair.engine.global_steps) - pair.before + 1)
+                fired.append(getattr(_TracedThread.heard, "step", _taken()) - pair.before + 1)
                 raise Injected(f"at {place[0]}:{place[1]}")
 
         tracer = _Tracer(strike, place) if dist.get_rank() == rank else None
