@@ -1,0 +1,90 @@
+"""What TensorBoard's tab "Custom Scalars" shows: categories of charts, which depend on how many ranks there are. Pure.
+
+categories(ranks=4)["Per rank"]["loss"]       # a curve of each rank
+categories(ranks=1024)["Per rank"]["loss"]    # the median within bands of all ranks
+layout_of(ranks)                              # the same as TensorBoard's own message
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_silent.sinks.scalars import MAX_RANKS_DRAWN
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A chart of all tags that one of the regular expressions matches from the beginning."""
+
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Margins:
+    """A chart of curves, each within a band: (value, lower, upper), which are whole tags."""
+
+    series: tuple[tuple[str, str, str], ...]
+
+
+Categories = Mapping[str, Mapping[str, Curves | Margins]]
+
+_PER_RANK = "silent/per_rank/{}/"
+_METRICS = {"loss": "loss", "grad_norm": "gradient norm", "cosine": "cosine with the mean of the others"}
+
+
+def categories(ranks: int) -> Categories:
+    """Category → title of a chart → what it shows."""
+    return {
+        "Consistency": {
+            "events so far": Curves((r"silent/events/(error|warning)$",)),
+            "loss dispersion": Curves((r"silent/loss/std$", r"silent/loss/range$")),
+            "gradient-norm dispersion": Curves((r"silent/grad_norm/std$", r"silent/grad_norm/cv$")),
+            "gradient direction (cosine)": Curves((r"silent/direction/(mean|min|max)_cosine$",)),
+        },
+        "Per rank": _of_each() if ranks <= MAX_RANKS_DRAWN else _of_many(),
+        "Health": {
+            "noise scale (samples)": Curves((r"silent/noise_scale$",)),
+            "norm of the aggregated gradient": Curves((r"silent/grad_norm/aggregated$",)),
+            "integrity of the aggregation": Curves((r"silent/integrity/(relative_error|rounding_bound)$",)),
+        },
+    }
+
+
+def layout_of(ranks: int) -> Any:
+    """``tensorboard.plugins.custom_scalar.layout_pb2.Layout``; torch's own helper draws one band per chart only."""
+    from tensorboard.plugins.custom_scalar import layout_pb2 as made
+
+    def chart(title: str, shown: Curves | Margins) -> Any:
+        if isinstance(shown, Curves):
+            return made.Chart(title=title, multiline=made.MultilineChartContent(tag=shown.patterns))
+        series = [
+            made.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+            for value, lower, upper in shown.series
+        ]
+        return made.Chart(title=title, margin=made.MarginChartContent(series=series))
+
+    return made.Layout(
+        category=[
+            made.Category(title=title, chart=[chart(name, shown) for name, shown in charts.items()])
+            for title, charts in categories(ranks).items()
+        ]
+    )
+
+
+def _of_each() -> dict[str, Curves | Margins]:
+    return {title: Curves((_PER_RANK.format(metric) + r"rank_\d+$",)) for metric, title in _METRICS.items()}
+
+
+def _of_many() -> dict[str, Curves | Margins]:
+    """All ranks as bands; beside them the ranks that events have named, which have curves of their own."""
+    charts: dict[str, Curves | Margins] = {}
+    for metric, title in _METRICS.items():
+        tag = _PER_RANK.format(metric)
+        bands = (("q10", "q90"), ("min", "max"))
+        charts[title] = Margins(tuple((f"{tag}median", f"{tag}{low}", f"{tag}{high}") for low, high in bands))
+    for metric, title in _METRICS.items():
+        patterns = (rf"{_PER_RANK.format(metric)}(rank_\d+|median)$",)
+        charts[f"{title}: ranks that an event names"] = Curves(patterns)
+    return charts
