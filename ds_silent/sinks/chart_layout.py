@@ -43,7 +43,7 @@ def categories(ranks: int) -> Categories:
             "gradient-norm dispersion": Curves((r"silent/grad_norm/std$", r"silent/grad_norm/cv$")),
             "gradient direction (cosine)": Curves((r"silent/direction/(mean|min|max)_cosine$",)),
         },
-        "Per rank": _of_each() if ranks <= MAX_RANKS_DRAWN else _of_many(),
+        **({"Per rank": _of_each()} if ranks <= MAX_RANKS_DRAWN else {"Per rank": _bands(), "Ranks named": _named()}),
         "Health": {
             "noise scale (samples)": Curves((r"silent/noise_scale$",)),
             "norm of the aggregated gradient": Curves((r"silent/grad_norm/aggregated$",)),
@@ -77,14 +77,19 @@ def _of_each() -> dict[str, Curves | Margins]:
     return {title: Curves((_PER_RANK.format(metric) + r"rank_\d+$",)) for metric, title in _METRICS.items()}
 
 
-def _of_many() -> dict[str, Curves | Margins]:
-    """All ranks as bands; beside them the ranks that events have named, which have curves of their own."""
+def _bands() -> dict[str, Curves | Margins]:
+    """All ranks, from the least to the most and from the first to the last tenth.
+
+    TensorBoard tells the bands of a chart apart by the tag of the curve within: with one median only one is drawn.
+    """
     charts: dict[str, Curves | Margins] = {}
     for metric, title in _METRICS.items():
         tag = _PER_RANK.format(metric)
-        bands = (("q10", "q90"), ("min", "max"))
-        charts[title] = Margins(tuple((f"{tag}median", f"{tag}{low}", f"{tag}{high}") for low, high in bands))
-    for metric, title in _METRICS.items():
-        patterns = (rf"{_PER_RANK.format(metric)}(rank_\d+|median)$",)
-        charts[f"{title}: ranks that an event names"] = Curves(patterns)
+        bands = (("max", "min", "max"), ("median", "q10", "q90"))
+        charts[title] = Margins(tuple((tag + value, tag + lower, tag + upper) for value, lower, upper in bands))
     return charts
+
+
+def _named() -> dict[str, Curves | Margins]:
+    """The ranks that events have named, which have curves of their own, beside the median of all."""
+    return {title: Curves((_PER_RANK.format(metric) + r"(rank_\d+|median)$",)) for metric, title in _METRICS.items()}

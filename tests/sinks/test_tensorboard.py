@@ -112,7 +112,8 @@ def test_per_rank_curves_only_where_they_can_be_read(tmp_path: Path, ranks: int)
     expected = {f"silent/per_rank/{metric}/{curve}" for metric in metrics for curve in shown}
     assert {tag for tag in tags if tag.startswith("silent/per_rank/")} == expected
     assert "silent/loss/mean" in tags
-    charts = list(categories(ranks)["Per rank"].values())
+    laid_out = categories(ranks)
+    charts = [*laid_out["Per rank"].values(), *laid_out.get("Ranks named", {}).values()]
     matched = {tag for tag in expected for one in charts if isinstance(one, Curves) and matches(one.patterns, tag)}
     within = {tag for one in charts if isinstance(one, Margins) for series in one.series for tag in series}
     assert matched | within == expected
@@ -177,8 +178,10 @@ def test_many_ranks_have_bands_that_tensorboard_draws_from_tags_of_one_length(tm
     sink.close()
     accumulator = read(tmp_path)
     assert len(accumulator.Tensors("custom_scalars__config__")) == 1
-    charts = {chart.title: chart for chart in layout_in(accumulator).category[1].chart}
-    assert len(charts) == 6
+    categories_there = layout_in(accumulator).category
+    assert [category.title for category in categories_there] == ["Consistency", "Per rank", "Ranks named", "Health"]
+    charts, of_named = ({chart.title: chart for chart in category.chart} for category in categories_there[1:3])
+    assert len(charts) == len(of_named) == 3
     for metric, title in (
         ("loss", "loss"),
         ("grad_norm", "gradient norm"),
@@ -186,12 +189,13 @@ def test_many_ranks_have_bands_that_tensorboard_draws_from_tags_of_one_length(tm
     ):
         series = [(one.value, one.lower, one.upper) for one in charts[title].margin.series]
         names = [tuple(tag.removeprefix(f"silent/per_rank/{metric}/") for tag in tags) for tags in series]
-        assert names == [("median", "q10", "q90"), ("median", "min", "max")]
+        assert names == [("max", "min", "max"), ("median", "q10", "q90")]
+        assert len({value for value, _, _ in series}) == 2  # TensorBoard draws one band of each value's tag
         for value, lower, upper in series:
             curves = [points(accumulator, tag) for tag in (lower, value, upper)]
             assert [[step for step, _ in curve] for curve in curves] == [[1, 2, 3]] * 3
-            assert curves[0][0][1] < curves[1][0][1] < curves[2][0][1]
-        (pattern,) = charts[f"{title}: ranks that an event names"].multiline.tag
+            assert curves[0][0][1] < curves[1][0][1] <= curves[2][0][1]
+        (pattern,) = of_named[title].multiline.tag
         named = {tag for tag in accumulator.Tags()["scalars"] if re.match(pattern, tag)}
         assert named == {f"silent/per_rank/{metric}/{curve}" for curve in ("rank_5", "median")}
 
