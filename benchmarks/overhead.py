@@ -13,8 +13,8 @@ and steps are taken until that is within half a percent (``--precision``) or the
 times of a shared machine say little; the ratios and their intervals are the result.
 
 Wall time is the slowest rank's, by the typical step (``paired.shift``). CPU time is that of all threads of all ranks,
-by the mean of all steps, so that what happens at few steps only is in it. What rank 0 judges beside the training is waited
-for before the clock is read: a training that goes on meanwhile pays less.
+by the mean of all steps, so that what happens at few steps only is in it. What rank 0 judges beside the training is
+waited for before the clock is read: a training that goes on meanwhile pays less.
 
 Beside ds_silent the two obvious ways are run: all-gathering the gradients for their pairwise cosines, and a norm
 with one host synchronisation per bucket in a gradient hook, as in the paper's released code.
