@@ -61,9 +61,11 @@ def _named(members: tuple[int, ...]) -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """What was given when a group was made, and not the default of new groups, which may be many times longer; None
-    where torch does not tell. For a group of our own it is the training's: nothing is given up earlier than the training would, and no rank waits longer here
-    (torch 2.4 to 2.15)."""
+    """What was given when a group was made, and not the default of new groups, which may be many times longer.
+
+    None where torch does not tell (known: 2.4 to 2.15). For a group of our own it is the training's: nothing is given
+    up earlier than the training would, and no rank waits longer here.
+    """
     try:
         backends: Any = [group._get_backend(torch.device(kind)) for kind in {one.type for one in _devices(group)}]
         longest: timedelta = max(backend.options._timeout for backend in backends)
