@@ -14,8 +14,8 @@ and every rank's process can be found and killed. The fine-tune of the embedded 
 
 Bounds: a killed process closes its connections, so its peers hear of it at once; a cut link says nothing, so torch's
 time-out ends the wait (``DEEPSPEED_TIMEOUT``, 1 minute here, 10 by default): once, whether it is the observer's own
-collective or the training's that waits. The cut comes a step before an exact measurement, in which the observer's is the
-first. torchrun's agents wait up to 300 s for each other behind their ranks.
+collective or the training's that waits. The cut comes a step before an exact measurement: there the observer's is the
+first one. torchrun's agents wait up to 300 s for each other behind their ranks.
 
 Exit status: 0 all as told above, 1 not so, 2 something is missing.
 """
