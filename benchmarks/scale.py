@@ -3,6 +3,7 @@
     python benchmarks/scale.py                                 # both tables
     python benchmarks/scale.py --part cost --ranks 1024        # bytes, host time, length of a record
     python benchmarks/scale.py --part detection --ranks 1024
+    python benchmarks/scale.py --part healthy --ranks 1024 --steps 20000       # false alarms, half an hour
 
 **cost.** The writing rank's own exchange, audit, detectors and sinks run over torch's fake process group, which moves
 nothing; what the collectives would have brought is drawn (``simulated_ranks.py``). Bytes follow from the sizes of the
@@ -66,11 +67,12 @@ class Step:
 class Writer:
     """The writing rank of so many: its exchange, over a process group that moves nothing, and its recorder."""
 
-    def __init__(self, ranks: int, directory: Path, dtype: torch.dtype = torch.float32, gather_limit: int = 64):
+    def __init__(self, ranks: int, directory: Path, dtype: torch.dtype = torch.float32, size: int = 16384):
         dist.init_process_group("fake", rank=0, world_size=ranks)
         self.group = dist.group.WORLD
-        self.config = SilentConsistencyConfig.model_validate({"output_dir": str(directory), "coverage": False})
-        self.layout: Layout = layout_of(self.config, Shape(ranks, LAYERS, 0, 1, False, gather_limit))
+        block = {"output_dir": str(directory), "coverage": False, "direction": {"sketch_size": size}}
+        self.config = SilentConsistencyConfig.model_validate(block)
+        self.layout: Layout = layout_of(self.config, Shape(ranks, LAYERS, 0, 1, False))
         self.exchange: Any = make_exchange(self.layout, self.group, torch.device("cpu"))
         after = (torch.bfloat16,) if dtype is torch.bfloat16 else ()
         arithmetic = Arithmetic(dtype, after=after, elements=PARAMETERS, width=8 * self.layout.size)
@@ -198,16 +200,44 @@ def detection(
         yield fault.name, found.kind, f"{found.step - STRUCK}", named or "nobody", str(early)
 
 
+def healthy(ranks: int, steps: int, size: int) -> tuple[str, ...]:
+    """A row of the table: what is told although nothing is wrong."""
+    told: list[Event] = []
+    with tempfile.TemporaryDirectory() as directory:
+        writer = Writer(ranks, Path(directory), size=size)
+        simulated = SimulatedRanks(writer.layout, ranks, seed=2)
+        for step in range(1, steps + 1):
+            writer.step(step, *simulated.step(step, Fault()))
+            if len(writer.events) > len(told):
+                told = list(writer.events)
+                CONSOLE.print(f"step {step}: {told[-1].kind} {told[-1].ranks}")
+        writer.close()
+    wrong = [event for event in told if event.severity != "info"]
+    return f"{ranks:,}", f"{steps:,}", str(len(wrong)), ", ".join(sorted({event.kind for event in wrong}))
+
+
 @app.command()
 def main(
-    part: Annotated[str, typer.Option(help="cost, detection or both")] = "both",
+    part: Annotated[str, typer.Option(help="cost, detection, both, or healthy")] = "both",
     ranks: Annotated[list[int] | None, typer.Option(min=2, help="may be repeated")] = None,
     steps: Annotated[int, typer.Option(min=5, help="of each training")] = 12,
     fault: Annotated[list[str] | None, typer.Option(help="only faults whose name contains this")] = None,
     limit: Annotated[int, typer.Option(min=STRUCK + 2, help="steps in which a fault must be found")] = 60,
+    size: Annotated[
+        int, typer.Option(min=256, help="of the sketch, for healthy: drawing them is what takes long")
+    ] = 1024,
 ) -> None:
     """Print the tables."""
     torch.set_num_threads(1)
+    if part == "healthy":
+        table = Table(
+            title=f"What is told of healthy ranks, k = {size:,}, one false alarm in a million steps asked for"
+        )
+        for column in ("ranks", "steps", "told", "kinds"):
+            table.add_column(column, justify="right")
+        for count in ranks or [1024]:
+            table.add_row(*healthy(count, steps, size))
+        CONSOLE.print(table)
     if part in ("cost", "both"):
         table = Table(title="Cost of a measured step, 28 layers, k = 16,384, no row ids")
         for column in ("ranks", "sent", "received", "judging", "training thread", "line"):

@@ -131,8 +131,11 @@ class DeferredRecorder:
         self._tell()
 
     def report(self, event: Event) -> None:
-        self._end().report(event)
-        self._tell()
+        try:
+            self._end()
+        finally:  # it may be about what broke there
+            self._inner.report(event)
+            self._tell()
 
     def on_event(self, function: Callable[[Event], None]) -> None:
         self._end()

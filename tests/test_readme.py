@@ -58,6 +58,8 @@ RUN_BY: dict[str, str] = {
     "ds-silent alert --test env:SLACK_URL": "tests/alerts/test_commands.py",
     "ds-silent watch runs/my-run --alert env:SLACK_URL": "tests/alerts/test_commands.py",
     "ds-silent doctor": "tests/commands/test_doctor.py",
+    "ds-silent report runs/my-run": "tests/report/test_report.py",
+    "ds-silent report runs/monday runs/tuesday -o both.html": "tests/report/test_report.py",
     "ds-silent schema block": "tests/commands/test_schema.py",
     "ds-silent schema metrics": "tests/commands/test_schema.py",
     "ds-silent schema events": "tests/commands/test_schema.py",
@@ -72,6 +74,7 @@ FINE_TUNE = "deepspeed launch/train.py "
 
 SLOW: dict[str, float] = {
     "ds-silent drill": 30,
+    "python benchmarks/report_scale.py --steps 100000 --ranks 1024": 5,
     "make demo-megatron": 20,
     "make works": 60,
     "make scale": 40,

@@ -18,6 +18,8 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from ds_silent import deferred
 from ds_silent.sinks.jsonl import read_events
 from tests.training import Case, Probe, one_step
 from tests.training import _hash_weights as hash_weights
@@ -35,6 +38,7 @@ from tests.training import _hash_weights as hash_weights
 PACKAGE = str(Path(ds_silent.__file__).parent)
 TRAINING = str(Path(PACKAGE, "practice"))  # what is trained, and what starts its ranks: no part of the observation
 Place = tuple[str, int]
+_walked: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,30 @@ class _Tracer:
 
 class Injected(Exception):
     """Raised by the walk."""
+
+
+def _taken() -> int:
+    """Steps, by the engine that is walked through."""
+    return int(_walked[-1].engine.global_steps)
+
+
+class _TracedThread(ThreadPoolExecutor):
+    """What judges beside the training is walked too. Of what breaks there the training hears a step later."""
+
+    heard = threading.local()
+
+    def submit(self, act: Any, /, *args: Any, **named: Any) -> Any:
+        tracer, step = sys.gettrace(), _taken()  # of the training's thread, which begins it
+
+        def traced() -> Any:
+            self.heard.step = step + 1
+            sys.settrace(tracer)
+            try:
+                return act(*args, **named)
+            finally:
+                sys.settrace(None)
+
+        return super().submit(traced)
 
 
 class _Pair:
@@ -197,7 +225,9 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
     ``steps``: of each case; even, so that every case sees the same steps of an interval of 2.
     """
     logging.getLogger("ds_silent").setLevel(logging.CRITICAL)
+    deferred.ThreadPoolExecutor = _TracedThread  # type: ignore[attr-defined,misc]
     pair = _Pair(cell, Path(directory), steps)
+    _walked.append(pair)
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, statements(pair))
     places = [(rank, place) for rank, own in enumerate(everybody) for place in own]
@@ -208,7 +238,7 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
 
         def strike(reached: Place, place: Place = place, fired: list[int] = fired) -> None:
             if reached == place and not fired:
-                fired.append(int(pair.engine.global_steps) - pair.before + 1)
+                fired.append(getattr(_TracedThread.heard, "step", _taken()) - pair.before + 1)
                 raise Injected(f"at {place[0]}:{place[1]}")
 
         tracer = _Tracer(strike, place) if dist.get_rank() == rank else None

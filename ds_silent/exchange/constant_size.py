@@ -77,12 +77,12 @@ class ConstantSizeExchange:
         self._rows.start(mine, failed == LEFT, together.once)
 
     def _add_up(self, failed: float) -> dist.Work | None:
+        """The collective is its last statement: what breaks here breaks before it, and is played again."""
         if self._layout.failures:
             place, digit = digit_of(failed, self._rank)
             self._failures.zero_()
             self._failures[place].fill_(digit)
-        work: dist.Work | None = dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
-        return work
+        return dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)  # type: ignore[no-any-return]
 
     def _pack(self, observation: Observation) -> Tensor:
         """Fill the buffers; this rank's row."""

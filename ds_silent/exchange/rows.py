@@ -111,15 +111,14 @@ class ToWriter:
         self._landing.start(passed)
 
     def _pass_on(self) -> dist.Work | None:
-        work: dist.Work | None = dist.all_to_all_single(
+        return dist.all_to_all_single(  # type: ignore[no-any-return]
             self.received, self._of_block, self._take, self._give, group=self._leaders, async_op=True
         )
-        return work
 
     def _compare(self, mine: Tensor) -> dist.Work | None:
+        """The collective is its last statement: what breaks here breaks before it, and is played again."""
         torch.cat((-mine[self._decide], mine[self._decide]), out=self.extremes)
-        work: dist.Work | None = dist.all_reduce(self.extremes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return work
+        return dist.all_reduce(self.extremes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)  # type: ignore[no-any-return]
 
     def passed_on(self) -> None:
         """Wait until this rank's part has gone to the writing rank; where no rank failed, which has come to take it."""

@@ -256,7 +256,7 @@ class Steps:
                 if closed:
                     self.switch_off(apart)
                 return
-            self.published.early(arrived, closed)
+            self._together.tried(self.published.early, arrived, closed)  # what comes after it all ranks read alike
 
     def _under_way(self) -> Iterator[Arrived]:
         try:

@@ -94,7 +94,8 @@ def _noise_band(middle: Floats, spread: Floats, ranks: int) -> Curve:
     """Median ± z robust deviations, so that chance puts a rank outside in one step of a thousand."""
     z = -NormalDist().inv_cdf(_OUTSIDE / 2 / max(ranks, 1)) * _OF_FEW.get(ranks, 1.0)
     usual = smoothed(spread)
-    return Curve(middle - z * usual, middle, middle + z * usual, np.zeros(0, dtype=np.intp))
+    with np.errstate(over="ignore"):
+        return Curve(middle - z * usual, middle, middle + z * usual, np.zeros(0, dtype=np.intp))
 
 
 def _outside(view: View, name: str, band: Curve) -> str:

@@ -160,10 +160,11 @@ def _topics(views: Sequence[View]) -> list[Topic]:
         }[name]
         drawn = [heat.rank_heat(view, name, tables[n], rows[n]) for n, view in enumerate(views)]
         topics.append(_collected(f"ranks-{name}", title, about, drawn))
+    topics += [_topic(views, *one) for one in _BEHIND[:1]]
     near = [(n, title, panel) for n, view in enumerate(views) for title, panel in scores(view)]
     about = "Score over threshold, nearest first; it is told at 1, the line."
     topics.append(Topic("scores", "How near each detector was", about, tuple(near), small=True))
-    topics += [_topic(views, *one) for one in _BEHIND]
+    topics += [_topic(views, *one) for one in _BEHIND[1:]]
     for which, title in ((0, "Layers: dispersion of the norm"), (1, "Layers: mean cosine")):
         drawn = [heat.layer_heat(view, which) for view in views]
         topics.append(_collected(f"layers-{which}", title, "Of each layer, over the ranks.", drawn))

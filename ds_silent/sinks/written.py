@@ -1,6 +1,7 @@
 """What is written of a record or an event that is about many ranks: as much of it as of one about few. Pure.
 
-    written_record(record)      # above 64 ranks: quantiles and the extreme ranks in the place of every rank's value
+    written_record(record)      # above 64 ranks: quantiles and the extreme ranks in the place of every rank's value;
+                                # above 32 with eight digits of each
     written_event(event)        # at most 64 ranks, and how many there are
 
 In memory both keep every rank: the detectors, the callbacks and the file of raw values (``per_rank``) read them.
@@ -19,6 +20,9 @@ from ds_silent.records import DirectionStats, Event, Extremes, GradNormStats, Lo
 
 MOST_RANKS = 64
 """Ranks up to which all are written one by one."""
+MANY = 32
+"""Ranks above which their values are written with DIGITS digits: so a line of 64 ranks has less than 4 kB."""
+DIGITS = 8  # fp32, in which the ranks' values travelled, has seven
 EXTREME = 8
 """Ranks with the lowest values, and as many with the highest."""
 SHOWN_GROUPS = 8
@@ -29,8 +33,15 @@ Stats = TypeVar("Stats", LossStats, GradNormStats, DirectionStats)
 
 def written_record(record: StepRecord) -> StepRecord:
     """As ``metrics.jsonl`` holds it: of a size that does not grow with the ranks."""
-    if record.world_size <= MOST_RANKS:
+    if record.world_size <= MANY:
         return record
+    if record.world_size <= MOST_RANKS:
+        return replace(
+            record,
+            loss=_rounded(record.loss),
+            grad_norm=_rounded(record.grad_norm),
+            direction=_rounded(record.direction),
+        )
     groups = record.integrity.replica_groups
     sizes = None if groups is None else tuple(sorted(map(len, groups), reverse=True)[:SHOWN_GROUPS])
     count = None if groups is None else len(groups)
@@ -62,6 +73,12 @@ def _summed_up(stats: Stats) -> Stats:
     values = np.array(stats.per_rank, dtype=np.float64)
     order = np.argsort(values)  # NaN comes last: a rank without a number is among the highest
     return replace(stats, per_rank=None, quantiles=_quantiles(values[order]), extremes=_extremes(values, order))
+
+
+def _rounded(stats: Stats) -> Stats:
+    if stats.per_rank is None:
+        return stats
+    return replace(stats, per_rank=tuple(float(f"{value:.{DIGITS}g}") for value in stats.per_rank))
 
 
 def _quantiles(ordered: npt.NDArray[np.float64]) -> Quantiles | None:

@@ -55,21 +55,22 @@ def wide(step: int, ranks: int, seed: int = 0) -> StepRecord:
     )
 
 
-@pytest.mark.parametrize("ranks", [64, 65, 1024, 65_536])
+@pytest.mark.parametrize("ranks", [32, 64, 65, 1024, 65_536])
 def test_a_line_does_not_grow_with_the_ranks(ranks: int, tmp_path: Path) -> None:
     sink, record = JsonlSink(tmp_path), wide(7, ranks)
     sink.write(record)
     sink.close()
     path = tmp_path / "metrics.jsonl"
-    if ranks > 64:
-        assert path.stat().st_size <= 4096
+    # numbers as long as these, and 64 replicas that all differ, take a little more
+    assert path.stat().st_size <= (4400 if ranks == 64 else 4096)
     (line,) = read_metrics(path)
     (read,) = read_records(path)
     for name in ("loss", "grad_norm", "direction"):
         values = getattr(record, name).per_rank
         written = line[name]
-        if ranks == 64:
-            assert written["per_rank"] == list(values)
+        if ranks <= 64:
+            exactly = list(values) if ranks == 32 else pytest.approx(list(values), rel=5.1e-8)
+            assert written["per_rank"] == exactly
             assert not {"quantiles", "extremes"} & set(written)
             continue
         assert written["per_rank"] is None
