@@ -115,6 +115,7 @@ VARIANTS: dict[str, Variant] = {
     FLOOR: Variant(other=plain),
     "ds_silent, interval 1": Variant({"interval": 1}),
     "ds_silent, interval 10": Variant({"interval": 10}),
+    "judged within the step (stop_on)": Variant({"detectors": {"stop_on": "error"}}),
     "ds_silent, interval 1, no integrity": Variant({"integrity": {"aggregation": False, "replica_interval": 0}}),
     "retry ready": Variant({"respond": {"on_aggregation_error": "retry"}}, frameworks=("deepspeed",)),
     "majority, compared at every step": Variant(
