@@ -16,6 +16,9 @@
 What breaks in both plays cannot keep its peers company: the training ends on this rank with a sentence. Its peers wait
 until its process ends (gloo: their collective raises; launchers end all) and no longer than the group's timeout. The
 same holds for a response (:meth:`Together.irrevocable`), which changes the training and cannot be played twice.
+
+A collective that has waited for the whole time-out ends the training on this rank with the transport's own error: the
+training's next one, which has the same time-out, would wait for the same peer as long once more.
 Only :class:`Exception` is caught: a KeyboardInterrupt or SystemExit goes its way.
 """
 
@@ -64,6 +67,12 @@ class _GroupBroke(Exception):
     def __init__(self, error: Exception):
         super().__init__(str(error))
         self.error = error
+
+
+def _timed_out(error: Exception) -> bool:
+    """Whether a transport has waited in vain; gloo, NCCL and HCCL all raise a RuntimeError that says so in words."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
 
 
 class Together:
@@ -116,6 +125,7 @@ class Together:
 
         Raises:
             BrokeOff: it broke twice, or in what cannot be played twice.
+            RuntimeError: a collective's own, which has timed out.
         """
         try:
             if self.over:
@@ -129,6 +139,7 @@ class Together:
             return self._again(error, act, arguments, named)
 
     def _again(self, error: Exception, act: Callable[..., _Result], arguments: Any, named: Any) -> _Result | None:
+        self._end_if_timed_out(error)
         self.fail(error)
         self._place, self._irrevocable = 0, False
         try:
@@ -136,6 +147,7 @@ class Together:
         except BrokeOff:
             raise
         except _GroupBroke as broken:
+            self._end_if_timed_out(broken)
             self.over = True
             logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", broken)
             return None
@@ -143,6 +155,12 @@ class Together:
             raise self._broke_off("what all ranks do together", second) from second
         finally:
             self._made = []
+
+    def _end_if_timed_out(self, error: Exception) -> None:
+        """Nothing of ours waits again, neither in a second play nor in the training's own next collective."""
+        if isinstance(error, _GroupBroke) and _timed_out(error.error):
+            self.failure, self.over = self.failure or error.error, True
+            raise error.error
 
     def once(self, function: Callable[[], _Result]) -> _Result:
         """Make a call that every rank makes, or remember what it gave when this act was played before."""
