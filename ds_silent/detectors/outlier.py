@@ -160,12 +160,19 @@ class OutlierTest:
         others = [other for other in peers if other != rank]
         seen = self._recent.symptoms(rank, others, flag["since"])
         causes = likely_causes(seen, self._words)
+        why, look_at = causes_in_words(causes), "; then ".join(dict.fromkeys(cause.look_at for cause in causes))
+        if len(peers) == 2:  # either may be the wrong one, and what makes one of them high is not what makes one low
+            [other] = others
+            reverse = likely_causes(self._recent.symptoms(other, [rank], flag["since"]), self._words)[0]
+            why = why.replace("Most likely: ", f"Most likely: if rank {rank} is wrong, ", 1)
+            why += f" If rank {other} is wrong: {reverse.text}."
+            look_at = f"both ranks. Of rank {rank}: {look_at}. Of rank {other}: {reverse.look_at}"
         self._flagged[rank] = {
             **flag,
             "ranks": peers if len(peers) == 2 else [rank],
             "numbers": in_words(seen),
-            "why": causes_in_words(causes),
-            "look_at": "; then ".join(dict.fromkeys(cause.look_at for cause in causes)),
+            "why": why,
+            "look_at": look_at,
             "left": self._threshold,
         }
         self._test.unlearn(rank, flag["since"])

@@ -11,6 +11,7 @@ import pytest
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.detectors.explained import Explained
+from ds_silent.detectors.likely_causes import _EASIER, _OTHER_DATA
 from ds_silent.detectors.sequential import CLIP
 from ds_silent.records import DirectionStats, Event, LossStats
 from tests.made_records import NOTHING, Run, ids, kinds, make
@@ -87,6 +88,16 @@ def test_of_two_ranks_none_is_blamed() -> None:
     assert event.ranks == (0, 1)
     assert "disagree" in event.message
     assert "nobody can say" in event.message
+
+
+def test_of_two_ranks_either_is_explained() -> None:
+    run = Run(ranks=2)
+    run.steps(60)
+    _, event = run.until_event(60, loss=3.0, bad=1)
+    assert f"if rank 0 is wrong, {_EASIER.text}" in event.message
+    assert f"If rank 1 is wrong: {_OTHER_DATA.text}" in event.message
+    assert _EASIER.look_at in event.remedy
+    assert _OTHER_DATA.look_at in event.remedy
 
 
 def test_one_spike_is_no_alarm_and_blinds_nobody() -> None:
