@@ -27,6 +27,7 @@ MUST = (
     '"command:program", "monitor", "wandb", "mlflow", "trackio", "comet" or "env:NAME"'
 )
 _FORMS = ("slack", "discord", "teams", "json")
+_SCHEMES = ("http", "https", "smtp", "smtps")
 _ENVIRONMENT = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -120,7 +121,7 @@ def parse_destination(to: str) -> Destination:
         return _command(to)
     form, _, plain = to.partition("+") if to.split("+", 1)[0] in _FORMS else ("", "", to)
     url = _split(plain)
-    if url is None or url.scheme not in ("http", "https", "smtp", "smtps"):
+    if url is None or url.scheme not in _SCHEMES:
         raise WrongDestination(MUST, masked(to), "see docs/alerts.md")
     shown = masked(to)
     if not url.hostname:
@@ -146,6 +147,8 @@ def masked(value: object) -> str:
     url = _split(value.partition("+")[2] if value.split("+", 1)[0] in _FORMS else value)
     if url is None or not re.fullmatch(r"[a-z][a-z0-9+.-]*", url.scheme) or not url.hostname:
         return f"a text of {len(value)} characters, which may hold a secret"
+    if url.scheme not in _SCHEMES:  # of slack://TOKEN/... or tgram://TOKEN/... the place of the host is a secret
+        return f"{url.scheme}://…"
     host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
     port = "" if url.port is None else f":{url.port}"
     return f"{url.scheme}://{_plain(host)}{port}/…"

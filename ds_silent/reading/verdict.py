@@ -165,6 +165,8 @@ def _what(group: EventGroup, run: Run) -> str:
     if group.first == 0 and group.kind in _BEFORE and not who.startswith(("All", "Both")):
         named, nobody = _BEFORE[group.kind]
         return f"{who} {named}" if who and group.ranks_total < 2 else nobody
+    if group.kind == "outlier-rank" and who.startswith(("All", "Both")):  # there are no others
+        return "The two ranks disagree" if who.startswith("Both") else f"{who} disagree"
     if who and group.kind in _NAMED:
         one, many = _NAMED[group.kind]
         return f"{who} {many if max(group.ranks_total, len(group.ranks)) > 1 else one}"

@@ -209,9 +209,9 @@ def _data(views: Sequence[View], parts: Sequence[RunPart], figures: list[dict[st
 
 def gist(message: str) -> str:
     """Its first sentence, and what it names as the likeliest cause."""
-    sentences = _SENTENCE.split(message)
-    likely = [one for one in sentences[1:] if one.startswith("Most likely")]
-    return " ".join([*sentences[:1], *likely[:1]])
+    first = _SENTENCE.split(message)[0]
+    _, found, rest = message[len(first) :].partition(" Most likely: ")  # before it may stand a number and its full stop
+    return f"{first}{found}{_SENTENCE.split(rest)[0]}"
 
 
 def _title(parts: Sequence[RunPart]) -> str:

@@ -168,6 +168,13 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         refuse_unusable_alerts(config_with("comet").alerts)
 
 
+@pytest.mark.parametrize("scheme", ["slack", "discord", "tgram", "htps"])
+def test_of_a_scheme_that_is_none_of_ours_not_even_the_host_is_shown(scheme: str) -> None:
+    with pytest.raises(WrongDestination, match=f"{scheme}://…; see docs/alerts.md") as refused:
+        parse_destination(f"{scheme}://{SECRET}/{SECRET}/x")
+    assert SECRET.lower() not in str(refused.value).lower()
+
+
 @pytest.mark.parametrize("value", [True, False, None, 3, 1.5, ""])
 def test_what_can_hold_no_secret_is_shown(value: object) -> None:
     assert masked(value) == json.dumps(value)

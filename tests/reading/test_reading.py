@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -164,6 +165,14 @@ def test_the_verdict_names_rank_host_and_step(tmp_path: Path) -> None:
     states = {check.name: check.state for check in verdict.checks}
     assert states["Ranks alike"] == "failed"
     assert states["Finite numbers"] == "passed"
+
+
+def test_two_ranks_have_no_others(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(dataclasses.replace(Run().record(), world_size=2))
+    sink.write_event(event(30, severity="warning", ranks=(0, 1), message="Ranks 0 and 1 disagree since about step 21."))
+    sink.close()
+    assert verdict_of(read_run(tmp_path)).sentence == "The two ranks disagree, since step 21 (found at step 30)."
 
 
 def test_the_healthy_verdict_says_what_was_not_checked_and_why(tmp_path: Path) -> None:

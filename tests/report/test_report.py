@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from ds_silent.cli import app
 from ds_silent.records import Event, Place, Score, Scores
+from ds_silent.report.page import gist
 from ds_silent.sinks.jsonl import JsonlSink
 from tests.made_records import Run
 
@@ -118,3 +119,9 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         assert code == 2
         assert says in (error or out)
         assert "Traceback" not in out + error
+
+
+def test_the_likeliest_cause_is_on_the_first_screen_also_behind_a_number() -> None:
+    message = "The ranks disagree since step 21 at least. Cosine -0.054. Most likely: its rows. Else: its loss."
+    assert gist(message) == "The ranks disagree since step 21 at least. Most likely: its rows."
+    assert gist("It is off. So it is.") == "It is off."
