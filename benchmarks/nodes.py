@@ -13,9 +13,9 @@ and every rank's process can be found and killed. The fine-tune of the embedded 
 * elastic: a checkpoint of 4 ranks goes on with 2; the detectors start anew and one event says so.
 
 Bounds: a killed process closes its connections, so its peers hear of it at once; a cut link says nothing, so torch's
-time-out ends the wait (``DEEPSPEED_TIMEOUT``, 1 minute here, 10 by default), for the observer's own collective and for
-the training's. Whether that holds is what is measured: at the cut link it has been seen to hold and not to hold.
-torchrun's agents wait up to 300 s for each other behind their ranks.
+time-out ends the wait (``DEEPSPEED_TIMEOUT``, 1 minute here, 10 by default): once, whether it is the observer's own
+collective or the training's that waits. The cut comes a step before an exact measurement: there the observer's is the
+first one. torchrun's agents wait up to 300 s for each other behind their ranks.
 
 Exit status: 0 all as told above, 1 not so, 2 something is missing.
 """
@@ -53,7 +53,7 @@ TORCH_TIMEOUT = 60.0  # DEEPSPEED_TIMEOUT is in whole minutes
 START = 240.0  # seconds from the command to the first record, on a slow machine
 LOSS = 5  # % of the packets, in each direction
 AT_ONCE = 45.0  # a closed connection is heard of at once; torchrun gives its ranks 30 s to end
-AFTER_TIMEOUT = 2 * TORCH_TIMEOUT + AT_ONCE  # the observer's collective, then the training's own
+AFTER_TIMEOUT = TORCH_TIMEOUT + AT_ONCE  # one wait, whoever waits
 LAUNCHERS = 10.0  # seconds for them, behind their ranks
 STEPS, SAVE_EVERY = 24, 3
 FAULT_AT = (5, 11, 17)  # steps behind which the faults come: each leaves steps behind a checkpoint

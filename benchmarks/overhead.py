@@ -13,7 +13,8 @@ and steps are taken until that is within half a percent (``--precision``) or the
 times of a shared machine say little; the ratios and their intervals are the result.
 
 Wall time is the slowest rank's, by the typical step (``paired.shift``). CPU time is that of all threads of all ranks,
-by the mean of all steps, so that what happens at few steps only is in it.
+by the mean of all steps, so that what happens at few steps only is in it. What rank 0 judges beside the training is
+waited for before the clock is read: a training that goes on meanwhile pays less.
 
 Beside ds_silent the two obvious ways are run: all-gathering the gradients for their pairwise cosines, and a norm
 with one host synchronisation per bucket in a gradient hook, as in the paper's released code.
@@ -87,7 +88,7 @@ def observed(name: str, block: Block) -> Callable[..., Any]:
         else:
             folder = "".join(letter if letter.isalnum() else "-" for letter in name)
             made.append(attached(engine, {"output_dir": f"{settings.directory}/{folder}", **block}))
-        yield
+        yield made[0]._published.recorder.finish
         made[0]._capture.close()
 
     # of the observer: where nobody but it counts the steps (DDP, FSDP2), those of other variants are not in it
@@ -114,6 +115,7 @@ VARIANTS: dict[str, Variant] = {
     FLOOR: Variant(other=plain),
     "ds_silent, interval 1": Variant({"interval": 1}),
     "ds_silent, interval 10": Variant({"interval": 10}),
+    "judged within the step (stop_on)": Variant({"detectors": {"stop_on": "error"}}),
     "ds_silent, interval 1, no integrity": Variant({"integrity": {"aggregation": False, "replica_interval": 0}}),
     "retry ready": Variant({"respond": {"on_aggregation_error": "retry"}}, frameworks=("deepspeed",)),
     "majority, compared at every step": Variant(
@@ -155,13 +157,18 @@ def build(settings: Settings) -> Any:
     return TorchEngine(model, settings.framework, settings.dtype)
 
 
-def step(engine: Any, tokens: torch.Tensor) -> tuple[float, float]:
-    """Seconds of one optimizer step: on the clock, and of this process's CPU."""
+def step(engine: Any, tokens: torch.Tensor, finish: Callable[[], None] | None = None) -> tuple[float, float]:
+    """Seconds of one optimizer step: on the clock, and of this process's CPU.
+
+    ``finish``: waits for what goes on beside the training, which else the plain step after it would pay for.
+    """
     dist.barrier()
     started, worked = time.perf_counter(), time.process_time()
     loss = engine(input_ids=tokens, labels=tokens).loss
     engine.backward(loss)
     engine.step()
+    if finish is not None:
+        finish()
     return time.perf_counter() - started, time.process_time() - worked
 
 
@@ -224,8 +231,8 @@ def worker(rank: int, settings: Settings) -> None:
         variants[name] = chosen.other or observed(name, chosen.block or {})
         before = tensor_bytes()
         for _ in range(3):  # files, first pictures, plans and caches: once per training, not per step
-            with variants[name](engine, settings):
-                step(engine, tokens)
+            with variants[name](engine, settings) as finish:
+                step(engine, tokens, finish)
         extra[name] = tensor_bytes() - before
     pairs, plain_wall = measured(engine, tokens, settings, variants)
     if rank == 0:
@@ -253,8 +260,8 @@ def measured(
             under_way = variants[name].under_way() if hasattr(variants[name], "under_way") else engine.global_steps + 1
             due = under_way % VARIANTS[name].interval == 0
             kinds.append("measured" if due else "not measured")
-            with variants[name](engine, settings):
-                seconds.append(step(engine, tokens))
+            with variants[name](engine, settings) as finish:
+                seconds.append(step(engine, tokens, finish))
             seconds.append(step(engine, tokens))
         rows = joined(seconds)
         for place, (name, kind) in enumerate(zip(order, kinds, strict=True)):

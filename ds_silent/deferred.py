@@ -49,6 +49,7 @@ class DeferredRecorder:
         self._thread = ThreadPoolExecutor(1, "ds_silent judges")
         self._under_way: Future[None] | None = None
         self._found: deque[Event] = deque()
+        self._telling = False
         self._listeners: list[Callable[[Event], None]] = []
         inner.on_event(self._found.append)
         _live.add(self)
@@ -59,12 +60,16 @@ class DeferredRecorder:
         self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
     ) -> None:
         """Begin what the inner one does with a step, behind the step before."""
-        self._end()
-        self._inner.unlike = self.unlike
         try:
-            self._under_way = self._thread.submit(self._inner.step, gathered, context, drift, told, wait)
-        except RuntimeError:  # no thread can be started any more: the interpreter is ending
-            self._inner.step(gathered, context, drift, told, wait)
+            self._wait()
+            self._inner.unlike = self.unlike
+            try:
+                self._under_way = self._thread.submit(self._inner.step, gathered, context, drift, told, wait)
+            except RuntimeError:  # no thread can be started any more: there are too many, or the interpreter is ending
+                self._thread.shutdown(wait=False, cancel_futures=True)  # it has kept the step for a thread to come
+                self._inner.step(gathered, context, drift, told, wait)
+        finally:
+            self._tell()  # behind it: a callback that flushes begins the next step
 
     def finish(self) -> None:
         """A measured step is about to send what this rank wants: by all that was begun before it."""
@@ -77,19 +82,30 @@ class DeferredRecorder:
 
     def _end(self) -> WritingRecorder:
         """Wait for what is under way; the inner one is nobody else's then."""
-        under_way, self._under_way = self._under_way, None
         try:
-            if under_way is not None:
-                under_way.result()
+            self._wait()
         finally:
             self._tell()
         return self._inner
 
+    def _wait(self) -> None:
+        under_way = self._under_way
+        if under_way is not None:
+            wait([under_way])  # where that is interrupted, it is under way still
+            self._under_way = None
+            under_way.result()
+
     def _tell(self) -> None:
-        while self._found:
-            event = self._found.popleft()
-            for listener in self._listeners:
-                self._inner.call(listener, event)
+        if self._telling:  # a callback asks for something: what else was found comes after it
+            return
+        self._telling = True
+        try:
+            while self._found:
+                event = self._found.popleft()
+                for listener in self._listeners:
+                    self._inner.call(listener, event)
+        finally:
+            self._telling = False
 
     def before_fork(self) -> None:
         """Nothing runs beside a fork."""

@@ -365,3 +365,27 @@ def test_a_mistake_in_the_block_is_one_sentence_on_one_rank(tmp_path: Path) -> N
     assert missing.returncode == 1
     assert "missing.py" in missing.stderr
     assert "Traceback" not in missing.stderr
+
+
+# -- a callback that closes the observer -----------------------------------------------------------
+
+
+def close_in_callback(directory: str) -> list[Any]:
+    engine = build(Case(), Path(directory) / "on")
+    observer, generator = ds_silent.observer_of(engine), torch.Generator().manual_seed(dist.get_rank())
+    assert observer is not None
+    observer.on_event(lambda event: observer.close())
+    for step in range(1, 9):
+        if step == 3 and dist.get_rank() == 1:
+            with torch.no_grad():
+                engine.module.frozen.weight[0, 0] += 1.0
+        one_step(engine, generator)
+    failure = observer._together.failure
+    observer.close()
+    return [int(engine.global_steps), None if failure is None else repr(failure)]
+
+
+def test_a_callback_may_close_the_observer(tmp_path: Path) -> None:
+    assert run_distributed(close_in_callback, 2, (str(tmp_path),), timeout=60) == [[8, None]] * 2
+    kinds = [event["kind"] for event in read_events(tmp_path / "on" / "events.jsonl")]
+    assert kinds[0] == "replica-drift"

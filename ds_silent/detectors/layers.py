@@ -299,6 +299,8 @@ class LayerTest:
     def _finding(self, rank: int) -> Finding:
         flag = self._flagged[rank]
         ranks, where = tuple(flag["ranks"]), flag["where"]
+        two = len(ranks) == 2
+        others = "the other rank" if two else "the other ranks"
         more = f" and {flag['more']} more layer{'s' * (flag['more'] > 1)}" if flag["more"] else ""
         if flag["direction"]:
             what = "agrees less" if flag["shift"] < 0 else "agrees more"
@@ -307,14 +309,14 @@ class LayerTest:
                 f"{flag['others']:.2f})"
             )
         elif flag["shift"] < -ZERO / 4:
-            how = "is nearly or exactly zero, and not on the other ranks"
+            how = f"is nearly or exactly zero, and not on {others}"
         else:
             what = "larger" if flag["shift"] > 0 else "smaller"
             about = f"about {math.exp(min(flag['shift'], ZERO)):.2g} times"
-            how = f"is {what}, measured by its other layers, than on the other ranks ({about} in the newest steps)"
-        whose = f"{named(ranks).capitalize()} disagree: the" if len(ranks) == 2 else f"Rank {rank}'s"
-        nobody = "; with two ranks to compare nobody can say which of them is wrong" if len(ranks) == 2 else ""
-        of = f" of rank {rank}" if len(ranks) == 2 else ""
+            how = f"is {what}, measured by its other layers, than on {others} ({about} in the newest steps)"
+        whose = f"{named(ranks).capitalize()} disagree: the" if two else f"Rank {rank}'s"
+        nobody = "; with two ranks to compare nobody can say which of them is wrong" if two else ""
+        of = f" of rank {rank}" if two else ""
         message = f"{whose} gradient of {where}{more}{of} {how}, since about step {flag['since']}{nobody}."
         return Finding(
             key=f"outlier-layer:{rank}",
@@ -325,7 +327,9 @@ class LayerTest:
             score=flag["score"],
             threshold=self._threshold,
             message=message,
-            remedy=_REMEDY,
+            remedy=_REMEDY.replace("this rank", "one of them").replace("this host's", "both ranks'")
+            if two
+            else _REMEDY,
             since=flag["since"],
             log_excess=flag["score"] - self._threshold,
         )

@@ -10,7 +10,9 @@ Three questions decide. Is the loss off, is the norm off, does the gradient poin
   division that is missing. Which one, the factor tells: the number of label tokens, rows, micro-batches or ranks.
 * norm off, loss plain, direction right: the gradient is multiplied behind the loss: a second backward, a scaling or a
   clipping of its own.
-* direction off, loss high: other labels or other rows.
+* direction off, loss high: other labels or other rows. They may raise loss and norm by nearly one factor, but a factor
+  on the loss does not turn the gradient: where the direction is off by more than its noise, the data come first.
+* loss far off, norm not by as much: whatever it is, no factor on the loss.
 * direction off, loss plain: the gradient was changed behind the loss: memory, a stale buffer, hardware.
 * another number of rows or label tokens changes how large and how noisy a healthy gradient is.
 
@@ -20,6 +22,7 @@ Only what multiplies nothing in particular, or turns a gradient behind a plain l
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +32,7 @@ SAME_FACTOR = 1.35  # loss and norm, each against other rows' loss and norm, agr
 NEAR = 1.25  # a factor this near to a count is that count
 PLAIN = 1.15  # a ratio this near to 1 says nothing, where the noise is not known
 LARGE = 3.0  # a factor that other rows or other labels do not make
+SURE = 4.0  # standard deviations of a healthy rank's cosine: further off is no noise
 TOWARDS, AWAY = 2 / 3, -0.5  # of the others' own cosine: pointing where they do, pointing back
 FAINT = 0.02  # below it, the others' own cosine is too near to 0 for anybody to point elsewhere
 SHOWN = 3
@@ -41,14 +45,18 @@ Direction = Literal["right", "off", "opposite"]
 class Symptoms:
     """One rank against the others; None: not known. Ratios are to the others' median, medians over the fault's steps.
 
-    ``cosine``: of its gradient with another rank's; ``peers_cosine``: of two other ranks' gradients. Counts are of one
-    step of this rank. ``loss_noise``, ``norm_noise``: how far a healthy rank's log ratio is from 0.
+    ``cosine``: of its gradient with another rank's; ``peers_cosine``: of two other ranks' gradients; ``past_cosine``,
+    ``past_peers_cosine``: the same before the fault. Counts are of one step of this rank. ``loss_noise``,
+    ``norm_noise``: how far a healthy rank's log ratio is from 0; ``cosine_noise``: its cosine from the others'; 0: not
+    known.
     """
 
     loss: float | None = None
     norm: float | None = None
     cosine: float | None = None
     peers_cosine: float | None = None
+    past_cosine: float | None = None
+    past_peers_cosine: float | None = None
     rows: float | None = None
     peers_rows: float | None = None
     label_tokens: float | None = None
@@ -58,18 +66,46 @@ class Symptoms:
     ranks: int = 0
     loss_noise: float = 0.0
     norm_noise: float = 0.0
+    cosine_noise: float = 0.0
 
     def each(self, count: float | None) -> float | None:
         """Of one micro-batch."""
         return None if count is None else count / max(self.micro_batches or 1.0, 1.0)
 
     @property
+    def usual_cosine(self) -> float | None:
+        """What its cosine would be without the fault: the others', and as far from it as its own was before.
+
+        None: not known, or too near to 0 for anybody to point elsewhere.
+        """
+        before, theirs_before = self.past_cosine, self.past_peers_cosine
+        usual = before if self.peers_cosine is None else self.peers_cosine
+        if self.peers_cosine is not None and before is not None and theirs_before is not None:
+            usual = self.peers_cosine + min(before - theirs_before, 0.0)  # a shard of its own may lie apart, healthily
+        return usual if usual is not None and usual > FAINT else None
+
+    @property
     def direction(self) -> Direction | None:
         """Where its gradient points, measured by how well the others agree with each other."""
-        if self.cosine is None or self.peers_cosine is None or not self.peers_cosine > FAINT:
+        if self.cosine is None or self.usual_cosine is None:
             return None
-        share = self.cosine / self.peers_cosine
-        return "right" if share >= TOWARDS else ("opposite" if share <= AWAY else "off")
+        share = self.cosine / self.usual_cosine
+        if share >= TOWARDS:
+            return "right"
+        if self.peers_cosine is None and not self._beyond_noise:  # its own past is a weaker witness than the others
+            return None
+        return "opposite" if share <= AWAY else "off"
+
+    @property
+    def surely_off(self) -> bool:
+        """Whether the direction is off, and by more than noise makes it."""
+        return self.direction == "off" and self._beyond_noise
+
+    @property
+    def _beyond_noise(self) -> bool:
+        if self.cosine is None or self.usual_cosine is None:
+            return False
+        return self.usual_cosine - self.cosine > SURE * self.cosine_noise > 0.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +125,8 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
     causes = _of_counts(seen, loss, norm, words)
     if seen.direction == "opposite":
         causes = [_negated(bool(loss)), *causes, _CORRUPTED]
+    elif multiplied and loss > 0 and seen.surely_off:
+        causes = [_OTHER_DATA, *_of_one_factor(seen, (loss + norm) / 2, words), *causes]
     elif seen.direction == "off" and not multiplied:
         causes += [_OTHER_DATA, _CORRUPTED] if loss > 0 else [_CORRUPTED, _OTHER_DATA]
     elif one_factor:
@@ -96,7 +134,7 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
     elif norm and abs(norm) > 2.0 * abs(loss):
         causes += _of_the_norm(seen, norm, words)
     elif loss > 0:
-        causes += [_OTHER_DATA, _ADDED, _MULTIPLIED] if loss < math.log(LARGE) else [_MULTIPLIED, _ADDED]
+        causes += _of_the_loss(seen, loss, norm)
     elif loss < 0:
         causes += [_EASIER, _ADDED, _MULTIPLIED]
     else:
@@ -105,23 +143,29 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
     return tuple(list(unique.values())[:SHOWN])
 
 
-def in_words(seen: Symptoms) -> str:
-    """The numbers, in one line."""
+def in_words(seen: Symptoms, other: str | None = None) -> str:
+    """The numbers, in one line.
+
+    Args:
+        other: the name of the only other rank, where there is one.
+    """
+    theirs, them = ("theirs", "them") if other is None else (f"that of {other}", "it")
     told = []
     if seen.loss is not None:
-        told.append(f"loss {_times(seen.loss)}")
+        told.append(f"loss {_number(seen.loss)} times {theirs}")
     if seen.norm is not None:
-        told.append(f"gradient norm {_times(seen.norm)}")
+        told.append(f"gradient norm {_number(seen.norm)} times {theirs}")
     if seen.cosine is not None:
         others = "" if seen.peers_cosine is None else f" (theirs with each other {seen.peers_cosine:.2g})"
-        told.append(f"cosine with them {seen.cosine:.2g}{others}")
-    for name, own, theirs in (
+        told.append(f"cosine with {them} {seen.cosine:.2g}{others}")
+    whose = "theirs" if other is None else other
+    for name, own, others_have in (
         ("rows", seen.rows, seen.peers_rows),
         ("label tokens", seen.label_tokens, seen.peers_label_tokens),
         ("micro-batches", seen.micro_batches, seen.peers_micro_batches),
     ):
-        if own is not None and theirs is not None and (name == "label tokens" or own != theirs):
-            told.append(f"{own:g} {name} (theirs {theirs:g})")
+        if own is not None and others_have is not None and (name == "label tokens" or own != others_have):
+            told.append(f"{own:g} {name} ({whose} {others_have:g})")
     return ", ".join(told)
 
 
@@ -129,6 +173,14 @@ def causes_in_words(causes: tuple[LikelyCause, ...]) -> str:
     """``Most likely A. Else B; C.``"""
     first, *others = (cause.text for cause in causes)
     return f"Most likely: {first}." + (f" Else: {'; '.join(others)}." if others else "")
+
+
+def either_in_words(causes: Mapping[int, tuple[LikelyCause, ...]]) -> str:
+    """What is likely if the one is wrong, or the other: of two ranks, by number, nobody can say which it is."""
+    first = {rank: own[0].text for rank, own in causes.items()}
+    if len(set(first.values())) == 1:
+        return f"Most likely, on whichever is wrong: {next(iter(first.values()))}."
+    return f"Most likely, {'; '.join(f'if rank {rank} is wrong: {text}' for rank, text in first.items())}."
 
 
 def _of_counts(seen: Symptoms, loss: float, norm: float, words: Words) -> list[LikelyCause]:
@@ -183,8 +235,19 @@ def _of_one_factor(seen: Symptoms, factor: float, words: Words) -> list[LikelyCa
     if tokens and abs(tokens) > math.log(1.5) and abs(factor - tokens) <= math.log(NEAR):
         text = f"{shown} is about how many more label tokens it has: the loss is weighed by the tokens on one side only"
         found.append((abs(factor - tokens), LikelyCause("token-weighting", text, look)))
-    data = [_OTHER_DATA if factor > 0 else _EASIER] if abs(factor) < math.log(LARGE) else []
+    data = [_OTHER_DATA if factor > 0 else _EASIER]
+    if abs(factor) >= math.log(LARGE) and seen.direction != "off":
+        data = []
     return [*(cause for _, cause in sorted(found, key=lambda pair: pair[0])), _MULTIPLIED, *data]
+
+
+def _of_the_loss(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:
+    """The loss is higher, and the norm not by the same factor."""
+    if loss < math.log(LARGE):
+        return [_OTHER_DATA, _ADDED, _MULTIPLIED]
+    if seen.norm is None or (norm > 0.0 and seen.direction == "right"):
+        return [_MULTIPLIED, _ADDED, _OTHER_DATA]
+    return [_OTHER_DATA, _ADDED, _MULTIPLIED] if norm > 0.0 else [_ADDED, _OTHER_DATA, _MULTIPLIED]
 
 
 def _of_the_norm(seen: Symptoms, norm: float, words: Words) -> list[LikelyCause]:
@@ -260,10 +323,6 @@ def _off(ratio: float | None, noise: float) -> float:
 def _ratio(own: float | None, theirs: float | None) -> float | None:
     """log of own over theirs; None where one of them is not known or is 0."""
     return math.log(own / theirs) if own and theirs else None
-
-
-def _times(ratio: float) -> str:
-    return f"{_number(ratio)} times theirs"
 
 
 def _number(value: float) -> str:

@@ -35,7 +35,7 @@ import numpy as np
 from ds_silent.detectors.at_once import AtOnce, StandsOut
 from ds_silent.detectors.explained import Explained
 from ds_silent.detectors.finding import Evidence, Finding, named
-from ds_silent.detectors.likely_causes import causes_in_words, in_words, likely_causes
+from ds_silent.detectors.likely_causes import causes_in_words, either_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, SequentialTest, strongest_tilt
 from ds_silent.detectors.symptoms import Recent
 from ds_silent.records import Score, StepRecord
@@ -160,12 +160,20 @@ class OutlierTest:
         others = [other for other in peers if other != rank]
         seen = self._recent.symptoms(rank, others, flag["since"])
         causes = likely_causes(seen, self._words)
+        numbers, why = in_words(seen), causes_in_words(causes)
+        two = len(peers) == 2
+        if two:  # the other one may be the wrong one as well
+            [other] = others
+            mirrored = likely_causes(self._recent.symptoms(other, [rank], flag["since"]), self._words)
+            numbers, why = in_words(seen, f"rank {other}"), either_in_words({rank: causes, other: mirrored})
+            causes = (*causes[:2], *mirrored[:2])
+        look_at = "; then ".join(dict.fromkeys(cause.look_at for cause in causes))
         self._flagged[rank] = {
             **flag,
-            "ranks": peers if len(peers) == 2 else [rank],
-            "numbers": in_words(seen),
-            "why": causes_in_words(causes),
-            "look_at": "; then ".join(dict.fromkeys(cause.look_at for cause in causes)),
+            "ranks": peers if two else [rank],
+            "numbers": numbers,
+            "why": why,
+            "look_at": look_at.replace("this rank", "each rank") if two else look_at,
             "left": self._threshold,
         }
         self._test.unlearn(rank, flag["since"])

@@ -181,7 +181,11 @@ class SequentialTest:
         total = (tilted * peers[:, None, :]).sum(axis=2) + self._pool_total
         count = peers.sum(axis=1)[:, None] + self._pool_count[:, None] * _REMEMBERS
         with np.errstate(divide="ignore", invalid="ignore"):
-            gain = exponents + np.log(count[:, :, None] + outsiders) - np.log(total[:, :, None] + outsiders * tilted)
+            if outsiders.any():
+                gain = exponents + np.log(count[:, :, None] + outsiders)
+                gain -= np.log(total[:, :, None] + outsiders * tilted)
+            else:  # nearly always, and one logarithm for all ranks
+                gain = exponents + np.log(count)[:, :, None] - np.log(total)[:, :, None]
         return np.where(known[:, None, :], gain, 0.0)
 
     def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:

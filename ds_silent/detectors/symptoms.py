@@ -2,7 +2,7 @@
 
 recent = Recent(ranks=4)
 recent.append(record, extras)                       # once per measured step
-recent.symptoms(rank=2, others=[0, 1, 3], since=21)  # medians over the steps since then
+recent.symptoms(rank=2, others=[0, 1, 3], since=21)  # medians over the steps since then; of directions also before
 """
 
 from __future__ import annotations
@@ -56,17 +56,19 @@ class Recent:
         peers = list(others)
         loss, loss_noise = _ratio(newer[:, _LOSS], rank, peers)
         norm, norm_noise = _ratio(newer[:, _NORM], rank, peers)
-        cosines = newer[:, _COSINE]
-        if self._pairs:
-            own, theirs = zip(*(_apart(row, rank) for row in cosines), strict=True)
-        else:
-            own, theirs = tuple(cosines[:, rank]), tuple(cosines[:, peers].flatten())
+        cosine, peers_cosine = self._directions(newer[:, _COSINE], rank, peers)
+        older = np.array([row[_COSINE] for step, row in self._steps if step < since]).reshape(-1, self._ranks)
+        past, past_peers = self._directions(older, rank, peers)
+        healthy = older if len(peers) == 1 else np.concatenate([older, newer[:, _COSINE]])  # of two, either is struck
+        noise = _cosine_noise(healthy, peers)
         counts = {index: _count(newer[:, index], rank, peers) for index in (_ROWS, _TOKENS, _MICRO)}
         return Symptoms(
             loss=loss,
             norm=norm,
-            cosine=_median(own),
-            peers_cosine=_median(theirs),
+            cosine=cosine,
+            peers_cosine=peers_cosine,
+            past_cosine=past,
+            past_peers_cosine=past_peers,
             rows=counts[_ROWS][0],
             peers_rows=counts[_ROWS][1],
             label_tokens=counts[_TOKENS][0],
@@ -76,7 +78,16 @@ class Recent:
             ranks=self._ranks,
             loss_noise=loss_noise,
             norm_noise=norm_noise,
+            cosine_noise=noise / math.sqrt(len(newer)),
         )
+
+    def _directions(self, cosines: Array, rank: int, others: list[int]) -> tuple[float | None, float | None]:
+        """Medians of (T, N) mean cosines: the rank's own with the others, and theirs with each other."""
+        if self._pairs:
+            apart = [_apart(row, rank) for row in cosines]
+            return _median([own for own, _ in apart]), _median([theirs for _, theirs in apart])
+        theirs = _median(cosines[:, others].flatten()) if len(others) > 1 else None  # of two ranks both are one number
+        return _median(cosines[:, rank]), theirs
 
     def state_dict(self) -> list[Any]:
         """JSON-able: None for what is no finite number."""
@@ -116,6 +127,17 @@ def _apart(means: Array, rank: int) -> tuple[float, float]:
     return own, float((known.sum() - 2.0 * own) / (count - 2))
 
 
+def _cosine_noise(cosines: Array, others: list[int]) -> float:
+    """Of (T, N) mean cosines, how far one of the others lies from the rest in one step; 0.0 where it is not known.
+
+    Of two ranks, whose cosine is one number: how far it lies from that of other steps.
+    """
+    compared = cosines[:, others] if len(others) > 1 else cosines[:, others].T
+    known = [values[np.isfinite(values)] for values in compared]
+    spreads = [float(row.std(ddof=1)) for row in known if len(row) > 1]
+    return float(np.median(spreads)) if spreads else 0.0
+
+
 def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, float]:
     """The rank over the others' median, and how far a healthy rank's log ratio is from 0 after as many steps."""
     ratios, spreads = [], []
@@ -138,6 +160,6 @@ def _count(values: Array, rank: int, others: list[int]) -> tuple[float | None, f
     return float(np.median(known[:, rank])), float(np.median(known[:, others]))
 
 
-def _median(values: Sequence[float]) -> float | None:
+def _median(values: Sequence[float] | Array) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return float(np.median(finite)) if finite else None

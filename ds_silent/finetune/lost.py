@@ -7,7 +7,7 @@ from __future__ import annotations
 
 _GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "remote process")
 _SILENT = ("timed out", "timeout", "no route to host", "network is unreachable")
-_TRANSPORT = ("gloo", "nccl", "hccl", "hcom", "c10d", "tcpstore", "socket")
+_TRANSPORT = ("gloo", "nccl", "hccl", "hcom", "c10d", "tcpstore", "socket", "pair closure")
 
 
 def lost_peers(error: BaseException) -> str | None:

@@ -21,8 +21,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 
 from ds_silent.finetune.settings import EXIT_USER_ERROR, UserError
+from ds_silent.ranks.communicator import timeout_of
 
 T = TypeVar("T")
 SECONDS_FOR_RANK_0 = 5.0  # a launcher needs at most one to end the others when rank 0 leaves
@@ -60,6 +62,9 @@ def join() -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     accelerator.set_device(local_rank)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    # DeepSpeed reduces gradients in a clone of this group, to which it gives no time-out: with gloo 30 minutes
+    everybody = list(range(dist.get_world_size()))
+    groups._WORLD_GROUP = dist.new_group(everybody, timeout=timeout_of(dist.distributed_c10d._get_default_group()))
     return Ranks(dist.get_rank(), local_rank, dist.get_world_size(), torch.device(accelerator.device_name(local_rank)))
 
 

@@ -36,6 +36,7 @@ from ds_silent.ranks.parts import Parts, parts_of
 from ds_silent.records import IntegrityStats
 from ds_silent.replicas.compare import Drift
 
+_FEW = 4  # steps whose micro-batches wait for their observations
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, and the frameworks do likewise
 
 
@@ -80,7 +81,7 @@ class Audit:
         self._named: Cause | None = None  # of an error that goes on, where ranks were named
         self._noted = False
         self._wanted = self._diagnosed = False
-        self._micro_batches: tuple[int, Tensor] | None = None
+        self._micro_batches: dict[int, Tensor] = {}  # by step, of the newest
         self._found: MicroBatches | None = None
 
     def step(
@@ -251,17 +252,19 @@ class Audit:
 
     def micro_batches(self, step: int, sketches: Tensor) -> None:
         """(N, A, L, m) float64 of ``step``, ahead of its observations."""
-        self._micro_batches = step, sketches
+        self._micro_batches[step] = sketches
+        for old in sorted(self._micro_batches)[:-_FEW]:
+            self._micro_batches.pop(old, None)
 
     def _diagnose(self, gathered: Gathered, check: AggregateCheck | None) -> MicroBatches | None:
         aggregate = gathered.layer_aggregate
         if check is None or not check.wrong or aggregate is None:
             self._wanted, self._diagnosed, self._found = False, False, None
             return None
-        if self._micro_batches is not None and self._micro_batches[0] == gathered.step and not self._diagnosed:
-            step, sketches = self._micro_batches
+        sketches = self._micro_batches.get(gathered.step)
+        if sketches is not None and not self._diagnosed:
             expected = sketches * self._arithmetic.total
-            self._found = explain_micro_batches(step, expected, aggregate, check.tolerance)
+            self._found = explain_micro_batches(gathered.step, expected, aggregate, check.tolerance)
             self._diagnosed = True
         self._wanted = self._layout.micro_batches > 0 and not self._diagnosed
         return self._found

@@ -7,7 +7,6 @@ published.early(arrived, closed=False)   # no collective: what is under way at a
 
 from __future__ import annotations
 
-from ds_silent.capture.conduct import Unlike
 from ds_silent.capture.step import StepCapture
 from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.observation import Gathered, on_any
@@ -59,9 +58,10 @@ class Published:
         if on_any(known.wishes.diagnose):
             self._once(self._capture.keep_micro_batches)
         unlike = self._conduct.agree(arrived, self._capture.group, self._capture.device, self._capture.together)
-        self._alone(self._tell_conduct, known, unlike)
+        self.recorder.unlike = unlike
         drift = self._replicas.localise(self._once) if self._replicas.differ(known) else None
         self._alone(self._write, arrived, drift)
+        self._alone(self._tell_conduct, known)  # behind the record: a callback may publish what is under way
         return on_any(known.wishes.stop)
 
     def early(self, arrived: Arrived, closed: bool) -> None:
@@ -91,8 +91,7 @@ class Published:
         """Write an event and tell the callbacks; on the writing rank."""
         self.recorder.report(event)
 
-    def _tell_conduct(self, known: Gathered, unlike: tuple[Unlike, ...]) -> None:
-        self.recorder.unlike = unlike
+    def _tell_conduct(self, known: Gathered) -> None:
         if self.recorder.writes:
             note = self._conduct.note(known, self._capture.shape.ranks)
             if note is not None:

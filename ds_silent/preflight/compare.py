@@ -34,6 +34,7 @@ from rich.text import Text
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.maths.fingerprint import Hash, hash_bytes, hash_text
 from ds_silent.measure.coverage import expected_coverage
+from ds_silent.preflight.short import short_numbers
 from ds_silent.ranks.parts import SHOWN_RANKS, Parts, outvoted, parts_of_numbers, ranks_of
 from ds_silent.ranks.together import Once, at_once
 from ds_silent.records import Event, EventKind, Severity
@@ -440,9 +441,10 @@ def _colliding(one: ItemOutcome) -> list[tuple[int, tuple[int, ...]]]:
 def _shown(one: ItemOutcome, index: int) -> str:
     """The value of one part; "one value" where no text travelled, or two parts show the same beginning."""
     known = len(one.parts) == 1 or (len(one.texts) > 1 and index < len(one.texts))  # else there is this rank's own
+    texts = short_numbers(one.texts)
     if not known or one.texts.count(one.texts[index]) > 1:
-        return f"{one.texts[index] if known else ''} [value {index + 1}]".strip()
-    return one.texts[index]
+        return f"{texts[index] if known else ''} [value {index + 1}]".strip()
+    return texts[index]
 
 
 def verdict(one: ItemOutcome) -> str:
@@ -479,7 +481,7 @@ def table(outcome: PreflightOutcome, full: bool = False) -> Table:
         listed = members if full else [one for one in members if not one.ok]
         for one in listed if full else listed[:MAX_ROWS]:
             style = "green" if one.ok else _STYLES[one.item.severity]
-            value = "…" if one.ok and not one.agrees else " | ".join(one.texts)
+            value = "…" if one.ok and not one.agrees else " | ".join(short_numbers(one.texts))
             drawn.add_row(Text(_plain(one.item.name)), Text(_plain(value)), Text(verdict(one), style=style))
         if not full and len(listed) > MAX_ROWS:
             drawn.add_row(group, f"{len(listed) - MAX_ROWS} more items", "not as expected, see preflight.json")

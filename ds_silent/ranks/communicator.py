@@ -36,7 +36,7 @@ def own_part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGrou
     if key not in _own:
         # no rank outside of the group needs to come, nor may it be waited for
         with _named(members):
-            _own[key] = dist.new_group(list(members), timeout=_timeout(group), use_local_synchronization=True)
+            _own[key] = dist.new_group(list(members), timeout=timeout_of(group), use_local_synchronization=True)
     return _own[key]
 
 
@@ -60,10 +60,12 @@ def _named(members: tuple[int, ...]) -> Iterator[None]:
         c10d._hash_ranks_to_str = original
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The training's own: what was given when its group was made, and not the default of new groups, which may be many
-    times longer. Nothing is given up earlier than the training would, and no rank waits longer here (torch 2.4 to
-    2.15)."""
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """What was given when a group was made, and not the default of new groups, which may be many times longer.
+
+    None where torch does not tell (known: 2.4 to 2.15). For a group of our own it is the training's: nothing is given
+    up earlier than the training would, and no rank waits longer here.
+    """
     try:
         backends: Any = [group._get_backend(torch.device(kind)) for kind in {one.type for one in _devices(group)}]
         longest: timedelta = max(backend.options._timeout for backend in backends)

@@ -16,6 +16,9 @@
 What breaks in both plays cannot keep its peers company: the training ends on this rank with a sentence. Its peers wait
 until its process ends (gloo: their collective raises; launchers end all) and no longer than the group's timeout. The
 same holds for a response (:meth:`Together.irrevocable`), which changes the training and cannot be played twice.
+
+A collective that has waited for the whole time-out ends the training on this rank with the transport's own error: the
+training's next one, which has the same time-out, would wait for the same peer as long once more.
 Only :class:`Exception` is caught: a KeyboardInterrupt or SystemExit goes its way.
 """
 
@@ -66,6 +69,20 @@ class _GroupBroke(Exception):
         self.error = error
 
 
+def _timed_out(error: Exception) -> bool:
+    """Whether a transport has waited in vain; gloo, NCCL and HCCL all raise a RuntimeError that says so in words."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+
+
+class _Play:
+    """Results of its calls of once, in order, and how many of them the play under way has come to."""
+
+    def __init__(self, call: Any = None):
+        self.call, self.place = call, 0
+        self.made: list[Any] = []
+
+
 class Together:
     """One rank's part; see the module docstring.
 
@@ -78,8 +95,7 @@ class Together:
         self.failure: Exception | None = None
         self.over = False
         self._group = group
-        self._made: list[Any] = []  # results of this play's calls of once, in order
-        self._place = 0
+        self._plays = [_Play()]  # the innermost last: a callback within one may close the observer, which plays too
         self._irrevocable = False
 
     def fail(self, error: Exception) -> None:
@@ -116,57 +132,70 @@ class Together:
 
         Raises:
             BrokeOff: it broke twice, or in what cannot be played twice.
+            RuntimeError: a collective's own, which has timed out.
         """
         try:
             if self.over:
                 return None
-            self._made, self._place = [], 0
+            self._plays.append(_Play(named))
             # in one statement: an act that has ended is never played again, with its calls forgotten
-            return (act(*arguments, **named), self._made.clear())[0]  # type: ignore[func-returns-value]
+            return (act(*arguments, **named), self._plays.pop())[0]
         except BrokeOff:
             raise
         except Exception as error:
             return self._again(error, act, arguments, named)
 
     def _again(self, error: Exception, act: Callable[..., _Result], arguments: Any, named: Any) -> _Result | None:
+        self._end_if_timed_out(error)
         self.fail(error)
-        self._place, self._irrevocable = 0, False
+        if self._plays[-1].call is not named:  # it broke before it had begun
+            self._plays.append(_Play(named))
+        self._plays[-1].place, self._irrevocable = 0, False
         try:
             return act(*arguments, **named)
         except BrokeOff:
             raise
         except _GroupBroke as broken:
+            self._end_if_timed_out(broken)
             self.over = True
             logger.warning("ds_silent: observation ends on this rank, the training goes on: %s", broken)
             return None
         except Exception as second:
             raise self._broke_off("what all ranks do together", second) from second
         finally:
-            self._made = []
+            self._plays.pop()
+
+    def _end_if_timed_out(self, error: Exception) -> None:
+        """Nothing of ours waits again, neither in a second play nor in the training's own next collective."""
+        if isinstance(error, _GroupBroke) and _timed_out(error.error):
+            self.failure, self.over = self.failure or error.error, True
+            raise error.error
 
     def once(self, function: Callable[[], _Result]) -> _Result:
         """Make a call that every rank makes, or remember what it gave when this act was played before."""
         if self._irrevocable:
             return function()
-        if self._place == len(self._made):
+        play = self._plays[-1]
+        if play.place == len(play.made):
             try:
-                self._made.append(function())
+                play.made.append(function())
             except BrokeOff:
                 raise
             except Exception as error:
                 raise _GroupBroke(error) from error
-        self._place += 1
-        result: _Result = self._made[self._place - 1]
+        play.place += 1
+        result: _Result = play.made[play.place - 1]
         return result
 
     def decided(self, function: Callable[[], _Result]) -> _Result:
         """The same for what communicates nothing and changes nothing: where it breaks, it is tried again."""
         if self._irrevocable:
             return function()
-        if self._place == len(self._made):
-            self._made.append(function())
-        self._place += 1
-        result: _Result = self._made[self._place - 1]
+        play = self._plays[-1]
+        if play.place == len(play.made):
+            play.made.append(function())
+        play.place += 1
+        result: _Result = play.made[play.place - 1]
         return result
 
     def irrevocable(self, what: str, function: Callable[[], _Result]) -> _Result:

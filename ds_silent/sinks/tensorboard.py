@@ -1,9 +1,12 @@
-"""TensorBoard: curves, the cosine matrix as an image, events as text, and a layout of the charts.
+"""TensorBoard: curves, the cosine matrix as an image, events as text and as a curve, and a layout of the charts.
 
     tensorboard --logdir runs/my-run/tensorboard      # the tab "Custom Scalars" shows the layout
 
 The step axis is the optimizer step. All scalars of a step are one protobuf event: ``add_scalar`` for each of the some
 forty curves of eight ranks would cost several times as much, in the training loop.
+
+No chart of TensorBoard's can hold text. So ``silent/events/{error,warning}`` count the events so far: where the
+staircase rises, the tab "Text" says why. A count that only grows is still seen where TensorBoard thins out its points.
 """
 
 from __future__ import annotations
@@ -15,35 +18,18 @@ from typing import TYPE_CHECKING, Any
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
+from ds_silent.sinks.chart_layout import Categories, categories, layout_of
 from ds_silent.sinks.drawn import is_drawn
 from ds_silent.sinks.files import make_directory
-from ds_silent.sinks.scalars import BANDS, Curves
+from ds_silent.sinks.scalars import Curves
 from ds_silent.sinks.written import MOST_RANKS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_PER_RANK = rf"silent/per_rank/{{}}/(rank_\d+|{'|'.join(BANDS)})$"
 FLUSH_SECONDS = 10  # what a killed run loses here at most; metrics.jsonl loses nothing
 
-LAYOUT: dict[str, dict[str, list[Any]]] = {
-    "Consistency": {
-        "loss dispersion": ["Multiline", [r"silent/loss/std$", r"silent/loss/range$"]],
-        "gradient-norm dispersion": ["Multiline", [r"silent/grad_norm/std$", r"silent/grad_norm/cv$"]],
-        "gradient direction (cosine)": ["Multiline", [r"silent/direction/(mean|min|max)_cosine$"]],
-    },
-    "Per rank": {
-        "loss": ["Multiline", [_PER_RANK.format("loss")]],
-        "gradient norm": ["Multiline", [_PER_RANK.format("grad_norm")]],
-        "cosine with the mean of the others": ["Multiline", [_PER_RANK.format("cosine")]],
-    },
-    "Health": {
-        "noise scale (samples)": ["Multiline", [r"silent/noise_scale$"]],
-        "norm of the aggregated gradient": ["Multiline", [r"silent/grad_norm/aggregated$"]],
-        "integrity of the aggregation": ["Multiline", [r"silent/integrity/(relative_error|rounding_bound)$"]],
-    },
-}
-"""Category → chart → the tags it shows, as regular expressions."""
+COUNTED = ("error", "warning")  # events of these have a curve beside the others
 
 
 class TensorBoardSink:
@@ -67,18 +53,26 @@ class TensorBoardSink:
         self._early_events: list[Event] = []
         self._curves = Curves()
         self._pictures = 0
+        self._charts: Categories | None = None  # those in the file
+        self._told = dict.fromkeys(COUNTED, 0)
+        self._step = 0  # of the newest record
 
     def write(self, record: StepRecord) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         writer = self._open(record.step)
-        summary = Summary()
-        for tag, value in self._curves.of(record):
-            summary.value.add(tag=tag, simple_value=value)
-        # SummaryWriter.file_writer is a public attribute and add_summary a public method of it (torch 2.4-2.13).
-        file_writer: Any = writer.file_writer
-        file_writer.add_summary(summary, record.step)
+        self._lay_out(writer, record.world_size)
+        self._step = record.step
+        _add_scalars(writer, [*self._curves.of(record), *self._counts()], record.step)
         self._draw(writer, record)
+
+    def _lay_out(self, writer: SummaryWriter, ranks: int) -> None:
+        """The charts for so many ranks, which the first record tells; elastic training may change them."""
+        charts = categories(ranks)
+        if charts != self._charts:
+            self._charts = charts
+            _add_layout(writer, ranks)
+
+    def _counts(self) -> list[tuple[str, float]]:
+        return [(f"silent/events/{severity}", float(count)) for severity, count in self._told.items()]
 
     def _draw(self, writer: SummaryWriter, record: StepRecord) -> None:
         """The matrix; of more ranks than have one, each rank's cosine with the others."""
@@ -102,11 +96,17 @@ class TensorBoardSink:
 
     def write_event(self, event: Event) -> None:
         self._curves.write_event(event)
+        if event.severity in self._told:
+            self._told[event.severity] += 1
         if self._writer is None and self._purge_step is None:
             # An event before the first record (preflight, step 0) must not decide what a resumed run purges.
             self._early_events.append(event)
         else:
-            self._add_text(self._open(event.step), event)
+            writer = self._open(event.step)
+            self._add_text(writer, event)
+            if event.severity in self._told and self._charts is not None:
+                # never behind what is drawn already: of an event about an earlier step the curve would go back
+                _add_scalars(writer, self._counts(), max(event.step, self._step))
 
     def flush(self) -> None:
         if self._writer is not None:
@@ -123,7 +123,6 @@ class TensorBoardSink:
         if self._writer is None:
             purge_step = first_step if self._purge_step is None else self._purge_step
             self._writer = self._writer_type(str(self._log_dir), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
-            self._writer.add_custom_scalars(LAYOUT)
             early, self._early_events = self._early_events, []
             for event in early:
                 self._add_text(self._writer, event)
@@ -149,6 +148,35 @@ def summary_writer_type() -> type[SummaryWriter]:
             'install "tensorboard" or set it to false'
         ) from None
     return SummaryWriter
+
+
+def _add_scalars(writer: SummaryWriter, scalars: list[tuple[str, float]], step: int) -> None:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    summary = Summary()
+    for tag, value in scalars:
+        summary.value.add(tag=tag, simple_value=value)
+    _add_summary(writer, summary, step)
+
+
+def _add_layout(writer: SummaryWriter, ranks: int) -> None:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG, create_summary_metadata
+
+    tensor = TensorProto(dtype="DT_STRING", string_val=[layout_of(ranks).SerializeToString()])
+    tensor.tensor_shape.SetInParent()
+    # Rebuilt by this process's messages: the plugin's may come from TensorFlow, where that is installed.
+    summary, described = Summary(), create_summary_metadata().SerializeToString()
+    value = summary.value.add(tag=CONFIG_SUMMARY_TAG, tensor=tensor)
+    value.metadata.ParseFromString(described)
+    _add_summary(writer, summary, None)
+
+
+def _add_summary(writer: SummaryWriter, summary: Any, step: int | None) -> None:
+    # SummaryWriter.file_writer is a public attribute and add_summary a public method of it (torch 2.4-2.13).
+    file_writer: Any = writer.file_writer
+    file_writer.add_summary(summary, step)
 
 
 def event_markdown(event: Event) -> str:

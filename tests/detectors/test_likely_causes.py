@@ -8,6 +8,7 @@ from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, in_word
 
 AGREE = {"cosine": 0.11, "peers_cosine": 0.10}
 APART = {"cosine": 0.01, "peers_cosine": 0.10}
+LOST = {"cosine": 0.01, "peers_cosine": 0.3}
 TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
 
 
@@ -37,6 +38,35 @@ TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
         ({"loss": 1.0, "norm": 1.9, **AGREE, "label_tokens": 45, "peers_label_tokens": 180}, "label-tokens-differ"),
         ({"loss": 4.0, "norm": 4.1, **AGREE, "label_tokens": 720, "peers_label_tokens": 180}, "token-weighting"),
         ({}, "other-data"),
+        # one rank's labels are shuffled: the loss far up, the norm by less or by nearly as much, the gradient elsewhere
+        ({"loss": 7.0, "norm": 4.0, **LOST}, "other-data"),
+        ({"loss": 7.0, "norm": 4.0, **LOST, "norm_noise": 0.33, "cosine_noise": 0.04}, "other-data"),
+        ({"loss": 4.0, "norm": 4.0, **LOST, "cosine_noise": 0.04, "ranks": 4}, "other-data"),
+        ({"loss": 7.0, "norm": 4.0}, "other-data"),  # the direction is not known: no factor explains both
+        ({"loss": 7.0, "norm": 4.0, "cosine": 0.001, "peers_cosine": 0.002}, "other-data"),
+        # the loss is multiplied: as far apart as the noise of one step makes them
+        ({"loss": 193.0, "norm": 120.0, **LOST, "norm_noise": 0.33, "cosine_noise": 0.1}, "loss-multiplied"),
+        ({"loss": 193.0, "norm": 120.0, **AGREE, "norm_noise": 0.33, "cosine_noise": 0.001}, "loss-multiplied"),
+        ({"loss": 550.0, "norm": 190.0, **AGREE}, "loss-multiplied"),
+        ({"loss": 7.0}, "loss-multiplied"),  # the norm is not known
+        ({"loss": 7.0, "norm": 1.0, **AGREE}, "loss-term"),  # a factor on the loss would be one on the norm
+        # of a shard of its own: it has always pointed elsewhere
+        (
+            {
+                "loss": 8.0,
+                "norm": 8.0,
+                "cosine": 0.1,
+                "peers_cosine": 0.3,
+                "past_cosine": 0.11,
+                "past_peers_cosine": 0.31,
+                "cosine_noise": 0.01,
+            },
+            "loss-multiplied",
+        ),
+        ({"loss": 1.0, "norm": 3.0, "cosine": 0.03, "past_cosine": 0.1, "cosine_noise": 0.03}, "gradient-scaled"),
+        # of two ranks there are no others: its own past is what it is measured by
+        ({"loss": 7.0, "norm": 6.0, "cosine": 0.01, "past_cosine": 0.3, "cosine_noise": 0.02}, "other-data"),
+        ({"loss": 7.0, "norm": 6.0, "cosine": 0.29, "past_cosine": 0.3, "cosine_noise": 0.02}, "loss-multiplied"),
     ],
 )
 def test_the_likelier_cause_comes_first(seen: dict[str, float], first: str) -> None:

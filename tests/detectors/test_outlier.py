@@ -11,6 +11,7 @@ import pytest
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.detectors.explained import Explained
+from ds_silent.detectors.likely_causes import Symptoms, either_in_words, likely_causes
 from ds_silent.detectors.sequential import CLIP
 from ds_silent.records import DirectionStats, Event, LossStats
 from tests.made_records import NOTHING, Run, ids, kinds, make
@@ -87,6 +88,28 @@ def test_of_two_ranks_none_is_blamed() -> None:
     assert event.ranks == (0, 1)
     assert "disagree" in event.message
     assert "nobody can say" in event.message
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_two_ranks_what_is_likely_is_told_for_each_being_the_wrong_one(seed: int) -> None:
+    """A norm of 3 against 1 is one that is multiplied, or one that is scaled down: the healthy one is not accused."""
+    run = Run(ranks=2, seed=seed)
+    run.steps(60)
+    _, event = run.until_event(60, scale=3.0, bad=1)
+    likely = event.message.split("Most likely, ")[1]
+    of_each = {int(part.split(" ")[2]): part for part in likely.rstrip(".").split("; ")}
+    assert set(of_each) == {0, 1}
+    assert of_each[0].startswith("if rank 0 is wrong: its gradient is clipped or scaled down before the reduction")
+    assert of_each[1].startswith("if rank 1 is wrong: its gradient is multiplied behind the loss")
+    assert "theirs" not in event.message
+    assert "each rank" in event.remedy
+    assert "this rank" not in event.remedy
+    assert "Look at clipping" in event.remedy or "; then clipping" in event.remedy
+
+
+def test_of_two_ranks_that_point_apart_one_cause_is_told_for_whichever_is_wrong() -> None:
+    told = either_in_words({0: likely_causes(Symptoms()), 1: likely_causes(Symptoms())})
+    assert told.startswith("Most likely, on whichever is wrong: its rows or labels are of another kind")
 
 
 def test_one_spike_is_no_alarm_and_blinds_nobody() -> None:

@@ -26,6 +26,10 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
             "(Timed out waiting 60000ms for recv operation to complete)",
         ),
         (
+            "Application timeout caused pair closure",  # gloo, of what waited beside the one that timed out
+            "nothing has come from another rank for as long as ranks wait (Application timeout caused pair closure)",
+        ),
+        (
             "NCCL error: remote process exited or there was a network error",
             "another rank is gone (NCCL error: remote process exited or there was a network error)",
         ),

@@ -117,6 +117,27 @@ def test_a_broken_process_group_ends_the_observation_and_not_the_training(caplog
     assert "observation ends on this rank, the training goes on: connection closed by peer" in caplog.text
 
 
+def test_who_has_waited_for_the_whole_time_out_does_not_wait_again() -> None:
+    for breaks_first in (False, True):
+        together, calls, told = Together(), [], RuntimeError("Timed out waiting 60000ms for recv operation")
+
+        def collective(calls: list[int] = calls, told: RuntimeError = told) -> None:
+            calls.append(1)
+            raise told
+
+        def act(together: Together = together, plays: Any = None, breaks: bool = breaks_first) -> None:
+            plays.append(1)
+            if breaks and len(plays) == 1:
+                raise ValueError("on this rank only")
+            together.once(collective)
+
+        with pytest.raises(RuntimeError) as raised:
+            together.play(act, plays=[])
+        assert raised.value is told
+        assert together.play(act) is None
+        assert calls == [1]
+
+
 LINES = sorted({line for *_, line in Together.play.__code__.co_lines() if line is not None})[1:]
 
 

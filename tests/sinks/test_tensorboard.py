@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from ds_silent.records import DirectionStats, LossStats
 from ds_silent.sinks.base import SinkError
+from ds_silent.sinks.chart_layout import Curves, Margins, categories
 from ds_silent.sinks.matrix_image import _note, blocks_of, matrix_image, oddest, ranks_image
 from ds_silent.sinks.scalars import MAX_RANKS_DRAWN
-from ds_silent.sinks.tensorboard import LAYOUT, TensorBoardSink, escaped
+from ds_silent.sinks.tensorboard import TensorBoardSink, escaped
 from tests.sinks.example_records import empty_record, event, full_record
 
 EXPECTED = {
@@ -32,6 +34,8 @@ EXPECTED = {
     "silent/direction/max_cosine": 0.091,
     "silent/direction/exact_check": 0.0015,
     "silent/noise_scale": 310.25,
+    "silent/events/error": 0.0,
+    "silent/events/warning": 0.0,
     "silent/coverage/duplicates": 3.0,
     "silent/coverage/seen": 0.25,
     "silent/coverage/repeated": 0.0625,
@@ -58,6 +62,17 @@ def read(directory: Path) -> EventAccumulator:
 
 def points(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in accumulator.Scalars(tag)]
+
+
+def layout_in(accumulator: EventAccumulator) -> layout_pb2.Layout:
+    """The newest: the one that TensorBoard shows."""
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(accumulator.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    return layout
+
+
+def matches(patterns: tuple[str, ...], tag: str) -> bool:
+    return any(re.match(pattern, tag) for pattern in patterns)
 
 
 def test_every_tag_and_every_value(tmp_path: Path) -> None:
@@ -97,8 +112,11 @@ def test_per_rank_curves_only_where_they_can_be_read(tmp_path: Path, ranks: int)
     expected = {f"silent/per_rank/{metric}/{curve}" for metric in metrics for curve in shown}
     assert {tag for tag in tags if tag.startswith("silent/per_rank/")} == expected
     assert "silent/loss/mean" in tags
-    charts = [chart for charts in LAYOUT.values() for chart in charts.values()]
-    assert all(any(re.match(pattern, tag) for _, patterns in charts for pattern in patterns) for tag in expected)
+    laid_out = categories(ranks)
+    charts = [*laid_out["Per rank"].values(), *laid_out.get("Ranks named", {}).values()]
+    matched = {tag for tag in expected for one in charts if isinstance(one, Curves) and matches(one.patterns, tag)}
+    within = {tag for one in charts if isinstance(one, Margins) for series in one.series for tag in series}
+    assert matched | within == expected
     if not every:
         bands = [points(accumulator, f"silent/per_rank/loss/{name}")[0][1] for name in shown]
         assert bands == pytest.approx([2.0, 2.2, 2.8, 3.4, 3.6], rel=1e-6)  # 2.0 + 0.1 * rank, of 17 ranks
@@ -141,16 +159,70 @@ def test_the_layout_opens_on_tags_that_exist(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.write(full_record(1))
     sink.close()
-    (written,) = read(tmp_path).Tensors("custom_scalars__config__")
-    layout = layout_pb2.Layout()
-    layout.ParseFromString(written.tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == list(LAYOUT) == ["Consistency", "Per rank", "Health"]
+    layout = layout_in(read(tmp_path))
+    assert [category.title for category in layout.category] == ["Consistency", "Per rank", "Health"]
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
-    assert len(charts) == 9
+    assert len(charts) == 10
     shown = {title: {tag for tag in EXPECTED if any(re.match(p, tag) for p in tags)} for title, tags in charts.items()}
     assert all(shown.values())
+    assert shown["events so far"] == {"silent/events/error", "silent/events/warning"}
     assert shown["gradient norm"] == {f"silent/per_rank/grad_norm/rank_{rank}" for rank in range(4)}
     assert shown["gradient direction (cosine)"] == {f"silent/direction/{m}_cosine" for m in ("mean", "min", "max")}
+
+
+def test_many_ranks_have_bands_that_tensorboard_draws_from_tags_of_one_length(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, resume_step=0)
+    sink.write_event(event(1, ranks=(5,)))  # an event that comes first does not decide the layout
+    for step in (1, 2, 3):
+        sink.write(full_record(step, ranks=1024, layers=(), cosine_matrix=None))
+    sink.close()
+    accumulator = read(tmp_path)
+    assert len(accumulator.Tensors("custom_scalars__config__")) == 1
+    categories_there = layout_in(accumulator).category
+    assert [category.title for category in categories_there] == ["Consistency", "Per rank", "Ranks named", "Health"]
+    charts, of_named = ({chart.title: chart for chart in category.chart} for category in categories_there[1:3])
+    assert len(charts) == len(of_named) == 3
+    for metric, title in (
+        ("loss", "loss"),
+        ("grad_norm", "gradient norm"),
+        ("cosine", "cosine with the mean of the others"),
+    ):
+        series = [(one.value, one.lower, one.upper) for one in charts[title].margin.series]
+        names = [tuple(tag.removeprefix(f"silent/per_rank/{metric}/") for tag in tags) for tags in series]
+        assert names == [("max", "min", "max"), ("median", "q10", "q90")]
+        assert len({value for value, _, _ in series}) == 2  # TensorBoard draws one band of each value's tag
+        for value, lower, upper in series:
+            curves = [points(accumulator, tag) for tag in (lower, value, upper)]
+            assert [[step for step, _ in curve] for curve in curves] == [[1, 2, 3]] * 3
+            assert curves[0][0][1] < curves[1][0][1] <= curves[2][0][1]
+        (pattern,) = of_named[title].multiline.tag
+        named = {tag for tag in accumulator.Tags()["scalars"] if re.match(pattern, tag)}
+        assert named == {f"silent/per_rank/{metric}/{curve}" for curve in ("rank_5", "median")}
+
+
+def test_another_number_of_ranks_has_its_own_layout(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for step, ranks in enumerate((4, 8, 32, 48, 16), start=1):
+        sink.write(full_record(step, ranks=ranks, layers=(), cosine_matrix=None))
+    sink.close()
+    accumulator = read(tmp_path)
+    assert len(accumulator.Tensors("custom_scalars__config__")) == 3
+    assert len(layout_in(accumulator).category[1].chart) == 3
+
+
+def test_events_rise_beside_the_curves(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write_event(event(0))  # before any record: counted, drawn with the first one
+    sink.write(full_record(1, cosine_matrix=None))
+    sink.write(full_record(2, cosine_matrix=None))
+    sink.write_event(replace(event(2), severity="warning"))
+    sink.write_event(replace(event(2), severity="info"))
+    sink.write(full_record(3, cosine_matrix=None))
+    sink.write_event(event(2))  # found late
+    sink.close()
+    accumulator = read(tmp_path)
+    assert points(accumulator, "silent/events/error") == [(1, 1), (2, 1), (2, 1), (3, 1), (3, 2)]
+    assert points(accumulator, "silent/events/warning") == [(1, 0), (2, 0), (2, 1), (3, 1), (3, 1)]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -1,0 +1,66 @@
+"""One rank against the others over steps with known directions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ds_silent.detectors.finding import Evidence
+from ds_silent.detectors.likely_causes import likely_causes
+from ds_silent.detectors.symptoms import Recent
+from tests.made_records import make
+
+
+def struck(ranks: int, *, cosine: float, loss: float, norm: float, pairs: bool = True) -> Recent:
+    """20 healthy steps and 2 in which the last rank's loss and norm are so many times theirs and its cosine is this."""
+    random, recent = np.random.default_rng(0), Recent(ranks)
+    for step in range(1, 23):
+        matrix = 0.3 + 0.02 * random.standard_normal((ranks, ranks))
+        matrix = (matrix + matrix.T) / 2
+        losses = 1.0 + 0.05 * random.standard_normal(ranks)
+        norms = np.exp(0.3 * random.standard_normal(ranks))
+        if step > 20:
+            matrix[-1], matrix[:, -1] = cosine, cosine
+            losses[-1] *= loss
+            norms[-1] *= norm
+        np.fill_diagonal(matrix, 1.0)
+        means = (matrix.sum(1) - 1.0) / (ranks - 1)
+        held = tuple(map(tuple, matrix.tolist())) if pairs else None
+        recent.append(make(step, losses, norms, means, matrix=held), Evidence())
+    return recent
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_directions_now_and_before(ranks: int) -> None:
+    seen = struck(ranks, cosine=0.01, loss=7.0, norm=4.0).symptoms(ranks - 1, range(ranks - 1), 21)
+    assert seen.cosine == pytest.approx(0.01)
+    assert seen.past_cosine == pytest.approx(0.3, abs=0.02)
+    assert (seen.peers_cosine is None) == (ranks == 2)
+    if ranks > 2:
+        assert seen.peers_cosine == pytest.approx(0.3, abs=0.02)
+        assert seen.past_peers_cosine == pytest.approx(0.3, abs=0.02)
+        assert 0.0 < seen.cosine_noise < 0.03 / math.sqrt(2)  # a mean over the others, in two steps
+    assert seen.usual_cosine == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 16])
+@pytest.mark.parametrize("norm", [4.0, 7.0])
+def test_shuffled_labels_are_data_and_a_multiplied_loss_is_code(ranks: int, norm: float) -> None:
+    shuffled = struck(ranks, cosine=0.01, loss=7.0, norm=norm).symptoms(ranks - 1, range(ranks - 1), 21)
+    assert likely_causes(shuffled)[0].name == "other-data"
+    multiplied = struck(ranks, cosine=0.29, loss=7.0, norm=7.0).symptoms(ranks - 1, range(ranks - 1), 21)
+    assert "multiplied" in likely_causes(multiplied)[0].text
+
+
+def test_without_pairs_the_directions_are_those_with_the_sum_of_the_others() -> None:
+    recent = struck(80, cosine=0.01, loss=7.0, norm=7.0, pairs=False)
+    seen = recent.symptoms(79, range(79), 21)
+    assert (seen.cosine, seen.past_cosine) == (pytest.approx(0.01), pytest.approx(0.3, abs=0.01))
+    assert likely_causes(seen)[0].name == "other-data"
+
+
+def test_a_fault_since_the_first_step_has_no_past() -> None:
+    seen = struck(4, cosine=0.01, loss=7.0, norm=4.0).symptoms(3, range(3), 1)
+    assert (seen.past_cosine, seen.past_peers_cosine) == (None, None)
