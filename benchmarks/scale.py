@@ -174,14 +174,14 @@ FAULTS = (
 
 
 def detection(
-    ranks: int, noise: float, dtype: torch.dtype, tokens: float, steps: int, chosen: list[str]
+    ranks: int, noise: float, dtype: torch.dtype, tokens: float, steps: int, chosen: list[str], size: int
 ) -> Iterator[tuple[str, ...]]:
     """Rows of the table."""
     for fault in (Fault(), *FAULTS):
         if chosen and not any(part in fault.name for part in chosen):
             continue
         with tempfile.TemporaryDirectory() as directory:
-            writer = Writer(ranks, Path(directory), dtype)
+            writer = Writer(ranks, Path(directory), dtype, size)
             simulated = SimulatedRanks(writer.layout, ranks, seed=1, noise=noise, tokens=tokens)
             found, early = None, 0
             for step in range(1, steps + 1):
@@ -224,26 +224,28 @@ def main(
     fault: Annotated[list[str] | None, typer.Option(help="only faults whose name contains this")] = None,
     limit: Annotated[int, typer.Option(min=STRUCK + 2, help="steps in which a fault must be found")] = 60,
     size: Annotated[
-        int, typer.Option(min=256, help="of the sketch, for healthy: drawing them is what takes long")
-    ] = 1024,
+        int | None,
+        typer.Option(min=256, help="of the sketch: drawing them takes long; default: 16384, for healthy 1024"),
+    ] = None,
 ) -> None:
     """Print the tables."""
     torch.set_num_threads(1)
+    of_detection = size or 16384
     if part == "healthy":
         table = Table(
-            title=f"What is told of healthy ranks, k = {size:,}, one false alarm in a million steps asked for"
+            title=f"What is told of healthy ranks, k = {size or 1024:,}, one false alarm in a million steps asked for"
         )
         for column in ("ranks", "steps", "told", "kinds"):
             table.add_column(column, justify="right")
         for count in ranks or [1024]:
-            table.add_row(*healthy(count, steps, size))
+            table.add_row(*healthy(count, steps, size or 1024))
         CONSOLE.print(table)
     if part in ("cost", "both"):
         table = Table(title="Cost of a measured step, 28 layers, k = 16,384, no row ids")
         for column in ("ranks", "sent", "received", "judging", "training thread", "line"):
             table.add_column(column, justify="right")
-        for count in ranks or [8, 64, 1024, 16384]:
-            table.add_row(*cost(count, steps))
+        for count in ranks or [8, 64, 1024, 16384, 65536]:
+            table.add_row(*cost(count, steps if count < 65536 else min(steps, 6)))
         CONSOLE.print(table)
     if part in ("detection", "both"):
         for count in ranks or [8, 64, 1024]:
@@ -255,7 +257,7 @@ def main(
                     )
                     for column in ("fault", "event", "steps later", "ranks named", "before it"):
                         table.add_column(column)
-                    for row in detection(count, noise, dtype, tokens, limit, fault or []):
+                    for row in detection(count, noise, dtype, tokens, limit, fault or [], of_detection):
                         table.add_row(*row)
                     CONSOLE.print(table)
 

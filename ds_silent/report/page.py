@@ -210,7 +210,7 @@ def _data(views: Sequence[View], parts: Sequence[RunPart], figures: list[dict[st
 def gist(message: str) -> str:
     """Its first sentence, and what it names as the likeliest cause."""
     first = _SENTENCE.split(message)[0]
-    _, found, rest = message[len(first) :].partition(" Most likely: ")  # before it may stand a number and its full stop
+    _, found, rest = message[len(first) :].partition(" Most likely")  # before it may stand a number and its full stop
     return f"{first}{found}{_SENTENCE.split(rest)[0]}"
 
 

@@ -124,4 +124,8 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
 def test_the_likeliest_cause_is_on_the_first_screen_also_behind_a_number() -> None:
     message = "The ranks disagree since step 21 at least. Cosine -0.054. Most likely: its rows. Else: its loss."
     assert gist(message) == "The ranks disagree since step 21 at least. Most likely: its rows."
+    either = (
+        "It is off. Cosine -0.5. Most likely, if rank 0 is wrong: its rows; if rank 1 is wrong: its loss. So it is."
+    )
+    assert gist(either) == "It is off. Most likely, if rank 0 is wrong: its rows; if rank 1 is wrong: its loss."
     assert gist("It is off. So it is.") == "It is off."
