@@ -27,6 +27,7 @@ class Tally:
     def __init__(self) -> None:
         self.steps = 0
         self._ranks = 0
+        self._unseen = {"reduction", "replicas"}  # what no record has said anything of
         self._run: Run | None = None  # only its events: a number for every step would be memory that grows
 
     @property
@@ -38,6 +39,11 @@ class Tally:
         """Count a measured step."""
         self.steps += 1
         self._ranks = record.world_size
+        seen = record.integrity
+        if seen.relative_error is not None:
+            self._unseen.discard("reduction")
+        if seen.replica_groups is not None or seen.replica_group_count is not None:
+            self._unseen.discard("replicas")
 
     def write_event(self, event: Event) -> None:
         """Take up an event."""
@@ -72,4 +78,7 @@ class Tally:
             verdict = verdict_of(self._run)
             if verdict.severity in ("error", "warning"):
                 return verdict.sentence
-        return "no fault was seen." if self.steps else "nothing was measured."
+        if not self.steps:
+            return "nothing was measured."
+        unseen = f"; not checked: {', '.join(sorted(self._unseen))}" if self._unseen else ""
+        return f"no fault was seen{unseen}."

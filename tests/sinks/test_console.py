@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
-from ds_silent.records import LossStats
+from ds_silent.records import IntegrityStats, LossStats
 from ds_silent.sinks.console import ConsoleSink, event_line, step_line, wrapped
 from tests.sinks.example_records import empty_record, event, full_record
 
@@ -210,6 +210,16 @@ def test_the_last_line_of_a_healthy_run(capsys: pytest.CaptureFixture[str]) -> N
     assert ended(sink, capsys) == [
         "[ds_silent engine-2] end  1 step measured; no events; verdict: no fault was seen. No records were written"
     ]
+
+
+def test_the_last_line_says_what_was_not_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(0, ends=True)
+    record = full_record(1)
+    sink.write(replace(record, integrity=replace(record.integrity, replica_groups=None)))
+    assert "verdict: no fault was seen; not checked: replicas. No records" in ended(sink, capsys)[0]
+    sink = ConsoleSink(0, ends=True)
+    sink.write(replace(record, integrity=IntegrityStats()))
+    assert "verdict: no fault was seen; not checked: reduction, replicas. No records" in ended(sink, capsys)[0]
 
 
 def test_a_run_without_a_step_ends_silently(capsys: pytest.CaptureFixture[str]) -> None:
