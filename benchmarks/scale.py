@@ -230,7 +230,6 @@ def main(
 ) -> None:
     """Print the tables."""
     torch.set_num_threads(1)
-    of_detection = size or 16384
     if part == "healthy":
         table = Table(
             title=f"What is told of healthy ranks, k = {size or 1024:,}, one false alarm in a million steps asked for"
@@ -257,7 +256,7 @@ def main(
                     )
                     for column in ("fault", "event", "steps later", "ranks named", "before it"):
                         table.add_column(column)
-                    for row in detection(count, noise, dtype, tokens, limit, fault or [], of_detection):
+                    for row in detection(count, noise, dtype, tokens, limit, fault or [], size or 16384):
                         table.add_row(*row)
                     CONSOLE.print(table)
 

@@ -145,6 +145,22 @@ def test_collectives_are_those_that_every_backend_has(tmp_path: Path) -> None:
     check_collectives(ranks, {"all_gather_into_tensor", "all_reduce", "all_to_all_single", "all_gather"})
 
 
+def observe_in_blocks(directory: str) -> list[Call]:
+    seen = record_collectives()
+    train(Case(stage=1, per_layer=False), Path(directory), 3, enabled=True, gather_limit=0)
+    return seen
+
+
+def test_in_blocks_only_the_first_ranks_of_blocks_pass_something_on(tmp_path: Path) -> None:
+    ranks = run_distributed(observe_in_blocks, 3, (str(tmp_path),))  # blocks (0, 1) and (2)
+    passed = [sum(name == "all_to_all_single" for name, _, _ in seen) for seen in ranks]
+    assert passed[0] == passed[2] > 0
+    assert passed[1] == 0
+    others = [[call for call in seen if call[0] != "all_to_all_single"] for seen in ranks]
+    check_collectives(others, {"all_gather_into_tensor", "all_reduce", "all_gather"})
+    assert all(dtype == "torch.float32" for name, dtype, _ in ranks[0] if name == "all_to_all_single")
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,8 @@ class Arrived:
     """A step's observations.
 
     Attributes:
-        known: what every rank has alike, of each rank; where ``extremes`` is set, the smallest and the largest of the
-            ranks' values instead, as if there were two ranks (:mod:`ds_silent.exchange.rows`).
+        known: what every rank has alike, of each rank; of very many the smallest and the largest of their values
+            instead, as if there were two ranks (:mod:`ds_silent.exchange.rows`).
         make: everything, with the sketches or their sums. None where this rank knows no more than ``known``.
     """
 

@@ -1,9 +1,9 @@
 """What each rank says of itself, its row, on the way to those who read it.
 
     rows = make_rows(layout, group, device)
-    rows.start(mine, failed, leaves, once)     # collectives; every rank calls it alike
-    rows.failed()                              # (N,) each rank's word, the same on every rank
-    rows.agreed()                              # what all ranks have alike; rows.all(): everybody's, or None
+    rows.start(mine, leaves, once)       # collectives; every rank calls it alike
+    rows.agreed()                        # what all ranks have alike
+    rows.all()                           # everybody's, where ``rows.brings_all``
 
 Up to :data:`ds_silent.exchange.layout.TIMES` gather limits one all-gather brings everybody's row to everybody. Of more
 ranks only the writing rank needs them: blocks of ranks gather theirs, and the first of each block passes them on to the
@@ -89,10 +89,12 @@ class ToWriter:
         self._width = width
         decide = [FIELDS.index(name) for name in DECIDE]
         replica = layout.scalars - sum(layout.scalar_parts[3:])  # where the first checksum's words begin
-        self._decide = torch.tensor([*decide, *range(replica, replica + WORDS * (layout.hashes > 0))], device=device)
+        self._columns = [*decide, *range(replica, replica + WORDS * (layout.hashes > 0))]
+        self._decide = torch.tensor(self._columns, device=device)  # the same, where the rows are
         self.extremes = torch.zeros(2 * len(self._decide), device=device)
         self._side = None if device.type == "cpu" else SideStream(device)
-        self._under_way: dict[str, dist.Work | None] = {}  # that reads buffers which are filled anew
+        self._gathered: dist.Work | None = None  # these read buffers that are filled anew
+        self._passed: dist.Work | None = None
         self._landing, self._extremes_landing = Landing(self.received), Landing(self.extremes)
 
     def start(self, mine: Tensor, leaves: bool, once: Once) -> None:
@@ -102,13 +104,13 @@ class ToWriter:
             self.extremes, self._of_block = torch.empty_like(self.extremes), torch.empty_like(self._of_block)
         self._extremes_landing.start(once(lambda: self._compare(mine)))
         gathered = once(lambda: all_gather(self._of_block, mine, group=self._block, async_op=True))
-        self._under_way = {"gathered": gathered}
+        self._gathered, self._passed = gathered, None
         if not self._leads or (leaves and self._side is None):
             return
         with self._beside():
             once(gathered.wait)
-            self._under_way["passed on"] = passed = once(self._pass_on)
-        self._landing.start(passed)
+            self._passed = once(self._pass_on)
+        self._landing.start(self._passed)
 
     def _pass_on(self) -> dist.Work | None:
         return dist.all_to_all_single(  # type: ignore[no-any-return]
@@ -122,22 +124,19 @@ class ToWriter:
 
     def passed_on(self) -> None:
         """Wait until this rank's part has gone to the writing rank; where no rank failed, which has come to take it."""
-        self._wait_for("passed on")
-
-    def _wait_for(self, what: str) -> None:
-        work = self._under_way.get(what)
-        if work is not None:
-            work.wait()
+        if self._passed is not None:
+            self._passed.wait()
 
     def _beside(self) -> AbstractContextManager[None]:
         return nullcontext() if self._side is None else self._side.working()
 
     def agreed(self) -> Tensor:
         """(2, width): the smallest and the largest of what is in :data:`DECIDE`, 0 elsewhere."""
-        self._wait_for("gathered")  # what it reads is filled anew next
+        if self._gathered is not None:
+            self._gathered.wait()
         negative, largest = self._extremes_landing.result().view(2, -1)
         both = torch.zeros(2, self._width)
-        both[:, self._decide.cpu()] = torch.stack((-negative, largest))
+        both[:, self._columns] = torch.stack((-negative, largest))
         return both
 
     @property
