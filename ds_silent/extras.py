@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from types import TracebackType
 
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -30,6 +31,14 @@ _NAMES = {"deepspeed": "DeepSpeed", "megatron.core": "megatron-core", "lightning
 
 class MissingExtra(ImportError):
     """A package is not installed; the message is one sentence that names the extra which brings it."""
+
+
+def version_of(package: str) -> str | None:
+    """Of an installed package; None without it, or where it is imported from a directory of sources."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def installed(package: str) -> bool:

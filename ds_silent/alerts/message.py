@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_silent.alerts.destination import Form
+from ds_silent.printable import one_line
 from ds_silent.ranks.parts import SHOWN_RANKS, listed, ranks_of
 from ds_silent.records import Event, Severity
 
@@ -130,11 +131,6 @@ def _teams(alert: Alert) -> dict[str, Any]:
     }
     attachment = {"contentType": "application/vnd.microsoft.card.adaptive", "contentUrl": None, "content": card}
     return {"type": "message", "attachments": [attachment]}
-
-
-def one_line(text: str) -> str:
-    """``text`` without what could begin a line or a header, or move a cursor."""
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _cut(text: str) -> str:

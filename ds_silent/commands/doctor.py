@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +32,8 @@ from rich.table import Table
 from ds_silent.commands.json_file import refuse_unwritable, write_json
 from ds_silent.commands.units import size_text
 from ds_silent.config import ConfigError
+from ds_silent.extras import version_of
+from ds_silent.printable import one_line
 
 State = Literal["ok", "doubtful", "missing"]
 CODES: Mapping[State, int] = {"ok": 0, "doubtful": 1, "missing": 2}
@@ -77,14 +78,6 @@ def run_program(command: Sequence[str], seconds: float = SECONDS) -> Answer:
     except (OSError, ValueError):
         return Answer(None)
     return Answer(done.returncode, done.stdout)
-
-
-def version_of(package: str) -> str | None:
-    """Of an installed package; None without it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -484,7 +477,7 @@ def environment(machine: Machine) -> Iterator[Row]:
 
 def shown(text: str) -> str:
     """One short line."""
-    line = " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
+    line = " ".join(one_line(str(text)).split())
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 

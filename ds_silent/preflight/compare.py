@@ -35,6 +35,7 @@ from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.maths.fingerprint import Hash, hash_bytes, hash_text
 from ds_silent.measure.coverage import expected_coverage
 from ds_silent.preflight.short import short_numbers
+from ds_silent.printable import one_line
 from ds_silent.ranks.parts import SHOWN_RANKS, Parts, outvoted, parts_of_numbers, ranks_of
 from ds_silent.ranks.together import Once, at_once
 from ds_silent.records import Event, EventKind, Severity
@@ -482,7 +483,7 @@ def table(outcome: PreflightOutcome, full: bool = False) -> Table:
         for one in listed if full else listed[:MAX_ROWS]:
             style = "green" if one.ok else _STYLES[one.item.severity]
             value = "…" if one.ok and not one.agrees else " | ".join(short_numbers(one.texts))
-            drawn.add_row(Text(_plain(one.item.name)), Text(_plain(value)), Text(verdict(one), style=style))
+            drawn.add_row(Text(one_line(one.item.name)), Text(one_line(value)), Text(verdict(one), style=style))
         if not full and len(listed) > MAX_ROWS:
             drawn.add_row(group, f"{len(listed) - MAX_ROWS} more items", "not as expected, see preflight.json")
     return drawn
@@ -520,8 +521,3 @@ def _item_json(one: ItemOutcome, world_size: int) -> dict[str, Any]:
     if ranks and not one.agrees:
         written["cut"] = {"groups": len(one.parts), "sizes": [len(part) for part in listed], "odd": len(one.odd)}
     return written
-
-
-def _plain(text: str) -> str:
-    """Without what could move a terminal's cursor: values come from configuration and environment."""
-    return "".join(character if character.isprintable() else " " for character in text)

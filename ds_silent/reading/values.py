@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ds_silent.printable import one_line
+
 MOST_STEP = 2**62
 """A step beyond it is no step."""
 MOST_RANKS = 1 << 20
@@ -32,7 +34,7 @@ def text(value: Any, longest: int = LONGEST_TEXT) -> str:
     if not isinstance(value, str):
         return ""
     cut = value if len(value) <= longest else f"{value[: longest - 1]}…"
-    return "".join(one if one.isprintable() else " " for one in cut)
+    return one_line(cut)
 
 
 def ranks(value: Any, most: int = MOST_RANKS) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from ds_silent.printable import one_line
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event, Scores, Severity, StepRecord
 from ds_silent.sinks.tally import Tally
@@ -77,7 +78,7 @@ class ConsoleSink:
     def close(self) -> None:
         if self._ends and self._tally.anything:
             self._ends = False
-            _print(f"{self._name} {_one_line(self._tally.line(self.directory))}")
+            _print(f"{self._name} {one_line(self._tally.line(self.directory))}")
         self.flush()
 
 
@@ -106,12 +107,12 @@ def event_line(event: Event) -> str:
         parts.append(ranks_of(event.ranks))
     if event.where:
         parts.append(f"at {event.where}")
-    return _one_line(f"{'  '.join(parts)}: {event.message} {event.remedy}".rstrip())
+    return one_line(f"{'  '.join(parts)}: {event.message} {event.remedy}".rstrip())
 
 
 def coloured(line: str, event: Event) -> str:
     """An :func:`event_line` with its severity and kind in colour; the sentence stays as readable as it was."""
-    said = f"{event.severity.upper()}  {_one_line(event.kind)}"
+    said = f"{event.severity.upper()}  {one_line(event.kind)}"
     return line.replace(said, f"{_COLOURS[event.severity]}{said}{_PLAIN}", 1)
 
 
@@ -146,11 +147,6 @@ def shows_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
 
 def _number(value: float | None) -> str:
     return "?" if value is None else f"{value:.3g}"
-
-
-def _one_line(text: str) -> str:
-    """``text`` without what could move a terminal's cursor: names of layers and files come from outside."""
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _print(line: str) -> None:

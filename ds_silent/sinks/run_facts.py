@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from importlib import metadata
 from typing import Any
 
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.extras import version_of
 
 VERSION = 1
 _PACKAGES = {"DeepSpeed": "deepspeed", "Megatron-core": "megatron-core"}
@@ -38,10 +38,10 @@ def run_text(
             block[key] = f"{len(held)} left out" if isinstance(held, list) else "left out"
     facts = {
         "version": VERSION,
-        "ds_silent": _version("ds_silent"),
+        "ds_silent": version_of("ds_silent"),
         "framework": framework,
-        "framework_version": _version(_PACKAGES.get(framework, "torch")),
-        "torch": _version("torch"),
+        "framework_version": version_of(_PACKAGES.get(framework, "torch")),
+        "torch": version_of("torch"),
         "world_size": ranks,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "training": dict(training),
@@ -49,11 +49,3 @@ def run_text(
         "block": block,
     }
     return json.dumps(facts, indent=1, default=str) + "\n"
-
-
-def _version(package: str) -> str | None:
-    """As it is installed; None where it is imported from a directory of sources."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

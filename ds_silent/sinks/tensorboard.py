@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_silent.printable import one_line
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
@@ -194,8 +195,8 @@ def event_markdown(event: Event) -> str:
 
 def escaped(text: str) -> str:
     """``text`` on one line, every ASCII punctuation mark as an HTML entity: inert in Markdown and in HTML."""
-    printable = "".join(character if character.isprintable() else " " for character in text)
-    return "".join(f"&#{ord(c)};" if c.isascii() and not c.isalnum() and c not in " ,.;:()" else c for c in printable)
+    inert = one_line(text)
+    return "".join(f"&#{ord(c)};" if c.isascii() and not c.isalnum() and c not in " ,.;:()" else c for c in inert)
 
 
 def _number(value: float | None) -> str:
