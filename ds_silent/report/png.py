@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import struct
-import zlib
+import io
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 _SIDES = 126  # shades on each side of nothing
 _NOT_A_NUMBER = 2 * _SIDES + 1
@@ -47,13 +47,8 @@ def _alpha(n: int) -> int:
 
 def _png(index: npt.NDArray[np.uint8], shades: list[tuple[int, int, int, int]]) -> bytes:
     rows, columns = index.shape
-    raw = np.concatenate((np.zeros((rows, 1), dtype=np.uint8), index), axis=1).tobytes()
-    head = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
-    colours = b"".join(bytes(shade[:3]) for shade in shades)
-    alphas = bytes(shade[3] for shade in shades)
-    parts = ((b"IHDR", head), (b"PLTE", colours), (b"tRNS", alphas), (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    image = Image.frombytes("P", (columns, rows), index.tobytes())
+    image.putpalette(b"".join(bytes(shade[:3]) for shade in shades))
+    held = io.BytesIO()
+    image.save(held, "PNG", transparency=bytes(shade[3] for shade in shades), bits=8, compress_level=9)
+    return held.getvalue()
