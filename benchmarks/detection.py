@@ -4,6 +4,8 @@
     python benchmarks/detection.py --part power --ranks 4    # one part, one world size
     python benchmarks/detection.py --part power --rate 1 --rate 1e-3     # a table for each stated rate
     python benchmarks/detection.py --part power --fault "gradients x 1.03" --limit 20000
+    python benchmarks/detection.py --part power --dealt unknown --warm-up 1000    # against each rank's own past
+    python benchmarks/detection.py --part own-shards --ranks 8 --walk 0.02        # ranks that are unlike each other
 
 A step is a bootstrap: every simulated worker draws one micro-batch of the pool (``gradient_pool.py``: real gradients
 of the warm embedded model, 4 rows each); loss, label tokens, norm and all inner products are the real ones. A fault
@@ -16,7 +18,11 @@ changes one worker's entries as it would change its gradient:
 
 "At least" is what any test with the same false alarms needs to first order (``bound.py``).
 
-Workers are unlike a cluster in two ways: their data are dealt perfectly at random, and the weights stand still.
+Workers are unlike a cluster in two ways: their data are dealt perfectly at random, and the weights stand still. With
+``--dealt unknown`` the detectors do not know the first of them.
+
+The ranks of the part ``own-shards`` are numbers: each has an offset of its own in loss, log norm and cosine, drawn from
+Student's t with 2 degrees of freedom, that walks at random by a share of the rank's own noise in every step.
 """
 
 from __future__ import annotations
@@ -27,8 +33,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
+import numpy as np
 import torch
 import typer
 from bound import fewest_steps
@@ -39,11 +46,10 @@ from rich.table import Table
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.maths import statistics
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Dealt, DirectionStats, Event, StepRecord
 
 SKETCH = 16_384
 CONSOLE = Console(width=110)
-WARM_UP = 100  # healthy steps before a fault
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,8 @@ HEALTHY = Fault("healthy")
 class Workers:
     """N simulated workers on the pool's gradients."""
 
-    def __init__(self, pool: Pool, ranks: int, seed: int, uneven: bool = False):
-        self._pool, self._ranks = pool, ranks
+    def __init__(self, pool: Pool, ranks: int, seed: int, uneven: bool = False, dealt: Dealt = "random"):
+        self._pool, self._ranks, self._dealt = pool, ranks, dealt
         self._generator = torch.Generator().manual_seed(seed)
         self._healthy = pool.of_kind(0)
         few = pool.tokens[self._healthy] <= pool.tokens[self._healthy].double().quantile(0.25)
@@ -110,7 +116,7 @@ class Workers:
             noise_scale=statistics.noise_scale(float(gram.diagonal().mean()), float(gram.mean()), ranks, 4.0),
             cosine_matrix=tuple(tuple(row) for row in cosines.tolist()),
         )
-        return record, Evidence(label_tokens=tuple(pool.tokens[chosen].tolist()))
+        return record, Evidence(label_tokens=tuple(pool.tokens[chosen].tolist()), dealt=self._dealt)
 
     def _draw(self, among: torch.Tensor, count: int) -> torch.Tensor:
         """Without replacement: the same micro-batch twice in a step would be a real duplicate."""
@@ -130,12 +136,47 @@ def false_alarms(pool: Pool, ranks: int, rate: float, steps: int, seed: int, une
     return found
 
 
-def delay(pool: Pool, warm: tuple[Workers, Judge], fault: Fault, limit: int) -> tuple[int | None, Event | None]:
+def own_shards(ranks: int, rate: float, steps: int, seed: int, walk: float) -> tuple[int, int]:
+    """Notes, and warnings and errors, of ranks that are unlike each other and change by themselves."""
+    random, judge = np.random.default_rng(seed), Judge(DetectorsConfig(false_alarms_per_million_steps=rate))
+    offsets = random.standard_t(2, (3, ranks)) * np.array([[0.3], [0.5], [0.02]])
+    noise = np.array([[0.2], [0.16], [0.03]]) * np.exp(0.3 * random.standard_normal((3, ranks)))
+    notes = alarms = 0
+    for step in range(1, steps + 1):
+        offsets += walk * noise * random.standard_normal((3, ranks))
+        drawn = offsets + noise * random.standard_normal((3, ranks))
+        losses, norms = 2.0 * np.exp(np.clip(drawn[0], -3.0, 3.0)), np.exp(drawn[1])
+        cosines = np.clip(0.1 + drawn[2], -1.0, 1.0)
+        record = StepRecord(
+            step=step,
+            samples=step * 4 * ranks,
+            epoch=None,
+            world_size=ranks,
+            loss=statistics.loss_stats(torch.from_numpy(losses)),
+            grad_norm=statistics.norm_stats(torch.from_numpy(norms), "exact", 1.0),
+            direction=DirectionStats("sketch", float(cosines.mean()), 0.0, per_rank=tuple(cosines.tolist())),
+        )
+        for event in judge.step(record, Evidence()):
+            alarms += event.severity != "info" and not event.message.startswith("Still")
+            notes += event.severity == "info"
+    return notes, alarms
+
+
+def report_own_shards(worlds: list[int], rate: float, steps: int, seed: int, walk: float) -> None:
+    for ranks in worlds:
+        notes, alarms = own_shards(ranks, rate, steps, seed, walk)
+        CONSOLE.print(
+            f"rows of their own, N = {ranks}, offsets that walk by {walk:g} of the noise in a step, {rate:g} "
+            f"per million stated: {alarms} warnings and errors, {notes} notes in {steps:,} steps"
+        )
+
+
+def delay(pool: Pool, warm: tuple[Workers, Judge, int], fault: Fault, limit: int) -> tuple[int | None, Event | None]:
     """Steps from a fault's first step to its event, counting that step; None when it took more than ``limit``."""
     workers, judge = warm[0].again(), copy.deepcopy(warm[1])  # every fault meets the same draws
     for step in range(1, limit + 1):
-        for event in judge.step(*workers.step(WARM_UP + step, fault)):
-            if event.kind == "outlier-rank":
+        for event in judge.step(*workers.step(warm[2] + step, fault)):
+            if event.kind == "outlier-rank" and not event.message.startswith("Ended"):
                 return step, event
     return None, None
 
@@ -176,7 +217,15 @@ def report_false_alarms(pool: Pool, worlds: list[int], rates: list[float], steps
 
 
 def report_power(
-    pool: Pool, worlds: list[int], faults: list[Fault], rate: float, trials: int, limit: int, seed: int
+    pool: Pool,
+    worlds: list[int],
+    faults: list[Fault],
+    rate: float,
+    trials: int,
+    limit: int,
+    seed: int,
+    dealt: Dealt,
+    warm_up: int,
 ) -> None:
     said = f"{rate:g} false alarms per million steps"
     table = Table(title=f"Steps until the event, median (10 %-90 %) of {trials} runs; {said} (seed {seed})")
@@ -188,11 +237,11 @@ def report_power(
     for ranks in worlds:
         warm = []
         for trial in range(trials):
-            workers = Workers(pool, ranks, seed + 1000 * trial + ranks)
+            workers = Workers(pool, ranks, seed + 1000 * trial + ranks, dealt=dealt)
             judge = Judge(DetectorsConfig(false_alarms_per_million_steps=rate))
-            for step in range(1, WARM_UP + 1):
+            for step in range(1, warm_up + 1):
                 judge.step(*workers.step(step, HEALTHY))
-            warm.append((workers, judge))
+            warm.append((workers, judge, warm_up))
         for fault in faults:
             results = [delay(pool, pair, fault, limit) for pair in warm]
             rows[fault.name].append(summary(results, ranks, limit))
@@ -222,7 +271,14 @@ def summary(results: list[tuple[int | None, Event | None]], ranks: int, limit: i
 
 def main(
     seed: Annotated[int, typer.Option(help="of the bootstrap and of the micro-batches")] = 0,
-    part: Annotated[str, typer.Option(help="false-alarms, power or all")] = "all",
+    part: Annotated[str, typer.Option(help="false-alarms, power, own-shards or all")] = "all",
+    dealt: Annotated[
+        str, typer.Option(help="what is known of the deal in the second table: random or unknown")
+    ] = "random",
+    warm_up: Annotated[int, typer.Option(help="healthy steps before a fault")] = 100,
+    walk: Annotated[
+        float, typer.Option(help="how far offsets move in a step of own-shards, in units of the noise")
+    ] = 0.02,
     ranks: Annotated[list[int] | None, typer.Option(help="workers; may be given several times")] = None,
     steps: Annotated[int, typer.Option(help="healthy steps per row of the first table")] = 20_000,
     rate: Annotated[
@@ -240,14 +296,21 @@ def main(
     ),
 ) -> None:
     """Detection delay and false alarms of the detectors on real gradients."""
-    if part not in ("false-alarms", "power", "all"):
-        raise typer.BadParameter(f"must be false-alarms, power or all, got {part!r}", param_hint="--part")
+    if part not in ("false-alarms", "power", "own-shards", "all"):
+        raise typer.BadParameter(f"must be false-alarms, power, own-shards or all, got {part!r}", param_hint="--part")
+    if dealt not in ("random", "unknown"):
+        raise typer.BadParameter(f"must be random or unknown, got {dealt!r}", param_hint="--dealt")
     unknown = set(fault or ()) - {known.name for known in FAULTS}
     if unknown:
         names = ", ".join(known.name for known in FAULTS)
         raise typer.BadParameter(f"must be among {names}; got {min(unknown)!r}", param_hint="--fault")
     torch.set_num_threads(1)
     started = time.perf_counter()
+    worlds = ranks or [4, 8, 64]
+    if part == "own-shards":
+        for one in rate or [1.0]:
+            report_own_shards(worlds, one, steps, seed, walk)
+        return
     cache.parent.mkdir(parents=True, exist_ok=True)
     pool = load_or_collect(cache, batches, noisy, seed)
     healthy = pool.of_kind(0)
@@ -256,12 +319,12 @@ def main(
         f"{pool.gram.diagonal()[healthy].sqrt().std() / pool.gram.diagonal()[healthy].sqrt().mean():.2f}, label tokens "
         f"{int(pool.tokens[healthy].min())}-{int(pool.tokens[healthy].max())}"
     )
-    worlds = ranks or [4, 8, 64]
     if part in ("false-alarms", "all"):
         report_false_alarms(pool, worlds, rate or [1.0, 1000.0], steps, seed)
     if part in ("power", "all"):
         for one in rate or [1.0]:
-            report_power(pool, worlds, [f for f in FAULTS if not fault or f.name in fault], one, trials, limit, seed)
+            faults = [f for f in FAULTS if not fault or f.name in fault]
+            report_power(pool, worlds, faults, one, trials, limit, seed, cast(Dealt, dealt), warm_up)
     CONSOLE.print(f"{time.perf_counter() - started:.0f} s")
 
 

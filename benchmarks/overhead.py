@@ -14,7 +14,7 @@ times of a shared machine say little; the ratios and their intervals are the res
 
 Wall time is the slowest rank's, by the typical step (``paired.shift``). CPU time is that of all threads of all ranks,
 by the mean of all steps, so that what happens at few steps only is in it. What rank 0 judges beside the training is
-waited for before the clock is read: a training that goes on meanwhile pays less.
+waited for before the clock is read: a training that goes on meanwhile pays less. Ctrl-C shows what is known by then.
 
 Beside ds_silent the two obvious ways are run: all-gathering the gradients for their pairwise cosines, and a norm
 with one host synchronisation per bucket in a gradient hook, as in the paper's released code.
@@ -27,6 +27,7 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -47,6 +48,7 @@ from obvious_ways import gathered_gradients, synchronised_norms
 from paired import Shift, mean_ratio, mixture, shift
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_silent
@@ -212,6 +214,7 @@ def worker(rank: int, settings: Settings) -> None:
     size = str(settings.ranks)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_SIZE=size)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reports
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # one rank's console is enough
     dist.init_process_group(
@@ -221,12 +224,14 @@ def worker(rank: int, settings: Settings) -> None:
         import deepspeed
 
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    bar = tqdm(total=settings.pairs, unit="cycle", desc="building the model", disable=rank != 0)
     engine = build(settings)
     tokens = torch.randint(0, 8192, (BATCH, settings.length), generator=torch.Generator().manual_seed(rank))
     for _ in range(3):
         step(engine, tokens)
     variants, extra = {}, {}
     for name in settings.variants:
+        bar.set_description(f"warming up: {name}")
         chosen = VARIANTS[name]
         variants[name] = chosen.other or observed(name, chosen.block or {})
         before = tensor_bytes()
@@ -234,20 +239,26 @@ def worker(rank: int, settings: Settings) -> None:
             with variants[name](engine, settings) as finish:
                 step(engine, tokens, finish)
         extra[name] = tensor_bytes() - before
-    pairs, plain_wall = measured(engine, tokens, settings, variants)
-    if rank == 0:
-        parameters = sum(p.numel() for p in engine.module.parameters())
-        kinds = {name: {kind: vars(own) for kind, own in kinds.items()} for name, kinds in pairs.items()}
-        result = {"pairs": kinds, "plain": plain_wall, "extra": extra, "parameters": parameters}
-        Path(settings.directory, "result.json").write_text(json.dumps(result))
+    parameters = sum(p.numel() for p in engine.module.parameters())
+    file, partial = (Path(settings.directory, name) for name in ("result.json", "partial.json"))
+    bar.set_description("measuring")
+    for pairs, plain_wall, floor in measured(engine, tokens, settings, variants):
+        if rank == 0:
+            kinds = {name: {kind: vars(own) for kind, own in kinds.items()} for name, kinds in pairs.items()}
+            result = {"pairs": kinds, "plain": plain_wall, "extra": extra, "parameters": parameters}
+            partial.write_text(json.dumps(result))
+            partial.replace(file)  # as a whole, whenever Ctrl-C comes
+            bar.set_postfix_str(f"noise floor ± {100 * floor.half_width:.2f} %", refresh=False)
+            bar.update()
+    bar.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measured(
     engine: Any, tokens: torch.Tensor, settings: Settings, variants: dict[str, Callable[..., Any]]
-) -> tuple[dict[str, dict[str, Pairs]], list[float]]:
-    """Cycles of plain, variant, plain, variant, ..., plain until the noise floor is known well enough."""
+) -> Iterator[tuple[dict[str, dict[str, Pairs]], list[float], Shift]]:
+    """Cycles of plain, variant, plain, variant, ..., plain until the noise floor is known well enough; all so far."""
     pairs = {name: {"measured": Pairs(), "not measured": Pairs()} for name in variants}
     plain_wall: list[float] = []
     order, drawn = list(variants), random.Random(0)  # the same on every rank
@@ -274,7 +285,7 @@ def measured(
         word = torch.tensor([int(done)], dtype=torch.int32)
         dist.broadcast(word, src=0)  # the clocks differ
         enough = bool(word.item())
-    return pairs, plain_wall
+        yield pairs, plain_wall, floor
 
 
 def added(kinds: dict[str, dict[str, list[float]]], interval: int) -> tuple[Shift, Shift]:
@@ -338,6 +349,19 @@ def chosen_variants(ranks: int, parts: list[str], everything: bool, framework: s
     return (FLOOR, *possible)
 
 
+def ended(settings: Settings) -> bool:
+    """Start the ranks and wait for their end; False where Ctrl-C came before it."""
+    try:
+        started = multiprocessing.spawn(worker, args=(settings,), nprocs=settings.ranks, join=False)
+        while not started.join():
+            pass
+    except KeyboardInterrupt:
+        for process in multiprocessing.active_children():
+            process.kill()
+        return False
+    return True
+
+
 def main(
     ranks: Annotated[int, typer.Option(min=2, help="gloo ranks, one thread each")] = 2,
     framework: Annotated[str, typer.Option(help="deepspeed, ddp or fsdp2")] = "deepspeed",
@@ -355,16 +379,21 @@ def main(
     """Measure the added time of each variant against plain training."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["OMP_NUM_THREADS"] = "1"
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: a log needs fewer lines
     if framework not in FRAMEWORKS:
-        typer.echo(f"--framework must be one of {', '.join(FRAMEWORKS)}, got {framework!a}", err=True)
-        raise typer.Exit(2)
+        raise typer.BadParameter(f"--framework must be one of {', '.join(FRAMEWORKS)}, got {framework!a}")
     variants = chosen_variants(ranks, variant or [], everything, framework)
     with tempfile.TemporaryDirectory() as directory:
         settings = Settings(
             ranks, stage, dtype, length, directory, variants, pairs, 60 * minutes, precision / 100, framework
         )
-        multiprocessing.spawn(worker, args=(settings,), nprocs=ranks)
-        report(settings, json.loads(Path(directory, "result.json").read_text()))
+        whole, result = ended(settings), Path(directory, "result.json")
+        if result.exists():
+            report(settings, json.loads(result.read_text()))
+        if not whole:
+            typer.echo(f"Interrupted: {'that' if result.exists() else 'nothing'} is what is known.", err=True)
+            raise typer.Exit(130)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ does need one and does not find it says in one sentence which extra to install.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
+
+from ds_silent.frameworks.patches import Patches
 
 if TYPE_CHECKING:
     from ds_silent.attaching import observer_of
@@ -65,6 +68,18 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
+
+def _when_deepspeed_is_there(_: object) -> None:
+    try:
+        from ds_silent.frameworks.deepspeed.unread import say_if_a_block_is_not_read
+
+        say_if_a_block_is_not_read()
+    except Exception as error:  # it is only for a sentence
+        logging.getLogger("ds_silent").debug("ds_silent: blocks of ds_configs are not looked for: %s", error)
+
+
+Patches().after_import("deepspeed", _when_deepspeed_is_there)
 
 
 def __dir__() -> list[str]:

@@ -23,23 +23,27 @@ from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
 
 from ds_silent.alerts.sink import refuse_unusable_alerts
-from ds_silent.capture.data_facts import data_facts
+from ds_silent.capture.data_facts import data_facts, deal_item, deal_of, dealt_by_all
 from ds_silent.capture.step import StepCapture
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse, shown
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, WriterError, parse, shown
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.base import Framework
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config, name_of
+from ds_silent.frameworks.recognised import is_fsdp1
 from ds_silent.frameworks.refusals import refuse_metrics_without_library, refuse_too_many_ranks
 from ds_silent.maths.fingerprint import Hash
-from ds_silent.observer import Observer
+from ds_silent.observer import IdleObserver, Observer
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.inventory import Training, local_items, sampler_facts
 from ds_silent.ranks import start
 from ds_silent.ranks.parts import listed
 from ds_silent.ranks.places import SHOWN_HOSTS, PlaceBoard, Places, read_groups
+from ds_silent.records import DataDealt, declared, to_json
+from ds_silent.respond.stop import end_by_event
 from ds_silent.sinks import SinkError
 from ds_silent.sinks.monitor import MonitorWrite
 from ds_silent.sinks.run_directory import RunDirectory
@@ -108,7 +112,7 @@ def observe(
     places = _places_of(board, config) if dist.get_rank(group) == 0 else None  # all have left theirs before they agreed
     home = RunDirectory.open(config, capture.group, capture.device, subject.monitor_write)
     board.forget()  # rank 0 has read them before it opened the directory, for which all have waited
-    observer = Observer(capture, config, home)
+    observer = Observer(capture, config, home, start.first_step(capture))
     if home.sinks is not None and places is not None:
         observer.place(places)
     subject.held.__dict__[_ATTRIBUTE] = observer
@@ -118,18 +122,26 @@ def observe(
     if home.sinks is not None:
         steps = "every step" if config.interval == 1 else f"every {config.interval} steps"
         # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
-        logger.warning("ds_silent: observing %d ranks, %s; records in %s", ranks, steps, home.says())
+        whom = f"{ranks} ranks" if ranks > 1 else "1 rank, which there is nothing to compare with"
+        logger.warning("ds_silent: observing %s, %s; records in %s", whom, steps, home.says())
         _write_facts(subject, config, capture, ranks, home)
+    capture.loaders.given = subject.loader
     known = data_facts(subject.loader, ranks)
     observer.samples_per_epoch, observer.shuffles = known.rows, known.shuffles
     if config.preflight:
+        deal = deal_of(subject.loader, ranks)
         items = local_items(subject.training(), sampler_facts(subject.loader), subject.before, ranks)
+        items.append(deal_item(deal))
         outcome = preflight.compare(items, capture.group, capture.device)
         capture.conduct.told_before(outcome)
         if home.sinks is not None:
-            _publish_preflight(outcome, observer, home)
+            data = declared(config.detectors.dealt) or dealt_by_all(outcome, deal)
+            _publish_preflight(outcome, data, observer, home)
     if unlike is not None:
         observer.stand_down(unlike)
+        if config.detectors.stop_on != "never":
+            observer.close()
+            raise end_by_event(unlike if home.sinks is not None else None, config.detectors.stop_on)
     return observer
 
 
@@ -149,6 +161,36 @@ def given_block(config: Given, called: str = "config") -> SilentConsistencyConfi
         return config
     held = {} if config is None else load_ds_config(config, called)
     return parse(held if BLOCK in held else {BLOCK: held}, name_of(config, called))
+
+
+def is_alone(training: Any) -> bool:
+    """Whether the only process trains it, as a plain module: no framework has wrapped it, and no other rank waits."""
+    first = training[0] if isinstance(training, (list, tuple)) and training else training
+    return isinstance(first, nn.Module) and not is_fsdp1(first) and start.alone()
+
+
+def idle_observer(config: Given) -> Observer | None:
+    """What a script that runs as one process gets: it does nothing, and one sentence says why.
+
+    Raises:
+        ConfigError: the block is wrong, see :func:`given_block`.
+    """
+    with told_in_a_sentence():
+        block = given_block(config)
+    if block is None:
+        return None
+    say_alone("your launcher with two processes or more")
+    _observed.append("training")  # it is said already why nothing is observed
+    return IdleObserver(block.output_dir)
+
+
+def say_alone(launchers: str) -> None:
+    """The sentence for a training that one process runs."""
+    logger.warning(
+        "ds_silent: one process trains this model, so there is nothing to compare and nothing is observed; start it "
+        "with %s",
+        launchers,
+    )
 
 
 def anything_observed() -> bool:
@@ -175,12 +217,15 @@ def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigErro
         subject.refuse(config)
         if subject.group is not None:
             refuse_too_many_ranks(config, dist.get_world_size(subject.group))
+    except ConfigError as error:
+        return error
+    try:
         if subject.group is not None and dist.get_rank(subject.group) == 0:
             read_groups(config.places)
             refuse_unusable_alerts(config.alerts)
             refuse_metrics_without_library(config)
     except ConfigError as error:
-        return error
+        return WriterError(str(error))
     return None
 
 
@@ -219,12 +264,16 @@ def _write_facts(
     home.write_file("run.json", text)
 
 
-def _publish_preflight(outcome: preflight.PreflightOutcome, observer: Observer, home: RunDirectory) -> None:
+def _publish_preflight(
+    outcome: preflight.PreflightOutcome, data: DataDealt, observer: Observer, home: RunDirectory
+) -> None:
     console = Console(stderr=True)  # colours on a terminal only, and none with NO_COLOR
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log has no edge
     console.print(preflight.table(outcome))
-    home.write_file("preflight.json", json.dumps(preflight.to_json(outcome), indent=1) + "\n")
+    console.print(f"data: {data.sentence}", markup=False, highlight=False)
+    written = preflight.to_json(outcome) | {"data": to_json(data)}
+    home.write_file("preflight.json", json.dumps(written, indent=1) + "\n")
     for event in preflight.events_of(outcome):
         observer.report(event)
 

@@ -6,7 +6,7 @@
     ds-silent doctor --output-dir runs/my-run
     ds-silent watch runs/my-run
     ds-silent schema block
-    ds-silent report runs/my-run -o report.html
+    ds-silent report runs/my-run
 
 A mistake is one sentence on standard error and exit status 2.
 """
@@ -325,7 +325,10 @@ def report(
         list[str],
         typer.Argument(help="Directories of records (output_dir), or of several runs; side by side.", metavar="RUN..."),
     ],
-    output: Annotated[str, typer.Option("--output", "-o", help="Where the page goes.", metavar="FILE")] = "report.html",
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", help="Where the page goes; else report.html beside the run.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Write one HTML page of a run: who, where, since when - and what was not checked.
 

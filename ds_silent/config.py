@@ -38,6 +38,10 @@ class ConfigError(ValueError):
     """The configuration is wrong; the message is one sentence for the person who wrote it."""
 
 
+class WriterError(ConfigError):
+    """What only the rank that writes looks at is wrong: the ranks do not differ in it."""
+
+
 def _is(must: str, default: Any, **bounds: Any) -> Any:
     """A strict field (``true`` is no number, ``"1"`` neither) that knows the sentence for a value it refuses."""
     return Field(default, strict=True, json_schema_extra={"must": must}, **bounds)
@@ -47,6 +51,10 @@ def _whole(default: int, low: int, high: int | None = None) -> Any:
     upper = "" if high is None else f" and at most {high}"
     bounds = {"ge": low, "le": LARGEST if high is None else high}
     return _is(f"be a whole number, at least {low}{upper}", default, **bounds)
+
+
+def _share(default: float) -> Any:
+    return _is("be a number, at least 0 and at most 1000", default, ge=0, le=1000, allow_inf_nan=False)
 
 
 def _switch(default: bool) -> Any:
@@ -107,8 +115,35 @@ class DetectorsConfig(_Block):
     )
     """The stated rate of false alarms, from which every threshold follows."""
 
+    dealt: Literal["random", "own-shard"] | None = Field(
+        default=None, json_schema_extra={"must": 'be null, "random" or "own-shard"'}
+    )
+    """How rows come to ranks, where neither sampler nor rows say it. With ``random`` ranks are compared directly."""
+
     stop_on: Literal["never", "error", "warning"] = _choice("never", "error", "warning")
     """End the training on all ranks, with exit status 3, after an event of this severity or worse."""
+
+
+class EffectsConfig(_Block):
+    """How large a difference between ranks must be; below, a finding is a note."""
+
+    loss: float = _share(0.05)
+    """Relative difference of a rank's loss from the others', where rows are dealt at random."""
+
+    gradient_norm: float = _share(0.05)
+    """Relative difference of a rank's gradient norm from the others', where rows are dealt at random."""
+
+    direction: float = _share(0.02)
+    """Difference of a rank's cosine from the others' cosines."""
+
+    layer: float = _share(0.1)
+    """Relative difference of one layer's gradient norm on a rank from the others', where rows are dealt at random."""
+
+    changed_norm: float = _share(0.25)
+    """Relative change of a rank's gradient norm beside a loss as before, where each rank may have rows of its own."""
+
+    changed_loss: float = _share(1.0)
+    """How far a loss is above the highest of the run (1.0: twice), where each rank may have rows of its own."""
 
 
 class IntegrityConfig(_Block):
@@ -214,6 +249,7 @@ class SilentConsistencyConfig(_Block):
     """Before step 1: do the ranks agree on what must agree?"""
 
     detectors: DetectorsConfig = Field(default_factory=DetectorsConfig)
+    effects: EffectsConfig = Field(default_factory=EffectsConfig)
     integrity: IntegrityConfig = Field(default_factory=IntegrityConfig)
     respond: RespondConfig = Field(default_factory=RespondConfig)
     resync: ResyncConfig = Field(default_factory=ResyncConfig)

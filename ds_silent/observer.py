@@ -31,10 +31,13 @@ logger = logging.getLogger("ds_silent")
 class Observer:
     """Watches one training. Made by :func:`ds_silent.initialize` or :func:`ds_silent.attach`, on every rank."""
 
-    def __init__(self, capture: StepCapture, config: SilentConsistencyConfig, home: RunDirectory):
+    def __init__(
+        self, capture: StepCapture, config: SilentConsistencyConfig, home: RunDirectory, first: int | None = None
+    ):
+        """``first``: the step of rank 0, by which all begin to count."""
         self._capture, self._home = capture, home
         self._together = capture.together
-        self._steps = Steps(capture, config, home, self.close)
+        self._steps = Steps(capture, config, home, self.close, first)
         self._published, self._replicas = self._steps.published, self._steps.replicas
         self._closed = False
         capture.connect(self._steps, self)
@@ -179,6 +182,59 @@ class Observer:
         if self._published.recorder.writes:
             logger.warning("ds_silent: %s", event.message)
             self.report(event)
+
+
+class IdleObserver(Observer):
+    """What a script calls where there is nothing to observe, so that the same lines run in one process.
+
+    Args:
+        output_dir: that of the block, in which nothing is written.
+    """
+
+    samples_per_epoch: int | None = None
+    shuffles: bool | None = None
+    output_dir = ""
+    last_record = None
+    closed = False
+
+    def __init__(self, output_dir: str):
+        self.output_dir = output_dir
+
+    def measures(self, step: int) -> bool:
+        return False
+
+    def observe_batch(self, sample_ids: Any) -> None:
+        as_ids(sample_ids)
+
+    def on_event(self, function: Callable[[Event], None]) -> None:
+        pass
+
+    def report(self, event: Event) -> None:
+        pass
+
+    def place(self, places: Places) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def before_checkpoint(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def forked(self) -> None:
+        self.closed = True
+
+    def stand_down(self, event: Event) -> None:
+        pass
 
 
 def _leave_to_the_parent(reference: weakref.ref[Observer]) -> None:

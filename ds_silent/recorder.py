@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from ds_silent.capture.conduct import Unlike
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors.linked import ELSEWHERE
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
 from ds_silent.measure.evidence import Told
@@ -24,7 +25,7 @@ from ds_silent.measure.reduction import Audit
 from ds_silent.measure.rows import RowTracker, testimony
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.ranks.places import Places
-from ds_silent.records import Event, Repair, Severity, StepRecord
+from ds_silent.records import Dealt, Event, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
 from ds_silent.sinks import Sink
@@ -51,8 +52,10 @@ def make_recorder(
     """
     if sinks is None or config is None or audit is None or layout is None:
         return NullRecorder()
-    judge = Judge(config.detectors, config.interval, words, alike) if config.detectors.enabled else None
-    return WritingRecorder(sinks, judge, audit, layout, members, config.detectors.stop_on, alike)
+    judge = Judge(config.detectors, config.interval, words, alike, config.effects) if config.detectors.enabled else None
+    return WritingRecorder(
+        sinks, judge, audit, layout, members, config.detectors.stop_on, alike, config.detectors.dealt
+    )
 
 
 class Recorder(Protocol):
@@ -130,6 +133,7 @@ class WritingRecorder:
         members: Sequence[int],
         stop_on: str,
         alike: bool = True,
+        dealt: Dealt | None = None,
     ):
         self.last_record: StepRecord | None = None
         self.ends: Event | None = None
@@ -138,6 +142,7 @@ class WritingRecorder:
         self._layout, self._members, self._stop_on = layout, tuple(members), stop_on
         self._alike = alike
         self._tracker = RowTracker()
+        self._tracker.deal.declared = declared(dealt)
         self._listeners: list[Callable[[Event], None]] = []
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
         self.unlike: tuple[Unlike, ...] = ()
@@ -164,7 +169,8 @@ class WritingRecorder:
         coverage, evidence = testimony(gathered, self._tracker, context)
         stats, seen = self._audit.step(gathered, drift, told)
         evidence = dataclasses.replace(evidence, reduction=seen, unlike=self.unlike)
-        self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats)
+        data = self._tracker.deal.newest
+        self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats, data=data)
         self._sink.write(self.last_record)
         if self._ranks_before is not None:
             self.report(ranks_changed(record.step, self._ranks_before, len(self._members)))
@@ -208,7 +214,8 @@ class WritingRecorder:
         event = event if self.places is None else self.places.told(event)
         if event.severity in _ENDS[self._stop_on]:
             self.ends = event
-        if event.step == 0 and self._judge is not None:  # the preflight's
+        others = event.step == 0 or (event.severity == "error" and event.where in ELSEWHERE)
+        if others and self._judge is not None:  # of the preflight, of a resume
             self._judge.told(event)
         self._sink.write_event(event)
         for listener in self._listeners:

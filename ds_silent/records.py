@@ -23,13 +23,25 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 FORMAT = 1
 """Of the lines of metrics.jsonl and events.jsonl. Keys and kinds are added to it; one that would be read wrongly by a
 reader of this version, because it means something else now, would make it 2 and stand in the line."""
+
+
+def newer_version(line: Mapping[str, Any]) -> int | None:
+    """The version of a line that this one would read wrongly; None where it reads it."""
+    version = line.get("version")
+    return version if type(version) is int and version > FORMAT else None
+
+
 Method = Literal["exact", "sketch"]
 Severity = Literal["info", "warning", "error"]
+Dealt = Literal["random", "own-shard", "unknown"]
+"""How the rows come to the ranks: dealt to all at random and anew, to each its own again and again, or nobody knows."""
 RepairMethod = Literal["retry", "majority", "mean", "dynamic"]
 EventKind = Literal[
     "initial-weights-mismatch",
     "seed-mismatch",
+    "same-draws",
     "config-mismatch",
+    "objective-mismatch",
     "duplicate-data",
     "data-order-mismatch",
     "low-coverage",
@@ -40,6 +52,7 @@ EventKind = Literal[
     "zero-gradient",
     "unreduced-gradient",
     "aggregation-error",
+    "update-mismatch",
     "gradient-changed",
     "replica-drift",
     "drift",
@@ -154,6 +167,21 @@ class IntegrityStats:
 
 
 @dataclass(frozen=True)
+class ObjectiveStats:
+    """How much the labels of a step count in the mean of the ranks' losses, from the graph that backward begins with.
+
+    ``weight_sum`` is 1 for a mean over the labels, whatever their number. All are None where ``known`` is not true: on
+    some rank nobody can read it, as in a fused or a compiled loss.
+    """
+
+    weight_sum: float | None = None  # of all labels of all ranks
+    weight_min: float | None = None  # of one label
+    weight_max: float | None = None
+    labels: int | None = None
+    known: bool | None = None  # None: nobody has looked
+
+
+@dataclass(frozen=True)
 class Seconds:
     """Wall time on the writing rank: of the whole optimizer step, and of the observer's part of it."""
 
@@ -173,11 +201,37 @@ class LayerStats:
 
 
 @dataclass(frozen=True)
+class DataDealt:
+    """How the rows come to the ranks, and by what that is known: ``data`` of ``run.json``."""
+
+    dealt: Dealt = "unknown"
+    by: str = "no step was measured"
+
+    @property
+    def sentence(self) -> str:
+        """For people, without a full stop."""
+        return f"{_DEALT.get(self.dealt, self.dealt)} ({self.by})"
+
+
+def declared(dealt: Dealt | None) -> DataDealt | None:
+    """Return what the block says of the deal; None where it says nothing."""
+    return None if dealt is None else DataDealt(dealt, "detectors.dealt of the block")
+
+
+_DEALT = {
+    "random": "dealt to the ranks at random",
+    "own-shard": "each rank its own shard",
+    "unknown": "how rows come to the ranks is not known",
+}
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """Everything measured at one optimizer step: one line of ``metrics.jsonl``.
 
     ``cosine_matrix`` (N x N, ranks as rows) and ``layers`` are for the sinks that draw; they are not part of the
-    fixed ``metrics.jsonl`` format. ``exact_check`` is the mean cosine by sketch minus the exact one, where both are.
+    fixed ``metrics.jsonl`` format. ``exact_check`` is the mean cosine by sketch minus the exact one, where both are;
+    ``data`` goes to ``run.json``.
     """
 
     step: int  # the optimizer step, counted from 1
@@ -190,10 +244,12 @@ class StepRecord:
     noise_scale: float | None = None  # in samples; negative when the signal is below its own sampling error
     coverage: CoverageStats = field(default_factory=CoverageStats)
     integrity: IntegrityStats = field(default_factory=IntegrityStats)
+    objective: ObjectiveStats = field(default_factory=ObjectiveStats, metadata={"added": True})  # older lines lack it
     seconds: Seconds = field(default_factory=Seconds)
     cosine_matrix: Matrix | None = field(default=None, metadata={"json": False})
     layers: tuple[LayerStats, ...] = field(default=(), metadata={"json": False})
     exact_check: float | None = field(default=None, metadata={"json": False})
+    data: DataDealt | None = field(default=None, metadata={"json": False})
 
     @classmethod
     def from_json(cls, value: Any) -> StepRecord:
@@ -235,6 +291,8 @@ class Event:
     """How many ranks the event is about, where so many are that ``ranks`` is written as the first of them only."""
     places: tuple[Place, ...] | None = field(default=None, metadata=_IF_KNOWN)
     """Of the first ranks of ``ranks``, where not all ranks of the training are meant."""
+    effect: float | None = field(default=None, metadata=_IF_KNOWN)
+    """How large what is wrong is, as a ratio to what is usual. None, and no key: not known, or no such number."""
 
     @classmethod
     def from_json(cls, value: Any) -> Event:
@@ -325,10 +383,12 @@ def from_json(kind: type[R], value: Any) -> R:
     default, or None where None is a value of theirs. What is not written as JSON gets its default.
 
     Raises:
-        ValueError: it is no such record.
+        ValueError: it is no such record, or of a version that means something else by it.
     """
     if not isinstance(value, dict):
         raise ValueError(f"a {kind.__name__} is an object, got {type(value).__name__}")
+    if newer := newer_version(value):
+        raise ValueError(f"a {kind.__name__} of version {newer} is newer than this ds_silent reads ({FORMAT})")
     found = {}
     for name, hint, has_default in _fields(kind):  # type: ignore[arg-type]  # a class is hashable
         if name in value or not has_default:
@@ -363,7 +423,7 @@ def _from_json(hint: Any, value: Any) -> Any:
         return {int(key): _from_json(arguments[1], item) for key, item in value.items()}
     if hint is float and (type(value) in (int, float) or value in _NOT_FINITE):
         return float(value)
-    if hint is int and type(value) is int:
+    if hint in (int, bool) and type(value) is hint:
         return value
     if (hint is str or origin is Literal) and isinstance(value, str):  # a newer version may know more words
         return value

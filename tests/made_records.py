@@ -8,7 +8,7 @@ from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
 from ds_silent.records import DirectionStats, Event, GradNormStats, LossStats, StepRecord
 
-NOTHING = Evidence()
+NOTHING = Evidence(dealt="random")
 
 
 class Run:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ds_silent.capture.conduct import unlike
+from ds_silent.capture.conduct import same_draws, unlike
+from ds_silent.capture.untrained import Missed, reported
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Coverage, Evidence, Judge, broken, conduct, duplicates, result
 from ds_silent.detectors.batch_size import BatchSizeTest
@@ -30,7 +31,7 @@ from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
 from ds_silent.measure.same_order import OrderAgain
 from ds_silent.preflight import compare as preflight
 from ds_silent.ranks.agreement import Statement, differences
-from ds_silent.ranks.lockstep import apart, stopping
+from ds_silent.ranks.lockstep import apart, elsewhere, stopping
 from ds_silent.ranks.parts import parts_of
 from ds_silent.ranks.places import Places
 from ds_silent.recorder import in_whole, ranks_changed
@@ -66,7 +67,9 @@ def record_of(ranks: int, **changes: float):  # type: ignore[no-untyped-def]
 
 
 def from_numbers(ranks: int) -> list[Finding]:
-    unlabelled = Evidence(label_tokens=(0,) * ranks, zero_gradient=dict.fromkeys(range(ranks), LAYERS[0]))
+    unlabelled = Evidence(
+        dealt="random", label_tokens=(0,) * ranks, zero_gradient=dict.fromkeys(range(ranks), LAYERS[0])
+    )
     nan = record_of(ranks, loss=np.nan, norm=np.nan)
     stale = Evidence(stale_parameters=(7,) * (ranks - 1) + (0,))
     return [
@@ -137,7 +140,11 @@ def from_conduct(ranks: int) -> list[Finding]:
         parts_of(rank % 5 for rank in range(ranks)),
         parts_of([0] * (ranks - 99) + [1] * 99),
     ]
-    return [one for part in parts for one in conduct.unlike(unlike({"hyper_parameters": part, "trainable": part}, 6))]
+    every = tuple(f"model.layers.{number}.attention.projection.weight" for number in range(1000))
+    found = [
+        one for part in parts for one in unlike({"hyper_parameters": part, "trainable": part, "objective": part}, 6)
+    ]
+    return conduct.unlike((*found, *reported(Missed(every, every), 6)))
 
 
 def from_the_preflight(ranks: int) -> list[Event]:
@@ -170,7 +177,9 @@ def from_others(ranks: int) -> list[Event]:
     found = [
         ranks_changed(7, ranks, ranks // 2),
         stopping(7, [float(BROKE)] * (ranks - 1) + [0.0], TORCH),
-        apart(7, [7.0] * (ranks - 99) + [float(rank) for rank in range(99)], [7.0] * ranks),
+        elsewhere(7, [7.0] * (ranks - 99) + [float(rank) for rank in range(99)], [7.0] * ranks),
+        elsewhere(7, [float(rank) for rank in range(ranks)], [0.0] * ranks),
+        same_draws(1, ranks, TORCH),
         apart(7, [7.0] * ranks, [float(rank) for rank in range(ranks)]),
         *result.notes(
             ReductionEvidence(applied=AppliedCheck(6, 1.0, (0.3,) * ranks, 1e-3, 0.5, 1e-4, (), (), note=True))
@@ -190,7 +199,9 @@ def from_the_judge(ranks: int) -> list[Event]:
         losses = 2.0 + 0.1 * random.standard_normal(ranks)
         if step > 2:
             norms[ranks - 7], losses[ranks - 7] = 5000.0, 9000.0
-        found += judge.step(make(step, losses, norms, np.full(ranks, 0.1)), Evidence(label_tokens=(4096,) * ranks))
+        found += judge.step(
+            make(step, losses, norms, np.full(ranks, 0.1)), Evidence(dealt="random", label_tokens=(4096,) * ranks)
+        )
     jump, noise = JumpTest(math.log(3e6)), random.standard_normal(556)
     noise[256:] += 3.0
     for step, value in enumerate(noise, start=1):

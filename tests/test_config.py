@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
+from ds_silent.config import ConfigError, EffectsConfig, SilentConsistencyConfig, find_block, parse
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 
 NAN = float("nan")
@@ -124,6 +124,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("coverage", 0, "must be true or false"),
     ("preflight", "on", "must be true or false"),
     ("detectors.enabled", [], "must be true or false"),
+    ("detectors.dealt", "unknown", 'must be null, "random" or "own-shard"'),
+    *(
+        (f"effects.{name}", -0.1, "must be a number, at least 0 and at most 1000")
+        for name in EffectsConfig.model_fields
+    ),
     ("detectors.stop_on", "always", 'must be "never", "error" or "warning"'),
     ("detectors.false_alarms_per_million_steps", 0, "must be a number greater than 0 and at most 1000000"),
     ("detectors.false_alarms_per_million_steps", -1.0, "must be a number greater than 0 and at most 1000000"),

@@ -47,6 +47,7 @@ FORMAT = {
     "noise_scale": None,
     "coverage": ["duplicates", "seen", "repeated"],
     "integrity": ["relative_error", "rounding_bound", "replica_groups"],
+    "objective": ["weight_sum", "weight_min", "weight_max", "labels", "known"],
     "seconds": ["step", "observe"],
 }
 
@@ -221,3 +222,10 @@ def test_what_is_no_record_is_refused(changes: dict[str, object]) -> None:
         StepRecord.from_json({**to_json(full_record()), **changes})
     with pytest.raises(ValueError, match="is an object"):
         StepRecord.from_json([])
+
+
+def test_a_record_of_a_newer_version_is_refused() -> None:
+    written = to_json(full_record())
+    assert StepRecord.from_json({**written, "version": 1}) == unwritten(full_record())
+    with pytest.raises(ValueError, match="a StepRecord of version 2 is newer than this ds_silent reads"):
+        StepRecord.from_json({**written, "version": 2})

@@ -1,6 +1,8 @@
-"""What a sampler or a loader says of the data: how many rows an epoch has, and whether it shuffles them.
+"""What a sampler or a loader says of the data: how many rows an epoch has, whether it shuffles them, and how it deals
+them to the ranks.
 
     data_facts(loader, ranks=4)          # DataFacts(rows=52002, shuffles=True)
+    deal_of(loader, ranks=4)             # Deal("random", "DistributedSampler, shuffled", order=...)
 
 Read are the names of torch's samplers and of accelerate's shards; nothing here communicates or raises.
 """
@@ -10,7 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from ds_silent.maths.fingerprint import hash_text, short_hash
+from ds_silent.preflight.compare import Item, PreflightOutcome
 from ds_silent.preflight.inventory import length_of, sampler_facts, samplers_in
+from ds_silent.records import DataDealt, Dealt
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,22 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
+class Deal:
+    """How one rank's sampler deals rows to ranks; whether the others' do the same only their observations say."""
+
+    dealt: Dealt = "unknown"
+    by: str = "no loader was seen"
+    order: float = 0.0  # hash of all that the order of the rows follows from, the same on all ranks; 0 where unknown
+    by_epoch: bool = False  # another order comes only with another epoch of the sampler
+    by_content: bool = False  # rows are chosen by what is in them: one rank may get the longest, by design
+
+    @property
+    def word(self) -> float:
+        """For the other ranks: ``order``, negative where each rank keeps its rows."""
+        return -self.order if self.dealt == "own-shard" else self.order
+
+
+@dataclass(frozen=True)
 class Walk:
     """How the rows of one observation came to the rank that writes."""
 
@@ -29,6 +52,7 @@ class Walk:
     starts: tuple[int, ...] = ()  # places in this rank's rows at which its loader had begun anew
     watched: bool = False  # a loader was seen: where there are no starts, none began
     told: bool = True  # the script has told the ids: they are not hashes of the rows' content
+    deal: Deal = Deal()
 
 
 def data_facts(source: Any, ranks: int) -> DataFacts:
@@ -63,3 +87,112 @@ def _shuffles(sampler: Any) -> bool | None:
         return said
     name = type(sampler).__name__
     return True if "RandomSampler" in name else (False if name == "SequentialSampler" else None)
+
+
+# -- how rows are dealt ----------------------------------------------------------------------------------------------
+
+_BY_CONTENT = ("Length", "Bucket", "Group", "Curriculum")
+_BY_EPOCH = ("DistributedSampler", "StatefulDistributedSampler", "ResumableSampler")
+"""torch's, torchdata's and this project's: a permutation of a seed and an epoch, cut into a share per rank."""
+
+
+def deal_of(source: Any, ranks: int) -> Deal:
+    """How a loader, its iterator or a sampler deals rows to N ``ranks``, as far as this rank's own says.
+
+    Known are samplers that cut one order of all rows into N shares. A sampler that chooses rows by what is in them, as
+    by their length, or that is not known by name, may give one rank other rows than another by design.
+    """
+    if source is None:
+        return Deal()
+    try:
+        samplers = samplers_in(source)
+        found = (deal for one in samplers if (deal := _deal(one, samplers, ranks)) is not None)
+        return next(found, _as_it_likes(_called(samplers)))
+    except Exception:  # somebody else's property
+        return Deal(by=f"{type(source).__name__}, which cannot be read")
+
+
+def _as_it_likes(name: str) -> Deal:
+    return Deal(by=f"{name}, which may deal as it likes", by_content=any(word in name for word in _BY_CONTENT))
+
+
+def deal_item(deal: Deal) -> Item:
+    """For the preflight: whether all ranks' samplers deal alike. Nothing is expected of it."""
+    return Item("how rows are dealt", "sampler", "free", deal.by, hash_text(f"{deal.dealt} {deal.order}"))
+
+
+def dealt_by_all(outcome: PreflightOutcome, deal: Deal) -> DataDealt:
+    """What the preflight has found out, from this rank's deal and whether the others' are the same."""
+    if any(one.item.name == "how rows are dealt" and not one.agrees for one in outcome.items):
+        return DataDealt("unknown", "the ranks' samplers are not the same")
+    return DataDealt(deal.dealt, deal.by)
+
+
+def _called(samplers: list[Any]) -> str:
+    """The sampler that decides, as far as one is there, else the loader."""
+    known = [type(one).__name__ for one in samplers if "Sampler" in type(one).__name__]
+    inner = [name for name in known if name not in ("BatchSampler", "_InfiniteConstantSampler")]
+    return inner[0] if inner else type(samplers[0]).__name__
+
+
+def _deal(sampler: Any, samplers: list[Any], ranks: int) -> Deal | None:
+    """None where the sampler says nothing of shares."""
+    name = type(sampler).__name__
+    for size in ("num_replicas", "num_processes", "data_parallel_size"):
+        shares = getattr(sampler, size, None)
+        if isinstance(shares, int):
+            if shares != ranks:
+                return Deal(by=f"{name}, {shares} share{'s' * (shares != 1)} for {ranks} ranks")
+            reader = {"num_replicas": _replicas, "num_processes": _processes, "data_parallel_size": _consumed}[size]
+            return reader(sampler, name, samplers)
+    return None
+
+
+def _replicas(sampler: Any, name: str, samplers: list[Any]) -> Deal:
+    torchs = isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+    if not torchs and name not in _BY_EPOCH:
+        return _as_it_likes(name)
+    shuffles = bool(getattr(sampler, "shuffle", True))
+    follows = [getattr(sampler, key, None) for key in ("num_replicas", "seed", "epoch", "drop_last")]
+    order = short_hash((name, length_of(getattr(sampler, "dataset", None)), shuffles, follows))
+    if not shuffles:
+        return Deal("own-shard", f"{name}, not shuffled", order)
+    return Deal("random", f"{name}, shuffled", order, by_epoch=True)
+
+
+def _processes(shard: Any, name: str, samplers: list[Any]) -> Deal:
+    """accelerate's shard of another's batches, which is how transformers' Trainer deals."""
+    batches = getattr(shard, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
+    inner = type(sampler).__name__
+    known = name == "BatchSamplerShard" and type(batches) is BatchSampler
+    said = f"{name} of {inner}"
+    if not known or inner not in ("RandomSampler", "SeedableRandomSampler", "SequentialSampler"):
+        return _as_it_likes(said)
+    if getattr(sampler, "replacement", False):
+        return Deal(by=f"{said}, with replacement")
+    follows = [getattr(shard, key, None) for key in ("num_processes", "split_batches", "even_batches")]
+    rows, epoch = length_of(getattr(sampler, "data_source", None)), getattr(sampler, "epoch", None)
+    seed = getattr(sampler, "initial_seed", None) if inner == "SeedableRandomSampler" else None
+    order = short_hash((said, rows, seed, epoch, getattr(batches, "batch_size", None), follows))
+    if inner == "SequentialSampler":
+        return Deal("own-shard", f"{said}, not shuffled", order)
+    return Deal("random", f"{said}, shuffled", order, by_epoch=inner == "SeedableRandomSampler")
+
+
+def _consumed(sampler: Any, name: str, samplers: list[Any]) -> Deal:
+    """Samplers that go on by the samples consumed. One that has ``data_sharding`` shuffles, in a bucket of each rank or
+    in all; another takes the data set as it is, which may hold a shuffled order for all ranks."""
+    sets = [getattr(one, key, None) for one in (sampler, *samplers) for key in ("dataset", "_dataset")]
+    held = next((one for one in sets if one is not None), None)
+    keys = ("total_samples", "micro_batch_size", "data_parallel_size", "data_sharding", "seed")
+    order = short_hash((name, type(held).__name__, [getattr(sampler, key, None) for key in keys]))
+    buckets = getattr(sampler, "data_sharding", None)
+    if buckets is not None:
+        if buckets:
+            return Deal("own-shard", f"{name}, a bucket for each rank", order)
+        return Deal("random", f"{name}, one order for all ranks", order)
+    parts = list(getattr(held, "datasets", None) or [held])
+    if all(hasattr(part, "shuffle_index") for part in parts):
+        return Deal("random", f"{name} of {type(held).__name__}, one shuffled order for all ranks", order)
+    return Deal(by=f"{name} of {type(held).__name__}, which may be in any order")

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import dataloader
 
-from ds_silent.capture.data_facts import DataFacts, data_facts
+from ds_silent.capture.data_facts import DataFacts, Deal, data_facts, deal_of
 
 logger = logging.getLogger("ds_silent")
 _watches: weakref.WeakSet[LoaderWatch | LoaderMemory] = weakref.WeakSet()
+_ORDERS = 256  # of passes, that are remembered
 _originals: list[Callable[[Any], Any]] = []  # the one, while it is wrapped
 
 
@@ -33,16 +36,20 @@ class LoaderWatch:
     Attributes:
         facts: of the loader's data.
         seen: whether there is such a loader; not where several take turns.
+        given: a loader or sampler that the script has named, which is asked where none is seen.
     """
 
     def __init__(self, ranks: int):
         self.facts, self.seen = DataFacts(), False
+        self.given: Any = None
         self._ranks = ranks
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators that are alive
         self._begun = 0  # passes so far, evaluation's too
         self._newest, self._newest_facts = 0, DataFacts()  # the pass that gave the newest batch; of the newest pass
         self._training = 0  # the pass that the newest training forward was of
         self._mixed = False
+        self._newest_deal, self._deal = Deal(), Deal()
+        self._orders: deque[float] = deque(maxlen=_ORDERS)  # of the passes that were trained on
 
     def connect(self) -> LoaderWatch:
         """Begin; ``remove()`` ends it. What a script fed its first batch with is remembered, where somebody does."""
@@ -63,6 +70,7 @@ class LoaderWatch:
             self._begun += 1
             self._passes[iterator] = number = self._begun
             self._newest_facts = data_facts(iterator, self._ranks)
+            self._newest_deal = deal_of(iterator, self._ranks)
         self._newest = number
 
     def forward(self) -> bool:
@@ -73,7 +81,24 @@ class LoaderWatch:
             self.facts, self.seen, self._mixed = DataFacts(), False, True
             return False
         self.facts, self.seen, self._training = self._newest_facts, True, self._newest
+        self._deal = self._known_before(self._newest_deal)
         return True
+
+    @property
+    def deal(self) -> Deal:
+        """How the rows that are trained on now are dealt, as far as this rank's sampler says."""
+        if self._mixed:
+            return Deal(by="loaders that take turns")
+        return self._deal if self.seen else deal_of(self.given, self._ranks)
+
+    def _known_before(self, deal: Deal) -> Deal:
+        """A pass has begun: a sampler whose epoch does not advance deals each rank the rows that it had."""
+        if not deal.by_epoch or not deal.order:
+            return deal
+        if deal.order in self._orders:
+            return replace(deal, dealt="own-shard", by=f"{deal.by}, but its epoch does not advance")
+        self._orders.append(deal.order)
+        return replace(deal, by=f"{deal.by}, epoch advances") if len(self._orders) > 1 else deal
 
 
 class LoaderMemory:

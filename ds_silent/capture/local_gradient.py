@@ -13,7 +13,7 @@ micro-batch is reduced and freed, each is added to the sketch: sketches add up, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -239,6 +239,16 @@ class LocalGradient:
         self.leftover = square if self.leftover is None else self.leftover + square
         if not boundary:  # at the boundary `previous` is simply not added
             self.accumulator.add(index, previous, weight=-1.0, square=False, sketching=self.sketching)
+
+
+def sample_of(gradients: Iterable[Tensor | None], stride: int, device: torch.device) -> Tensor:
+    """fp32 (2,) on the host: sum of squares and number of every ``stride``-th element of each."""
+    total = torch.zeros(2, device=device)
+    for gradient in gradients:
+        if gradient is not None:
+            part = gradient.detach().reshape(-1)[::stride].float()
+            total += torch.stack((part.square().sum(), part.new_tensor(float(part.numel()))))
+    return total.cpu()
 
 
 def layers_of(names: list[str]) -> tuple[tuple[str, ...], list[int]]:

@@ -23,7 +23,18 @@ from torch import Tensor
 from ds_silent.capture.handed import Remembered, differs, moved, remember
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.capture.row_ids import RowIds
-from ds_silent.exchange.observation import BROKE, LEFT_OUT, Applied, Code, Local, Loss, Observation, Reduced, Status
+from ds_silent.exchange.observation import (
+    BROKE,
+    LEFT_OUT,
+    Applied,
+    Code,
+    Local,
+    Loss,
+    Objective,
+    Observation,
+    Reduced,
+    Status,
+)
 from ds_silent.frameworks.base import Part
 from ds_silent.maths.rounding_bound import multiple_of
 from ds_silent.ranks.together import Together
@@ -55,7 +66,9 @@ class Known(NamedTuple):
     scale: float | Tensor  # factor on all gradients
     gram: Tensor | None  # this rank's part of the exact inner products
     code: Code[float | Tensor]
+    objective: Objective[float | Tensor]
     replica_seen: float  # 1 where the first hash is the replica's
+    order: float = 0.0  # that rows are dealt in, see :class:`ds_silent.capture.data_facts.Deal`
 
 
 class StepCollector:
@@ -188,6 +201,7 @@ class StepCollector:
                 count=float(len(losses)),
                 scale=known.scale,
                 tokens=0.0 if tokens is None else tokens,
+                order=known.order,
             ),
             local=Local(
                 seen=float(local.seen),
@@ -201,6 +215,7 @@ class StepCollector:
             reduced=Reduced(replica_seen=known.replica_seen),
             applied=self._of_last_step,
             code=known.code,
+            objective=known.objective,
             sketch=sketches.sum(0) if local.sketching else None,
             layer_squares=squares,
             ids=self._rows.take(squares.device),

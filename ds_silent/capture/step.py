@@ -26,15 +26,16 @@ from ds_silent.capture.conduct import Conduct
 from ds_silent.capture.data_facts import Walk
 from ds_silent.capture.listener import Listener, Owner
 from ds_silent.capture.loaders import LoaderWatch
-from ds_silent.capture.local_gradient import LocalGradient, layers_of, loss_in
+from ds_silent.capture.local_gradient import LocalGradient, layers_of, loss_in, sample_of
 from ds_silent.capture.mean_loss import mean_of, times_its_share
 from ds_silent.capture.observation import Known, Sends, StepCollector
 from ds_silent.capture.row_ids import RowIds, id_capacity
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT, Shape
-from ds_silent.exchange.observation import Code, Observation
+from ds_silent.exchange.observation import Code, Objective, Observation
 from ds_silent.exchange.row_ids import Sampling
-from ds_silent.frameworks.base import Framework, HasPeers, LeavesOut, Moments, Part, Repeats
+from ds_silent.frameworks.base import Covers, Framework, HasPeers, LeavesOut, Moments, Part, Repeats
+from ds_silent.frameworks.patches import Patches
 from ds_silent.maths.sketch import fold
 from ds_silent.ranks.together import Together
 from ds_silent.replicas.checksums import LayerChecksums
@@ -58,6 +59,7 @@ class StepCapture:
         shape: what the sizes of an observation follow from.
         conduct: what this rank's code does, for the comparison with the others.
         moments: what the framework calls.
+        loaders: what feeds the training.
     """
 
     def __init__(self, framework: Framework, config: SilentConsistencyConfig, gather_limit: int = GATHER_LIMIT):
@@ -95,23 +97,25 @@ class StepCapture:
         self.shape = Shape(
             ranks, len(self.layer_names), ids, self.micro_batches, framework.aggregate_replicated, gather_limit
         )
-        self._loaders = LoaderWatch(ranks)
+        self.loaders = LoaderWatch(ranks)
         counted = framework.in_norm if isinstance(framework, HasPeers) else None
         sends = Sends(by_layer, checks, framework.observes_applied, counted)
         self._collector = StepCollector(self._local, self._rows, sends, self.together)
-        self.conduct = Conduct(framework.module, framework.optimizers, framework.words)
+        covers = framework if isinstance(framework, Covers) else None
+        self.conduct = Conduct(framework.module, framework.optimizers, framework.words, covers)
         self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
         self._times_share: Tensor | None = None  # of the forward under way, where its loss is a share of the step's
         self._listener: Listener | None = None
         self._owner: Owner | None = None
-        self._stop_watching: Callable[[], None] | None = None
+        self._patches = Patches()
         self._start_step()
 
     def _start_step(self) -> None:
         self._measuring: bool | None = None  # decided at the step's first gradient, from rank-agreed state
         self._exact = False
         self._reducing = self._applied = False
+        self.conduct.objective.start()
         self._scale: Tensor | None = None
         self._gram: Tensor | None = None
 
@@ -160,7 +164,8 @@ class StepCapture:
     @property
     def walk(self) -> Walk:
         """How the rows of the newest observation came to this rank."""
-        return Walk(self._loaders.facts, self._rows.starts, self._loaders.seen, self._rows.told)
+        loaders = self.loaders
+        return Walk(loaders.facts, self._rows.starts, loaders.seen, self._rows.told, loaders.deal)
 
     def observe_batch(self, sample_ids: Tensor) -> None:
         """Ids of the rows of this rank's next micro-batch."""
@@ -181,7 +186,9 @@ class StepCapture:
         scale = self.together.alone(self.framework.scale, self._scale)
         hashes = self.together.alone(self._hashes, replica)
         code = self.together.alone(self.conduct.code, self.step) or Code()
-        known = Known(1.0 if scale is None else scale, self._gram, code, float(replica is not None))
+        due, objective = float(replica is not None), self.together.alone(self.conduct.objective.numbers) or Objective()
+        order, unscaled = self.loaders.deal.word, 1.0 if scale is None else scale
+        known = Known(unscaled, self._gram, code, objective, due, order)
         return self._collector.observation(self._aggregated(), known, hashes)
 
     def _aggregated(self) -> Iterator[Part] | None:
@@ -193,13 +200,7 @@ class StepCapture:
 
     def gradient_sample(self, stride: int) -> Tensor:
         """fp32 (2,) on the host: sum of squares and number of every ``stride``-th element of the aggregate."""
-        total = torch.zeros(2, device=self.device)
-        for index in range(len(self.framework.numels)):
-            held = self.framework.reduced(index)
-            if held is not None:
-                part = held.detach().reshape(-1)[::stride].float()
-                total += torch.stack((part.square().sum(), part.new_tensor(float(part.numel()))))
-        return total.cpu()
+        return sample_of(map(self.framework.reduced, range(len(self.framework.numels))), stride, self.device)
 
     def keep_micro_batches(self) -> None:
         """Keep a sketch of each micro-batch of the next measured step; every rank calls it at the same step."""
@@ -237,8 +238,8 @@ class StepCapture:
     def connect(self, listener: Listener, owner: Owner) -> None:
         """Every moment is one of three, see :mod:`ds_silent.ranks.together`: alone, tried, or played."""
         self._listener, self._owner = listener, owner
-        if self._rows.enabled:
-            self._stop_watching = self._loaders.connect().remove
+        self._patches.add(self.loaders.connect())
+        self.conduct.autocast.connect(self._patches)
         alone, tried, play = self.together.alone, self.together.tried, self.together.play
         self.framework.connect(
             Moments(
@@ -248,6 +249,7 @@ class StepCapture:
                 forwarded=partial(alone, self._forwarded),
                 loss=partial(alone, self._collector.loss),
                 share=partial(alone, self._collector.share),
+                root=partial(alone, self.conduct.objective.begins, lambda: listener.measures(listener.scheduled)),
                 scaled=partial(alone, self._scaled),
                 gradient=partial(alone, self._gradient),
                 micro_batch_ended=partial(play, self._micro_batch_ended),
@@ -264,9 +266,7 @@ class StepCapture:
 
     def close(self) -> None:
         """Remove every hook."""
-        if self._stop_watching is not None:
-            self._stop_watching()
-            self._stop_watching = None
+        self._patches.undo()
         self.framework.close(ended=self._owner is None or self._owner.closed)
         self._local.close()
 
@@ -291,9 +291,9 @@ class StepCapture:
         if self.framework.module.training:  # a wrapper's own flag stays when its module is told to evaluate
             self._evaluated = self._evaluated_loss = None
             self.conduct.before_forward()
-            self._rows.forward(args, kwargs, self._loaders.forward())
+            self._rows.forward(args, kwargs, self.loaders.forward())
         else:
-            self._evaluated = lambda: self._rows.forward(args, kwargs, self._loaders.forward())
+            self._evaluated = lambda: self._rows.forward(args, kwargs, self.loaders.forward())
 
     def _forwarded(self, module: Any, inputs: Any, output: Any) -> None:
         """Torch-style ``loss.backward()`` gives nobody the loss: then the forward's loss is the loss."""
@@ -323,6 +323,7 @@ class StepCapture:
         if self._evaluated is not None:
             self._train_in_evaluation_mode(self._evaluated)
         if self._measures():
+            self.conduct.objective.reached = True
             self._local.observe(index, gradient, self._whole_at_hook and self.framework.is_boundary(), self._exact)
 
     def _before_reduction(self, *args: Any, **kwargs: Any) -> None:
@@ -346,12 +347,15 @@ class StepCapture:
         self.together.alone(self._local.end_micro_batch)
         return boundary and self._exact
 
-    def _reduced(self) -> None:
+    def _reduced(self, again: bool = False) -> None:
         """Behind the boundary's backward the result is still what the reduction made of it.
 
         From then on until the step, scripts clip and scale. Where this moment does not come, the step looks.
+
+        Args:
+            again: the reduction has ended only now, behind a backward whose result was looked at too early.
         """
-        if self._reducing:
+        if self._reducing or (again and self._measuring):
             self._reducing = False
             self._collector.reduced(self._aggregated())
 

@@ -10,10 +10,12 @@ that are named here are shown, and of their values only what a variable of that 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -40,6 +42,7 @@ CODES: Mapping[State, int] = {"ok": 0, "doubtful": 1, "missing": 2}
 SECONDS = 10.0  # for a program that looks something up
 TORCH_SECONDS = 120.0  # to import torch and to wake every device, from a slow file system
 LONGEST = 80  # characters of anything found
+SHOWN_LOCKS = 3
 
 
 @dataclass(frozen=True)
@@ -355,6 +358,32 @@ def compiler(machine: Machine) -> Iterator[Row]:
         yield Row("ninja", "doubtful", "not installed", "pip install ninja: without it DeepSpeed compiles nothing.")
 
 
+def build_locks(machine: Machine) -> Iterator[Row]:
+    """Locks of operators that are compiled: torch waits for ever for a build that was killed."""
+    told = machine.environment.get("TORCH_EXTENSIONS_DIR")
+    cache = machine.environment.get("XDG_CACHE_HOME") or Path(machine.environment.get("HOME", "~"), ".cache")
+    place = Path(told or Path(cache, "torch_extensions")).expanduser()  # as torch.utils.cpp_extension, 2.4 to 2.15
+    found = [lock for lock in (*place.glob("*/lock"), *place.glob("*/*/lock")) if lock.is_file()]
+    in_use = _open_files(machine) if found else set()
+    stale = sorted(one_line(shlex.quote(str(lock))) for lock in found if os.path.realpath(lock) not in in_use)
+    for lock in stale[:SHOWN_LOCKS]:
+        remedy = f"Unless another host compiles there now: rm {lock}"
+        yield Row("compile lock", "doubtful", "no process here has it open; torch waits for it without end", remedy)
+    if len(stale) > SHOWN_LOCKS:
+        yield Row("compile locks", "doubtful", f"{len(stale) - SHOWN_LOCKS} more", f"Look below {shown(str(place))}.")
+    if told and not stale:
+        yield Row("compile locks", "ok", f"none left behind in {shown(told)}")
+
+
+def _open_files(machine: Machine) -> set[str]:
+    """Of all processes that may be looked at."""
+    found = set()
+    for link in (machine.root / "proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it is closed by now, or another user's
+            found.add(os.readlink(link))
+    return found
+
+
 def output(directory: str) -> Iterator[Row]:
     """Whether records can be written there, and how many. Nothing is left behind."""
     place = Path(directory).expanduser().absolute()
@@ -497,6 +526,7 @@ def examine(machine: Machine, directory: str) -> list[Row]:
         "collectives": lambda: collectives(machine, found),
         "network": lambda: network(machine),
         "compiler": lambda: compiler(machine),
+        "compile locks": lambda: build_locks(machine),
         "output": lambda: output(directory),
         "/dev/shm": lambda: shared_memory(machine),
         "clock": lambda: clock(machine),

@@ -34,6 +34,7 @@ def forecast_lines(
     direction = config.direction
     steps = "every optimizer step" if config.interval == 1 else f"every {config.interval} optimizer steps"
     yield f"silent_consistency: on, measures {steps} over {world_size} ranks"
+    yield f"  read        {READ_BY}"
     if config.preflight:
         yield "  preflight   before step 1: weights, generators, sampler, hyper-parameters, configuration, versions"
     yield "  measures    loss and gradient norm of each rank, norm of the aggregated gradient, noise scale"
@@ -83,6 +84,12 @@ def forecast_lines(
         repairs |= config.respond.on_replica_drift in ("majority", "mean")
         until = " until there is something to repair" if repairs else ends
         yield f"  changes     nothing: the weights are bit for bit those of a training without it{until}"
+
+
+READ_BY = (
+    "by ds_silent.initialize, ds_silent.attach(engine), or deepspeed --module ds_silent train.py; DeepSpeed alone "
+    "reads past the block without a word"
+)
 
 
 def _alert_lines(config: SilentConsistencyConfig) -> Iterator[str]:

@@ -93,7 +93,7 @@ def _of_record(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         "description": _sentence(inspect.getdoc(kind) or kind.__name__),
         "type": "object",
         "properties": {field.name: _of(hints[field.name], definitions) for field in fields},
-        "required": [field.name for field in fields if not field.metadata.get("absent")],
+        "required": [field.name for field in fields if not {"absent", "added"} & set(field.metadata)],
     }
 
 

@@ -23,9 +23,9 @@ import math
 from typing import Any
 
 from ds_silent.capture.conduct import Unlike
-from ds_silent.config import DetectorsConfig
+from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors import broken, conduct, duplicates
-from ds_silent.detectors.batch_size import BatchSizeTest
+from ds_silent.detectors.batch_size import BatchSizeTest, LabelTokensTest
 from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.finding import Coverage, Evidence, Finding, with_odds
 from ds_silent.detectors.jump import JumpTest
@@ -60,12 +60,21 @@ class Judge:
         interval: optimizer steps between measurements; the rate is per million *optimizer* steps.
         words: the framework's, for what is said of it.
         alike: see :class:`ds_silent.frameworks.base.Ranks`; else no rank is compared with the others.
+        effects: sizes below which a finding is a note; None: the defaults.
 
     Attributes:
         scores: what those that judge by evidence saw at the newest step.
     """
 
-    def __init__(self, config: DetectorsConfig, interval: int = 1, words: Words = TORCH, alike: bool = True):
+    def __init__(
+        self,
+        config: DetectorsConfig,
+        interval: int = 1,
+        words: Words = TORCH,
+        alike: bool = True,
+        effects: EffectsConfig | None = None,
+    ):
+        self._effects = effects or EffectsConfig()
         self.scores = Scores(0, ())
         self._words, self._alike = words, alike
         self._log_steps = log_steps(config, interval)
@@ -77,6 +86,7 @@ class Judge:
         self._same_order = SameOrderTest(self._log_steps + math.log(1000.0), words)
         self._jump = JumpTest(self._log_steps)
         self._batch_size = BatchSizeTest(words)
+        self._label_tokens = LabelTokensTest()
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._layers: LayerTest | None = None
         self._own_weight: OwnWeightTest | None = None
@@ -123,8 +133,10 @@ class Judge:
                 if not same:
                     assert self._outlier is not None
                     assert self._layers is not None
+                    told += [*self._outlier.notes, *self._layers.notes]
                     saw += [*self._outlier.saw, *self._layers.saw]
-            findings = _without_consequences(findings + outliers, unlike)
+            settings = [found for found in unlike if found.kind == "config-mismatch"]
+            findings = _without_consequences(findings + outliers, settings)
             if not impaired and not findings:  # never learn from a flagged step
                 for note in self._jump.step(record):
                     assert note.score is not None
@@ -132,7 +144,8 @@ class Judge:
                     told.append(with_odds(note, self._rate, note.score - note.threshold))
                 saw += self._jump.saw
         self.scores = Scores(record.step, tuple(saw))
-        return self._episodes.update(record.step, findings) + told
+        quiet = self._label_tokens.step(record, extras)  # no fault by itself: what is learnt here stays right
+        return self._episodes.update(record.step, findings + quiet) + told
 
     def _entering(self, record: StepRecord, extras: Evidence, told: bool) -> list[Finding]:
         """Ranks whose gradient enters with another weight, where each knows its own: above the gather limit."""
@@ -145,12 +158,17 @@ class Judge:
     def _outliers(self, record: StepRecord, extras: Evidence, same: bool, told: set[int]) -> list[Finding]:
         """Ranks that are not like the others; for ``same`` and ``told`` see :meth:`_with_layers`."""
         if self._outlier is None or self._outlier.ranks != record.world_size:
-            self._outlier = OutlierTest(record.world_size, self._log_steps + math.log(2.0), self._words)
-            self._layers = LayerTest(record.world_size, self._log_steps + math.log(2.0))
+            self._make_tests(record.world_size)
             self._layers_first = set()
+        assert self._outlier is not None
         # ranks that hold the same rows are not exchangeable with the others
         outliers = self._outlier.standing() if same else self._outlier.step(record, extras)
         return self._with_layers(record, extras, outliers, same, told)
+
+    def _make_tests(self, ranks: int) -> None:
+        log_steps = self._log_steps + math.log(2.0)
+        self._outlier = OutlierTest(ranks, log_steps, self._words, self._effects)
+        self._layers = LayerTest(ranks, log_steps, self._effects)
 
     def _with_layers(
         self, record: StepRecord, extras: Evidence, outliers: list[Finding], same: bool, told: set[int]
@@ -161,11 +179,18 @@ class Judge:
             told: ranks some of whose parameters have no gradient; that is said already.
         """
         assert self._layers is not None
-        layers = self._layers.standing() if same else self._layers.step(record.step, extras.layers, extras.label_tokens)
+        assert self._outlier is not None
+        random, plain = extras.dealt == "random", self._outlier.plain
+        layers = self._layers.standing()
+        if not same:
+            layers = self._layers.step(record.step, extras.layers, extras.label_tokens, random, plain)
+        notes = [finding for finding in outliers if finding.severity == "info"]
+        outliers = [finding for finding in outliers if finding.severity != "info"]
         by_whole = {rank for finding in outliers for rank in finding.ranks}
         standing = {rank for finding in layers for rank in finding.ranks}
         self._layers_first = (self._layers_first & standing) | (standing - by_whole - told)
         return [
+            *notes,
             *(finding for finding in outliers if not self._layers_first.issuperset(finding.ranks)),
             *(finding for finding in layers if self._layers_first.issuperset(finding.ranks)),
         ]
@@ -212,6 +237,7 @@ class Judge:
             "same_order": self._same_order.state_dict(),
             "drift": self._jump.state_dict(),
             "batch_size": self._batch_size.state_dict(),
+            "label_tokens": self._label_tokens.state_dict(),
             "outlier": None if self._outlier is None else self._outlier.state_dict(),
             "layers": None if self._layers is None else self._layers.state_dict(),
             "own_weight": None if self._own_weight is None else self._own_weight.state_dict(),
@@ -239,13 +265,16 @@ class Judge:
         self._jump.load_state_dict(state["drift"])
         if "batch_size" in state:  # older states lack it
             self._batch_size.load_state_dict(state["batch_size"])
+        if "label_tokens" in state:
+            self._label_tokens.load_state_dict(state["label_tokens"])
         if "same_order" in state:
             self._same_order.load_state_dict(state["same_order"])
         self._outlier = None
         if state["outlier"] is not None:
-            self._outlier = OutlierTest(state["outlier"]["ranks"], self._log_steps + math.log(2.0), self._words)
+            self._make_tests(state["outlier"]["ranks"])
+            assert self._outlier is not None
+            assert self._layers is not None
             self._outlier.load_state_dict(state["outlier"])
-            self._layers = LayerTest(self._outlier.ranks, self._log_steps + math.log(2.0))
             if state.get("layers") is not None:  # absent in a state of before
                 self._layers.load_state_dict(state["layers"])
         if state.get("own_weight") is not None:

@@ -121,13 +121,16 @@ class AtOnce:
         self._signed = [False] * len(QUANTITIES)
         self._runs: list[_Run | None] = [None] * len(QUANTITIES)
 
-    def step(self, step: int, losses: Array, norms: Array, label_tokens: Array, healthy: Flags) -> StandsOut | None:
+    def step(
+        self, step: int, losses: Array, norms: Array, label_tokens: Array, healthy: Flags, least: int = 1
+    ) -> StandsOut | None:
         """Judge one step, and learn from it.
 
         Args:
             losses, norms: (N,); NaN where not known.
             label_tokens: (N,); NaN where not known, then nothing is taken off.
             healthy: (N,) ranks that are not flagged already.
+            least: steps for which a rank must stand out, one after the other.
         """
         self.saw = ()
         found: list[StandsOut] = []
@@ -140,12 +143,14 @@ class AtOnce:
             if len(seen) < 2:
                 continue
             order = seen[np.argsort(-values[seen], kind="stable")]
-            apart = self._judge(step, index, np.log(values[order]), order, label_tokens)
+            apart = self._judge(step, index, np.log(values[order]), order, label_tokens, least)
             if apart is not None:
                 found.append(apart)
         return max(found, key=lambda one: one.score, default=None)
 
-    def _judge(self, step: int, index: int, logs: Array, order: Ranks, label_tokens: Array) -> StandsOut | None:
+    def _judge(
+        self, step: int, index: int, logs: Array, order: Ranks, label_tokens: Array, least: int
+    ) -> StandsOut | None:
         """One quantity: who stands out; what does not is learnt from."""
         rank, gap = int(order[0]), float(logs[0] - logs[1])
         excess = float(logs[0]) - max(float(logs[1]), self._highest[index]) - self._tokens_off(order, label_tokens)
@@ -161,7 +166,7 @@ class AtOnce:
         threshold = self._threshold + math.log(2.0 if length == 1 else 2.0 * (LASTS - 1))
         score = _score(excess if run is None else run.excess, *spread)
         self.saw += (Score("at-once", score, threshold, rank, QUANTITIES[index]),)
-        if score >= threshold:
+        if score >= threshold and length >= least:
             self._runs[index] = None  # never learnt from
             return StandsOut(rank, QUANTITIES[index], score, threshold, step if run is None else run.since)
         if run is None:

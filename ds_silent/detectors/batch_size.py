@@ -3,7 +3,13 @@
 A mean over a rank's own rows makes a row count less where there are more of them: with 8 rows on one rank and 4 on the
 others, that rank's rows have half the say. Batches that are filled by tokens differ on every rank at every step, and
 the last batch of an epoch differs once; here, ``STEPS`` measured steps in a row, all ranks but a minority take one
-number and the minority another one, the same at each step.
+number and the minority another one, the same at each step. A rank that has no more rows than it takes between two
+measured steps has a small shard of its own, whose last batch is short in each pass: that is none of it.
+
+Label tokens differ on every rank at every step in health. A rank that has less than half, or more than twice, of the
+others' median at each of ``TOKEN_STEPS`` measured steps in a row is a note: where rows are dealt at random, chance does
+that to one of two ranks once in 2^20 steps at most, and with a shard of its own it may be meant. But a mean over a
+rank's own tokens makes each of them count more where there are fewer.
 """
 
 from __future__ import annotations
@@ -11,11 +17,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from ds_silent.detectors.finding import Evidence, Finding, named
+from ds_silent.detectors.sequential import Array
 from ds_silent.records import StepRecord
 from ds_silent.words import TORCH, Words
 
 STEPS = 4
+_ROOM = 1.5  # the number of different rows is an estimate
+TOKEN_STEPS, TOKEN_RATIO = 20, 2.0
 
 
 class BatchSizeTest:
@@ -40,6 +51,8 @@ class BatchSizeTest:
             return []
         (usual, count), (other, _) = Counter(rows).most_common()
         odd = tuple(rank for rank, taken in enumerate(rows) if taken == other)
+        if all(_whole_shard(rank, extras) for rank, taken in enumerate(rows) if taken == min(rows)):
+            return []
         majority = 2 * count > len(rows)
         ranks = odd if majority else tuple(range(len(rows)))
         rest = "the others" if majority else named(tuple(rank for rank, taken in enumerate(rows) if taken != other))
@@ -76,3 +89,77 @@ class BatchSizeTest:
         """Continue from :meth:`state_dict`."""
         self._rows = tuple(state["rows"])
         self._steps, self._since = int(state["steps"]), int(state["since"])
+
+
+def _whole_shard(rank: int, extras: Evidence) -> bool:
+    """Whether the rank, whose rows are not of one pool with the others', takes all that it has at each step."""
+    if extras.dealt == "random" or extras.passes is None or extras.own_rows is None:
+        return False
+    return extras.passes.distinct[rank] <= _ROOM * extras.own_rows[rank]
+
+
+class LabelTokensTest:
+    """Counts the steps in a row in which a rank's label tokens were a fraction, or a multiple, of the others'."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, list[float]] = {}  # by rank: steps so far, the first of them, the sum of the logarithms
+
+    def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+        """At most one finding, of severity ``info``."""
+        tokens = np.array(extras.label_tokens or (), dtype=np.float64)
+        if len(tokens) < 2 or tokens.min() <= 0:
+            self._steps = {}
+            return []
+        ratios = np.log(tokens / medians_of_others(tokens))
+        before, self._steps = self._steps, {}
+        for rank in np.flatnonzero(np.abs(ratios) > np.log(TOKEN_RATIO)).tolist():
+            steps, since, total = before.get(rank, [0.0, float(record.step), 0.0])
+            if steps and (total < 0) != (ratios[rank] < 0):
+                steps, since, total = 0.0, float(record.step), 0.0
+            self._steps[rank] = [steps + 1.0, since, total + float(ratios[rank])]
+        long = [rank for rank, (steps, *_) in sorted(self._steps.items()) if steps >= TOKEN_STEPS]
+        fewer = [rank for rank in long if self._steps[rank][2] < 0]  # of two ranks one has fewer, the other more
+        return [self._finding(tuple(fewer or long))] if long else []
+
+    def _finding(self, ranks: tuple[int, ...]) -> Finding:
+        steps, since, total = self._steps[ranks[0]]
+        factor = float(np.exp(total / steps))
+        message = (
+            f"{named(ranks).capitalize()} {'has' if len(ranks) == 1 else 'have'} had {factor:.2g} times the label "
+            f"tokens of the other ranks' median at every measured step since step {since:g}: where each rank averages "
+            f"its loss over its own tokens, each of them counts {1.0 / factor:.2g} times as much as one of the others'."
+        )
+        remedy = (
+            "If each rank has texts of its own, do nothing, or divide the summed loss of all by all tokens. "
+            "If rows are dealt at random, look at the labels there: masks, truncation, the index that is ignored."
+        )
+        return Finding(
+            key=f"label-tokens:{','.join(map(str, ranks))}",
+            kind="batch-size-mismatch",
+            severity="info",
+            ranks=ranks,
+            where="label tokens",
+            score=max(factor, 1.0 / factor),
+            threshold=TOKEN_RATIO,
+            message=message,
+            remedy=remedy,
+            since=int(since),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"steps": [[rank, *held] for rank, held in self._steps.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._steps = {int(rank): [float(value) for value in held] for rank, *held in state["steps"]}
+
+
+def medians_of_others(values: Array) -> Array:
+    """(N,) median of all other ranks' values, of at least two ranks."""
+    order = np.argsort(values, kind="stable")
+    ordered, others = values[order], len(values) - 1
+    place = np.empty(len(values), dtype=np.int64)
+    place[order] = np.arange(len(values))
+    low, high = (ordered[np.where(at < place, at, at + 1)] for at in ((others - 1) // 2, others // 2))
+    return np.asarray((low + high) / 2.0)

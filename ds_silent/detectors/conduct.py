@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_silent.capture.conduct import Unlike
 from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.linked import effects_of_settings
 
 
 def unlike(found: tuple[Unlike, ...]) -> list[Finding]:
@@ -11,13 +12,14 @@ def unlike(found: tuple[Unlike, ...]) -> list[Finding]:
     return [
         Finding(
             key=one.key,
-            kind="config-mismatch",
-            severity="error",
+            kind=one.kind,
+            severity=one.severity,
             ranks=one.ranks,
             where=one.where,
             message=one.message,
             remedy=one.remedy,
             since=one.since,
+            effects=(*one.effects, *effects_of_settings("config-mismatch", one.where)),
         )
         for one in found
     ]

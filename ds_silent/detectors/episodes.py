@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_silent.detectors.finding import Finding, with_odds
-from ds_silent.detectors.linked import FOLLOWS, OpenFault, cause_of, told_before
+from ds_silent.detectors.linked import FOLLOWS, GRAVITY, OpenFault, cause_of, told_before
 from ds_silent.records import ENDED, STILL, Event, EventKind, Severity
 
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
@@ -60,7 +60,7 @@ class Episodes:
         for key, finding in present.items():
             episode = self._active.get(key)
             if episode is None:
-                cause = cause_of(finding, self._open())
+                cause = cause_of(finding, self._open(), step)
                 self._active[key] = _Episode(
                     finding.kind,
                     finding.ranks,
@@ -75,7 +75,10 @@ class Episodes:
                 continue
             episode.last_seen, episode.absent = step, 0
             episode.age += 1
-            if episode.age >= episode.next_reminder:
+            if GRAVITY.index(finding.severity) > GRAVITY.index(episode.severity):
+                episode.severity = finding.severity
+                events.append(self._event(step, finding, ""))
+            elif episode.age >= episode.next_reminder and finding.severity != "info":
                 episode.next_reminder *= 2
                 reminder = self._event(step, finding, f"{STILL}{episode.since}: ")
                 is_open = episode.cause is not None and episode.cause in {fault.key for fault in self._open()}
@@ -112,6 +115,9 @@ class Episodes:
         """Written in full, and no second alarm."""
         when = "the preflight" if cause.since == 0 else f"step {cause.since}"
         place = f" ({cause.where})" if cause.where else ""
+        if finding.guess:
+            message = finding.message.replace(finding.guess, "").rstrip()
+            finding = replace(finding, message=message, remedy="Mend what it follows from: it should end with it.")
         event = self._event(step, finding, f"{FOLLOWS}{cause.kind} of {when}{place}: ")
         return replace(event, severity="info")
 
@@ -127,6 +133,7 @@ class Episodes:
             f.threshold,
             prefix + f.message,
             f.remedy,
+            effect=f.effect,
         )
         return told if f.log_excess is None else with_odds(told, self._rate, f.log_excess)
 

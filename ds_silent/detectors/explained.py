@@ -30,19 +30,30 @@ class Explained:
         self._learnt = 0
 
     def residual(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
-        """(N,) residuals; a covariate that is not known everywhere is left out, for all ranks alike."""
-        known = np.isfinite(values)
-        columns = [c if np.isfinite(c[known]).all() else np.zeros(len(c)) for c in covariates]
-        x = np.clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
-        peers = peers & known
+        """(N,) residuals, and learn the step. A covariate that is not known everywhere is left out, on all ranks."""
+        peers = peers & np.isfinite(values)
+        x = self._deviations(values, covariates, peers)
         if not peers.any():
             return np.array(values)
-        x = self._clipped(x - _middles(x, peers))
         result = values - self._coefficients() @ x
         if peers.sum() >= 2:
             y = np.clip(values[None], -LARGEST, LARGEST)
             self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
         return np.asarray(result)
+
+    def adjusted(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
+        """(N,) the same residuals; nothing is learnt."""
+        peers = peers & np.isfinite(values)
+        if not peers.any():
+            return np.array(values)
+        return np.asarray(values - self._coefficients() @ self._deviations(values, covariates, peers))
+
+    def _deviations(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
+        """(C, N) covariates against the peers' middle."""
+        known = np.isfinite(values)
+        columns = [c if np.isfinite(c[known]).all() else np.zeros(len(c)) for c in covariates]
+        x = np.clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
+        return self._clipped(x - _middles(x, peers)) if peers.any() else x
 
     def _clipped(self, deviations: Array, rows: slice = slice(-1)) -> Array:
         """(len, N), up to ``CLIP`` of the sizes learnt; as they are where nothing was learnt."""

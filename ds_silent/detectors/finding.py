@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from ds_silent.capture.conduct import Unlike
 from ds_silent.measure.evidence import ReductionEvidence
+from ds_silent.measure.recent_rows import OwnPasses
 from ds_silent.measure.same_order import OrderAgain
-from ds_silent.records import Event, EventKind, Severity
+from ds_silent.records import Dealt, Event, EventKind, Severity
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Evidence:
     rows_per_rank: tuple[int, ...] | None = None  # rows of this step
     own_rows: tuple[int, ...] | None = None  # rows since the last measured step, per rank
     own_repeats: tuple[int, ...] | None = None  # those of own_rows that the same rank had taken just before
+    passes: OwnPasses | None = None  # what tells those of a small shard of its own
     rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that were not sent
     rows_sampled: float = 1.0  # share of the rows that are sent: all counts of rows but rows_taken are of those
+    dealt: Dealt = "unknown"  # the ranks are exchangeable only where this is "random"
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
     coverage: Coverage | None = None
     same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not
@@ -83,7 +86,9 @@ class Finding:
     since: int
     step: int | None = None  # of the event, where the finding is about an earlier step than the newest
     effects: tuple[str, ...] = ()  # what it brings about by itself on the same ranks, see ``linked``
+    guess: str = ""  # the part of the message about the likely cause: nothing to guess where the cause is known
     log_excess: float | None = None  # where chance is judged: nats by which the evidence exceeds what is asked for
+    effect: float | None = None  # how large, as a ratio to what is usual
 
 
 def with_odds(event: Event, rate: float, log_excess: float) -> Event:

@@ -30,6 +30,10 @@ log S for the company of the others: 4 nats with 28 layers. A fault in several l
 Label tokens that are dealt unevenly break the null without a fault: as in ``outlier``, the evidence is divided by that
 of the rank's label tokens, which can only lower it, and takes half of its logarithm back where all ranks have as many.
 
+Where it is not known that rows are dealt at random, both statistics are taken against the rank's own past, see
+:mod:`ds_silent.detectors.own_past`: which layers a rank's own rows train is no fault. A layer that changes while the
+rank's loss changes too is written once, as a note: other rows do that.
+
 There may be 30,000 series x ranks, on the training thread of one rank: so powers of one exponential instead of many,
 products instead of sums of logarithms, sums of the past instead of the past.
 """
@@ -37,18 +41,22 @@ products instead of sums of logarithms, sums of the past instead of the past.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ds_silent.config import EffectsConfig
 from ds_silent.detectors.finding import Finding, LayerValues, named
-from ds_silent.records import Score
+from ds_silent.detectors.own_past import OwnPast
+from ds_silent.records import Event, Score, Severity
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
+WINDOW = 64  # steps that make a rank's own past
+MOVES, TURNS, TOKENS = 0.02, 0.01, 0.02  # of a layer's log norm, its cosine, the log label tokens: always expected
 WITHIN, HISTORY = (0.25, 1.0, 4.0), (1.0, 4.0)
 """Tilts. Shifts between two of them lose a quarter of their speed at most."""
 CLIP = 4.0  # deviations beyond which all are equally extreme
@@ -75,14 +83,19 @@ class LayerTest:
     Args:
         ranks: N, at least 2.
         log_threshold: log A of the mean number of measured steps between false alarms of this detector.
+        sizes: below which a finding is a note.
 
     Attributes:
         saw: the largest score of the ranks compared at the newest step.
+        notes: of the newest step: changes that the rank's rows may have made.
     """
 
-    def __init__(self, ranks: int, log_threshold: float):
+    def __init__(self, ranks: int, log_threshold: float, sizes: EffectsConfig | None = None):
         self.saw: tuple[Score, ...] = ()
-        self.ranks = ranks
+        self.notes: tuple[Event, ...] = ()
+        self.ranks, self._sizes = ranks, sizes or EffectsConfig()
+        self._own: OwnPast | None = None  # where rows are not known to be dealt at random
+        self._random, self._turns = True, False  # how rows are dealt; whether layers have directions
         self._threshold = log_threshold + math.log(ranks)
         self._series = 0  # known with the first values
         self._flagged: dict[int, dict[str, Any]] = {}
@@ -90,26 +103,46 @@ class LayerTest:
         self._spreads: Array | None = None
         self._spread_steps = np.full(SCALES, -1, dtype=np.int64)
 
-    def step(self, step: int, seen: LayerValues | None, label_tokens: Sequence[float] | None) -> list[Finding]:
-        """Findings of one step: one per flagged rank."""
-        self.saw = ()
+    def step(
+        self,
+        step: int,
+        seen: LayerValues | None,
+        label_tokens: Sequence[float] | None,
+        random: bool = True,
+        plain: Callable[[int, int], bool] = lambda rank, since: True,
+    ) -> list[Finding]:
+        """Findings of one step: one per flagged rank.
+
+        Args:
+            random: whether rows are known to be dealt at random.
+            plain: whether a rank's loss is since a step as it was before.
+        """
+        self.saw, self.notes = (), ()
         if seen is None or len(seen.names) < 2:
             return self.standing()
         values = self._values(seen, label_tokens)
-        if len(values) != self._series:
+        self._turns = seen.cosines is not None
+        if len(values) != self._series or random != self._random:
+            self._random = random
             self._start(len(values))
         self._remember(seen)
         healthy = np.array([rank not in self._flagged for rank in range(self.ranks)])
+        tokens, slack = values[-1], None
+        if self._own is not None:
+            moved = self._own.moved(values)
+            self._moves += (np.nan_to_num(moved[:-1]) - self._moves) / NEWEST
+            change = self._own.step(moved, values, healthy)
+            values, slack = change.deviations, change.slack
         known = np.isfinite(values)
         known &= ((known & healthy).sum(axis=1) >= 1)[:, None] & (known.sum(axis=1) >= 2)[:, None]
-        residuals, spreads = self._residuals(np.where(known, values, 0.0), known & healthy)
-        self._grow(step, residuals, known, known & healthy)
+        residuals, spreads, scales = self._residuals(np.where(known, values, 0.0), known & healthy)
+        self._grow(step, residuals, known, known & healthy, None if slack is None else slack / scales)
         self._learn(step, residuals, spreads, known & healthy)
-        if len(np.unique(values[-1][known[-1] & healthy])) == 1:
+        if len(np.unique(tokens[np.isfinite(tokens) & healthy])) == 1:
             self._of_tokens = np.sqrt(self._of_tokens)
         self._end()
         if healthy.sum() > 1:
-            self._flag(seen.names, healthy)
+            self._flag(step, seen.names, healthy, plain)
         else:  # nobody is left to compare the last one with
             self._forget(healthy)
         return self.standing()
@@ -137,6 +170,13 @@ class LayerTest:
     def _start(self, series: int) -> None:
         shape = (len(_WEIGHTS), series, self.ranks)
         self._series = series
+        self._moves: Array = np.zeros((series - 1, self.ranks))  # against the rank's own past, over the newest steps
+        self._own = None
+        if not self._random:
+            self._flagged = {}
+            smallest = np.array([MOVES] * (series - 1) + [TOKENS])
+            smallest[self._directions : -1] = TURNS
+            self._own = OwnPast(series, self.ranks, WINDOW, smallest)
         self._evidence = np.zeros(shape)  # M
         self._gain = np.ones(shape)  # L of the newest step
         self._of_series = np.zeros(shape[1:])  # weighted mean of M over the tilts
@@ -153,8 +193,9 @@ class LayerTest:
         self._past_steps = np.full(length, -1, dtype=np.int64)
         self._taken = 0
 
-    def _residuals(self, values: Array, peers: Flags) -> tuple[Array, Array]:
-        """(S, N) deviations from the peers' middle in units of their spread, clipped; (S,) that spread."""
+    def _residuals(self, values: Array, peers: Flags) -> tuple[Array, Array, Array]:
+        """(S, N) deviations from the peers' middle in units of their spread, clipped; (S,) that spread; (S, N) or
+        (S, 1) the units."""
         assert self._spreads is not None
         with np.errstate(all="ignore"):
             past = np.nan_to_num(_median(self._spreads.T))[:, None]
@@ -168,9 +209,9 @@ class LayerTest:
                 spread = whole[:, None]
         floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
         scale = np.maximum(np.maximum(np.nan_to_num(spread), past), floor)
-        return np.clip((values - np.nan_to_num(middle)) / scale, -CLIP, CLIP), whole
+        return np.clip((values - np.nan_to_num(middle)) / scale, -CLIP, CLIP), whole, scale
 
-    def _grow(self, step: int, residuals: Array, known: Flags, peers: Flags) -> None:
+    def _grow(self, step: int, residuals: Array, known: Flags, peers: Flags, slack: Array | None) -> None:
         count = np.repeat(peers.sum(axis=1)[None].astype(float), len(self._gain), axis=0)
         total = np.zeros_like(count)
         for part in self._parts():
@@ -182,6 +223,13 @@ class LayerTest:
             down = 1.0 / up
             gain[:3], gain[3:6], gain[6:8], gain[8:] = up, down, up[1:], down[1:]
             total += self._sums(gain, peers[:, part])
+        if slack is not None:  # off every bet
+            bet = np.exp(-slack / 4.0)
+            less = np.stack([bet, bet**4, bet**16])
+            for first, last in ((0, 3), (3, 6)):
+                self._gain[first:last] *= less
+            for first, last in ((6, 8), (8, 10)):
+                self._gain[first:last] *= less[1:]
         total[_REMEMBERS] += self._past.sum(axis=0)
         count[_REMEMBERS] += self._past_counts.sum(axis=0)
         for part in self._parts():
@@ -239,6 +287,8 @@ class LayerTest:
             if flag["left"] < self._threshold / 2:
                 del self._flagged[rank]
                 self._forget(np.arange(self.ranks) == rank)
+                if self._own is not None:
+                    self._own.forget(np.arange(self.ranks) == rank)
 
     def _remember(self, seen: LayerValues) -> None:
         for direction, values in ((False, seen.log_norms), (True, seen.cosines)):
@@ -249,7 +299,7 @@ class LayerTest:
             known = self._recent.get(direction, held)
             self._recent[direction] = np.where(np.isfinite(held), known + (held - known) / NEWEST, known)
 
-    def _flag(self, names: tuple[str, ...], healthy: Flags) -> None:
+    def _flag(self, step: int, names: tuple[str, ...], healthy: Flags, plain: Callable[[int, int], bool]) -> None:
         score = np.where(healthy, self.score(), -np.inf)
         rank = int(np.argmax(score))
         self.saw = (Score("layers", float(score[rank]), self._threshold, rank),)
@@ -263,6 +313,10 @@ class LayerTest:
         recent = np.nan_to_num(self._recent[direction])
         others = np.median(recent[healthy & (np.arange(self.ranks) != rank)], axis=0)
         shift = recent[rank] - others
+        if self._own is not None:
+            part = slice(self._directions, None) if direction else slice(self._directions)
+            moves = self._moves[part]
+            shift = moves[:, rank] - np.median(moves[:, healthy & (np.arange(self.ranks) != rank)], axis=1)
         shift -= np.median(shift)
         layer = int(np.argmax(np.abs(shift)))
         where = layer + len(names) * direction
@@ -270,7 +324,8 @@ class LayerTest:
         if self._evidence[best, where, rank] > 1.0:
             series, component = where, best
         peers = [int(other) for other in np.flatnonzero(healthy)]
-        self._flagged[rank] = {
+        since = int(self._since[int(_SIGNS[component] < 0), series, rank])
+        flag = {
             "ranks": peers if len(peers) == 2 else [rank],
             "where": names[layer],
             "direction": direction,
@@ -280,21 +335,55 @@ class LayerTest:
             "shift": float(shift[layer]),
             "own": float(recent[rank, layer]),
             "others": float(others[layer]),
-            "since": int(self._since[int(_SIGNS[component] < 0), series, rank]),
+            "since": since,
             "score": float(score[rank]),
             "left": self._threshold,
+            "severity": self._severity(float(shift[layer]), direction, rank, since, plain),
         }
-        self._forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
-        spoiled = self._past_steps >= self._flagged[rank]["since"]
+        if self._own is not None and flag["severity"] == "info":
+            self.notes = (self._note(step, rank, flag),)
+            self._own.forget(np.arange(self.ranks) == rank)
+            self._forget(healthy)
+        else:
+            self._flagged[rank] = flag
+            self._forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+        spoiled = self._past_steps >= since
         self._past[spoiled], self._past_counts[spoiled] = 0.0, 0.0
         assert self._spreads is not None
-        self._spreads[self._spread_steps >= self._flagged[rank]["since"]] = np.nan
+        self._spreads[self._spread_steps >= since] = np.nan
+
+    def _severity(
+        self, shift: float, direction: bool, rank: int, since: int, plain: Callable[[int, int], bool]
+    ) -> Severity:
+        sizes = self._sizes
+        if self._own is None:
+            least = sizes.direction if direction else math.log1p(sizes.layer)
+            return "warning" if abs(shift) >= least else "info"
+        large = not direction and abs(shift) >= math.log1p(sizes.changed_norm)
+        return "warning" if large and plain(rank, since) else "info"
+
+    def _note(self, step: int, rank: int, flag: dict[str, Any]) -> Event:
+        more = f" and {flag['more']} more layer{'s' * (flag['more'] > 1)}" if flag["more"] else ""
+        message = (
+            f"Rank {rank}'s data are of another kind since about step {flag['since']}: the gradient of {flag['where']}"
+            f"{more} changed against its other layers. Other rows on this rank look like this."
+        )
+        remedy = (
+            "Nothing to do if this rank's rows changed there; else look for code that treats this layer differently."
+        )
+        where, ranks = flag["where"], tuple(flag["ranks"])
+        return Event(step, "outlier-rank", "info", ranks, where, flag["score"], self._threshold, message, remedy)
 
     def _forget(self, ranks: Flags) -> None:
         self._evidence[:, :, ranks] = 0.0
         self._of_series[:, ranks] = 0.0
         self._cusum[:, :, ranks] = 1.0
         self._of_tokens[ranks] = 1.0
+
+    @property
+    def _directions(self) -> int:
+        """Where the directions begin among the series: behind the sizes of as many layers; or there are none."""
+        return (self._series - 1) // 2 if self._turns else self._series - 1
 
     def _finding(self, rank: int) -> Finding:
         flag = self._flagged[rank]
@@ -321,11 +410,12 @@ class LayerTest:
         return Finding(
             key=f"outlier-layer:{rank}",
             kind="outlier-rank",
-            severity="warning",
+            severity=flag.get("severity", "warning"),
             ranks=ranks,
             where=where,
             score=flag["score"],
             threshold=self._threshold,
+            effect=None if flag["direction"] else math.exp(max(-ZERO, min(flag["shift"], ZERO))),
             message=message,
             remedy=_REMEDY.replace("this rank", "one of them").replace("this host's", "both ranks'")
             if two

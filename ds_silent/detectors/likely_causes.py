@@ -102,6 +102,11 @@ class Symptoms:
         return self.direction == "off" and self._beyond_noise
 
     @property
+    def surely_off_or_opposite(self) -> bool:
+        """Whether the direction is off or opposite, and by more than noise makes it."""
+        return self.direction in ("off", "opposite") and self._beyond_noise
+
+    @property
     def _beyond_noise(self) -> bool:
         if self.cosine is None or self.usual_cosine is None:
             return False

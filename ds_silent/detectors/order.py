@@ -9,6 +9,9 @@ twice, ids that are hashes). Evidence for a repeat rate q > TOLERATED, from m co
 (q/p)^x ((1-q)/(1-p))^(m-x), expectation at most 1; accumulated as in ``sequential.py`` over a grid of q > p. Where rows
 are known by their content only, those that the data hold several times repeat in health: p is ``TOLERATED_BY_CONTENT``,
 and what is found is a warning.
+
+Unless the rows are dealt to all ranks from one pool, those that come again on the rank that had them are a pass over
+that rank's own shard, which may be smaller than the others': such repeats are no evidence, here nor of low coverage.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class OrderTest:
         self._last: Coverage | None = None
         self._tolerated = TOLERATED
         self._mismatch_since: int | None = None
+        self._own = 0.0  # rows of this epoch that came again on the rank that had them
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
     def step(self, record: StepRecord, extras: Evidence, duplicated: bool, attributed: float = 0.0) -> list[Finding]:
@@ -66,11 +70,13 @@ class OrderTest:
         self._last = now
         self._tolerated = TOLERATED if now.told else TOLERATED_BY_CONTENT
         if consumed > 0:
+            own = 0.0 if extras.dealt == "random" or extras.passes is None else repeated * (extras.passes.again or 0.0)
+            self._own = own + (0.0 if started else self._own)
             doubtful = 3.0 * now.error * known  # rows that may be a sketch's error
             if not duplicated:
-                certain = min(repeated - attributed, now.repeated * known - doubtful)
+                certain = min(repeated - max(attributed, own), now.repeated * known - doubtful)
                 self._weigh(record.step, consumed, max(0.0, certain))
-            self._close_epoch(record.step, now, consumed / known)
+            self._close_epoch(record.step, now, consumed / known, self._own / known)
         return self._findings(record)
 
     def _weigh(self, step: int, consumed: float, repeated: float) -> None:
@@ -91,10 +97,10 @@ class OrderTest:
         """log of the mean evidence, before the newest step's was cut at what is needed."""
         return self._score
 
-    def _close_epoch(self, step: int, now: Coverage, share_of_step: float) -> None:
+    def _close_epoch(self, step: int, now: Coverage, share_of_step: float, own: float) -> None:
         if now.epoch + share_of_step <= 1.0 + 1e-9:  # another step fits into the epoch
             return
-        missing = min(now.epoch, 1.0) - now.seen - 3.0 * now.error
+        missing = min(now.epoch, 1.0) - now.seen - 3.0 * now.error - own
         low = missing > self._tolerated
         self._low = (self._low[0] if self._low else step, now.seen) if low else None
 
@@ -159,6 +165,7 @@ class OrderTest:
             "last": None if self._last is None else asdict(self._last),
             "mismatch_since": self._mismatch_since,
             "low": self._low,
+            "own": self._own,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,6 +174,7 @@ class OrderTest:
         self._score = _mean(self._evidence)
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]
+        self._own = float(state.get("own", 0.0))
         self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
 
 

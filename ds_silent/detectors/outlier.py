@@ -1,56 +1,64 @@
-"""One rank whose loss, gradient norm or direction is not like the others': named when the evidence suffices.
+"""One rank whose loss, gradient norm or direction is not like the others', or not like its own past any more.
 
-For each statistic a :class:`~ds_silent.detectors.sequential.SequentialTest`; their evidence is averaged over the
-statistics, and rank r is flagged when its average reaches N * A, with A the mean number of steps between false alarms:
-then the average over the ranks is at least A, which under the null takes A steps or more in the mean.
+Where rows are dealt at random, ranks are compared with each other (``comparisons.AgainstOthers``). Rank r is flagged
+when its evidence reaches N * A, with A the mean number of steps between false alarms: then the average over the ranks
+is at least A, which under the null takes A steps or more in the mean.
 
-What is explained is taken out first, with coefficients learnt from earlier steps and common to all ranks, which keeps
-the ranks exchangeable and the guarantee intact: the loss given the number of label tokens; the norm given the loss,
-the tokens and the cosine (a short batch has a large, noisy gradient, and that is no fault); the cosine given the loss
-and the tokens.
+Where it is not known that they are, a rank may differ because its rows do. Then each rank is compared with its own past
+(``comparisons.AgainstOwnPast``), and what is so since the beginning is a note. The two share the rate. Whether what is
+found is a note or a warning is a matter of its size, see ``effects``. A change that the rank's rows may have made is
+written once, and from then on it is the rank's past.
 
-Label tokens dealt unevenly break the null without any fault. So the same evidence is collected for "this rank's token
-count differs", and a rank is flagged only when its statistics differ by more than its tokens do: evidence is divided
-by the evidence of the tokens, which can only lower it. A norm that depends on the tokens never says more about which
-rank is odd than the tokens themselves. Where all ranks have as many tokens, as packed rows do, nothing can be explained
-by them: each such step takes half of their (log) evidence back, or one odd batch would hide a fault for good.
-
-A rank so far above the others that no noise explains it is flagged at its first step, by ``at_once``. The two share the
-rate.
+A rank so far above the others that no noise explains it is flagged at its first step, by ``at_once``; where rows are
+not known to be dealt at random, so far above what it was before, at its third. It shares the rate with the others.
 
 A flagged rank leaves the comparison and the history, back to the step where its fault began. The component that
-flagged it goes on comparing it with the others; when half of the (log) evidence has been taken back the fault has
-ended. Two ranks cannot outvote each other: both are named. Why a rank differs follows from all of its numbers, see
-``likely_causes``; it is weighed once, when the rank is flagged.
+flagged it goes on comparing it; when half of the (log) evidence has been taken back the fault has ended. Two ranks
+cannot outvote each other: both are named. Why a rank differs follows from all of its numbers, see ``likely_causes``; it
+is weighed when the rank is flagged, and its size now and then afterwards.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ds_silent.config import EffectsConfig
 from ds_silent.detectors.at_once import AtOnce, StandsOut
-from ds_silent.detectors.explained import Explained
+from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast
+from ds_silent.detectors.effects import PLAIN_LOSS, UNLIKE, Setting, effect_of
 from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.detectors.likely_causes import causes_in_words, either_in_words, in_words, likely_causes
-from ds_silent.detectors.sequential import Array, SequentialTest, strongest_tilt
+from ds_silent.detectors.sequential import Array, Flags, strongest_tilt
 from ds_silent.detectors.symptoms import Recent
-from ds_silent.records import Score, StepRecord
+from ds_silent.records import Event, Score, StepRecord
 from ds_silent.words import TORCH, Words
 
 AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
-STATISTICS = ("loss", "gradient norm", "gradient direction")
+WEIGHED_AGAIN, AT_MOST = 32, 8  # steps after which a note's size is looked at again; of so many ranks in one step
+HIGHEST_EVERY = 64  # steps between two looks at the highest losses so far
+LASTING = 3  # steps that a rank stands out for, where rows are not known to be dealt at random
+SUDDEN = 64  # steps within which a change that came from one step to the next is found
+BEGINNING = 64  # steps; a rank that differs since then has always done so
+FIRST = 8  # losses of each rank that are its beginning
 _MEANING = {
-    ("loss", 1): "a higher loss than the others (given its tokens)",
-    ("loss", -1): "a lower loss than the others (given its tokens)",
-    ("gradient norm", 1): "larger gradients than the others (given its loss and its tokens)",
-    ("gradient norm", -1): "smaller gradients than the others (given its loss and its tokens)",
-    ("gradient direction", 1): "a gradient that agrees with the others' mean more than theirs do",
-    ("gradient direction", -1): "a gradient that agrees with the others' mean less than theirs do",
+    ("loss", 1): "a higher loss than {against} (given its tokens)",
+    ("loss", -1): "a lower loss than {against} (given its tokens)",
+    ("gradient norm", 1): "larger gradients than {against} (given its loss and its tokens)",
+    ("gradient norm", -1): "smaller gradients than {against} (given its loss and its tokens)",
+    ("gradient direction", 1): "a gradient that agrees with the others' mean more than {theirs}",
+    ("gradient direction", -1): "a gradient that agrees with the others' mean less than {theirs}",
 }
+_OTHERS = {"against": "the others", "theirs": "theirs do"}
+_OWN_PAST = {"against": "before", "theirs": "before"}
+_OF_DATA = (
+    "this rank's rows: nothing is wrong where they are of another kind by design; else at their labels, their source, "
+    "then at code between this rank's loss and the reduction"
+)
 _UNKNOWN = {  # of a flag that an older version has written
     "threshold": None,
     "severity": "warning",
@@ -58,8 +66,12 @@ _UNKNOWN = {  # of a flag that an older version has written
     "numbers": "not known",
     "why": "",
     "look_at": "this rank's rows and code",
+    "own_past": False,
+    "effect": None,
+    "weighed": 0,
 }
-_AT_ONCE = "a far larger {where} than all others, {when}: no noise explains it"
+SURE = 3.0  # standard errors of a loss's ratio
+_AT_ONCE = "a far larger {where} {against}, {when}: no noise explains it"
 
 
 class OutlierTest:
@@ -69,50 +81,63 @@ class OutlierTest:
         ranks: N, at least 2.
         log_threshold: log A of the mean number of measured steps between false alarms of this detector.
         words: for the likely causes.
+        sizes: below which a finding is a note.
 
     Attributes:
         saw: the largest score of the ranks compared at the newest step; and what ``at_once`` saw.
+        notes: of the newest step: changes that the rank's rows may have made.
     """
 
-    def __init__(self, ranks: int, log_threshold: float, words: Words = TORCH):
+    def __init__(self, ranks: int, log_threshold: float, words: Words = TORCH, sizes: EffectsConfig | None = None):
         self.saw: tuple[Score, ...] = ()
-        self.ranks, self._words = ranks, words
-        self._threshold = log_threshold - math.log1p(-AT_ONCE_SHARE) + math.log(ranks)
+        self.notes: tuple[Event, ...] = ()
+        self.ranks, self._words, self._sizes = ranks, words, sizes or EffectsConfig()
+        self._alone = log_threshold - math.log1p(-AT_ONCE_SHARE) + math.log(ranks)  # threshold of one comparison
+        self._random: bool | None = None  # how rows are dealt, at the newest step
         cap = 2.0 * self._threshold  # room for a rank whose tokens, by chance, were odd just before its fault
-        self._test = SequentialTest(len(STATISTICS) + 1, ranks, cap)  # the last one: label tokens
-        self._loss, self._norm, self._direction = Explained(1), Explained(3), Explained(2)
-        self._at_once = AtOnce(ranks, log_threshold - math.log(AT_ONCE_SHARE))
+        self._cap, self._level = cap, AgainstOthers(ranks, cap)
+        self._change: AgainstOwnPast | None = None  # only where rows are not known to be dealt at random
+        self._log_at_once = log_threshold - math.log(AT_ONCE_SHARE)
+        self._at_once = AtOnce(ranks, self._log_at_once)
+        self._usual = deque([np.full((2, ranks), np.nan)] * LASTING, maxlen=LASTING)  # of the steps before a run
         self._recent = Recent(ranks)
+        self._highest: Array = np.full((2, ranks), -np.inf)  # losses: so far, and up to some steps ago
+        self._began = 0  # the first step
+        self._first: Array = np.zeros((2, ranks))  # sum of each rank's first losses, and how many
         self._flagged: dict[int, dict[str, Any]] = {}
+
+    @property
+    def _threshold(self) -> float:
+        return self._alone if self._random else self._alone + math.log(2.0)
 
     def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
         """Findings of one step: one per flagged rank."""
+        self.notes = ()
+        self._dealt(extras.dealt == "random")
         self._recent.append(record, extras)
-        healthy = np.array([rank not in self._flagged for rank in range(self.ranks)])
+        self._began = self._began or record.step
         tokens = _column(extras.label_tokens, self.ranks)
         with np.errstate(all="ignore"):  # non-finite values are left out one by one below
-            log_tokens = np.log(tokens)
-            loss = _column(record.loss.per_rank, self.ranks)
-            cosine = _column(record.direction.per_rank, self.ranks)
-            norms = _column(record.grad_norm.per_rank, self.ranks)
-            apart = self._at_once.step(record.step, loss, norms, tokens, healthy)
+            loss, norms = _column(record.loss.per_rank, self.ranks), _column(record.grad_norm.per_rank, self.ranks)
+            usual, least = (1.0, 1) if self._random else (self._usual[0], LASTING)
+            healthy = self._unflagged(notes=True)
+            losses, lengths = np.stack([loss, norms]) / usual
+            apart = self._at_once.step(record.step, losses, lengths, tokens, healthy, least)
             self.saw = self._at_once.saw
             if apart is not None:  # before anything is learnt from it
                 self._flag_at_once(apart, record.step, healthy)
-                healthy[apart.rank] = False
-            log_norm = np.log(norms)
-            norm = self._norm.residual(log_norm, [loss, log_tokens, cosine], healthy)
-            direction = self._direction.residual(cosine, [loss, log_tokens], healthy)
-            own_loss = self._loss.residual(loss, [log_tokens], healthy)
-        self._test.step(record.step, np.stack([own_loss, norm, direction, log_tokens]), healthy)
-        compared = log_tokens[healthy & np.isfinite(log_tokens)]
-        if len(compared) > 1 and np.ptp(compared) == 0.0:
-            self._test.halve_cusum(-1)
+            columns = np.stack([loss, np.log(norms), _column(record.direction.per_rank, self.ranks), np.log(tokens)])
+            healthy = self._unflagged()
+            self._level.step(record.step, columns, healthy)
+            if self._change is not None:
+                self._change.step(record.step, columns, self._unflagged(notes=True))
+                self._usual.append(self._change.usual())
+            self._remember_highest(record.step, loss, self._unflagged(notes=True))
         self._end()
-        if healthy.sum() > 1:
-            self._flag(self.score(), healthy)
-        else:  # nobody is left to compare the last one with
-            self._test.forget_evidence(healthy)
+        self._flag(record.step, self._level, healthy)
+        if self._change is not None:
+            self._flag(record.step, self._change, self._unflagged(notes=True))
+        self._weigh_again(record.step)
         return self.standing()
 
     def standing(self) -> list[Finding]:
@@ -121,97 +146,215 @@ class OutlierTest:
 
     def score(self) -> Array:
         """(N,) log evidence against each rank, to be compared with ``threshold``."""
-        together = np.logaddexp.reduce(self._test.log_evidence()[:-1], axis=0) - math.log(len(STATISTICS))
-        return np.asarray(together - self._test.log_cusum()[-1])
+        return self._level.score()
+
+    def plain(self, rank: int, since: int) -> bool:
+        """Whether a rank's loss is since a step as it was before, against the others'; False where not known."""
+        others = [other for other in range(self.ranks) if other != rank]
+        seen = self._recent.symptoms(rank, others, since, own_past=True)
+        return seen.loss is not None and abs(math.log(seen.loss)) <= max(PLAIN_LOSS, SURE * seen.loss_noise)
+
+    def _dealt(self, random: bool) -> None:
+        """What was found under another null hypothesis counts no more."""
+        if self._random is not None and random != self._random:
+            self._level.forget(np.ones(self.ranks, dtype=bool))
+            self._change = None
+            self._at_once = AtOnce(self.ranks, self._log_at_once)
+            self._flagged = {
+                rank: flag
+                for rank, flag in self._flagged.items()
+                if flag["severity"] != "info" and not flag["own_past"]
+            }
+        self._random = random
+        if not random and self._change is None:
+            self._change = AgainstOwnPast(self.ranks, self._cap)
+
+    def _unflagged(self, notes: bool = False) -> Flags:
+        """(N,) ranks that the others are compared with; ``notes``: those with a note of old too."""
+        flags = [self._flagged.get(rank) for rank in range(self.ranks)]
+        return np.array([flag is None or (notes and flag["severity"] == "info") for flag in flags])
+
+    def _remember_highest(self, step: int, loss: Array, healthy: Flags) -> None:
+        if step % HIGHEST_EVERY == 0:
+            self._highest[1] = self._highest[0]
+        known = healthy & np.isfinite(loss)
+        early = np.isfinite(loss) & (self._first[1] < FIRST)
+        self._first[:, early] += np.stack([loss, np.ones(self.ranks)])[:, early]
+        self._highest[0, known] = np.maximum(self._highest[0], loss)[known]
 
     def _end(self) -> None:
         for rank, flag in list(self._flagged.items()):
-            gain = float(self._test.gain[STATISTICS.index(flag["where"]), flag["component"], rank])
-            flag["left"] = min(flag["left"] + gain, self._threshold)
+            test = self._change if flag["own_past"] and self._change is not None else self._level
+            series = flag.get("series", STATISTICS.index(flag["where"]))
+            flag["left"] = min(flag["left"] + test.gain(series, flag["component"], rank), self._threshold)
             if flag["left"] < self._threshold / 2:
                 del self._flagged[rank]
-                self._test.forget_evidence(np.arange(self.ranks) == rank)
+                own = np.arange(self.ranks) == rank
+                self._level.forget(own)
+                if flag["own_past"] and self._change is not None:
+                    self._change.begin_anew(own)
 
-    def _flag(self, score: Array, healthy: Any) -> None:
+    def _flag(self, step: int, test: AgainstOthers | AgainstOwnPast, healthy: Flags) -> None:
+        if healthy.sum() < 2:  # nobody is left to compare the last one with
+            test.forget(healthy)
+            return
+        score = test.score()
         candidates = np.where(healthy, score, -np.inf)
         rank = int(np.argmax(candidates))
-        self.saw += (Score("outlier", float(candidates[rank]), self._threshold, rank),)
+        own_past = test is self._change
+        self.saw += (Score("change" if own_past else "outlier", float(candidates[rank]), self._threshold, rank),)
         if not candidates[rank] >= self._threshold:
             return
-        strongest = int(np.argmax(self._test.log_evidence()[:-1, rank]))
-        onset = self._test.onset(strongest, rank)
-        where = STATISTICS[strongest]
-        flag = {"where": where, "since": onset.step, "sign": onset.sign, "component": onset.component}
-        flag |= {"score": float(score[rank]), "threshold": self._threshold, "severity": "warning"}
-        flag |= {"meaning": f"{_MEANING[where, onset.sign]}, since about step {onset.step}"}
-        self._set_apart(rank, flag, healthy)
-        self._test.forget_evidence(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+        found = test.strongest(rank)
+        if not self._random and not own_past and found.onset.step > self._began + BEGINNING:
+            test.forget(np.arange(self.ranks) == rank)  # since when it began, its own past was another: see there
+            return
+        flag = {"where": found.statistic, "since": found.onset.step, "series": found.series, "own_past": own_past}
+        flag |= {"sign": found.onset.sign, "component": found.onset.component}
+        flag |= {"score": float(score[rank]), "threshold": self._threshold, "severity": None, "weighed": step}
+        meaning = _MEANING[found.statistic, found.onset.sign].format(**(_OWN_PAST if own_past else _OTHERS))
+        flag |= {"meaning": f"{meaning}, since about step {found.onset.step}"}
+        self._place(step, rank, self._set_apart(rank, flag, healthy))
+        test.forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
 
-    def _flag_at_once(self, apart: StandsOut, step: int, healthy: Any) -> None:
+    def _place(self, step: int, rank: int, flag: dict[str, Any]) -> None:
+        """A change that rows may have made is the rank's past from now on; everything else goes on."""
+        if flag["own_past"] and flag["severity"] == "info" and self._change is not None:
+            if not flag["slight"]:
+                self.notes += (self._note(step, rank, flag),)
+            self._change.begin_anew(np.arange(self.ranks) == rank)
+        else:
+            self._flagged[rank] = flag
+
+    def _flag_at_once(self, apart: StandsOut, step: int, healthy: Flags) -> None:
         flag = {"where": apart.quantity, "since": apart.since, "sign": 1, "component": strongest_tilt(1)}
-        flag |= {"score": apart.score, "threshold": apart.threshold, "severity": "error"}
+        flag |= {"score": apart.score, "threshold": apart.threshold, "severity": "error" if self._random else None}
         when = "at this step" if apart.since == step else f"since step {apart.since}"
-        flag |= {"meaning": _AT_ONCE.format(where=apart.quantity, when=when), "when": when}
-        self._set_apart(apart.rank, flag, healthy)
+        against = "than all others" if self._random else "than before"
+        flag |= {"meaning": _AT_ONCE.format(where=apart.quantity, against=against, when=when), "when": when}
+        flag |= {"own_past": not self._random, "weighed": step}
+        self._place(step, apart.rank, self._set_apart(apart.rank, flag, healthy))
 
-    def _set_apart(self, rank: int, flag: dict[str, Any], healthy: Any) -> None:
-        """The rank leaves the comparison, and the history since its fault began; what its numbers say is kept."""
+    def _set_apart(self, rank: int, flag: dict[str, Any], healthy: Flags) -> dict[str, Any]:
+        """The rank leaves the history since its fault began; what its numbers say is added to the flag."""
         peers = [int(other) for other in np.flatnonzero(healthy)]
         others = [other for other in peers if other != rank]
-        seen = self._recent.symptoms(rank, others, flag["since"])
+        own_past, since = flag["own_past"], flag["since"]
+        seen = self._recent.symptoms(rank, others, since, own_past)
+        effect = effect_of(
+            seen,
+            flag["where"],
+            self._sizes,
+            self._setting(rank, others, since, own_past, flag["weighed"] - since <= SUDDEN),
+        )
         causes = likely_causes(seen, self._words)
         numbers, why = in_words(seen), causes_in_words(causes)
         two = len(peers) == 2
         if two:  # the other one may be the wrong one as well
             [other] = others
-            mirrored = likely_causes(self._recent.symptoms(other, [rank], flag["since"]), self._words)
+            mirrored = likely_causes(self._recent.symptoms(other, [rank], since, own_past), self._words)
             numbers, why = in_words(seen, f"rank {other}"), either_in_words({rank: causes, other: mirrored})
             causes = (*causes[:2], *mirrored[:2])
         look_at = "; then ".join(dict.fromkeys(cause.look_at for cause in causes))
-        self._flagged[rank] = {
+        look_at = _OF_DATA if effect.of_data else (look_at.replace("this rank", "each rank") if two else look_at)
+        self._level.unlearn(rank, since)
+        if self._change is not None:
+            self._change.unlearn(rank, since)
+        return {
             **flag,
             "ranks": peers if two else [rank],
             "numbers": numbers,
             "why": why,
-            "look_at": look_at.replace("this rank", "each rank") if two else look_at,
+            "look_at": look_at,
             "left": self._threshold,
+            "severity": flag["severity"] or effect.severity,
+            "effect": effect.size,
+            "slight": effect.slight,
         }
-        self._test.unlearn(rank, flag["since"])
+
+    def _setting(
+        self, rank: int, others: Sequence[int], since: int, own_past: bool = False, sudden: bool = True
+    ) -> Setting:
+        others = [other for other in np.flatnonzero(self._unflagged(notes=True)).tolist() if other != rank] or others
+        highest = self._highest[0, list(others)].max(initial=-np.inf)
+        if own_past:
+            highest = max(highest, self._highest[1, rank])
+        now = self._recent.loss(rank, since)
+        above = now / highest if now is not None and 0.0 < highest < math.inf else None
+        with np.errstate(all="ignore"):
+            first = np.log(self._first[0] / self._first[1])
+            theirs = first[list(others)]
+            unlike = float(first[rank] - theirs.max() - UNLIKE * np.ptp(theirs))
+        return Setting(bool(self._random), own_past, above, unlike if math.isfinite(unlike) else None, sudden)
+
+    def _weigh_again(self, step: int) -> None:
+        """A note may have become a fault, as when a rank's labels are wrong and only the others learn."""
+        due = [r for r, f in self._flagged.items() if f["severity"] == "info" and step - f["weighed"] >= WEIGHED_AGAIN]
+        for rank in due[:AT_MOST]:
+            flag = self._flagged[rank]
+            others = [other for other in range(self.ranks) if other != rank and other not in self._flagged]
+            others = others or [other for other in range(self.ranks) if other != rank]
+            flag["weighed"], newest = step, step - WEIGHED_AGAIN
+            seen = self._recent.symptoms(rank, others, newest)
+            effect = effect_of(seen, flag["where"], self._sizes, self._setting(rank, others, newest))
+            if effect.severity != "info":
+                causes = likely_causes(seen, self._words)
+                flag |= {"severity": effect.severity, "effect": effect.size, "numbers": in_words(seen)}
+                flag |= {"why": causes_in_words(causes), "look_at": "; then ".join(c.look_at for c in causes)}
+
+    def _message(self, rank: int, flag: dict[str, Any]) -> str:
+        ranks, since = tuple(flag["ranks"]), flag["since"]
+        if len(ranks) == 2 and (flag["severity"] != "info" or self._random):
+            when = flag.get("when", f"since about step {since}")
+            return (
+                f"{named(ranks).capitalize()} disagree in their {flag['where']} {when}; with two ranks to compare "
+                f"nobody can say which of them is wrong. Rank {rank} against rank {sum(ranks) - rank}: "
+                f"{flag['numbers']}. {flag['why']}"
+            )
+        if flag["severity"] == "info" and not self._random:
+            when = "the beginning" if since <= 1 else f"about step {since}"
+            beside = " and its own past" if flag["own_past"] else ""
+            whose = f"Rank {rank}'s" if len(ranks) == 1 else f"One of {named(ranks)}'s"
+            return (
+                f"{whose} data are of another kind since {when}. Against the others{beside}: {flag['numbers']}. "
+                "Other rows on this rank look like this."
+            )
+        return f"Rank {rank} has {flag['meaning']}. Against the others: {flag['numbers']}. {flag['why']}"
+
+    def _note(self, step: int, rank: int, flag: dict[str, Any]) -> Event:
+        message, remedy = self._message(rank, flag), f"Look at {flag['look_at']}."
+        ranks, score, threshold = tuple(flag["ranks"]), flag["score"], flag["threshold"]
+        return Event(step, "outlier-rank", "info", ranks, flag["where"], score, threshold, message, remedy)
 
     def _finding(self, rank: int) -> Finding:
         flag = self._flagged[rank]
-        ranks, where, since = tuple(flag["ranks"]), flag["where"], flag["since"]
-        if len(ranks) == 2:
-            when = flag.get("when", f"since about step {since}")
-            message = (
-                f"{named(ranks).capitalize()} disagree in their {where} {when}; with two ranks to compare nobody can "
-                f"say which of them is wrong. Rank {rank} against rank {sum(ranks) - rank}: {flag['numbers']}. "
-                f"{flag['why']}"
-            )
-        else:
-            message = f"Rank {rank} has {flag['meaning']}. Against the others: {flag['numbers']}. {flag['why']}"
         return Finding(
             key=f"outlier-rank:{rank}",
             kind="outlier-rank",
             severity=flag["severity"],
-            ranks=ranks,
-            where=where,
+            ranks=tuple(flag["ranks"]),
+            where=flag["where"],
             score=flag["score"],
             threshold=flag["threshold"],
-            message=message,
+            message=self._message(rank, flag),
             remedy=f"Look at {flag['look_at']}.",
-            since=since,
+            since=flag["since"],
+            guess=flag["why"],
             log_excess=flag["score"] - flag["threshold"],
+            effect=flag["effect"],
         )
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
+        highest = [[None if value == -np.inf else float(value) for value in row] for row in self._highest]
         return {
             "ranks": self.ranks,
-            "test": self._test.state_dict(),
-            "loss": self._loss.state_dict(),
-            "norm": self._norm.state_dict(),
-            "direction": self._direction.state_dict(),
+            **self._level.state_dict(),
+            "change": None if self._change is None else self._change.state_dict(),
+            "random": self._random,
+            "highest": highest,
+            "began": self._began,
+            "first": self._first.tolist(),
             "at_once": self._at_once.state_dict(),
             "recent": self._recent.state_dict(),
             "flagged": {str(rank): flag for rank, flag in self._flagged.items()},
@@ -221,11 +364,17 @@ class OutlierTest:
         """Continue from :meth:`state_dict`; of another number of ranks nothing can be taken over."""
         if state["ranks"] != self.ranks:
             return
-        self._test.load_state_dict(state["test"])
-        self._loss.load_state_dict(state["loss"])
-        self._norm.load_state_dict(state["norm"])
-        self._direction.load_state_dict(state["direction"])
-        if "at_once" in state:  # older states lack it
+        self._level.load_state_dict(state)
+        if state.get("change") is not None:  # older states lack what follows
+            self._change = AgainstOwnPast(self.ranks, self._cap)
+            self._change.load_state_dict(state["change"])
+        if "highest" in state:
+            self._random, self._began = state["random"], state["began"]
+            self._first = np.array(state["first"], dtype=np.float64)
+            self._highest = np.array(
+                [[-np.inf if value is None else value for value in row] for row in state["highest"]], dtype=np.float64
+            )
+        if "at_once" in state:
             self._at_once.load_state_dict(state["at_once"])
             self._recent.load_state_dict(state["recent"])
         self._flagged = {int(rank): {**_UNKNOWN, **flag} for rank, flag in state["flagged"].items()}

@@ -5,6 +5,10 @@ none is to blame. So a rank is compared with the others: of its rows, a share p 
 of what the other ranks show at this step, what they showed lately, and ``TOLERATED``. Where all ranks do it, p is 1 and
 nobody is named here; ``order`` sees it.
 
+Unless the rows are dealt to all ranks from one pool, a rank may have a shard of its own, and a small one begins again
+soon. Of the n different rows that a rank has had, passes in any new order each bring one of the w newest with
+probability at most w / n: that is expected too. A rank that is stuck had other rows before, and so a large n.
+
 Null hypothesis: a row of the rank is a repeat with probability at most p. Evidence as in ``order``, per rank:
 (q/p)^x ((1-q)/(1-p))^(m-x) for m rows with x repeats, over a grid of q > p; to be named costs log N more.
 """
@@ -23,6 +27,7 @@ from ds_silent.records import Score, StepRecord
 
 _RATES = np.array([0.5, 0.99])  # who is stuck repeats all rows, or those of one of two workers
 _MEMORY = 64  # measured steps
+_ROOM = 1.5  # the number of different rows is an estimate
 
 
 class RepeatTest:
@@ -58,6 +63,9 @@ class RepeatTest:
             self._start(ranks)
         self._lately = self._lately * (1.0 - 1.0 / _MEMORY) + np.stack([repeats, rows])
         expected = np.maximum(TOLERATED, np.maximum(rate_of_others(repeats, rows), rate_of_others(*self._lately)))
+        if extras.dealt != "random" and extras.passes is not None:
+            shard = _ROOM * np.array(extras.passes.window) / np.maximum(1.0, extras.passes.distinct)
+            expected = np.maximum(expected, np.minimum(1.0, shard))
         threshold = self._threshold + math.log(ranks)
         p = np.minimum(expected[:, None], _RATES)  # a rate that is expected is no evidence: q = p makes it 0
         gain = repeats[:, None] * np.log(_RATES / p)

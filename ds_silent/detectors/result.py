@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 
 from ds_silent.detectors.finding import Finding, named
 from ds_silent.detectors.linked import APPLIED
@@ -22,6 +23,10 @@ from ds_silent.words import TORCH, Words
 
 SHOWN_LAYERS = 3
 MANY_RANKS = 64  # above, each cause is a long sentence already: one of other layers is told
+SCALED_UNLIKE = (
+    "Clip by the norm of the whole gradient, on every rank; look for code that scales or clips on some ranks only. "
+    "Do not trust the weights of this run since then; go back to the last checkpoint before it."
+)
 _REPEATED = (
     "It was not applied: the reduction was repeated. If this comes again, look at the network and the memory of the "
     "rank named."
@@ -40,9 +45,9 @@ def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words =
         if seen.micro_batches is not None:
             findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers, words))
     elif seen.handed is not None:
-        findings.append(_handed(record, seen.handed, words))
+        findings.append(_handed(record.step, seen.handed))
     elif seen.received:
-        findings.append(_received(record, seen.received, layers, seen.result, words))
+        findings.append(_received(record, seen, seen.received, words))
     if seen.applied is not None:
         findings += _applied(record, seen.applied, words)
     return findings
@@ -232,16 +237,18 @@ def _numbers(numbers: list[int]) -> str:
     return listed(numbers, SHOWN_RANKS)
 
 
-def _received(
-    record: StepRecord, received: dict[int, Parts], layers: tuple[str, ...], result: str, words: Words
-) -> Finding:
+def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, Parts], words: Words) -> Finding:
     """The checked slices add up to the mean or sum, and yet ranks hold different bits elsewhere."""
-    groups, where = next(iter(received.values())), _where(tuple(received), layers)
+    groups, where = next(iter(received.values())), _where(tuple(received), seen.layers)
     odd = outvoted(groups)
     message = (
         f"The ranks hold different aggregated gradients in {where}: {_who_received(groups, record.world_size)} The "
         "difference is within rounding, or outside of what each rank checks."
     )
+    remedy = _distrust(words, odd)
+    if seen.changed:
+        message += " The script has changed the gradient since the reduction, so the difference may be its own."
+        remedy = f"Look first for code that changes gradients on some ranks only. If there is none: {remedy}"
     key, apart = f"integrity received {where}", ("replica-drift",)
     return Finding(
         key=key,
@@ -250,18 +257,18 @@ def _received(
         ranks=odd,
         where=where,
         message=message,
-        remedy=_distrust(words, odd),
+        remedy=remedy,
         since=record.step,
         effects=apart,
     )
 
 
-def _handed(record: StepRecord, factors: tuple[float, ...], words: Words) -> Finding:
+def _handed(step: int, factors: tuple[float, ...]) -> Finding:
     """A script has scaled what came out of the reduction, and not on all ranks alike."""
     shown = [f"{factor:.3g}" for factor in factors]
     groups = parts_of(shown)
     odd = outvoted(groups)
-    those = "; ".join(f"{named(group, record.world_size)} applied {shown[group[0]]} times" for group in groups[:4])
+    those = "; ".join(f"{named(group, len(factors))} applied {shown[group[0]]} times" for group in groups[:4])
     message = f"Between the reduction and the step the gradient was scaled on the ranks unlike: {those} the aggregate."
     return Finding(
         key="integrity handed",
@@ -270,9 +277,9 @@ def _handed(record: StepRecord, factors: tuple[float, ...], words: Words) -> Fin
         ranks=odd,
         where=APPLIED,
         message=message,
-        remedy="Clip by the norm of the whole gradient, on every rank; look for code that scales on some ranks only. "
-        + _distrust(words, odd),
-        since=record.step,
+        remedy=SCALED_UNLIKE,
+        since=step,
+        step=step,
         effects=("replica-drift",),
     )
 
@@ -321,6 +328,11 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
         remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
         add(f"integrity idle {seen.idle}", seen.idle, None, None, text, remedy)
     if seen.changed:
+        if seen.unlike:
+            known = [factor for factor in seen.factors if factor is not None]
+            usual = statistics.median_low(known)  # of an empty share, which goes with the others
+            applied = tuple(usual if factor is None else factor for factor in seen.factors)
+            findings.append(_handed(seen.step, applied))
         return findings
     wrong = seen.wrong_factor
     if seen.unscaled_late:

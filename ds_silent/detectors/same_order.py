@@ -1,7 +1,8 @@
 """The same order in every epoch although the data are shuffled: nobody calls ``sampler.set_epoch``.
 
-Told where the sampler says that it shuffles, or else where the ids that the script tells are not in their own order;
-data that are walked in a fixed order by design are healthy. Null hypothesis: each epoch has a shuffle of its own.
+Told where the sampler says that it shuffles, or else, as a note, where the ids that the script tells are not in their
+own order: shards may be read as they were written. Data that are walked in a fixed order by design are healthy. Null
+hypothesis: each epoch has a shuffle of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class SameOrderTest:
         self._threshold, self._words = log_threshold, words
         self._since: int | None = None
         self._score, self._rows = 0.0, 0
+        self._promised = True
 
     def step(self, record: StepRecord, extras: Evidence, explained: bool) -> list[Finding]:
         """The finding of one step, if any.
@@ -42,12 +44,12 @@ class SameOrderTest:
             self._since = None
         elif seen is not None and seen.log_odds >= self._threshold and not explained:
             self._since = self._since or record.step
-            self._score, self._rows = seen.log_odds, seen.rows
+            self._score, self._rows, self._promised = seen.log_odds, seen.rows, seen.promised
         if self._since is None:
             return []
         message = (
-            f"The rows come in the same order in every epoch, as they came {self._rows} rows before, although the "
-            "sampler shuffles: each epoch shows the model the same batches again."
+            f"The rows come in the same order in every epoch, as they came {self._rows} rows before"
+            f"{', although the sampler shuffles' * self._promised}: each epoch shows the model the same batches again."
         )
         remedy = (
             f"Call sampler.set_epoch(epoch) on every rank at the start of each epoch{self._words.own_sampler}, and do "
@@ -58,7 +60,7 @@ class SameOrderTest:
             Finding(
                 key="same-order",
                 kind="same-order",
-                severity="warning",
+                severity="warning" if self._promised else "info",
                 ranks=everyone,
                 where="sampler",
                 score=self._score,
@@ -71,8 +73,9 @@ class SameOrderTest:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {"since": self._since, "score": self._score, "rows": self._rows}
+        return {"since": self._since, "score": self._score, "rows": self._rows, "promised": self._promised}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self._since, self._score, self._rows = state["since"], float(state["score"]), int(state["rows"])
+        self._promised = bool(state.get("promised", True))

@@ -35,6 +35,14 @@ evidence. That is an assumption more, so only large tilts are used here, whose e
 and this half is calibrated by simulation (benchmarks/detection.py). A single spike cannot alarm: it counts at most
 N + pool, once.
 
+Slack. Where rank r may be shifted by up to d_r in health, its bets are on z_r - d_r (of an upward tilt) and z_r + d_r:
+
+    L_r = exp(t z_r - |t| d_r) / mean over j (and the pool) of exp(t z_j),
+
+which has an expectation of at most 1 as long as no healthy shift is larger than half of the slack of whoever it is
+compared with: a shift of d/2 of the rank and of -d/2 of all others is what d takes off. In the pool the shifts of all
+ranks and times average out.
+
 WITHIN, HISTORY, POOL and CLIP say against which effects the test is strong; the guarantee does not depend on them.
 """
 
@@ -83,12 +91,13 @@ class SequentialTest:
 
     Attributes:
         gain: (S, components, N) log L of the newest step; 0 where nothing was compared.
+        taken: (S, components, N) what the slack has taken off it.
     """
 
     def __init__(self, series: int, ranks: int, cap: float):
         self.series, self.ranks, self._cap = series, ranks, cap - _LOG_WEIGHTS
         shape = (series, len(_TILTS), ranks)
-        self.gain = np.zeros(shape)
+        self.gain, self.taken = np.zeros(shape), np.zeros(shape)
         self._evidence = np.full(shape, -np.inf)  # log M
         self._cusum = np.zeros(shape)
         self._onset = np.zeros(shape, dtype=np.int64)
@@ -100,20 +109,24 @@ class SequentialTest:
         self._taken = 0
         self._sum_pool()
 
-    def step(self, step: int, values: Array, healthy: Flags) -> None:
+    def step(self, step: int, values: Array, healthy: Flags, slack: Array | None = None) -> None:
         """Add the evidence of one step.
 
         Args:
             step: for the onset.
             values: (S, N); a rank whose value is not finite is not compared and keeps its evidence.
             healthy: (N,) ranks that the others are compared with; flagged ranks are compared with these.
+            slack: (S, N) shifts of a rank that health allows; None: none.
         """
         known = np.isfinite(values)
         known &= ((known & healthy).sum(axis=1) >= 1)[:, None] & (known.sum(axis=1) >= 2)[:, None]
         peers = known & healthy
         values = np.clip(np.where(known, values, 0.0), -LARGEST, LARGEST)
-        residuals, spreads = self._residuals(values, known, peers)
+        residuals, scales, spreads = self._residuals(values, known, peers)
         self.gain = gain = self._gain(residuals, known, peers)
+        if slack is not None:
+            self.taken = np.abs(_TILTS)[:, None] * (slack / scales)[:, None, :] * known[:, None, :]
+            gain -= self.taken
         mask = known[:, None, :]
         self._onset = np.where(mask & (self._cusum <= 0.0), step, self._onset)
         self._cusum = np.minimum(np.maximum(self._cusum + gain, 0.0), self._cap)
@@ -151,10 +164,12 @@ class SequentialTest:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _residuals(self, values: Array, known: Flags, peers: Flags) -> tuple[Array, Array]:
-        """(S, N) deviations from the other peers' median in units of the spread, clipped; (S,) the peers' spread."""
+    def _residuals(self, values: Array, known: Flags, peers: Flags) -> tuple[Array, Array, Array]:
+        """(S, N) deviations from the other peers' median in units of the spread, clipped; (S, N) that spread, at least
+        the past one; (S,) the peers' spread."""
         past = _median_of_known(self._spreads)
         residuals, spreads = np.zeros(values.shape), np.full(self.series, np.nan)
+        scales = np.ones(values.shape)
         alike = bool((known == known[0]).all())  # nearly always: all statistics know the same ranks
         for rows in [slice(None)] if alike else [slice(s, s + 1) for s in range(self.series)]:
             inside, any_known = peers[rows][0], known[rows][0]
@@ -170,8 +185,8 @@ class SequentialTest:
             floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
             scale = np.maximum(np.maximum(spread, past[rows][:, None]), floor)
             deviation = np.clip((values[rows] - centre) / scale, -CLIP, CLIP)
-            residuals[rows] = np.where(any_known, deviation, 0.0)
-        return residuals, spreads
+            residuals[rows], scales[rows] = np.where(any_known, deviation, 0.0), scale
+        return residuals, scales, spreads
 
     def _gain(self, residuals: Array, known: Flags, peers: Flags) -> Array:
         """(S, components, N) log L of this step, 0 where not known."""

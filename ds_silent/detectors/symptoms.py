@@ -19,7 +19,9 @@ from ds_silent.detectors.likely_causes import Symptoms
 from ds_silent.detectors.sequential import Array
 from ds_silent.records import StepRecord
 
-REMEMBERED, NUMBERS = 32, 2048  # steps; of more ranks fewer, down to 4, so that a checkpoint stays small
+REMEMBERED, NUMBERS = 256, 16_384  # steps; of more ranks fewer, down to 8
+KEPT, KEPT_NUMBERS = 32, 2048  # of them, in a checkpoint: it stays small
+BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
 _NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches")
 _LOSS, _NORM, _COSINE, _ROWS, _TOKENS, _MICRO = range(len(_NAMES))
 
@@ -32,7 +34,7 @@ class Recent:
 
     def __init__(self, ranks: int):
         self._ranks, self._pairs = ranks, True
-        self._steps: deque[tuple[int, Array]] = deque(maxlen=max(4, min(REMEMBERED, NUMBERS // ranks)))
+        self._steps: deque[tuple[int, Array]] = deque(maxlen=max(8, min(REMEMBERED, NUMBERS // ranks)))
 
     def append(self, record: StepRecord, extras: Evidence) -> None:
         """Remember one step."""
@@ -48,8 +50,12 @@ class Recent:
         nothing = (math.nan,) * self._ranks
         self._steps.append((record.step, np.array([nothing if c is None else c for c in columns], dtype=np.float64)))
 
-    def symptoms(self, rank: int, others: Sequence[int], since: int) -> Symptoms:
-        """Medians over the steps from ``since`` on that are remembered; over the newest one where none is."""
+    def symptoms(self, rank: int, others: Sequence[int], since: int, own_past: bool = False) -> Symptoms:
+        """Medians over the steps from ``since`` on that are remembered; over the newest one where none is.
+
+        Args:
+            own_past: ratios are to what they were right before ``since``; None where that is not remembered.
+        """
         if not self._steps or not others:
             return Symptoms(ranks=self._ranks)
         newer = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])  # (T, 6, N)
@@ -57,7 +63,12 @@ class Recent:
         loss, loss_noise = _ratio(newer[:, _LOSS], rank, peers)
         norm, norm_noise = _ratio(newer[:, _NORM], rank, peers)
         cosine, peers_cosine = self._directions(newer[:, _COSINE], rank, peers)
-        older = np.array([row[_COSINE] for step, row in self._steps if step < since]).reshape(-1, self._ranks)
+        before = np.array([row for step, row in self._steps if step < since]).reshape(-1, len(_NAMES), self._ranks)
+        if own_past:
+            usual = before[-BEFORE:] if len(before) >= FEWEST else before[:0]
+            loss, loss_noise = _changed(loss, loss_noise, *_ratio(usual[:, _LOSS], rank, peers))
+            norm, norm_noise = _changed(norm, norm_noise, *_ratio(usual[:, _NORM], rank, peers))
+        older = before[:, _COSINE]
         past, past_peers = self._directions(older, rank, peers)
         healthy = older if len(peers) == 1 else np.concatenate([older, newer[:, _COSINE]])  # of two, either is struck
         noise = _cosine_noise(healthy, peers)
@@ -81,6 +92,11 @@ class Recent:
             cosine_noise=noise / math.sqrt(len(newer)),
         )
 
+    def loss(self, rank: int, since: int) -> float | None:
+        """The rank's median loss since then."""
+        rows = [row[_LOSS, rank] for step, row in self._steps if step >= since]
+        return _median(rows or [row[_LOSS, rank] for _, row in self._steps][-1:])
+
     def _directions(self, cosines: Array, rank: int, others: list[int]) -> tuple[float | None, float | None]:
         """Medians of (T, N) mean cosines: the rank's own with the others, and theirs with each other."""
         if self._pairs:
@@ -93,7 +109,7 @@ class Recent:
         """JSON-able: None for what is no finite number."""
         return [
             [step, [[float(v) if math.isfinite(v) else None for v in column] for column in row]]
-            for step, row in self._steps
+            for step, row in list(self._steps)[-max(4, min(KEPT, KEPT_NUMBERS // self._ranks)) :]
         ]
 
     def load_state_dict(self, state: list[Any]) -> None:
@@ -151,6 +167,15 @@ def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, f
             spreads.append(float(np.log(theirs).std(ddof=1)))
     noise = float(np.median(spreads)) / math.sqrt(len(ratios)) if spreads else 0.0
     return _median(ratios), noise
+
+
+def _changed(
+    ratio: float | None, noise: float, before: float | None, noise_before: float
+) -> tuple[float | None, float]:
+    """A ratio over what it was, and its noise."""
+    if ratio is None or not before:
+        return None, noise
+    return ratio / before, math.hypot(noise, noise_before)
 
 
 def _count(values: Array, rank: int, others: list[int]) -> tuple[float | None, float | None]:

@@ -53,6 +53,9 @@ class Loss(Generic[T]):
     count: T = _0
     scale: T = _0  # factor on all gradients of the step
     tokens: T = _0  # label tokens; 0 when not known
+    order: T = (
+        _0  # hash of the order that the rank's sampler deals; negative where that keeps to its rows; 0: not known
+    )
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,26 @@ class Code(Generic[T]):
     training_modes: T = _0
     trainable: T = _0
     first_draws: T = _0  # of the random numbers that the first training forward drew; 0 when it drew none
+    settings: T = _0  # of modules
+    autocast: T = _0
+    counters: T = _0  # 1 + the largest step counter of the optimizers
+    objective: T = _0  # operations between the loss and what backward begins with
+
+
+@dataclass(frozen=True)
+class Objective(Generic[T]):
+    """How much this rank's labels count in the step's loss, see :mod:`ds_silent.capture.objective`; not unscaled."""
+
+    known: T = _0  # 1 when the weight of every label is
+    labels: T = _0
+    weight: T = _0  # of all labels together
+    smallest: T = _0  # of one label
+    largest: T = _0
+    factor: T = _0  # product of the script's own numbers between loss and root; 0 when not known
+    reduction: T = _0  # 1 mean, 2 sum, 3 a sum of weights of each label's own
+    count: T = _0  # backwards
+    others: T = _0  # short hash of the loss's other terms
+    class_weights: T = _0  # one number of them
 
 
 @dataclass(frozen=True)
@@ -116,6 +139,7 @@ class Observation:
     reduced: Reduced[float | Tensor] = Reduced()
     applied: Applied[float | Tensor] = Applied()
     code: Code[float | Tensor] = Code()
+    objective: Objective[float | Tensor] = Objective()
     sketch: Tensor | None = None  # (k,) of the local accumulated gradient
     aggregate: Tensor | None = None  # (k,) of the owned part of the aggregated gradient
     layer_squares: Tensor | None = None  # (G,)
@@ -178,6 +202,7 @@ class Gathered:
     reduced: Reduced[Tensor]
     applied: Applied[Tensor]
     code: Code[Tensor]
+    objective: Objective[Tensor]
     layer_squares: Tensor  # (N, G)
     ids: Tensor  # (N, layout.ids)
     aggregate: Tensor = field(default_factory=lambda: torch.empty(0))  # (k,) sketch of the aggregated gradient
@@ -219,6 +244,7 @@ GROUPS: dict[str, Any] = {
     "reduced": Reduced,
     "applied": Applied,
     "code": Code,
+    "objective": Objective,
 }
 FIELDS = tuple(f"{name}.{one.name}" for name, group in GROUPS.items() for one in fields(group))
 """In the order in which they travel."""

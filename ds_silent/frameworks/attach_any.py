@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.attaching import Given
+from ds_silent.attaching import Given, idle_observer, is_alone
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
@@ -55,7 +55,8 @@ def attach(
         _gather_limit: for tests: a few ranks can be above it.
 
     Returns:
-        the observer, or None when the block says ``"enabled": false`` or the engine has no optimizer.
+        the observer, or None when the block says ``"enabled": false`` or the engine has no optimizer. Of a plain module
+        that one process trains, an observer that does nothing.
 
     Raises:
         ConfigError, SinkError: see :func:`ds_silent.initialize`.
@@ -82,6 +83,8 @@ def attach(
         return attach_megatron(
             training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
         )
+    if is_alone(training) and not _is_early_fsdp2(training):
+        return idle_observer(config)
     print_without_traceback(ConfigError, tells=lambda _: is_first())
     raise ConfigError(_not_known(training))
 
@@ -97,13 +100,17 @@ def observe(training: Any, optimizer: Any = None, config: Given = None, **named:
             observer.close()
 
 
+def _is_early_fsdp2(training: Any) -> bool:
+    return any(base.__module__.startswith(_EARLY_FSDP2) for base in type(training).__mro__)
+
+
 def _not_known(training: Any) -> str:
     got = type(training).__name__
     if is_fsdp1(training):
         return (
             f"ds_silent cannot observe a {got} (FSDP1), whose gradients are hidden in flat parameters; use fully_shard"
         )
-    if any(base.__module__.startswith(_EARLY_FSDP2) for base in type(training).__mro__):
+    if _is_early_fsdp2(training):
         return (
             f"ds_silent observes fully_shard (FSDP2) from torch 2.6 on, and this is torch {torch.__version__}; "
             "upgrade torch, or use DistributedDataParallel"

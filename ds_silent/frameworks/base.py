@@ -12,7 +12,7 @@ is in :mod:`ds_silent.capture.step`, once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,11 +54,12 @@ class Moments:
     forwarded: Callable[..., object]  # (module, args, output) behind it: a loss, where nobody gives one
     loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins
     share: Callable[..., object]  # (loss) the same of one that was divided: the shares of a step add up to its loss
+    root: Callable[..., object]  # (tensor, own=False) that a backward begins with, before it runs; own: surely ours
     scaled: Callable[..., object]  # (factor, gradient) of the loss: together the factor on the step's gradients
     gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated; from a hook
     micro_batch_ended: Callable[[], bool | None]  # (): before a reduction; whether exact inner products are due
     before_reduction: Callable[..., object]  # (*anything): the same, and they are exchanged here
-    reduced: Callable[..., object]  # (): the aggregate is there, and the script has not seen it yet
+    reduced: Callable[..., object]  # (again=False): the aggregate is there, and the script has not seen it yet
     applying: Callable[..., object]  # (optimizer, args, kwargs) as it begins to apply the aggregate
     before_update: Callable[..., object]  # (*anything): once per step, before the optimizer
     dropped: Callable[[], object]  # (): what has come since the last step was cleared and belongs to none
@@ -180,6 +181,22 @@ class HasPeers(Protocol):
 
     def beside(self, step: int) -> Iterable[Event]:
         """What differs between ranks of several groups as a step begins; on every rank, and nobody waits."""
+
+
+@runtime_checkable
+class Covers(Protocol):
+    """It is known which parameters the framework reduces, and which ones its optimizers hold."""
+
+    def reduced_ids(self) -> Set[int] | None:
+        """``id`` of each parameter whose gradient is reduced; None: of all that have one, or it is not known."""
+        return None
+
+    def held(self) -> list[list[Tensor]]:
+        """The model's own parameters, by the groups of the optimizers: the same lists until they change."""
+
+    def is_own(self, wrapper: object) -> bool:
+        """Whether that is what wraps this model."""
+        return False
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ patches = Patches()
 patches.add(parameter.register_hook(hook))
 patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
 patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
+patches.before_backward(tell)                  # tell(tensor) that each backward begins with
 patches.wrap_method(GradScaler, "step", call)  # call(original, instance, *args, **kwargs), for all instances
 patches.after_import("trainer", act)           # act(module) once the script imports it, or now
 patches.undo()                                 # everything is as it was
@@ -64,6 +65,27 @@ class Patches:
             return result
 
         self._replace(instance, name, call)
+
+    def before_backward(self, tell: Callable[[Any], object]) -> None:
+        """Call ``tell`` with what each ``torch.autograd.backward`` begins with; ``Tensor.backward`` calls it.
+
+        Those that lie inside another, as of a reentrant checkpoint, are left out.
+        """
+        depth = 0
+
+        def backward(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if not depth:
+                tell(tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors)
+            depth += 1
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                depth -= 1
+
+        import torch  # not at the top: who reads records needs none, and the package imports this module
+
+        self.wrap(torch.autograd, "backward", backward)
 
     def wrap_method(self, kind: type, name: str, wrapper: Callable[..., Any], inherited: type | None = None) -> None:
         """Call ``wrapper(original, instance, *args, **kwargs)`` for ``name`` of all instances of a class.

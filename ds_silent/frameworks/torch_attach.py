@@ -20,6 +20,7 @@ from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_fe
 from ds_silent.observer import Observer
 from ds_silent.preflight.compare import Item
 from ds_silent.preflight.inventory import Training
+from ds_silent.preflight.settings import groups_of
 from ds_silent.words import TORCH, Words
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
@@ -68,6 +69,7 @@ def attach_wrapped(
                 optimizers[0],
                 config=wrapped.config,
                 sharded=lambda tensor: wrapped.sharded or wrapped.others(tensor),
+                groups=partial(groups_of, optimizers),
             ),
             loader=loader,
             gather_limit=gather_limit,

@@ -119,6 +119,8 @@ class TorchLoop:
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._depth == 0:
             self._root = tensors if isinstance(tensors, Tensor) and tensors.numel() == 1 else None
+            if self._moments is not None:
+                self._moments.root(tensors)
         self._depth += 1
         try:
             return original(tensors, *args, **kwargs)
@@ -146,6 +148,12 @@ class TorchLoop:
             if boundary:
                 self._reduced = True
                 self._moments.reduced()
+
+    def reduced_behind(self) -> None:
+        """A reduction has ended that the script, or its trainer, runs behind the backward: look at its result."""
+        if self._depth == 0 and self._reduced and self._stepped is None:
+            assert self._moments is not None
+            self._moments.reduced(again=True)
 
     # -- the step ------------------------------------------------------------------------------------------------
 

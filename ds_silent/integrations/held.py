@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.alerts.destination import is_secret
-from ds_silent.attaching import Given, given_block
+from ds_silent.attaching import Given, given_block, say_alone
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
 from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
-
-logger = logging.getLogger("ds_silent")
 
 
 def alone(config: Given, launchers: str) -> bool:
@@ -23,11 +20,7 @@ def alone(config: Given, launchers: str) -> bool:
     if dist.is_initialized() and dist.get_world_size() > 1:
         return False
     if given_block(config) is not None:
-        logger.warning(
-            "ds_silent: one process trains this model, so there is nothing to compare and nothing is observed; start "
-            "it with %s",
-            launchers,
-        )
+        say_alone(launchers)
     return True
 
 

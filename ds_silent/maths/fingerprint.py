@@ -12,6 +12,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +69,12 @@ def hash_bytes(data: bytes) -> Hash:
     """64-bit BLAKE2b as two int32."""
     low, high = np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), dtype="<i4").tolist()
     return low, high
+
+
+def short_hash(value: Any) -> float:
+    """24-bit BLAKE2b of a value's ``repr``: 1 to 2**24 - 1, which fp32 carries exactly."""
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") % ((1 << 24) - 1) + 1)
 
 
 def shown_hash(pair: Hash) -> str:

@@ -51,6 +51,12 @@ class AppliedCheck:
         known = [factor for factor in self.factors if factor is not None]
         return self.relative_error <= self.bound and factors_alike(known, self.tolerance)
 
+    @property
+    def unlike(self) -> bool:
+        """Whether each rank applied a multiple of the aggregate, and not all the same one."""
+        known = [factor for factor in self.factors if factor is not None]
+        return self.relative_error <= self.bound and not factors_alike(known, self.tolerance)
+
     def _other_than(self, expected: float) -> tuple[int, ...]:
         tolerance = self.tolerance + (self.relative_error if self.relative_error > self.bound else 0.0)
         return tuple(
@@ -114,4 +120,5 @@ class ReductionEvidence:
     micro_batches: MicroBatches | None = None  # of a step since which the check has failed
     result: str = "mean"  # what the aggregate should be, of the ranks' gradients
     handed: tuple[float, ...] | None = None  # see :class:`Examined`
+    changed: bool = False  # the script has changed the aggregate since the reduction
     own: OwnWeights | None = None  # above the gather limit: what each rank has found of its weight in the aggregate

@@ -17,7 +17,7 @@ from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import EachRank, Gathered, Sums, on_all
 from ds_silent.exchange.row_ids import Sampling
 from ds_silent.maths import statistics
-from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, Seconds, StepRecord
+from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, ObjectiveStats, Seconds, StepRecord
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,26 @@ def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
         grad_norm=seen.norms,
         direction=seen.direction,
         noise_scale=noise,
+        objective=_objective(gathered),
         seconds=context.seconds,
         cosine_matrix=None if seen.cosines is None else tuple(tuple(row) for row in seen.cosines.tolist()),
         layers=_layers(gathered, layout, context.layer_names),
         exact_check=seen.exact_check,
+    )
+
+
+def _objective(gathered: Gathered) -> ObjectiveStats:
+    """Of all labels, in the mean of the ranks' losses."""
+    own, ranks = gathered.objective, gathered.ranks
+    if not on_all(own.known):
+        return ObjectiveStats(known=False)
+    times = gathered.loss.scale * ranks
+    return ObjectiveStats(
+        weight_sum=float((own.weight / times).sum()),
+        weight_min=float((own.smallest / times).min()),
+        weight_max=float((own.largest / times).max()),
+        labels=round(float(own.labels.sum())),
+        known=True,
     )
 
 

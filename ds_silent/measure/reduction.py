@@ -123,6 +123,7 @@ class Audit:
             micro_batches,
             self._arithmetic.result(len(gathered.status.failed)),
             examined.handed,
+            examined.changed,
             None if check is None or gathered.each is not None else self._own_weights(gathered),
         )
 
@@ -302,7 +303,7 @@ class Audit:
         if not past.changed:
             return applied
         meant = self._arithmetic.writes_hidden and applied.alike  # clipped or scaled, as may be seen elsewhere
-        note = not self._noted and not meant and bool(applied.wrong_factor or error > bound)
+        note = not (self._noted or meant or applied.unlike) and bool(applied.wrong_factor or error > bound)
         self._noted |= note
         return replace(applied, changed=True, note=note)
 

@@ -25,7 +25,8 @@ from ds_silent.detectors.finding import LayerValues
 from ds_silent.exchange.observation import Gathered, Sums, on_all
 from ds_silent.exchange.row_ids import Sampling, StepIds, unpack_ids
 from ds_silent.measure.coverage import EpochCoverage, epoch_is_over, last_of_epoch, shared_rows
-from ds_silent.measure.recent_rows import RecentRows
+from ds_silent.measure.deal import DealFollower
+from ds_silent.measure.recent_rows import OwnPasses, RecentRows
 from ds_silent.measure.record import Context
 from ds_silent.measure.same_order import OrderAgain, SameOrder
 from ds_silent.records import CoverageStats
@@ -44,15 +45,21 @@ class RowsOfStep:
     taken: tuple[int, ...] = ()  # since the last observation, per rank, also those that were not sent
     same_order: OrderAgain | None = None
     rate: float = 1.0  # share of the rows that are sent
+    passes: OwnPasses | None = None
 
 
 WALK_UNKNOWN = Walk()
 
 
 class RowTracker:
-    """Follows the rows of the current epoch over all ranks; constant memory, see :class:`EpochCoverage`."""
+    """Follows the rows of the current epoch over all ranks; constant memory, see :class:`EpochCoverage`.
+
+    Attributes:
+        deal: how they come to the ranks.
+    """
 
     def __init__(self) -> None:
+        self.deal = DealFollower()
         self._epoch = EpochCoverage()
         self._recent = RecentRows()
         self._order = SameOrder()
@@ -91,11 +98,13 @@ class RowTracker:
         of_step = sent.places >= before[sent.owners]
         rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
         own = (tuple(sent.counts.tolist()), self._recent.repeats_of(sent.values, sent.owners, ranks))
+        self.deal.take(sent.values, sent.owners, ranks)
+        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.own_again)
         self._partial |= not sent.complete
         taken = sent.rows
         order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
-        if order is not None and not _shuffles(walk, order):
-            order = None
+        if order is not None:
+            order = replace(order, promised=walk.facts.shuffles is True) if _shuffles(walk, order) else None
         shared, pairs = 0, Counter[tuple[int, int]]()
         for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk):
             if begins:
@@ -112,14 +121,14 @@ class RowTracker:
         told = CoverageStats(shared, sampled=sample, unsent=None if sample is None else sent.unsent)
         if rows_in_epoch is None or self._partial:
             share = None if self._partial or not visits else max(0.0, 1.0 - self._epoch.seen(None).value)
-            return RowsOfStep(replace(told, repeated=share), None, pairs, rows, *own, taken, order, rate)
+            return RowsOfStep(replace(told, repeated=share), None, pairs, rows, *own, taken, order, rate, passes)
         seen = self._epoch.seen(rows_in_epoch)
         consumed = visits / rows_in_epoch
         repeated = max(0.0, consumed - seen.value)
         unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without what fills the last batch up, in health
         coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate)
         told = replace(told, seen=seen.value, repeated=repeated)
-        return RowsOfStep(told, coverage, pairs, rows, *own, taken, order, rate)
+        return RowsOfStep(told, coverage, pairs, rows, *own, taken, order, rate, passes)
 
     def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
         """Of the first rank's rows. Those of a sample come in the same order again too, of as many as it has."""
@@ -171,7 +180,13 @@ class RowTracker:
             unsent: rows of steps since the last observation wait on the ranks; a checkpoint does not hold them, so
                 after a resume the shares of this epoch are not known.
         """
-        return {"epoch": self._epoch.state_dict(), "partial": self._partial or unsent, "level": self._level}
+        return {
+            "epoch": self._epoch.state_dict(),
+            "partial": self._partial or unsent,
+            "level": self._level,
+            "deal": self.deal.state_dict(),
+            "recent": self._recent.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`.
@@ -183,6 +198,9 @@ class RowTracker:
         self._partial, self._resumed = bool(state["partial"]), True
         self._level = int(state.get("level", 0))  # older versions sent all rows
         self._order = SameOrder()
+        if "deal" in state:
+            self.deal.load_state_dict(state["deal"])
+            self._recent.load_state_dict(state["recent"])
 
 
 def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
@@ -191,6 +209,8 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
     told = None
     if gathered.ids.numel():
         told = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk, context.sampling)
+    of_step = int(context.batch * gathered.ranks)
+    dealt = tracker.deal.step(gathered.loss.order, context.walk.deal, context.samples, of_step, context.rows_in_epoch)
     non_finite, zero = _broken(gathered, context.layer_names)
     coverage = CoverageStats() if told is None else told.coverage
     return coverage, Evidence(
@@ -198,8 +218,10 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
         rows_per_rank=None if told is None else told.rows,
         own_rows=None if told is None else told.own_rows,
         own_repeats=None if told is None else told.own_repeats,
+        passes=None if told is None else told.passes,
         rows_taken=None if told is None else told.taken,
         rows_sampled=1.0 if told is None else told.rate,
+        dealt=dealt.dealt,
         label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
         coverage=None if told is None else told.epoch,
         same_order=None if told is None else told.same_order,

@@ -29,6 +29,7 @@ class OrderAgain:
     log_odds: float  # against chance, over all passes that were alike
     rows: int  # of all ranks, from one pass to the next
     shuffled: bool  # the rows are not in the order of their ids
+    promised: bool = True  # a sampler says that it shuffles them
 
 
 class SameOrder:

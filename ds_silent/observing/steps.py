@@ -57,9 +57,14 @@ class Steps:
     """
 
     def __init__(
-        self, capture: StepCapture, config: SilentConsistencyConfig, home: RunDirectory, end: Callable[[], None]
+        self,
+        capture: StepCapture,
+        config: SilentConsistencyConfig,
+        home: RunDirectory,
+        end: Callable[[], None],
+        first: int | None = None,
     ):
-        """``end``: closes the observer, where a step ends the training."""
+        """``end``: closes the observer, where a step ends the training; ``first``: the step of rank 0."""
         self._capture, self._config, self._home, self._end = capture, config, home, end
         self._together = capture.together
         self._alone, self._once, self._decided = self._together.alone, self._together.once, self._together.decided
@@ -83,7 +88,8 @@ class Steps:
         self.records_loaded: str | None = None
         self.observing = True
         most = capture.framework.boundaries
-        self._lockstep = Lockstep(capture.step, allowed=most, next_allowed=most, words=capture.framework.words)
+        first = capture.step if first is None else first
+        self._lockstep = Lockstep(first, allowed=most, next_allowed=most, words=capture.framework.words)
         self._greeted = False  # a first observation tells all ranks' steps, whatever the interval
         self._idle = False  # a step without a backward before it: there is nothing that it could pair with
         self._posted: int | None = None  # step of the observation that was sent last
@@ -181,9 +187,15 @@ class Steps:
         if arrived is None:
             return
         self._lockstep, apart = self._decided(lambda: self._lockstep.of(arrived))
-        if apart is not None:
+        if apart is not None and apart.kind == "observer-off":
             self.switch_off(apart)
-        elif self.published.step(arrived):
+            if apart.severity == "error" and self._config.detectors.stop_on != "never":
+                self._end()
+                raise end_by_event(apart if self.published.recorder.writes else None, self._config.detectors.stop_on)
+            return
+        if apart is not None:
+            self._alone(self.published.report, apart)
+        if self.published.step(arrived):
             event = self.published.recorder.ends
             self._end()
             raise end_by_event(event, self._config.detectors.stop_on)
@@ -191,7 +203,7 @@ class Steps:
     def _observation(self, step: int, due: int) -> Observation:
         observation, wishes = Observation(Status(nothing=1.0)), None
         if self.measures(due):
-            replica = self._alone(self.replicas.capture, step)
+            replica = self._alone(self.replicas.capture, step, due)
             seen = self._capture.observation(exact=self.measures_exactly(due), replica=replica)
             observation = seen if self._lockstep.whole else _only_words(seen)
             wishes = self._alone(self._wishes)
@@ -252,10 +264,12 @@ class Steps:
         """Write what is under way, as far as it goes without the others. ``closed``: they come no more."""
         for arrived in self._under_way() if self.observing else ():
             _, apart = self._lockstep.of(arrived)
-            if apart is not None:
+            if apart is not None and apart.kind == "observer-off":
                 if closed:
                     self.switch_off(apart)
                 return
+            if apart is not None and closed:
+                self._together.tried(self.published.report, apart)
             self._together.tried(self.published.early, arrived, closed)  # what comes after it all ranks read alike
 
     def _under_way(self) -> Iterator[Arrived]:

@@ -12,6 +12,7 @@ which makes every fault look easy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,7 @@ class PracticeModel(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         self.rescale = Rescale()
+        self.loss_options: dict[str, Any] = {}  # of cross_entropy
         nn.init.normal_(self.embedding.weight, std=0.05)
         nn.init.normal_(self.position.weight, std=0.05)
 
@@ -78,7 +80,8 @@ class PracticeModel(nn.Module):
         for layer in self.layers:
             hidden = hidden + layer(hidden)
         logits = self.head(self.rescale(self.norm(hidden)))[:, :-1]
-        return F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        targets = labels[:, 1:].flatten()
+        return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, **self.loss_options)
 
 
 class Rescale(nn.Module):

@@ -44,7 +44,9 @@ Expectation = Literal["equal", "alike", "different", "passed", "free", "better d
 """``alike``: the same on all ranks, or another on every rank (generators: both are policies, a mixture is none).
 ``better different``: the same on all ranks is said, and no fault.
 ``passed``: each rank's own check, see :func:`check_item`."""
-Group = Literal["weights", "parameters", "generators", "sampler", "optimizer", "config", "code", "environment"]
+Group = Literal[
+    "weights", "parameters", "generators", "sampler", "optimizer", "config", "code", "environment", "objective"
+]
 Hashes = npt.NDArray[np.int32]
 
 GROUPS: tuple[Group, ...] = (
@@ -56,6 +58,7 @@ GROUPS: tuple[Group, ...] = (
     "config",
     "code",
     "environment",
+    "objective",
 )
 MAX_TEXTS = 32  # differing items whose values travel as text
 MAX_VALUES = 8  # of each item, the largest groups' first
@@ -66,6 +69,8 @@ MIB_OF_HASHES, FEWEST_ASKED = 4, 32
 512 at 1,024 ranks, 32 at 16,384; never fewer than 32 items."""
 WHOLE_RANKS = 64  # up to which ``preflight.json`` lists all ranks of all groups
 PASSED = hash_text("passed")
+JOINT = "; "
+"""Between the parts of a value that is a list: of two such values an event shows what only one of them has."""
 
 
 @dataclass(frozen=True)
@@ -334,11 +339,19 @@ class _Group:
         return torch.from_numpy(numbers).to(self._device)
 
 
+_LENIENT: Mapping[Expectation, Expectation] = {"better different": "free"}
+"""Neither can be an event, and which of the two it is depends on the rank's own model."""
+
+
 def lists_of(items: Sequence[Item]) -> list[Item]:
     """One item per group: is the list of what is compared the same on every rank?"""
     lists = []
     for group in GROUPS:
-        names = [(item.name, item.expectation, item.severity) for item in items if item.group == group]
+        names = [
+            (item.name, _LENIENT.get(item.expectation, item.expectation), item.severity)
+            for item in items
+            if item.group == group
+        ]
         kinds = Counter(expectation for _, expectation, _ in names)
         shown = ", ".join(f"{count} expected {kind}" for kind, count in sorted(kinds.items()))
         lists.append(Item(f"list of {group}", group, "equal", shown or "no items", hash_text(repr(names))))
@@ -360,18 +373,22 @@ _KINDS: Mapping[Group, EventKind] = {
     "weights": "initial-weights-mismatch",
     "generators": "seed-mismatch",
     "sampler": "data-order-mismatch",
+    "objective": "objective-mismatch",
 }
 _KINDS_OF_ITEMS: Mapping[str, EventKind] = {
     "sampler's share": "duplicate-data",
     "sampler: a share for each rank": "duplicate-data",
     "sampler: a rank for each share": "low-coverage",
 }
+_OF_MODEL = ("list of weights", "list of parameters", "list of optimizer")
+"""They follow from the model: where the same ranks have another one, the first stands for all."""
 _REMEDIES: Mapping[EventKind, str] = {
     "initial-weights-mismatch": "Load the same checkpoint, or seed before the model is made, on every rank.",
     "seed-mismatch": "Seed all ranks alike, or each from its rank, after the process group exists.",
     "data-order-mismatch": "Give every rank's sampler the same seed, epoch, data set and number of replicas.",
     "duplicate-data": "Give each rank's sampler its own rank and the real world size, once the process group exists.",
     "low-coverage": "Give every rank's sampler the real world size, once the process group exists.",
+    "objective-mismatch": "Make the loss on every rank alike.",
     "config-mismatch": "Start every rank from the same code, configuration and environment.",
 }
 
@@ -393,8 +410,12 @@ def events_of(outcome: PreflightOutcome, step: int = 0) -> list[Event]:
     together: dict[tuple[EventKind, str, Severity, int], list[ItemOutcome]] = {}
     alike: dict[Parts, int] = {}
     numbers: dict[int, int] = {}  # by identity: to hash the groups of thousands of ranks takes a millisecond
+    lists = [one for one in outcome.wrong if one.item.name in _OF_MODEL]
+    same_model = {id(one) for place, one in enumerate(lists) if one.parts in [before.parts for before in lists[:place]]}
     for one in outcome.wrong:
         item = one.item
+        if id(one) in same_model:
+            continue
         if id(one.parts) not in numbers:
             numbers[id(one.parts)] = alike.setdefault(one.parts, len(alike))
         together.setdefault((kind_of(item), item.group, item.severity, numbers[id(one.parts)]), []).append(one)
@@ -442,10 +463,23 @@ def _colliding(one: ItemOutcome) -> list[tuple[int, tuple[int, ...]]]:
 def _shown(one: ItemOutcome, index: int) -> str:
     """The value of one part; "one value" where no text travelled, or two parts show the same beginning."""
     known = len(one.parts) == 1 or (len(one.texts) > 1 and index < len(one.texts))  # else there is this rank's own
-    texts = short_numbers(one.texts)
+    texts = short_numbers(own_parts(one.texts))
     if not known or one.texts.count(one.texts[index]) > 1:
         return f"{texts[index] if known else ''} [value {index + 1}]".strip()
     return texts[index]
+
+
+def own_parts(texts: Sequence[str]) -> list[str]:
+    """Of values that are lists, what not all of them hold; a part that was cut is none, where another is left."""
+    if len(texts) < 2 or not any(JOINT in text for text in texts):
+        return list(texts)
+    lists = [text.split(JOINT) for text in texts]
+    lists = [
+        parts[:-1] if len(text.encode()) >= TEXT_BYTES else parts for parts, text in zip(lists, texts, strict=True)
+    ]
+    common = set(lists[0]).intersection(*lists[1:])
+    own = [[part for part in parts if part not in common] for parts in lists]
+    return [JOINT.join(parts) or "none of these" for parts in own] if any(own) else list(texts)
 
 
 def verdict(one: ItemOutcome) -> str:

@@ -36,11 +36,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ds_silent.device import initial_seed
 from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, shown_hash, tensor_hash
-from ds_silent.preflight.compare import Group, Item, check_item, item_of, read_item
+from ds_silent.preflight.compare import Expectation, Group, Item, check_item, item_of, read_item
 from ds_silent.preflight.environment import code_items, environment_items
+from ds_silent.preflight.settings import PROBABILITIES, Numbers, groups_of, holding_items, holdings_of
 
-_PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")
-"""Attributes of modules (torch's ``MultiheadAttention`` and ``LSTM``, transformers', timm's) that are probabilities."""
 _HYPER_PARAMETERS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "betas", "eps": "eps"}
 
 
@@ -75,6 +74,7 @@ class Training:
     sharded: Callable[[Tensor], bool] = _whole  # whether this rank holds a part of a tensor only
     shape: Callable[[Tensor], tuple[int, ...]] = _shape  # of the whole parameter
     packages: tuple[str, ...] = ()  # its own, whose versions are compared
+    groups: Callable[[], Sequence[Sequence[Tensor]]] | None = None  # of the optimizers; None: of ``optimizer`` as it is
 
 
 def local_items(
@@ -95,9 +95,11 @@ def local_items(
     return [
         *_all_of("weights", lambda: weight_items(training, before)),
         *_all_of("parameters", lambda: parameter_items(training)),
+        *_all_of("parameters", lambda: Numbers(training.module).items()),
         *_all_of("generators", lambda: generator_items(training.module)),
         *_all_of("sampler", lambda: sampler_items(sampler, ranks)),
         *_all_of("optimizer", lambda: optimizer_items(training.optimizer, training.scheduler)),
+        *_all_of("optimizer", lambda: held_items(training)),
         *_all_of("config", training.config),
         *_all_of("code", lambda: code_items(training.packages)),
         *_all_of("environment", lambda: environment_items(environment)),
@@ -186,12 +188,10 @@ def generator_items(module: nn.Module) -> list[Item]:
     states = rng_hashes()
     for name, state in states.items():
         items.append(Item(f"{name} generator's state", "generators", "alike", shown_hash(state), state, "warning"))
-    dropping = dropout_modules(module)
-    if dropping:
-        state = states["device"]
-        shown = f"{shown_hash(state)} ({len(dropping)} modules with dropout, first: {dropping[0]})"
-        items.append(Item("dropout's masks", "generators", "better different", shown, state, "info"))
-    return items
+    dropping, state = dropout_modules(module), states["device"]
+    shown = f"{shown_hash(state)} ({len(dropping)} modules with dropout, first: {dropping[0]})" if dropping else "none"
+    expectation: Expectation = "better different" if dropping else "free"
+    return [*items, Item("dropout's masks", "generators", expectation, shown, state, "info")]
 
 
 def dropout_modules(module: nn.Module) -> list[str]:
@@ -199,7 +199,7 @@ def dropout_modules(module: nn.Module) -> list[str]:
     found = []
     for name, inner in module.named_modules():
         own = [getattr(inner, "p", 0.0)] if isinstance(inner, _DropoutNd) else []
-        held = [getattr(inner, attribute, 0.0) for attribute in _PROBABILITIES]
+        held = [getattr(inner, attribute, 0.0) for attribute in PROBABILITIES]
         if any(isinstance(p, (int, float)) and not isinstance(p, bool) and 0.0 < p <= 1.0 for p in (*own, *held)):
             found.append(name or type(inner).__name__)
     return found
@@ -285,6 +285,8 @@ def optimizer_items(optimizer: Any, scheduler: Any) -> list[Item]:
     """Class and hyper-parameters, over all parameter groups; class and state of the scheduler."""
     groups = [] if optimizer is None else list(getattr(optimizer, "param_groups", []))
     inner = getattr(optimizer, "optimizer", optimizer)  # what a framework wraps
+    around = "" if inner is optimizer else f" around {type(inner).__name__}"
+    kinds = "none" if optimizer is None else f"{type(optimizer).__name__}{around}"
 
     def values_of(key: str) -> Callable[[], str]:
         return lambda: _joined([_plain(group[key]) for group in groups if key in group])
@@ -298,11 +300,19 @@ def optimizer_items(optimizer: Any, scheduler: Any) -> list[Item]:
         return f"{type(scheduler).__name__} {json.dumps({k: _plain(v) for k, v in sorted(state.items())})}"
 
     return [
-        item_of("optimizer", "optimizer", f"{type(optimizer).__name__} around {type(inner).__name__}"),
+        item_of("optimizer", "optimizer", kinds),
         *(read_item(name, "optimizer", values_of(key)) for key, name in _HYPER_PARAMETERS.items()),
         read_item("other hyper-parameters", "optimizer", others),
         read_item("learning-rate scheduler", "optimizer", schedule),
     ]
+
+
+def held_items(training: Training) -> list[Item]:
+    """Which of the model's parameters each group of the optimizers holds, by layer."""
+    named = list(training.module.named_parameters())
+    groups = groups_of([training.optimizer]) if training.groups is None else training.groups()
+    holdings = holdings_of(groups, {id(p): name for name, p in named})
+    return holding_items(holdings, [name for name, _ in named])
 
 
 def config_item(name: str, value: Any) -> Item:

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,7 @@ class Statement:
         present: whether this rank wants to observe; where nobody does, nothing else is looked at.
         absent: in a few words, what it has instead.
         refusal: the sentence by which this rank refuses; None where all is well.
+        writers: whether the refusal is of what no other rank looks at.
         values: by name, JSON values.
     """
 
@@ -47,6 +48,7 @@ class Statement:
     absent: str = ""
     version: str = ""
     refusal: str | None = None
+    writers: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,6 +68,7 @@ class Verdict:
         odd: ranks that are not what more than half of all are; empty without a majority.
         missing: ranks that did not come.
         refused: whether some rank refuses; else what they have differs.
+        agreed: whether it refuses for all, who have the same.
     """
 
     sentence: str | None = None
@@ -73,6 +76,7 @@ class Verdict:
     odd: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     refused: bool = False
+    agreed: bool = False
 
 
 def timeout_seconds() -> float:
@@ -145,6 +149,9 @@ class _Meeting:
         if not any(statement.present or statement.refusal for statement in said):
             return Verdict()
         refused = any(statement.refusal is not None for statement in said)
+        rest = [replace(one, refusal=None) if one.writers else one for one in said]
+        if refused and rest[0].refusal is None and len({one.key for one in rest}) == 1:
+            return Verdict(next(one.refusal for one in said if one.writers), 0, refused=True, agreed=True)
         return Verdict(differences(said), 0, outvoted(parts_of(statement.key for statement in said)), refused=refused)
 
     def _late(self, came: Sequence[int], seconds: float) -> Verdict:
@@ -172,7 +179,7 @@ class _Meeting:
             return None
         said = json.loads(self._store.get(self._key("verdict")))
         odd, missing = tuple(said["odd"]), tuple(said["missing"])
-        return Verdict(said["sentence"], said["teller"], odd, missing, said["refused"])
+        return Verdict(said["sentence"], said["teller"], odd, missing, said["refused"], said["agreed"])
 
     def _forget(self) -> None:
         """What nobody reads any more need not stay in the memory of the rank that holds the store."""

@@ -1,13 +1,14 @@
 """Do all ranks send their observations at the same place of the training? Counted here, compared when one is read.
 
-    lockstep = Lockstep(step, words=words)       # the same step on every rank, agreed before
+    lockstep = Lockstep(step, words=words)       # the same step on every rank: rank 0's
     lockstep.scheduled                           # the step by which everything that communicates is timed
     lockstep.status(step, own)                   # travels with every observation
-    lockstep, event = lockstep.of(arrived)       # why all ranks stop observing, or None; the same on every rank
+    lockstep, event = lockstep.of(arrived)       # why all ranks stop observing, or that some count other steps, or None
 
 A framework's own step is one rank's affair: a checkpoint loaded there, a step left out. What pairs between ranks, by
 itself, is the training's reductions. So what communicates is timed by their number, and where the steps of all ranks
-have moved together, by what all have read of each other.
+have moved together, by what all have read of each other. Where one rank alone counts another step than the others, as
+with an older checkpoint, that is an error, and observation goes on by rank 0's step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, Gathered, Status
 from ds_silent.ranks.parts import outvoted, parts_of, ranks_of
-from ds_silent.records import Event
+from ds_silent.records import Event, EventKind
 from ds_silent.words import TORCH, Words
 
 EXACT = 1 << 24  # whole numbers below it are exact in fp32
@@ -40,6 +41,7 @@ class Lockstep:
     astray: bool = False
     next_base: int | None = None
     next_allowed: int = 1
+    ahead_of_first: tuple[int, ...] = ()  # steps by which each rank counts more than the first; empty where none does
     words: Words = TORCH
 
     @property
@@ -88,10 +90,14 @@ class Lockstep:
             return replace(self, next_allowed=self.allowed + 1), None
         if any(failed):
             return self, stopping(gathered.step, failed, self.words)
-        if len(set(steps)) > 1 or len(set(boundaries)) > 1:
+        if len(set(boundaries)) > 1:
             return self, apart(gathered.step, steps, boundaries)
         ahead = (int(steps[0]) - int(boundaries[0]) - self.base) % EXACT  # not 0 where all have moved together
-        return replace(self, next_base=self.base + (ahead - EXACT if ahead > EXACT // 2 else ahead)), None
+        after = replace(self, next_base=self.base + (ahead - EXACT if ahead > EXACT // 2 else ahead))
+        others = tuple(int(step - steps[0]) for step in steps) if len(set(steps)) > 1 else ()
+        if others in ((), self.ahead_of_first):
+            return replace(after, ahead_of_first=others), None
+        return replace(after, ahead_of_first=others), elsewhere(gathered.step, steps, boundaries)
 
 
 def stopping(step: int, failed: list[float], words: Words) -> Event:
@@ -118,14 +124,34 @@ def stopping(step: int, failed: list[float], words: Words) -> Event:
 
 
 def apart(step: int, steps: list[float], boundaries: list[float]) -> Event:
-    """The event of ranks that count another step, or another number of reductions."""
-    odd = outvoted(parts_of(zip(steps, boundaries, strict=True)))
-    which = steps if len(set(steps)) > 1 else boundaries
-    what = "are at another step" if which is steps else "have reduced gradients another number of times"
-    shown = ", ".join(f"{int(value)} on {which.count(value)} of them" for value in sorted(set(which))[:3])
-    named = f"{ranks_of(odd)} {what} than the others" if odd else f"some ranks {what}"
-    if len(odd) == 1:
-        named = named.replace("are", "is", 1).replace("have", "has", 1)
-    message = f"At step {step} {named} ({shown}), so their gradients do not belong together; all stop observing."
+    """The event of ranks that have reduced gradients another number of times: what they send does not pair."""
+    odd = outvoted(parts_of(boundaries))
+    named = _named(odd, "have", "reduced gradients another number of times", boundaries)
+    message = f"At step {step} {named}, so their gradients do not belong together; all stop observing."
     remedy = "Load the same checkpoint and take the same steps on every rank."
-    return Event(step, "observer-off", "warning", odd, None, None, None, message, remedy)
+    return Event(step, "observer-off", "error", odd, None, None, None, message, remedy)
+
+
+def elsewhere(step: int, steps: list[float], boundaries: list[float]) -> Event:
+    """The event of ranks that count another step, after as many reductions: their gradients pair, their states do not
+    belong together. Before the first step a checkpoint is what can have brought that about."""
+    odd = outvoted(parts_of(steps))
+    named = _named(odd, "are", "at another step", steps)
+    kind: EventKind
+    if any(boundaries):
+        message = f"At step {step} {named}: a checkpoint was loaded, or a step taken, there alone."
+        kind, where = "config-mismatch", "optimizer step"
+    else:
+        message = f"At step {step} {named}: another checkpoint was loaded there, or none."
+        kind, where = "initial-weights-mismatch", "checkpoint"
+    message += " The ranks' weights, optimizers and schedules need not be the same any more."
+    remedy = "Load the same checkpoint and take the same steps on every rank."
+    return Event(step, kind, "error", odd, where, None, None, message, remedy)
+
+
+def _named(odd: tuple[int, ...], verb: str, what: str, counts: list[float]) -> str:
+    shown = ", ".join(f"{int(count)} on {counts.count(count)} of them" for count in sorted(set(counts))[:3])
+    if len(odd) == 1:
+        verb = {"are": "is", "have": "has"}[verb]
+    named = f"{ranks_of(odd)} {verb} {what} than the others" if odd else f"some ranks {verb} {what}"
+    return f"{named} ({shown})"

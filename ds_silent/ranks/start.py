@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ds_silent.capture.step import StepCapture
-from ds_silent.config import BLOCK, WRITERS_ALONE, ConfigError, SilentConsistencyConfig
+from ds_silent.config import BLOCK, WRITERS_ALONE, ConfigError, SilentConsistencyConfig, WriterError
 from ds_silent.exchange.layout import layout_of
 from ds_silent.ranks.agreement import Statement, Verdict, agree, flat
 from ds_silent.ranks.parts import ranks_of
@@ -67,6 +68,7 @@ def agree_on_block(
         absent="" if present else f'no {BLOCK} block, or "enabled": false',
         version=_version(),
         refusal=None if refusal is None else str(refusal),
+        writers=isinstance(refusal, WriterError),
         values=values,
     )
     verdict = agree(group, "block", mine, words)
@@ -109,6 +111,14 @@ def agree_on_layout(
     return capture, _unlike(verdict, capture.step)
 
 
+def first_step(capture: StepCapture) -> int:
+    """The step of rank 0, whatever this rank counts. A collective."""
+    mine = capture.step if dist.get_rank(capture.group) == 0 else 0
+    steps = torch.tensor([mine], dtype=torch.int32, device=capture.device)
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=capture.group)
+    return int(steps)
+
+
 def tells(error: BaseException, default: bool) -> bool:
     """Whether this rank says the refusal to the user: one does, and where nothing was agreed, ``default`` decides."""
     return bool(getattr(error, "teller", default))
@@ -117,7 +127,7 @@ def tells(error: BaseException, default: bool) -> bool:
 def _refuse(verdict: Verdict, group: dist.ProcessGroup, mine: ConfigError | None, remedy: str) -> None:
     if mine is not None and str(mine) == verdict.sentence:
         error = mine  # all ranks refuse alike
-    elif verdict.missing:
+    elif verdict.missing or verdict.agreed:
         error = ConfigError(str(verdict.sentence))
     else:
         error = ConfigError(f"the ranks do not agree on {BLOCK}, so none of them starts: {verdict.sentence}; {remedy}")
@@ -129,7 +139,7 @@ def _unlike(verdict: Verdict, step: int) -> Event:
     named = f" ({ranks_of(verdict.odd)} unlike the others)" if verdict.odd else ""
     message = f"Nothing is observed, because the ranks would not send the same{named}: {verdict.sentence}."
     remedy = "The training goes on as it is without ds_silent; start every rank with the same configuration."
-    return Event(step, "observer-off", "warning", verdict.odd, "start", None, None, message, remedy)
+    return Event(step, "observer-off", "error", verdict.odd, "start", None, None, message, remedy)
 
 
 def _compared(facts: Facts, config: SilentConsistencyConfig) -> dict[str, Any]:

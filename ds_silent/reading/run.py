@@ -23,6 +23,8 @@ from ds_silent.reading.scores import ScoreTable
 from ds_silent.reading.spread import Envelope, RankSpread
 from ds_silent.reading.steps import Steps
 from ds_silent.reading.values import MOST_RANKS, number, numbers, of, text, whole
+from ds_silent.records import FORMAT, DataDealt, newer_version
+from ds_silent.sinks.jsonl import newer_lines
 from ds_silent.sinks.per_rank import PerRankError, read_per_rank
 
 LINES = {
@@ -108,6 +110,8 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)
     places: dict[int, Place] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
+    newer: dict[tuple[str, int], int] = field(default_factory=dict)  # file and version -> lines that are left out
+    versions: dict[str, int] = field(default_factory=dict)  # of the files that are one object
     unreadable: dict[str, str] = field(default_factory=dict)  # file -> why
 
     @property
@@ -130,6 +134,12 @@ class Run:
         return sorted({place.host for place in self.places.values()})
 
     @property
+    def data(self) -> str:
+        """How the rows come to the ranks, in a few words; "" where a run of before does not say."""
+        dealt, by = (text(of(self.facts, "data", key), 200) for key in ("dealt", "by"))
+        return DataDealt(dealt, by).sentence if dealt and by else ""  # type: ignore[arg-type]  # a later version's
+
+    @property
     def problems(self) -> list[str]:
         """A sentence for each."""
         torn = [
@@ -137,12 +147,13 @@ class Run:
             for name, count in self.skipped.items()
             if count
         ]
+        newer = [f"{name}: {newer_lines(version, count)}." for (name, version), count in sorted(self.newer.items())]
         versions = [
             f"{name} is of format version {version}, newer than this ds_silent knows; what it knows is shown."
-            for name, held in (("run.json", self.facts), ("preflight.json", self.preflight))
-            if (version := whole(held.get("version"))) is not None and version > 1
+            for name, version in sorted(self.versions.items())
+            if version > FORMAT
         ]
-        return [*(f"{name} cannot be read: {why}." for name, why in self.unreadable.items()), *torn, *versions]
+        return [*(f"{name} cannot be read: {why}." for name, why in self.unreadable.items()), *torn, *newer, *versions]
 
     @property
     def empty(self) -> bool:
@@ -188,8 +199,11 @@ class RunReader:
 
     def _take(self, name: str, objects: list[dict[str, Any]], broken: int) -> bool:
         add = self._adder(name)
-        taken = [one for one in objects if add(one)]
-        broken += len(objects) - len(taken)
+        for version in filter(None, map(newer_version, objects)):
+            self.run.newer[name, version] = self.run.newer.get((name, version), 0) + 1
+        known = [one for one in objects if not newer_version(one)]
+        taken = [one for one in known if add(one)]
+        broken += len(known) - len(taken)
         if self._listen is not None:
             for one in taken:
                 self._listen(name, one)
@@ -221,6 +235,7 @@ class RunReader:
         if self._listen is not None:
             self._listen(name, None)
         run.skipped.pop(name, None)
+        run.newer = {key: count for key, count in run.newer.items() if key[0] != name}
         if name == "metrics.jsonl":
             run.steps, run.spread = Steps(), RankSpread()
         elif name == "events.jsonl":
@@ -247,6 +262,7 @@ class RunReader:
             self._seen[name], changed = stamp, True
             held, problem = _object(path, status.st_size)
             _set(self.run.unreadable, name, problem)
+            self.run.versions[name] = whole(held.get("version")) or FORMAT
             if name == "run.json":
                 self.run.facts = held
             elif name == "preflight.json":

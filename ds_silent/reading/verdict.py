@@ -74,6 +74,7 @@ _NAMED = {
     "zero-gradient": ("has a gradient of zero", "have a gradient of zero"),
     "unreduced-gradient": ("did not take part in the reduction", "did not take part in the reduction"),
     "aggregation-error": ("entered the reduction wrongly", "entered the reduction wrongly"),
+    "update-mismatch": ("does not train what it should", "do not train what they should"),
     "replica-drift": ("holds other weights than the rest", "hold other weights than the rest"),
     "initial-weights-mismatch": ("started from other weights", "started from other weights"),
     "seed-mismatch": ("has a seed that does not fit", "have seeds that do not fit together"),
@@ -92,6 +93,7 @@ _NOBODY = {
     "zero-gradient": "The gradient is zero",
     "unreduced-gradient": "Gradients were not reduced",
     "aggregation-error": "The reduced gradient is not the mean of the ranks' gradients",
+    "update-mismatch": "Parameters get a gradient that nothing applies",
     "replica-drift": "The replicas hold different weights",
     "initial-weights-mismatch": "The ranks started from different weights",
     "seed-mismatch": "The ranks' seeds do not fit together",
@@ -234,7 +236,7 @@ _PREFLIGHT = (
 )
 _ROWS = ("duplicate-data", "data-order-mismatch", "low-coverage", "same-order", "batch-size-mismatch")
 _REDUCTION = ("aggregation-error", "unreduced-gradient")
-_SETTINGS = ("config-mismatch", "seed-mismatch")
+_SETTINGS = ("config-mismatch", "seed-mismatch", "update-mismatch")
 
 
 def _check(

@@ -92,7 +92,7 @@ class Checksums:
         return sums if told is None or mask is None else torch.where(mask, told, sums)
 
     def _read(self, tensor: Tensor, index: int, first: int, whole: int, rest: int) -> None:
-        flat = tensor.detach().reshape(-1)
+        flat = tensor.detach().contiguous().view(-1)
         flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
         if flat.storage_offset() * flat.element_size() % 8:
             flat = flat.clone()  # 64-bit words need an aligned beginning

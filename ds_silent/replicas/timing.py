@@ -2,7 +2,7 @@
 
     checks = ReplicaChecks(config, framework.replicated(), group, after_updates=False)
     checks.due = True                        # a checkpoint: compare with the next observation
-    whole = checks.capture(step)             # int64 (), travels with the observation; None where nothing is due
+    whole = checks.capture(step, step)       # int64 (), travels with the observation; None where nothing is due
     if checks.differ(gathered):              # the same on every rank
         drift = checks.localise(once)        # a collective
 
@@ -58,12 +58,17 @@ class ReplicaChecks:
         due, self.due = self.due, False
         return due
 
-    def capture(self, step: int) -> Tensor | None:
-        """The replica's checksum where it is to be compared, and memories on the way there."""
+    def capture(self, step: int, scheduled: int) -> Tensor | None:
+        """The replica's checksum where it is to be compared, and memories on the way there.
+
+        Args:
+            step: the framework's own, by which it is remembered.
+            scheduled: the same on every rank.
+        """
         if self._replicas is None or self.after_updates:
             return None
-        due = self.take_due() or self._passed(step, self._every)
-        if due or self._passed(step, -(-self._every // REMEMBERED)):
+        due = self.take_due() or self._passed(scheduled, self._every)
+        if due or self._passed(scheduled, -(-self._every // REMEMBERED)):
             self._replicas.remember(step)
         return self._replicas.check(step) if due else None
 

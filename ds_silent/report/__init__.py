@@ -1,6 +1,6 @@
 """One page that says what a run's records say: reading -> aggregation -> drawing -> template.
 
-    write_report([Path("runs/my-run")], Path("report.html"))      # ReadingError: one sentence
+    write_report([Path("runs/my-run")])      # ReadingError: one sentence
 
 :mod:`ds_silent.reading` reads; ``axis`` puts any number of steps into a few hundred bins without losing what stands
 out; ``figures``, ``heat`` and ``tables`` choose what is shown, ``drawing`` and ``png`` draw; ``page`` fills

@@ -10,7 +10,7 @@ from ds_silent.reading.run import ReadingError
 from ds_silent.report.page import write_report
 
 
-def report_command(runs: Sequence[str], output: str) -> int:
+def report_command(runs: Sequence[str], output: str | None) -> int:
     """The exit status: 0 the page is there, whatever it says; 2 it is not."""
     try:
         path, verdicts = write_report(runs, output)

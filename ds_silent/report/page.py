@@ -1,7 +1,7 @@
 """From runs to one page that needs nothing else.
 
 html = page_of([run, other])             # pure
-write_report(["runs/my-run"], "report.html")
+write_report(["runs/my-run"])      # beside its records
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ds_silent.report.tables import Preflight, Repaired, Row, event_rows, facts_
 
 MOST_RUNS = 12
 """Of one page."""
+PAGE = "report.html"
 
 
 _SENTENCE = re.compile(r"(?<=[^.\d][.!?])\s+(?=[A-Z])")
@@ -90,8 +91,11 @@ def page_of(runs: Sequence[Run], title: str = "") -> str:
     )
 
 
-def write_report(directories: Sequence[str | Path], output: str | Path) -> tuple[Path, list[Verdict]]:
+def write_report(directories: Sequence[str | Path], output: str | Path | None = None) -> tuple[Path, list[Verdict]]:
     """Read the runs below these directories and write the page; its path, and the verdicts.
+
+    Args:
+        output: where it goes; None: ``report.html`` in the directory, or in the nearest one that has them all.
 
     Raises:
         ReadingError: there is nothing to read, or the page cannot be written.
@@ -104,9 +108,15 @@ def write_report(directories: Sequence[str | Path], output: str | Path) -> tuple
             f"at most {MOST_RUNS}; name those that you want to see"
         )
     runs = [read_run(path) for path in kept]
-    path = Path(output)
+    path = _beside(directories) / PAGE if output is None else Path(output)
     _write(path, page_of(runs))
     return path, [verdict_of(run) for run in runs]
+
+
+def _beside(directories: Sequence[str | Path]) -> Path:
+    if len(directories) == 1:
+        return Path(directories[0])
+    return Path(os.path.commonpath([os.path.abspath(directory) for directory in directories]))
 
 
 def _write(path: Path, text: str) -> None:

@@ -172,6 +172,8 @@ def facts_of(view: View) -> tuple[tuple[str, str], ...]:
     dtype = text(of(facts, "training", "the dtype of the reduction"), 20)
     if dtype:
         found.append(("reduced in", dtype))
+    if run.data:
+        found.append(("data", run.data))
     steps = run.steps.step
     found.append(
         (

@@ -14,6 +14,7 @@ from ds_silent.sinks.console import ConsoleSink
 from ds_silent.sinks.jsonl import JsonlSink
 from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
 from ds_silent.sinks.per_rank import PerRankSink
+from ds_silent.sinks.run_facts import FactsSink
 
 if TYPE_CHECKING:  # who only reads records should not wait for the configuration's imports
     from ds_silent.config import SilentConsistencyConfig
@@ -63,6 +64,7 @@ def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | N
     try:
         opened.append(JsonlSink(directory))
         opened.append(PerRankSink(directory))
+        opened.append(FactsSink(directory))
         if tensorboard:
             # Importing it costs a second and needs an optional package, so only who wants it pays.
             from ds_silent.sinks.tensorboard import TensorBoardSink

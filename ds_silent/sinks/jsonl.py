@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from ds_silent.records import CosineMatrix, Event, Scores, StepRecord, from_json, to_json
+from ds_silent.records import FORMAT, CosineMatrix, Event, Scores, StepRecord, from_json, newer_version, to_json
 from ds_silent.sinks.base import logger
 from ds_silent.sinks.drawn import is_drawn
 from ds_silent.sinks.files import LineFile, make_directory
@@ -77,7 +78,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     A record of step s retires every record of step ≥ s that was written before it: it comes from a run that resumed,
     or started again, and what lay ahead of it then never happened to the weights that exist now. Lines that are not
-    a record are skipped, and a warning says how many.
+    a record, or of a newer version, are skipped, and a warning says how many.
 
     Raises:
         OSError: the file cannot be read.
@@ -151,6 +152,15 @@ def _as(kind: type[R], objects: Iterable[dict[str, Any]], path: str | Path) -> I
         logger.warning("ds_silent: %s: %d lines are no %s, skipped", ascii(os.fspath(path)), broken, kind.__name__)
 
 
+def newer_lines(version: int, count: int) -> str:
+    """The sentence about lines that only a newer version reads."""
+    lines, are, them = ("line", "is", "it") if count == 1 else ("lines", "are", "them")
+    return (
+        f"{count} {lines} of version {version} {are} skipped, because this ds_silent reads version {FORMAT}; install a "
+        f"newer ds_silent to read {them}"
+    )
+
+
 LONGEST_LINE = 1 << 24
 """Bytes; what is longer is none of ours, and is not taken into memory."""
 
@@ -177,13 +187,17 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 def _objects(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Every line that is an object with ``keys`` and a whole number as its step; counts the others."""
-    broken = 0
+    broken, newer = 0, Counter[int]()
     with open(path, "rb") as file:
         for line in lines_of(file):
             value = parsed_line(line, keys)
             if value is None:
                 broken += 1
+            elif version := newer_version(value):
+                newer[version] += 1
             else:
                 yield value
+    for version, count in sorted(newer.items()):
+        logger.warning("ds_silent: %s: %s", ascii(os.fspath(path)), newer_lines(version, count))
     if broken:
         logger.warning("ds_silent: %s: %d torn or foreign lines skipped", ascii(os.fspath(path)), broken)

@@ -72,7 +72,7 @@ def draw(view: View, wishes: Wishes, columns: int, rows: int, glyphs: Glyphs, no
     """The whole screen: ``rows`` lines of at most ``columns`` cells. ``now``: in seconds since 1970."""
     if columns < SMALLEST[0] or rows < SMALLEST[1]:
         return _exactly(_wrap(view.verdict, columns, rows, COLOURS[view.level]), columns, rows)
-    head = [_title(view, columns), *_verdict(view, columns), _state(view, now)]
+    head = [_title(view, columns), *_verdict(view, columns), _state(view, now), *_data(view, columns)]
     if wishes.page == "help":
         body = _help_page(columns)
     elif wishes.page == "events":
@@ -156,6 +156,10 @@ def _state(view: View, now: float) -> Text:
     counted = [f"{count:,} {name}{'s' * (count != 1)}" for name, count in _by_severity(view) if count]
     parts.append(Text(f"events: {', '.join(counted) or 'none'}"))
     return Text("  ").join(parts)
+
+
+def _data(view: View, columns: int) -> list[Text]:
+    return _wrap(f"data: {view.data}", columns, 1, "dim") if view.data else []
 
 
 def _by_severity(view: View) -> list[tuple[str, int]]:

@@ -83,6 +83,8 @@ def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None
     """
     following = Following(watched, every, caught_up=caught_up)
     before = signal.signal(signal.SIGTERM, _end)
+    # A shell that starts a job in the background has its commands ignore SIGINT, and children inherit that.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     glyphs = glyphs_for(sys.stdout.encoding)
     nothing = View(run=name, verdict="reading ...")
     following.start()
@@ -94,6 +96,7 @@ def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None
     finally:
         following.leave()
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
     return following.view or nothing
 
 

@@ -51,6 +51,8 @@ def told_lines(view: View, now: float) -> list[str]:
     if view.step is not None:
         age = "" if view.written is None else f", written {ago(now - view.written)} ago"
         head.append(f"step {view.step}, {view.measured} measured here, {view.ranks} ranks{age}")
+    if view.data:
+        head.append(f"data: {view.data}")
     head.append("events: " + ", ".join(f"{count} {severity}" for severity, count in view.counts.items()))
     for metric in METRICS:
         curve = view.curves.get(metric)
@@ -90,6 +92,7 @@ def told_json(view: View, stale: float | None, now: float) -> dict[str, Any]:
         "events": {"counts": dict(view.counts), "last": [to_json(one) for one in view.events[-SHOWN_EVENTS:]]},
         "last": {metric: to_json(curve[-1]) if (curve := view.curves.get(metric)) else None for metric in METRICS},
         "ranks": [_rank(dataclasses.asdict(one)) for one in ranks],
+        "data": view.data or None,
         "problem": view.problem or None,
     }
 

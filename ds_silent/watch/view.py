@@ -45,6 +45,7 @@ class View:
         events: the last ones, the newest last.
         counts: events by severity.
         written: when the newest record came, in seconds since 1970; None where there is none.
+        data: how the rows come to the ranks; "" where nobody says.
         problem: why something cannot be read; "" where all can.
     """
 
@@ -63,5 +64,6 @@ class View:
     seconds: float | None = None  # of a step
     observe: float | None = None  # of the observer's part of it
     written: float | None = None
+    data: str = ""
     problem: str = ""
     behind: bool = False  # what is there already is still being read

@@ -101,6 +101,7 @@ class Watched:
             seconds=_finite(of(seconds, "step")),
             observe=_finite(of(seconds, "observe")),
             written=self._written and (self._grown or self._written),
+            data=run.data,
             problem=" ".join(run.problems),
             behind=self._behind,
         )

@@ -41,7 +41,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
     observer.close()
-    accelerator.print(f"last loss {loss.item():.4f}; records in {arguments.output_dir}")
+    accelerator.print(f"last loss {loss.item():.4f}")
     accelerator.end_training()
 
 

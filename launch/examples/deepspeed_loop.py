@@ -9,6 +9,7 @@ import argparse
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -45,6 +46,7 @@ def main() -> None:
     if engine.global_rank == 0:
         print(f"last loss {loss.item():.4f}; records in {arguments.output_dir}")
     engine.destroy()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ds_silent.integrations.huggingface import SilentConsistencyCallback
@@ -39,6 +40,8 @@ def main() -> None:
         callbacks=[SilentConsistencyCallback({"output_dir": arguments.output_dir})],
     )
     trainer.train()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

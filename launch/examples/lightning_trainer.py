@@ -12,6 +12,7 @@ import os
 
 import lightning
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,6 +50,8 @@ def main() -> None:
         callbacks=[SilentConsistencyCallback({"output_dir": arguments.output_dir})],
     )
     trainer.fit(Model(), DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), batch_size=8, shuffle=True))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

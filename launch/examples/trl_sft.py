@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
@@ -43,6 +44,8 @@ def main() -> None:
         callbacks=[SilentConsistencyCallback({"output_dir": arguments.output_dir})],
     )
     trainer.train()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -336,7 +336,7 @@ def test_what_is_seen_in_the_last_sample_is_told_at_the_end() -> None:
 
 
 def notes(events: list[dict[str, Any]]) -> list[tuple[int, str, str, list[int]]]:
-    return [(e["step"], e["kind"], e["severity"], e["ranks"]) for e in events if e["kind"] == "seed-mismatch"]
+    return [(e["step"], e["kind"], e["severity"], e["ranks"]) for e in events if e["kind"] == "same-draws"]
 
 
 class Functional(Net):
@@ -347,7 +347,7 @@ class Functional(Net):
 
 
 def test_equal_masks_are_a_note_where_there_are_masks() -> None:
-    told = [(1, "seed-mismatch", "info", [])]
+    told = [(1, "same-draws", "info", [])]
     expected = (
         (Case("healthy", steps=2, preflight=True), told),
         (Case("healthy", steps=4, interval=2, accumulation=2, stage=2), [(2, *told[0][1:])]),
@@ -361,15 +361,15 @@ def test_equal_masks_are_a_note_where_there_are_masks() -> None:
 
 
 def test_the_preflight_shows_dropout_whose_masks_are_equal() -> None:
-    for dropout, verdict in ((0.1, "equal, better different"), (0.0, None)):
+    for dropout, verdict in ((0.1, "equal, better different"), (0.0, "equal")):
         items = generator_items(Net(dropout))
         shown = [item for item in items if item.name == "dropout's masks"]
-        assert [item.severity for item in shown] == ["info"] * (verdict is not None)
+        assert [(item.severity, item.shown == "none") for item in shown] == [("info", dropout == 0.0)]
         hashes = np.array([[item.hash for item in items]] * 3, dtype=np.int32)
         outcome = outcome_of(items, hashes)
-        assert [verdict_of(f) for f in outcome.items if f.item in shown] == ([verdict] if verdict else [])
+        assert [verdict_of(f) for f in outcome.items if f.item in shown] == [verdict]
         assert outcome.wrong == ()
-        if verdict:
+        if dropout:
             hashes[:, -1, 0] += np.arange(3, dtype=np.int32)
             assert verdict_of(outcome_of(items, hashes).items[-1]) == "different"
 

@@ -195,6 +195,40 @@ def test_a_compiler_is_wanted_where_deepspeed_is(tmp_path: Path) -> None:
     assert list(doctor.compiler(machine(tmp_path))) == []
 
 
+def test_a_lock_of_a_build_that_was_killed_is_found(tmp_path: Path) -> None:
+    extensions = tmp_path / "torch extensions"
+    for name in ("shm", "adam", "done"):
+        (extensions / name).mkdir(parents=True)
+    (extensions / "shm" / "lock").touch()
+    there = machine(tmp_path, environment={"TORCH_EXTENSIONS_DIR": str(extensions)})
+    (stale,) = doctor.build_locks(there)
+    assert (stale.what, stale.state) == ("compile lock", "doubtful")
+    assert stale.remedy.endswith(f": rm '{extensions}/shm/lock'")
+    (tmp_path / "proc" / "7" / "fd").mkdir(parents=True)
+    (tmp_path / "proc" / "7" / "fd" / "3").symlink_to(extensions / "shm" / "lock")  # a process that compiles
+    assert states(doctor.build_locks(there)) == {"compile locks": "ok"}
+    (extensions / "adam" / "lock").touch()
+    (stale,) = doctor.build_locks(there)
+    assert "adam" in stale.remedy
+    home = machine(tmp_path, environment={"HOME": str(tmp_path)})
+    assert list(doctor.build_locks(home)) == []
+    (tmp_path / ".cache" / "torch_extensions" / "py311_cpu" / "shm").mkdir(parents=True)
+    (tmp_path / ".cache" / "torch_extensions" / "py311_cpu" / "shm" / "lock").touch()
+    assert states(doctor.build_locks(home)) == {"compile lock": "doubtful"}
+
+
+def test_a_lock_that_torch_holds_is_in_use(tmp_path: Path) -> None:
+    from torch.utils.file_baton import FileBaton
+
+    (tmp_path / "operator").mkdir()
+    baton = FileBaton(str(tmp_path / "operator" / "lock"))
+    there = Machine({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert baton.try_acquire()
+    assert states(doctor.build_locks(there)) == {"compile locks": "ok"}
+    baton.release()
+    assert not (tmp_path / "operator" / "lock").exists()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_place_without_rights_is_missing(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

@@ -45,10 +45,10 @@ def test_a_skipped_fp16_step_is_no_fault_but_its_nan_loss_is() -> None:
 def test_zero_gradient_and_why() -> None:
     run = Run()
     record = run.record(scale=0.0)
-    event = run.judge.step(record, Evidence(label_tokens=(9, 9, 0, 9)))[0]
+    event = run.judge.step(record, Evidence(dealt="random", label_tokens=(9, 9, 0, 9)))[0]
     assert (event.kind, event.ranks, event.severity) == ("zero-gradient", (2,), "error")
     assert "label token" in event.message
-    event = Run().judge.step(record, Evidence(label_tokens=(9, 9, 9, 9)))[0]
+    event = Run().judge.step(record, Evidence(dealt="random", label_tokens=(9, 9, 9, 9)))[0]
     assert "label token" not in event.message
 
 

@@ -36,7 +36,7 @@ def found(
         if step > healthy:
             norms[1] *= 10.0
         dealt = (tokens,) * ranks if isinstance(tokens, int) else tuple(int(n) for n in tokens(random, step))
-        findings = test.step(make(step, loss, norms, cosine, None), Evidence(label_tokens=dealt))
+        findings = test.step(make(step, loss, norms, cosine, None), Evidence(dealt="random", label_tokens=dealt))
         if findings:
             return step - healthy, findings[0].ranks
     return None, ()
@@ -145,7 +145,7 @@ def test_equal_tokens_raise_no_alarm(ranks: int) -> None:
     for step in range(steps):
         norms, cosine = np.exp(random.standard_cauchy(ranks).clip(-50, 50)), random.standard_normal(ranks)
         record = make(step, random.standard_normal(ranks), norms, cosine, None)
-        now = {finding.key for finding in test.step(record, Evidence(label_tokens=(511,) * ranks))}
+        now = {finding.key for finding in test.step(record, Evidence(dealt="random", label_tokens=(511,) * ranks))}
         alarms += len(now - flagged)
         flagged = now
     assert alarms <= steps * rate + 3 * math.sqrt(steps * rate)

@@ -130,7 +130,7 @@ def test_the_evidence_of_one_step_has_expectation_one() -> None:
         test._start(1)
         rolled = np.clip(np.roll(values, turn)[None], -CLIP, CLIP)
         known = np.ones((1, ranks), dtype=bool)
-        test._grow(1, rolled, known, known)
+        test._grow(1, rolled, known, known, None)
         gains += test._gain[: 2 * len(WITHIN), 0]
     assert gains / ranks == pytest.approx(np.ones_like(gains))
 
@@ -185,7 +185,7 @@ def test_a_layer_without_gradient_everywhere_is_silent() -> None:
 def judged(judge: Judge, run: Run, layers: Layers, **fault: float) -> list[Event]:
     scale = fault.pop("scale", 1.0)
     seen = layers.values(**fault)  # type: ignore[arg-type]
-    return judge.step(run.record(scale=scale, bad=7), Evidence(layers=seen))
+    return judge.step(run.record(scale=scale, bad=7), Evidence(dealt="random", layers=seen))
 
 
 def test_one_fault_one_event_and_it_survives_a_resume() -> None:
@@ -220,7 +220,7 @@ def test_a_layer_that_is_seen_later_adds_no_event() -> None:
 
 def test_both_share_one_detectors_rate() -> None:
     judge = Judge(DetectorsConfig(false_alarms_per_million_steps=1.0))
-    judge.step(make(1, [1.0] * 4, [1.0] * 4, [0.1] * 4), Evidence())
+    judge.step(make(1, [1.0] * 4, [1.0] * 4, [0.1] * 4), Evidence(dealt="random"))
     assert judge._outlier is not None
     assert judge._layers is not None
     over_steps, of_layers = (math.exp(-test._threshold) * 4 for test in (judge._outlier, judge._layers))

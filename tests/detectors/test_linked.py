@@ -99,6 +99,18 @@ def test_a_graver_finding_is_no_effect_of_a_lesser_one() -> None:
     ]
 
 
+@pytest.mark.parametrize("ranks", [(2,), (0, 1)])
+def test_the_outlier_that_another_objective_makes_is_no_second_alarm(ranks: tuple[int, ...]) -> None:
+    episodes = Episodes()
+    cause = finding("objective-mismatch", ranks, "loss", 1, "error")
+    outlier = finding("outlier-rank", ranks, "gradient norm", 2, "error")
+    assert [e.severity for e in episodes.update(1, [cause])] == ["error"]
+    [event] = episodes.update(2, [cause, outlier])
+    assert event.severity == "info"
+    assert event.message.startswith("Follows from the objective-mismatch of step 1 (loss): ")
+    assert [e.severity for e in Episodes().update(2, [cause, replace(outlier, ranks=(3,))])] == ["error", "error"]
+
+
 def test_the_links_survive_a_resume() -> None:
     episodes, other = Episodes(), Episodes()
     episodes.update(5, [skipped(4)])
@@ -106,3 +118,46 @@ def test_the_links_survive_a_resume() -> None:
     drift = replace(DRIFT, since=4)
     assert episodes.update(6, [skipped(4), drift]) == other.update(6, [skipped(4), drift])
     assert other.state_dict() == episodes.state_dict()
+
+
+OUTLIER = replace(finding("outlier-rank", (2,), "gradient norm", 9, "warning"), log_excess=1.0)
+
+
+@pytest.mark.parametrize(
+    "where", ["learning rate", "settings of layers.1", "autocast", "optimizer's parameters of head"]
+)
+def test_an_outlier_after_a_setting_that_was_told_is_no_second_alarm_and_guesses_no_cause(where: str) -> None:
+    guessed = replace(
+        OUTLIER, message="Norm 2 times. Likely: the loss is not divided.", guess="Likely: the loss is not divided."
+    )
+    episodes = Episodes()
+    episodes.told(replace(PREFLIGHT, where=where))
+    [event] = episodes.update(20, [guessed])
+    assert (event.severity, "Likely" in event.message) == ("info", False)
+    assert event.message.startswith(f"Follows from the config-mismatch of the preflight ({where}): Norm 2 times.")
+    assert event.remedy == "Mend what it follows from: it should end with it."
+
+
+def test_of_two_ranks_that_differ_in_a_setting_either_may_be_the_outlier() -> None:
+    episodes = Episodes()
+    episodes.told(replace(PREFLIGHT, ranks=()))
+    [event] = episodes.update(20, [replace(OUTLIER, ranks=(0, 1))])
+    assert event.severity == "info"
+
+
+@pytest.mark.parametrize(("since", "step", "severity"), [(20, 49, "info"), (20, 23, "warning"), (5, 49, "warning")])
+def test_when_an_outlier_began_is_known_the_less_the_longer_it_took(since: int, step: int, severity: str) -> None:
+    """The rows are known to come again from step 21 on."""
+    episodes = Episodes()
+    rows = finding("data-order-mismatch", (2,), "loader", 21)
+    episodes.update(21, [rows])
+    [event] = episodes.update(step, [rows, replace(OUTLIER, since=since)])
+    assert event.severity == severity
+
+
+def test_what_no_optimizer_holds_is_not_cleared_by_it() -> None:
+    wrong = finding("aggregation-error", (), "aggregated gradient", 2)
+    for where, severity in (("optimizer's parameters of layers.1", "info"), ("learning rate", "error")):
+        episodes = Episodes()
+        episodes.told(replace(PREFLIGHT, where=where))
+        assert [event.severity for event in episodes.update(2, [wrong])] == [severity]

@@ -44,7 +44,7 @@ def one_layer() -> Iterator[Seen]:
     for step in range(200):
         fault = {"factor": 3.0, "layer": 2} if step >= 60 else {}
         values = layers.values(**fault)  # type: ignore[arg-type]
-        yield judged(run.judge, run.record(), Evidence(layers=values))
+        yield judged(run.judge, run.record(), Evidence(dealt="random", layers=values))
 
 
 def stuck_loader() -> Iterator[Seen]:
@@ -142,6 +142,7 @@ def test_a_line_is_short_however_many_ranks_there_are() -> None:
     run = Run(64)
     for step in range(1, 4):
         evidence = Evidence(
+            dealt="random",
             coverage=Coverage(0.1 * step, 0.1 * step, 0.0, 10_000),
             own_rows=(8,) * 64,
             own_repeats=(0,) * 64,

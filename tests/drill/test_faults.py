@@ -17,12 +17,12 @@ from ds_silent.practice.model import IGNORED, PracticeModel, make_rows, warm_up
 
 KINDS = {
     *("duplicate-data", "data-order-mismatch", "low-coverage", "outlier-rank", "non-finite", "zero-gradient"),
-    *("unreduced-gradient", "aggregation-error", "replica-drift"),
-    *("seed-mismatch", "config-mismatch", "initial-weights-mismatch"),
+    *("unreduced-gradient", "aggregation-error", "update-mismatch", "replica-drift"),
+    *("seed-mismatch", "config-mismatch", "objective-mismatch", "initial-weights-mismatch"),
 }
 STRIKE = Strike(rank=2, ranks=4, step=3)
 EVERYWHERE = {
-    *("same-batch-everywhere", "same-batch-everywhere-without-ids"),
+    *("same-batch-everywhere", "same-batch-everywhere-without-ids", "parameter-trained-late"),
     *("sampler-seed-every-rank", "sampler-world-size-one", "sampler-world-size-twice"),
     *("micro-batch-missing-everywhere", "bucket-dropped", "parameter-unreduced", "wrong-group", "division-forgotten"),
     *("bucket-stale", "bucket-tail-zeroed", "aggregate-noise", "aggregate-burst", "gradients-not-cleared"),
@@ -50,7 +50,7 @@ def a_batch() -> Batch:
 
 
 def test_the_catalogue_is_large_enough_and_speaks_of_known_events() -> None:
-    assert len(FAULTS) == 107
+    assert len(FAULTS) == 116
     assert {fault.strikes for fault in FAULTS.values()} == {
         *("data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss"),
         *("reduction", "update", "replica"),

@@ -160,6 +160,8 @@ def test_a_rank_that_leaves_is_named_and_waited_for_by_nobody(tmp_path: Path) ->
 
 def test_a_rank_at_another_step_is_named(tmp_path: Path) -> None:
     ranks = run_distributed(astray, RANKS, (str(tmp_path),), timeout=60)
-    assert ranks == [[False]] * RANKS
-    [event] = [e for e in read_events(tmp_path / "on" / "events.jsonl") if e["kind"] == "observer-off"]
-    assert event["ranks"] == [3]
+    assert ranks == [[True]] * RANKS
+    events = list(read_events(tmp_path / "on" / "events.jsonl"))
+    [event] = [e for e in events if e["severity"] != "info"]
+    assert (event["kind"], event["where"], event["ranks"]) == ("config-mismatch", "optimizer step", [3])
+    assert [record["step"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

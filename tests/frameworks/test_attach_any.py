@@ -11,14 +11,48 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_silent
+from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
+from ds_silent.observer import IdleObserver, Observer
 from tests.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
 from tests.distributed import run_distributed
 
 
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), [], "model", None])
-def test_what_is_not_known_is_a_sentence(given: Any) -> None:
+def test_what_is_not_known_is_a_sentence(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # a module that one process trains alone is no mistake
     with pytest.raises(ds_silent.ConfigError, match=f"got {type(given).__name__}; give it what the framework has made"):
         ds_silent.attach(given)
+
+
+@pytest.mark.parametrize("attach", [ds_silent.attach, ds_silent.attach_ddp, attach_fsdp2, ds_silent.attach_megatron])
+def test_one_process_gets_an_observer_that_does_nothing(
+    attach: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ds_silent.frameworks.megatron.attach.needs", lambda *names: None)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    observer = attach(model, config={"output_dir": str(tmp_path / "run")}, optimizer=optimizer)
+    assert caplog.messages == [
+        "ds_silent: one process trains this model, so there is nothing to compare and nothing is observed; start it "
+        "with your launcher with two processes or more"
+    ]
+    observer.observe_batch([1, 2])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    observer.load_state_dict(observer.state_dict())
+    observer.flush()
+    assert (observer.last_record, observer.scalars, observer.measures(1), observer.closed) == (None, {}, False, False)
+    observer.close()
+    assert observer.closed
+    assert not (tmp_path / "run").exists()
+    assert attach(model, config={"enabled": False}, optimizer=optimizer) is None
+    with pytest.raises(ds_silent.ConfigError, match='has no key "intervall"'):
+        attach(model, config={"intervall": 2}, optimizer=optimizer)
+
+
+def test_nothing_of_an_observer_works_where_there_is_nothing_to_observe() -> None:
+    public = {name for name in vars(Observer) if not name.startswith("_")} - {"scalars"}  # of the last record
+    assert public <= set(vars(IdleObserver))
 
 
 def test_fully_shard_before_it_was_public_is_a_sentence_with_both_versions() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,17 @@ def mean_but_for_one(state, bucket):  # type: ignore[no-untyped-def]  # torch co
 mean_but_for_one.__name__ = "allreduce_hook"  # says of itself that it is the plain mean
 
 
+def clip(module: nn.Module, norm: float) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), norm)
+
+
+def scale_unseen(module: nn.Module, norm: float) -> None:
+    """What torch does not count as a write."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.mul_(norm)
+
+
 @dataclass(frozen=True)
 class Fault:
     """What goes wrong; ``kind`` and ``ranks`` of the first event that is no note, None: nothing is told."""
@@ -47,6 +58,9 @@ class Fault:
     same_rows: bool = False
     drift: int = 0  # step after which rank 2's weights change
     scaled: float = 1.0  # rank 2's loss
+    between: Callable[[nn.Module, float], None] | None = None  # what the script does behind the backward, by a norm
+    norm: float = 0.01  # on rank 2; 0.1 elsewhere
+    says: tuple[str, ...] = ()
     case: DDPCase = field(default_factory=DDPCase)
 
 
@@ -59,8 +73,36 @@ FAULTS = {
     "the same rows": Fault("duplicate-data", (0, 1, 2, 3), same_rows=True),
     "the same rows, fully_shard": Fault("duplicate-data", (0, 1, 2, 3), same_rows=True, case=FSDP2Case()),
     "a replica drifts": Fault("replica-drift", (2,), step=4, drift=2),
-    "a loss times 50": Fault("outlier-rank", (2,), step=2, scaled=50.0),
-    "a loss times 50, fully_shard": Fault("outlier-rank", (2,), step=2, scaled=50.0, case=FSDP2Case()),
+    "clipped alike": Fault(None, between=clip, norm=0.1),
+    "clipped alike, fully_shard": Fault(None, between=clip, norm=0.1, case=FSDP2Case()),
+    "scaled alike, unseen, fully_shard": Fault(None, between=scale_unseen, norm=0.1, case=FSDP2Case()),
+    "a rank clips by another norm": Fault("aggregation-error", (2,), between=clip, says=("rank 2 applied", "Clip by")),
+    "a rank clips by another norm, fully_shard": Fault(
+        "aggregation-error",
+        (2,),
+        between=clip,
+        says=("ranks 0, 1 and 3 applied", "rank 2 applied", "Clip by"),
+        case=FSDP2Case(),
+    ),
+    "a rank clips by another norm, fully_shard, bf16": Fault(
+        "aggregation-error",
+        (2,),
+        between=clip,
+        says=("ranks 0, 1 and 3 applied", "rank 2 applied", "Clip by"),
+        case=FSDP2Case(dtype="bf16"),
+    ),
+    "a rank scales, unseen": Fault(
+        "aggregation-error", (2,), between=scale_unseen, says=("The script has changed", "Look first for code")
+    ),
+    "a rank scales, unseen, fully_shard": Fault(
+        "aggregation-error",
+        (2,),
+        between=scale_unseen,
+        says=("rank 2 applied 0.01 times", "applied 0.1 times"),
+        case=FSDP2Case(),
+    ),
+    "a loss times 50": Fault("objective-mismatch", (2,), step=1, scaled=50.0),
+    "a loss times 50, fully_shard": Fault("objective-mismatch", (2,), step=1, scaled=50.0, case=FSDP2Case()),
 }
 
 
@@ -78,6 +120,8 @@ def train(directory: str, fault: Fault) -> dict[str, Any]:
             tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
             loss = (model.module if fault.bypassed else model)(tokens, False)
             (loss * (fault.scaled if rank == 2 else 1.0)).backward()
+            if fault.between is not None:
+                fault.between(model, fault.norm if rank == 2 else 0.1)
             optimizer.step()
             optimizer.zero_grad()
             if step == fault.drift and rank == 2 and not sharded:
@@ -85,7 +129,8 @@ def train(directory: str, fault: Fault) -> dict[str, Any]:
                     model.module.norm.weight[0] += 1e-3
     if rank:
         return {}
-    events = [event for event in read_events(Path(directory, "events.jsonl")) if event["severity"] != "info"]
+    every = list(read_events(Path(directory, "events.jsonl")))
+    events = [event for event in every if event["severity"] != "info" or event["kind"] == "gradient-changed"]
     return {"events": events, "records": list(read_metrics(Path(directory, "metrics.jsonl")))}
 
 
@@ -101,6 +146,10 @@ def test_what_is_wrong_is_told_as_it_is(name: str, tmp_path: Path) -> None:
     assert (first["kind"], first["step"]) == (fault.kind, fault.step), first
     if fault.ranks:
         assert tuple(first["ranks"]) == fault.ranks, first
+    for words in fault.says:
+        assert words in first["message"] + first["remedy"], first
+    if fault.between is not None:
+        assert len(found["events"]) == 1, found["events"]
 
 
 def signs(state, bucket):  # type: ignore[no-untyped-def]
@@ -116,10 +165,22 @@ def lossy(directory: str) -> dict[str, Any]:
     return train_plainly(model, optimizer, directory)
 
 
-def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str) -> dict[str, Any]:
+def lossy_later(directory: str, after: int, hook: Hook) -> dict[str, Any]:
+    model, optimizer = build(DDPCase())
+    return train_plainly(model, optimizer, directory, {after: lambda: model.register_comm_hook(None, hook)})
+
+
+def train_plainly(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    directory: str,
+    before: Mapping[int, Callable[[], object]] | None = None,
+) -> dict[str, Any]:
+    """``before``: what the script does before the step with that number."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            (before or {}).get(step, int)()
             model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -135,3 +196,20 @@ def test_a_lossy_hook_is_not_checked_and_not_called_wrong(tmp_path: Path) -> Non
     assert len(found["records"]) == STEPS
     assert {record["integrity"]["relative_error"] for record in found["records"]} == {None}
     assert all(record["direction"]["mean_cosine"] is not None for record in found["records"])
+
+
+def test_a_lossy_hook_that_comes_later_ends_the_check(tmp_path: Path) -> None:
+    """torch takes one hook per module, and takes it between two steps too."""
+    for after in (0, 3):
+        found = run_distributed(lossy_later, 2, (str(tmp_path / str(after)), after, signs))[0]
+        assert found["events"] == []
+        errors = [record["integrity"]["relative_error"] for record in found["records"]]
+        assert [error is not None for error in errors] == [step < after for step in range(STEPS)]
+
+
+def test_a_hook_that_comes_later_and_changes_nothing_is_checked_on(tmp_path: Path) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    found = run_distributed(lossy_later, 2, (str(tmp_path), 2, allreduce_hook))[0]
+    assert found["events"] == []
+    assert all(record["integrity"]["relative_error"] is not None for record in found["records"])

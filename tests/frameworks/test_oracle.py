@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_silent.practice.probe import LENGTH, ROWS
 from tests.distributed import run_distributed
 from tests.matrix import COVERING, FULL
 from tests.training import DTYPES, REPLICA_INTERVAL, Case, Trace, oracle_layers, train
@@ -102,6 +103,10 @@ def check_record(case: Case, record: dict[str, Any], truth: dict[str, Any]) -> N
     for name in ("mean", "std", "range"):  # a loss is fp32, whatever the training dtype
         assert record["loss"][name] == pytest.approx(truth["loss"][name], rel=1e-6, abs=2e-6), (where, name)
     assert record["loss"]["per_rank"] == pytest.approx(truth["loss"]["per_rank"], rel=1e-6), where
+    labels = ROWS * (LENGTH - 1) * case.accumulation * ranks  # each of the same weight: rows are of one length
+    whole = float(case.accumulation if case.no_sync else 1)  # a script of its own that does not divide
+    expected = {"weight_sum": whole, "weight_min": whole / labels, "weight_max": whole / labels, "labels": labels}
+    assert record["objective"] == pytest.approx({**expected, "known": True}, rel=1e-5), where
 
     norms, true_norms = record["grad_norm"], truth["grad_norm"]
     assert norms["aggregated"] == pytest.approx(true_norms["aggregated"], rel=rounding + u * ranks), where

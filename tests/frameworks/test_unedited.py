@@ -147,7 +147,8 @@ def train():
         )
         optimizer.step()
         model.zero_grad_buffer()
-    print("trained", sum(float(p.detach().double().sum()) for p in model.parameters()).hex())
+    total = sum(float(p.detach().double().sum()) for p in model.parameters())
+    print(f"trained {{total.hex()}}" + chr(10), end="")
     dist.destroy_process_group()
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def train(out):
         engine.backward(engine(batch).square().mean())
         engine.step()
         seen += batch[:, 0].tolist()
+    torch.distributed.destroy_process_group()  # gloo's threads of torch 2.13 end a process that ends beside them
     return seen
 
 if __name__ == "__main__":
@@ -239,6 +240,33 @@ def test_a_module_under_the_launcher_is_observed(project: Path) -> None:
     assert [one["local_rank"] for one in ours] == [0, 1]
     assert ours[0]["seen"] == list(range(8))
     assert observed(project / "ours") == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("imports", "after", "sentences"),
+    [
+        ("import ds_silent", "", 1),
+        ("import deepspeed, ds_silent", "", 1),
+        ("import ds_silent", "ds_silent.attach(engine).close", 0),
+        ("", "", 0),  # nobody is there who could say it
+    ],
+)
+def test_a_block_that_nobody_reads_is_said_by_an_import(
+    imports: str, after: str, sentences: int, project: Path
+) -> None:
+    script = SCRIPT.replace("from deepspeed import initialize  # by its own name, before anything else", "")
+    script = script.replace("import argparse", f"{imports}\nimport argparse").replace("= initialize(", "= made_by()(")
+    script = script.replace("    loader =", f"    {after}\n    loader =")
+    made_by = "def made_by():\n    import deepspeed\n    return deepspeed.initialize\n\n"
+    script = script.replace("def collate", f"{made_by}def collate")
+    (project / "code" / "plain.py").write_text(script)
+    out = project / "plain"
+    out.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    status, said = run([*launcher, "code/plain.py", "--train", "--out", "plain"], project)
+    assert status == 0, said
+    assert said.count("nothing observes its engine, because DeepSpeed does not read the block") == sentences
+    assert (out / "metrics.jsonl").exists() == ("attach" in after)
 
 
 def test_a_script_in_which_nothing_is_observed_says_so_at_its_end(project: Path) -> None:

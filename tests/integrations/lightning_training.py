@@ -100,6 +100,7 @@ class LightningCase:
     block: str = "callback"  # or "ds_config", "environment"
     epochs: int = 1
     steps: int = -1
+    options: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallel
     named: dict[str, Any] = field(default_factory=dict)  # more of the Trainer's arguments
 
 
@@ -125,7 +126,7 @@ def as_launched() -> None:
 
 def strategy_of(case: LightningCase, block: dict[str, Any] | None) -> Strategy:
     if case.strategy == "ddp":
-        return DDPStrategy()
+        return DDPStrategy(**case.options)
     if case.strategy == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
     ds_config: dict[str, Any] = {

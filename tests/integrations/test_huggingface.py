@@ -70,7 +70,35 @@ def check(case: HFCase, ranks: list[tuple[HFTrace, HFTrace]]) -> None:
     for place, record in enumerate(records):
         assert record["loss"]["per_rank"] == pytest.approx([rank[0].losses[place] for rank in ranks], rel=1e-5)
         assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"]
+        if int(version("transformers").split(".")[0]) >= 5:  # each label of the step counts alike, whoever holds it
+            objective = record["objective"]
+            assert objective["weight_sum"] == pytest.approx(1.0, rel=1e-4)
+            assert objective["weight_max"] == pytest.approx(objective["weight_min"], rel=1e-4)
     assert ranks[0][0].events == ()
+
+
+def quartered(directory: str, observed: bool) -> HFTrace:
+    """On rank 1 the loss is a quarter of what the Trainer makes it."""
+    from transformers import Trainer
+
+    original = Trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        return (0.25 * found[0], *found[1:]) if isinstance(found, tuple) else 0.25 * found
+
+    if torch.distributed.get_rank() == 1:
+        Trainer.compute_loss = compute_loss
+    try:
+        return train(HFCase(accumulation=2, steps=3), Path(directory), observed)
+    finally:
+        Trainer.compute_loss = original
+
+
+def test_a_loss_of_a_quarter_on_one_rank_is_told_at_the_first_step(tmp_path: Path) -> None:
+    found = [event for event in ran(quartered, str(tmp_path))[0].events if event["severity"] != "info"]
+    assert [(e["kind"], e["step"], e["ranks"]) for e in found] == [("objective-mismatch", 1, [0, 1])]
+    assert "MulBackward0 x 0.25" in found[0]["message"]
 
 
 UNDER_DEEPSPEED = {

@@ -26,6 +26,10 @@ CASES = {
     "ddp": LightningCase(named={"gradient_clip_val": 0.5}),
     "ddp, accumulation": LightningCase(accumulation=3, block="environment"),
     "ddp, steps by hand": LightningCase(manual=True),
+    "ddp, static graph, steps by hand": LightningCase(manual=True, options={"static_graph": True}),
+    "ddp, static graph": LightningCase(options={"static_graph": True}),
+    "ddp, unused allowed, steps by hand": LightningCase(manual=True, options={"find_unused_parameters": True}),
+    "ddp, views, steps by hand": LightningCase(manual=True, options={"gradient_as_bucket_view": True}),
     "fsdp2": LightningCase(strategy="fsdp2", accumulation=2),
     "deepspeed, the ds_config's block": LightningCase(strategy="deepspeed", block="ds_config"),
     "deepspeed, accumulation": LightningCase(strategy="deepspeed", stage=2, accumulation=2),
@@ -153,7 +157,8 @@ def test_an_unchanged_script_by_its_environment(tmp_path: Path, entries: str, mo
     monkeypatch.setenv("MASTER_PORT", free_port())
     status, said = run([sys.executable, "train.py"], tmp_path)
     assert status == 0, said
-    loaded = ["ds_silent", "ds_silent.integrations", "ds_silent.integrations.lightning_entry"]
+    rooms = ("", ".frameworks", ".frameworks.patches", ".integrations", ".integrations.lightning_entry")
+    loaded = [f"ds_silent{room}" for room in rooms]
     assert f"imported {loaded}" in said
     assert "ds_silent:" not in said
     monkeypatch.setenv(BLOCK_FILE, "silent.json")

@@ -50,6 +50,21 @@ def test_an_example_trains_and_is_observed(name: str, tmp_path: Path) -> None:
     assert [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["severity"] != "info"] == []
 
 
+def test_an_example_as_one_process_trains_on_with_a_sentence(tmp_path: Path) -> None:
+    """accelerate wraps nothing then."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "accelerate_loop.py"), "--epochs", "1", "--output-dir", str(tmp_path / "run")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parents[1]), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "last loss" in done.stdout
+    assert done.stderr.count("ds_silent: one process trains this model, so there is nothing to compare") == 1
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
 def test_little_of_an_example_is_ours(script: Path) -> None:
     lines = script.read_text(encoding="utf-8").split('"""', 2)[2].splitlines()

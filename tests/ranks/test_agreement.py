@@ -110,6 +110,32 @@ def test_only_the_writing_rank_s_output_dir_counts(tmp_path: Path) -> None:
     assert not list(read_events(tmp_path / "rank-0" / "events.jsonl"))
 
 
+def writers_own(directory: str) -> list[Any]:
+    """A map that rank 0 cannot read, an address that it does not have, and either beside a true difference."""
+    said = []
+    for number, more in enumerate(({}, {}, {"interval": 1 + dist.get_rank()})):
+        config = Case().config(Path(directory, str(number)), enabled=True)
+        key, value = ("places", f"{directory}/none.json") if number == 0 else ("alerts", [{"to": "env:NO_SUCH_NAME"}])
+        config["silent_consistency"] |= {key: value, **more}
+        try:
+            start(config)
+        except REFUSED as error:
+            said.append((str(error), getattr(error, "teller", None)))
+    return said
+
+
+def test_what_only_the_writing_rank_looks_at_is_no_disagreement(tmp_path: Path) -> None:
+    first, second = run_distributed(writers_own, 2, (str(tmp_path),), timeout=60)
+    (places, tells), (alerts, _), (both, _) = first
+    assert places.startswith(f'silent_consistency.places "{tmp_path}/none.json" cannot be read (No such file')
+    assert alerts.startswith(
+        "silent_consistency.alerts[0].to must name an environment variable that is set on the host"
+    )
+    assert both.startswith("the ranks do not agree on silent_consistency, so none of them starts: rank 0: silent")
+    assert [text for text, _ in first] == [text for text, _ in second]
+    assert [tells, second[0][1]] == [True, False]
+
+
 def versions(directory: str) -> str | None:
     if dist.get_rank() == 2:
         ds_silent.__version__ = "9.9"

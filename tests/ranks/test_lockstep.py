@@ -75,6 +75,7 @@ class Different:
     backwards: int = 1  # per step, on all ranks
     block: dict[str, Any] = field(default_factory=dict)
     odd: tuple[int, ...] | None = None  # ranks of the event observer-off; None: observed to the end
+    elsewhere: str | None = None  # place of the error about rank 1, where it counts another step
     steps: tuple[int, ...] | None = None  # records; None: not looked at
 
 
@@ -109,7 +110,7 @@ def train(different: Different, stage: int, directory: Path, enabled: bool) -> d
     found: dict[str, Any] = {"weights": _hash_weights(engine), "losses": float(losses), "observing": observing}
     if enabled and rank == 0:
         found["events"] = [
-            (event["kind"], tuple(event["ranks"]), event["message"])
+            (event["kind"], tuple(event["ranks"]), event["message"], event["where"], event["severity"])
             for event in read_events(directory / "events.jsonl")
         ]
         found["steps"] = tuple(record["step"] for record in read_metrics(directory / "metrics.jsonl"))
@@ -132,8 +133,8 @@ EVERY_STAGE = (
     Different("evaluates", evaluates, steps=ALL),
     Different("flushes", flushes, steps=ALL),
     Different("closes", closes, odd=(1,)),
-    Different("counts-on", counts_on, odd=(1,)),
-    Different("counts-on-interval", counts_on, odd=(1,), block={"interval": 2}),
+    Different("counts-on", counts_on, elsewhere="optimizer step", steps=ALL),
+    Different("counts-on-interval", counts_on, elsewhere="optimizer step", block={"interval": 2}, steps=(2, 4, 6, 8)),
     Different("all-count-on", counts_on, everybody=True, steps=(3, 16, 18), block={"interval": 3}),
 )
 STAGE_0 = (
@@ -144,7 +145,7 @@ STAGE_0 = (
     Different("skips-twice", skips=(3, 4), odd=(1,)),
     Different("skips-interval", skips=(4,), odd=(1,), block={"interval": 3}),
     Different("skips-exact", skips=(3, 4), odd=(1,), block={"direction": {"method": "exact", "sketch_size": 1024}}),
-    Different("steps-again", steps_again, odd=(1,)),
+    Different("steps-again", steps_again, elsewhere="optimizer step", steps=ALL),
     Different("two-backwards", backwards=2, steps=ALL[1:]),
     Different("majority", loads_state, steps=ALL, block=MAJORITY),
     Different("majority-closes", closes, odd=(1,), block=MAJORITY),
@@ -161,10 +162,15 @@ def check(cases: tuple[Different, ...], stage: int, ranks: int, directory: Path)
             if case.act is not closes or rank != 1:
                 assert observed["observing"] == (case.odd is None), (case.name, rank)
         observed = results[0][index][1]
-        off = [(ranks, message) for kind, ranks, message in observed["events"] if kind == "observer-off"]
+        off = [event[1:3] for event in observed["events"] if event[0] == "observer-off"]
         assert len(off) == (case.odd is not None), (case.name, observed["events"])
         if case.odd is not None:
             assert off[0][0] == (case.odd if ranks > 2 or case.act is closes or case.skips else ()), (case.name, off)
+        places = ("checkpoint", "optimizer step")
+        moved = [event for event in observed["events"] if event[3] in places and event[4] != "info"]
+        assert [(event[1], event[3:]) for event in moved] == (
+            [] if case.elsewhere is None else [((1,) if ranks > 2 else (), (case.elsewhere, "error"))]
+        ), (case.name, observed["events"])
         assert not any("broke" in message for _, message in off), (case.name, off)
         if case.steps is not None:
             assert observed["steps"] == case.steps, case.name
@@ -200,14 +206,19 @@ def test_what_ranks_say_of_themselves() -> None:
         assert event is not None
         assert (event.kind, event.step, event.ranks) == ("observer-off", 7, ranks)
         assert word in event.message
-    for step, boundary, ranks in (
-        ([7.0, 8.0, 7.0], boundaries, (1,)),
-        (steps, [6.0, 6.0, 5.0], (2,)),
-        ([7.0, 8.0, 9.0], boundaries, ()),
+    for step, boundary, ranks, kind in (
+        ([7.0, 8.0, 7.0], boundaries, (1,), "config-mismatch"),
+        ([7.0, 8.0, 7.0], [0.0] * 3, (1,), "initial-weights-mismatch"),
+        (steps, [6.0, 6.0, 5.0], (2,), "observer-off"),
+        ([7.0, 8.0, 9.0], boundaries, (), "config-mismatch"),
     ):
-        _, event = Lockstep(1).read(gathered(step=step, boundary=boundary))
+        lockstep, event = Lockstep(1).read(gathered(step=step, boundary=boundary))
         assert event is not None
-        assert event.ranks == ranks
+        assert (event.ranks, event.kind, event.severity) == (ranks, kind, "error")
+        if kind != "observer-off":  # told once while the same ranks are elsewhere, and observation goes on
+            assert lockstep.read(gathered(step=step, boundary=boundary))[1] is None
+            assert lockstep.read(gathered(step=steps, boundary=boundary))[0].ahead_of_first == ()
+            assert lockstep.next_base == 7 - int(boundary[0])
 
 
 def test_steps_move_together_from_the_next_boundary_on() -> None:

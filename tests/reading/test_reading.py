@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,28 @@ def test_a_last_line_without_its_end_counts_when_the_run_is_over(tmp_path: Path)
     run = read_run(tmp_path)
     assert run.steps.step.tolist() == [1]
     assert run.problems == ["metrics.jsonl: 1 torn or foreign line skipped."]
+
+
+def test_what_a_newer_version_has_written_is_said(tmp_path: Path) -> None:
+    write(tmp_path, events=(event(5),))
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with open(tmp_path / name, "a", encoding="utf-8") as file:
+            file.write('{"step": 21, "kind": "outlier-rank", "severity": "error", "version": 2}\n')
+    for name in ("run.json", "ranks.json"):
+        (tmp_path / name).write_text('{"version": 3}')
+    reader = RunReader(tmp_path)
+    run = reader.finish()
+    assert (len(run.steps), len(run.events)) == (20, 1)
+    reads = (
+        "1 line of version 2 is skipped, because this ds_silent reads version 1; install a newer ds_silent to read it."
+    )
+    shown = "is of format version 3, newer than this ds_silent knows; what it knows is shown."
+    files = ("events.jsonl", "metrics.jsonl")
+    assert run.problems == [*(f"{name}: {reads}" for name in files), f"ranks.json {shown}", f"run.json {shown}"]
+    write(tmp_path / "other", steps=1)
+    for name in files:
+        os.replace(tmp_path / "other" / name, tmp_path / name)
+    assert reader.finish().problems == [f"ranks.json {shown}", f"run.json {shown}"]
 
 
 def test_one_fault_is_one_group_and_every_event_counts(tmp_path: Path) -> None:

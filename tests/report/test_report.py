@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
@@ -106,6 +107,26 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "1 of 2 runs has an alarm." in page
     assert page.count('<article class="run ') == 2
+
+
+def test_the_page_lies_beside_its_run_and_overwrites_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("report.html").write_text("somebody's own")
+    for name in ("monday", "tuesday"):
+        bad_rank(Path("runs", name))
+    for given, page in (
+        (("runs/monday",), "runs/monday/report.html"),
+        (("runs/monday", tmp_path / "runs" / "tuesday"), "runs/report.html"),
+        (("runs",), "runs/report.html"),
+    ):
+        code, told, _ = report(*given)
+        assert code == 0
+        assert f"{page}'; open it in a browser" in told
+        assert "is not like the others" in Path(page).read_text(encoding="utf-8")
+        Path(page).unlink()
+    assert Path("report.html").read_text() == "somebody's own"
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:

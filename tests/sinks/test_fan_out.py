@@ -115,11 +115,11 @@ def names(sinks: FanOut) -> list[str]:
 
 def test_the_configuration_decides_which_sinks_open(tmp_path: Path) -> None:
     plain = open_sinks(make_config(tmp_path / "a", tensorboard=False))  # type: ignore[arg-type]
-    assert names(plain) == ["JsonlSink", "PerRankSink", "ConsoleSink"]
+    assert names(plain) == ["JsonlSink", "PerRankSink", "FactsSink", "ConsoleSink"]
     plain.close()
     assert not (tmp_path / "a" / "tensorboard").exists()
     every = open_sinks(make_config(tmp_path / "b"), monitor_write=lambda points: None)  # type: ignore[arg-type]
-    assert names(every) == ["JsonlSink", "PerRankSink", "TensorBoardSink", "ConsoleSink", "MonitorSink"]
+    assert names(every) == ["JsonlSink", "PerRankSink", "FactsSink", "TensorBoardSink", "ConsoleSink", "MonitorSink"]
     every.close()
     assert (tmp_path / "b" / "tensorboard").is_dir()
 

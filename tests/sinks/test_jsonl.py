@@ -159,6 +159,18 @@ def test_foreign_lines_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "8 torn or foreign lines skipped" in caplog.text
 
 
+def test_lines_of_a_newer_version_are_left_out_with_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "version": 1}\n{"step": 2, "version": 2}\n{"step": 3, "version": 2}\n{"step": 4}\n')
+    assert [record["step"] for record in read_metrics(path)] == [1, 4]
+    assert caplog.messages == [
+        f"ds_silent: '{path}': 2 lines of version 2 are skipped, because this ds_silent reads version 1; install a "
+        "newer ds_silent to read them"
+    ]
+
+
 def test_a_resumed_run_retires_what_lay_ahead_of_its_checkpoint(tmp_path: Path) -> None:
     write_steps(tmp_path, [1, 2, 3, 4, 5, 6], noise_scale=1.0)
     write_steps(tmp_path, [4, 5], noise_scale=2.0)

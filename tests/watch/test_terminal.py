@@ -16,6 +16,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,16 +29,27 @@ LIMIT = 60.0  # seconds, on a machine that is busy
 class Terminal:
     """``ds-silent watch`` in a pseudo-terminal; ``output`` is all that it has sent."""
 
-    def __init__(self, *arguments: object, columns: int = 80, rows: int = 24) -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        columns: int = 80,
+        rows: int = 24,
+        interrupt: signal.Handlers = signal.SIG_DFL,
+    ) -> None:
         self._ours, theirs = pty.openpty()
         self.resize(columns, rows)
         self._before = termios.tcgetattr(theirs)
         self._theirs = theirs
         environment = {**os.environ, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
         environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+
+        def start() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, interrupt)  # whatever the tests have inherited
+
         self.process = subprocess.Popen(
             [*COMMAND, *map(str, arguments)], stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            start_new_session=True, preexec_fn=start,
         )  # fmt: skip
         self.output = ""
 
@@ -86,8 +98,8 @@ class Terminal:
 def opened() -> Iterator[Callable[..., Terminal]]:
     terminals: list[Terminal] = []
 
-    def opens(*arguments: object) -> Terminal:
-        terminals.append(Terminal(*arguments))
+    def opens(*arguments: object, **how: Any) -> Terminal:
+        terminals.append(Terminal(*arguments, **how))
         return terminals[-1]
 
     yield opens
@@ -119,18 +131,21 @@ def test_a_run_that_grows_is_resized_and_left(tmp_path: Path, opened: Callable[.
     assert terminal.end() == 1
 
 
-@pytest.mark.parametrize(("signals", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
-def test_ctrl_c_and_an_end_from_outside(
-    tmp_path: Path, opened: Callable[..., Terminal], signals: signal.Signals, status: int
-) -> None:
+@pytest.mark.parametrize("interrupt", [signal.SIG_DFL, signal.SIG_IGN])  # a shell's job in the background ignores it
+def test_ctrl_c(tmp_path: Path, opened: Callable[..., Terminal], interrupt: signal.Handlers) -> None:
+    write(tmp_path, RECORDS, EVENTS)
+    terminal = opened(tmp_path, interrupt=interrupt)
+    terminal.until("is not like the others")
+    terminal.press(b"\x03")
+    assert terminal.end() == 130
+
+
+def test_an_end_from_outside(tmp_path: Path, opened: Callable[..., Terminal]) -> None:
     write(tmp_path, RECORDS, EVENTS)
     terminal = opened(tmp_path)
     terminal.until("is not like the others")
-    if signals == signal.SIGINT:
-        terminal.press(b"\x03")
-    else:
-        terminal.process.send_signal(signals)
-    assert terminal.end() == status
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == 128 + signal.SIGTERM
 
 
 def test_a_file_system_that_hangs_does_not_stop_the_keys(tmp_path: Path, opened: Callable[..., Terminal]) -> None:

@@ -49,6 +49,7 @@ _early = partial(Fault, first_step=EARLY)
 _ORDER: tuple[EventKind, ...] = ("data-order-mismatch", "low-coverage")
 _DUPLICATE: tuple[EventKind, ...] = ("duplicate-data",)
 _OUTLIER: tuple[EventKind, ...] = ("outlier-rank",)
+_OBJECTIVE: tuple[EventKind, ...] = ("objective-mismatch",)
 _CONFIG: tuple[EventKind, ...] = ("config-mismatch",)
 _SEED: tuple[EventKind, ...] = ("seed-mismatch",)
 _WEIGHTS: tuple[EventKind, ...] = ("initial-weights-mismatch",)
@@ -116,6 +117,11 @@ _BEFORE = (
             "OMP_NUM_THREADS differs on one rank"),
     _before("environment-nccl", _CONFIG, "environment", partial(inputs.environment, "NCCL_ALGO", "Tree"),
             "NCCL_ALGO differs on one rank"),
+    _before("dropout-p", _CONFIG, "hyper-parameter", inputs.dropout_probability,
+            "one rank's dropout has p = 0 from the start", size=0.0),
+    # a wrapper's flat copies of the parameters are one piece
+    replace(_before("optimizer-without-layer", _CONFIG, "hyper-parameter", inputs.optimizer_without_layer,
+            "one rank's optimizer does not hold the last layer", stages=(0,)), dtypes=("fp32",)),
 )
 
 _GRADIENTS = (
@@ -146,11 +152,19 @@ _GRADIENTS = (
     # in the other stages the ranks' buckets then differ in size, and DeepSpeed's own reduction dies
     Fault("layer-without-gradient", ("zero-gradient", "outlier-rank"), "the odd rank", "gradient",
           one(once(inputs.detached_layer)), "the last layer takes no part in one rank's backward", stages=(0,)),
-    _chance(60, Fault("loss-scaled", _OUTLIER, "the odd rank", "loss", one(from_on(inputs.scaled_loss)),
-          "one rank forgets to divide its loss by four", size=4.0)),
-    Fault("loss-summed", _OUTLIER, "the odd rank", "loss", one(from_on(inputs.scaled_loss)),
-          "one rank sums its loss over 193 label tokens instead of averaging it", size=193.0,
-          says=("no noise explains it", "its loss is multiplied by what the others' is not")),
+    Fault("loss-scaled", _OBJECTIVE, "the odd rank", "loss", one(from_on(inputs.scaled_loss)),
+          "one rank forgets to divide its loss by four", size=4.0, says=("MulBackward0 x 4",)),
+    Fault("loss-quartered", _OBJECTIVE, "the odd rank", "loss", one(from_on(inputs.scaled_loss)),
+          "one rank divides its loss by four once more", size=0.25, says=("MulBackward0 x 0.25",)),
+    Fault("loss-multiplied", _OBJECTIVE, "the odd rank", "loss", one(from_on(inputs.scaled_loss)),
+          "one rank multiplies its loss by the number of its label tokens", size=193.0, says=("MulBackward0 x 193",)),
+    Fault("loss-summed", _OBJECTIVE, "the odd rank", "loss", one(once(partial(inputs.other_loss, "reduction", "sum"))),
+          "one rank sums its loss over its label tokens instead of averaging it", says=("NllLossBackward0 (sum)",)),
+    Fault("class-weights", _OBJECTIVE, "the odd rank", "loss", one(once(inputs.class_weights)),
+          "one rank's loss weighs half of the classes ten times", size=10.0, says=("(mean, class weights)",)),
+    Fault("label-smoothing", _OBJECTIVE, "the odd rank", "loss",
+          one(once(partial(inputs.other_loss, "label_smoothing", 0.1))),
+          "one rank smooths its labels", size=0.1, says=("MulBackward1 x 0.9",)),
     *(_chance(steps, Fault(f"layer-scaled-{size:g}", _OUTLIER, "the odd rank", "gradient",
           one(from_on(inputs.scaled_layer)),
           f"one rank's gradient of one block is {size:g} times what it should be", size=size, says=("layers.3",)))
@@ -162,6 +176,11 @@ _CONDUCT = (
           "one rank trains without dropout (model.eval() was left on)", says=("in evaluation mode",)),
     Fault("dropout-off", _CONFIG, "the odd rank", "loss", one(once(inputs.dropout_off)),
           "one rank's dropout layers are in evaluation mode, its model is not", says=("in evaluation mode",)),
+    Fault("dropout-p-later", _CONFIG, "the odd rank", "hyper-parameter", one(once(inputs.dropout_probability_later)),
+          "one rank's dropout becomes p = 0 in mid-training", size=0.0, says=("settings of", "p 0.0 on rank {rank}")),
+    # under ZeRO-2 gradients come in another order then, and buckets of different sizes end DeepSpeed's own reduction
+    Fault("autocast", _CONFIG, "the odd rank", "hyper-parameter", one(once(inputs.autocast)),
+          "one rank's forward enters autocast in mid-training", stages=(0, 1, 3), says=("bfloat16 on rank {rank}",)),
     Fault("learning-rate-later", _CONFIG, "the odd rank", "hyper-parameter",
           one(once(partial(inputs.hyper_parameter_later, "lr", inputs.multiplied))),
           "one rank's learning rate becomes three times that of the others in mid-training", size=3.0,
@@ -241,6 +260,9 @@ _UPDATE = (
     _early("applied-noise", _AGGREGATION, "the rank", "update", one(from_on(update.noisy_gradient_of_its_own)),
           "noise of 0.05 of its norm between one rank's reduction and its optimizer", size=0.05, stages=_REDUCED,
           says=("no multiple",)),
+    _early("parameter-trained-late", ("unreduced-gradient", "update-mismatch"), "nobody", "hyper-parameter",
+          once(inputs.unfrozen), "a frozen parameter begins to be trained, which neither wrapper nor optimizer knows",
+          says=("rescale.shift",)),
     _early("update-skipped", _AGGREGATION, "the rank", "update", one(once(update.skipped)),
           "one rank's optimizer does nothing at one step", stages=_REDUCED, says=("did not step",)),
 )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ds_silent.drill.faults.damage import flip_bit, noise_like, top_exponent_bit
 from ds_silent.drill.faults.injection import Batch, Config, Injection, Shard, Strike
-from ds_silent.practice.model import IGNORED, LAST_LAYER
+from ds_silent.practice.model import IGNORED, LAST_LAYER, VOCABULARY
 
 Change = Callable[[Any, float], Any]
 """A hyper-parameter from its value and the strike's size."""
@@ -199,6 +199,45 @@ def dropout_off(strike: Strike, me: int) -> Injection:
     return _before(lambda module: [inner.eval() for inner in module.modules() if isinstance(inner, nn.Dropout)])
 
 
+def dropout_probability(strike: Strike, me: int) -> Injection:
+    """``size`` in all dropout layers, from the start."""
+    return Injection(model=lambda module: _set_dropout(module, strike.size))
+
+
+def dropout_probability_later(strike: Strike, me: int) -> Injection:
+    return _before(lambda module: _set_dropout(module, strike.size))
+
+
+def _set_dropout(module: nn.Module, probability: float) -> None:
+    for inner in module.modules():
+        if isinstance(inner, nn.Dropout):
+            inner.p = probability
+
+
+def autocast(strike: Strike, me: int) -> Injection:
+    """The model's forward enters it by itself, as one does that a trainer has wrapped."""
+
+    def wrap(module: nn.Module) -> None:
+        device = next(module.parameters()).device.type
+        module.forward = torch.autocast(device, dtype=torch.bfloat16)(module.forward)
+
+    return _before(wrap)
+
+
+def optimizer_without_layer(strike: Strike, me: int) -> Injection:
+    """The optimizer does not hold the parameters of one layer."""
+    left_out: set[int] = set()
+
+    def find(module: nn.Module) -> None:
+        left_out.update(id(p) for name, p in module.named_parameters() if name.startswith(f"{LAST_LAYER}."))
+
+    def leave(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in left_out]
+
+    return Injection(model=find, optimizer=leave)
+
+
 def unfrozen(strike: Strike, me: int) -> Injection:
     return _before(lambda module: [parameter.requires_grad_(True) for parameter in module.parameters()])
 
@@ -228,6 +267,18 @@ def nan_loss(strike: Strike, me: int) -> Injection:
 
 def scaled_loss(strike: Strike, me: int) -> Injection:
     return Injection(loss=lambda loss, step: loss * strike.size)
+
+
+def other_loss(option: str, value: Any, strike: Strike, me: int) -> Injection:
+    """The model's own loss is made with another option of torch's ``cross_entropy``."""
+    return _before(lambda module: setattr(module, "loss_options", {option: value}))
+
+
+def class_weights(strike: Strike, me: int) -> Injection:
+    """Those of half of the classes are ``size``, the others 1."""
+    weights = torch.ones(VOCABULARY)
+    weights[::2] = strike.size
+    return other_loss("weight", weights, strike, me)
 
 
 def scaled_gradient(strike: Strike, me: int) -> Injection:

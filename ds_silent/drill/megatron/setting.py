@@ -30,15 +30,19 @@ RANKS = 4  # of the public faults' groups
 
 _NO_GATHER = "every rank updates all weights, so none are gathered"
 _ONE_OWNER = "each number has one owner: nobody else holds it, so nobody could differ"
+_MASTERS = "its optimizer holds copies of its own, and nobody is asked which parameters they stand for"
 _WHOLE = "every rank has the whole gradient, none a partition of it"
 MEANINGLESS: Mapping[int, Mapping[str, str]] = {
     0: {
         "gathered-weights-stale": _NO_GATHER,
         "gathered-weights-bit": _NO_GATHER,
         "partition-not-cleared": _WHOLE,
+        "parameter-trained-late": _MASTERS,
     },
     1: {
+        "parameter-trained-late": _MASTERS,
         **dict.fromkeys(("aggregate-flip-one-rank", "weight-changed", "optimizer-state-changed"), _ONE_OWNER),
+        "optimizer-without-layer": "the optimizer holds a rank's own shards, which have no name",
     },
 }
 """By stage: faults that mean nothing, and why."""

@@ -108,7 +108,7 @@ class TorchSetting(Setting):
     def meaningless(self, fault: Fault) -> str | None:
         why = self.reasons.get(fault.name)
         if why is None and self.dtype not in fault.dtypes:
-            why = f"a number of {self.dtype} has no such bit"
+            why = f"it is tried in {', '.join(fault.dtypes)} only"
         if why is None and self.accumulation < fault.accumulation:
             why = f"it takes gradient_accumulation_steps {fault.accumulation} in the configuration"
         return why

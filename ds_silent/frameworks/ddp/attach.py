@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.attaching import Given
+from ds_silent.attaching import Given, idle_observer, is_alone
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
@@ -44,6 +44,8 @@ def attach_ddp(
         ConfigError: the block cannot be honoured; the same on every rank.
         SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
     """
+    if not isinstance(model, DistributedDataParallel) and is_alone(model):
+        return idle_observer(config)
     if not isinstance(model, DistributedDataParallel):
         print_without_traceback(ConfigError, tells=lambda _: is_first())
         raise ConfigError(

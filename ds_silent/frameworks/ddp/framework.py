@@ -12,7 +12,7 @@ only (``find_unused_parameters``), each micro-batch is looked at by itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks import replicated
-from ds_silent.frameworks.base import Moments, Part, Ranks
+from ds_silent.frameworks.base import Covers, Moments, Part, Ranks
 from ds_silent.frameworks.counts import CountsItself
-from ds_silent.frameworks.ddp.reduction import arithmetic_of, hook_of, keeps_the_mean
+from ds_silent.frameworks.ddp.reduction import WHOLE, arithmetic_of, hook_of, keeps_the_mean, reduced_parameters
 from ds_silent.frameworks.patches import Patches
-from ds_silent.frameworks.shares import Slice, cut, nth_share
+from ds_silent.frameworks.shares import Applied, cut, nth_share, row_of
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.ranks.communicator import own_group
@@ -37,7 +37,7 @@ from ds_silent.words import TORCH
 logger = logging.getLogger("ds_silent")
 
 
-class DDPFramework(CountsItself):
+class DDPFramework(CountsItself, Covers):
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
 
     def __init__(
@@ -53,7 +53,13 @@ class DDPFramework(CountsItself):
         self._ddp, self._optimizers = ddp, list(optimizers)
         self.module = ddp.module
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad and name not in ignored]
+        self._reduced = reduced_parameters(ddp)
+        self._ignored = {id(p) for name, p in self.module.named_parameters() if name in ignored}
+        named = [
+            (name, p)
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and name not in ignored and (self._reduced is None or id(p) in self._reduced)
+        ]
         self.names = [name for name, _ in named]
         self._parameters: list[Tensor] = [p for _, p in named]
         self.numels = [p.numel() for p in self._parameters]
@@ -71,9 +77,11 @@ class DDPFramework(CountsItself):
             )
         checks = config.integrity.aggregation and config.direction.method != "off" and self.keeps_the_mean
         self.observes_applied = self.aggregate_replicated = checks
-        whole = nth_share(self.numels, dist.get_rank(group), dist.get_world_size(group))
+        rows = [row_of(p) for p in self._parameters]
+        whole = nth_share(self.numels, dist.get_rank(group), dist.get_world_size(group), rows)
         self._share = whole if self.keeps_the_mean else None
-        self._pieces = {id(self._parameters[piece.index]): piece for piece in self._share or ()}
+        pieces = [(self._parameters[piece.index], piece) for piece in self._share or ()]
+        self._applied = Applied(pieces, self._optimizers)
         self._loop = TorchLoop(self.module, self._optimizers, lambda: bool(ddp.require_backward_grad_sync))
         self._counts = self._loop.counts
         self._data_ranks = dist.get_world_size(group)
@@ -100,15 +108,22 @@ class DDPFramework(CountsItself):
         return ((piece.index, piece.start, values) for piece, values in held if values is not None)
 
     def applied(self, optimizer: Any) -> Iterator[Part]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                piece: Slice | None = self._pieces.get(id(parameter))
-                values = None if piece is None else cut(parameter.grad, piece)
-                if piece is not None and values is not None:
-                    yield piece.index, piece.start, values
+        for parameter, piece in self._applied.by(optimizer):
+            values = cut(parameter.grad, piece)
+            if values is not None:
+                yield piece.index, piece.start, values
 
     def optimizers(self) -> list[Any]:
         return self._optimizers
+
+    def held(self) -> list[list[Tensor]]:
+        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def reduced_ids(self) -> Set[int] | None:
+        return None if self._reduced is None else self._reduced | self._ignored
+
+    def is_own(self, wrapper: object) -> bool:
+        return wrapper is self._ddp
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         return replicated.parameters_of(self.module), lambda: replicated.rest_of(self.module, self._optimizers)
@@ -122,6 +137,32 @@ class DDPFramework(CountsItself):
     def connect(self, moments: Moments) -> None:
         self._patches.add(self._ddp.register_forward_pre_hook(partial(self._refuse_join, moments.together)))
         self._loop.connect(moments, self._parameters)
+        for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+            self._patches.wrap(self._ddp, name, self._hook_registered)
+        if hasattr(self._ddp, "reducer"):  # none where all reductions are delayed
+            self._patches.wrap_method(type(self._ddp.reducer), "_delay_all_reduce", self._reduce_late)
+
+    def _hook_registered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The bound on rounding is that of the reduction as it was when the observer was attached."""
+        before = hook_of(self._ddp)
+        result = original(*args, **kwargs)
+        hook = hook_of(self._ddp)
+        if hook != before and not (hook in WHOLE and before in WHOLE) and self._share is not None:
+            self._share, self._applied = None, Applied((), self._optimizers)
+            logger.warning(
+                "ds_silent: the communication hook %s came after the observer: the reduction is not checked from now "
+                "on; register it before the observer is attached",
+                hook,
+            )
+        return result
+
+    def _reduce_late(self, original: Callable[..., Any], reducer: Any) -> Any:
+        """The first step of a static graph: torch reduces at the end of the backward, Lightning's manual optimization
+        behind it (2.6.6)."""
+        result = original(reducer)
+        if reducer is self._ddp.reducer:
+            self._loop.reduced_behind()
+        return result
 
     def _refuse_join(self, together: Together, *_: Any) -> None:
         """Inside ``ddp.join()`` a rank without rows shadows the others' reductions and takes no step: whoever exchanged

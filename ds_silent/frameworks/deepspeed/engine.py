@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_silent.capture.local_gradient import loss_in
 from ds_silent.capture.mean_loss import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.frameworks.base import Moments, Part, Ranks
+from ds_silent.frameworks.base import Covers, Moments, Part, Ranks
 from ds_silent.frameworks.deepspeed.applied import applied_gradients, applied_places, base_optimizers
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
 from ds_silent.frameworks.deepspeed.gradients import (
@@ -32,6 +32,7 @@ from ds_silent.frameworks.deepspeed.gradients import (
     share_of,
     whole_on_every_rank,
 )
+from ds_silent.frameworks.deepspeed.groups import parameters_held
 from ds_silent.frameworks.deepspeed.kept_gradients import KeptGradients
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
@@ -47,7 +48,7 @@ from ds_silent.replicas.duplicates import compared
 logger = logging.getLogger("ds_silent")
 
 
-class DeepSpeedFramework:
+class DeepSpeedFramework(Covers):
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
 
     model = in_norm = None  # what is applied is not observed where the model's norm is that of several groups
@@ -161,6 +162,9 @@ class DeepSpeedFramework:
     def gram(self) -> Tensor | None:
         return None if self._ordered is None else self._ordered.gram
 
+    def held(self) -> list[list[Tensor]]:
+        return parameters_held(self._engine)
+
     def optimizers(self) -> list[Any]:
         return list(base_optimizers(self._engine))
 
@@ -214,12 +218,13 @@ class DeepSpeedFramework:
             patches.add(parameter.register_hook(partial(moments.gradient, index)))
         called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
         patches.add(called.register_forward_pre_hook(moments.forward, with_kwargs=True))
-        patches.add(called.register_forward_hook(partial(self._forwarded, moments)))
+        patches.add(called.register_forward_hook(partial(moments.together.alone, self._forwarded, moments)))
         if self.observes_applied or self._autocast_scales:
             for optimizer in base_optimizers(engine):
                 patches.add(optimizer.register_step_pre_hook(moments.applying))
         behind = moments.reduced if reduced_after_backward(engine) else None
         self._around("backward", partial(moments.together.alone, self._before_backward, moments), behind)
+        patches.before_backward(moments.root)  # the engine's own, behind its scaling
         if self._pipeline:
             for name in ("allreduce_gradients", "_bf16_reduce_grads"):
                 self._around(name, moments.before_reduction)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_silent.capture.local_gradient import Accumulated
 from ds_silent.frameworks.base import Part
 from ds_silent.frameworks.deepspeed.shapes import Shape
-from ds_silent.frameworks.shares import Slice, cut, nth_share
+from ds_silent.frameworks.shares import Slice, cut, nth_share, row_of
 
 
 def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
@@ -77,7 +77,7 @@ def share_of(engine: Any, parameters: list[Tensor], shape: Shape) -> list[Slice]
     shares = []
     for place in dict.fromkeys(places):
         own = [numel_of(p) if other == place else 0 for p, other in zip(parameters, places, strict=True)]
-        shares += nth_share(own, *place)
+        shares += nth_share(own, *place, [row_of(p) for p in parameters])
     return shares
 
 

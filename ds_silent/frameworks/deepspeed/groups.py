@@ -25,5 +25,19 @@ def engine_facts(engine: Any) -> dict[str, Any]:
         "the optimizer's wrapper": type(engine.optimizer).__name__,
         "the dtypes of the trainable parameters": sorted({str(p.dtype) for _, p in named}),
         "the list of trainable parameters": f"{len(named)} [{listed}]",
-        "the step": int(engine.global_steps),
     }
+
+
+def parameters_held(engine: Any) -> list[list[Any]]:
+    """The model's parameters by the groups of the optimizer; a wrapper's own groups hold flat copies of them.
+
+    Stages 1 and 2 have ``bit16_groups``, ``BF16_Optimizer`` ``bf16_groups``, fp16 wrappers and stage 3 ``fp16_groups``
+    (0.16.9 to 0.19.8).
+    """
+    optimizer = engine.optimizer
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        groups = getattr(optimizer, name, None)
+        if groups:
+            return list(groups)
+    own: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
+    return own

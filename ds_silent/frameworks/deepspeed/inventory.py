@@ -6,7 +6,7 @@ training = training_of(engine, ds_config)    # for ds_silent.preflight.inventory
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from ds_silent.frameworks.deepspeed.shapes import expert_group
 from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.preflight.compare import Item
 from ds_silent.preflight.inventory import Training, config_item
+from ds_silent.preflight.settings import groups_of
 
 _SECTIONS = (
     "train_batch_size",
@@ -54,7 +55,15 @@ def training_of(engine: Any, ds_config: Mapping[str, Any]) -> Training:
         sharded=is_sharded,
         shape=_whole_shape,
         packages=("deepspeed",),
+        groups=partial(model_groups, engine.optimizer),
     )
+
+
+def model_groups(optimizer: Any) -> Sequence[Sequence[Tensor]]:
+    """The model's parameters by group: a wrapper has them beside the flat copies that its base optimizer holds."""
+    names = ("bf16_groups", "bit16_groups", "fp16_groups")  # 0.16.9 to 0.19.8
+    held = next((getattr(optimizer, name) for name in names if getattr(optimizer, name, None)), None)
+    return groups_of([optimizer]) if held is None else list(held)
 
 
 def config_items(ds_config: Mapping[str, Any]) -> list[Item]:

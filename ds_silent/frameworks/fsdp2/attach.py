@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ds_silent.attaching import Given
+from ds_silent.attaching import Given, idle_observer, is_alone
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
@@ -39,6 +39,8 @@ def attach_fsdp2(
         ConfigError: the block or the model's layout cannot be honoured; the same on every rank.
         SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
     """
+    if not isinstance(model, FSDPModule) and is_alone(model):
+        return idle_observer(config)
     if not isinstance(model, FSDPModule):
         print_without_traceback(ConfigError, tells=lambda _: is_first())
         raise ConfigError(f"attach_fsdp2 takes a module under fully_shard, got {type(model).__name__}")

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.frameworks.base import Moments, Part, Ranks
+from ds_silent.frameworks.base import Covers, Moments, Part, Ranks
 from ds_silent.frameworks.counts import CountsItself
 from ds_silent.frameworks.fsdp2.modules import fsdp_modules, group_of, mesh_of, plain_parameters, share_of, synchronises
+from ds_silent.frameworks.shares import Applied
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
 from ds_silent.ranks.communicator import own_group
@@ -28,7 +29,7 @@ from ds_silent.replicas.checksums import Items
 from ds_silent.words import TORCH
 
 
-class FSDP2Framework(CountsItself):
+class FSDP2Framework(CountsItself, Covers):
     """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
 
     def __init__(
@@ -54,7 +55,7 @@ class FSDP2Framework(CountsItself):
         self.aggregate_replicated, self.clip = False, 0.0
         self.observes_applied = config.integrity.aggregation and config.direction.method != "off"
         self._share = share_of(self._shards, mesh)
-        self._pieces = {id(self._shards[piece.index]): piece for piece in self._share}
+        self._applied = Applied([(self._shards[piece.index], piece) for piece in self._share], self._optimizers)
         self._plain = plain_parameters(model, self._modules, self.names)
         self._loop = TorchLoop(model, self._optimizers, lambda: synchronises(self._modules))
         self._counts = self._loop.counts
@@ -107,14 +108,15 @@ class FSDP2Framework(CountsItself):
         )
 
     def applied(self, optimizer: Any) -> Iterator[Part]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                piece = self._pieces.get(id(parameter))
-                if piece is not None and parameter.grad is not None:
-                    yield piece.index, piece.start, self._local(parameter.grad).detach().reshape(-1)[: piece.numel]
+        for parameter, piece in self._applied.by(optimizer):
+            if parameter.grad is not None:
+                yield piece.index, piece.start, self._local(parameter.grad).detach().reshape(-1)[: piece.numel]
 
     def optimizers(self) -> list[Any]:
         return self._optimizers
+
+    def held(self) -> list[list[Tensor]]:
+        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Each number has one owner, or replicas that only some ranks hold."""

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_silent.attaching import Given, given_block
+from ds_silent.attaching import Given, given_block, idle_observer, is_alone
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, needs, print_without_traceback
 from ds_silent.frameworks.megatron.buffers import inner_optimizers
 from ds_silent.frameworks.megatron.framework import WORDS, MegatronFramework, module_of
 from ds_silent.frameworks.placed import label_of, placed
+from ds_silent.frameworks.recognised import is_megatron
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped
 from ds_silent.observer import Observer
 from ds_silent.preflight.compare import Item
@@ -57,6 +58,8 @@ def attach_megatron(
         SinkError: the first rank of a group cannot write to its directory; raised on every rank of the group.
     """
     needs("ds_silent.attach_megatron", "megatron")
+    if is_alone(model) and not is_megatron(model):
+        return idle_observer(config)
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     try:
         inner = _checked(chunks, optimizer)

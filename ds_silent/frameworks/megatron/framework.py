@@ -70,6 +70,7 @@ class MegatronFramework(CountsItself):
         self._patches = Patches()
         self._moments: Moments | None = None
         self._rows = 0  # of the step under way
+        self._forwards = 0  # of them: whose backward is to come
         self._begun: set[int] = set()  # chunks that have had a forward in it
         self._looked: set[int] = set()  # parameters, in it
         self._finished: set[int] = set()  # chunks whose reduction has ended in it
@@ -132,6 +133,7 @@ class MegatronFramework(CountsItself):
         patches.add(self._chunks[0].module.register_forward_pre_hook(self._forward, with_kwargs=True))
         patches.add(self._chunks[-1].module.register_forward_hook(moments.forwarded))
         watch_losses(patches, self._chunks, moments.loss)
+        patches.before_backward(self._backward_begins)
         for group in self._buffers.bucket_groups:
             patches.wrap(group, "start_grad_sync", partial(self._reduction_starts, group))
         for chunk in self._chunks:
@@ -158,7 +160,15 @@ class MegatronFramework(CountsItself):
         self.module.training = module.training
         if torch.is_grad_enabled():
             self._rows += self._moments.together.alone(rows_in, args, kwargs) or 0
+            self._forwards += 1
         self._moments.forward(module, args, kwargs)
+
+    def _backward_begins(self, root: Any) -> None:
+        """Its gradients are looked at later; it is the chunks' where a forward of theirs waits for one."""
+        assert self._moments is not None
+        if self._forwards:
+            self._forwards -= 1
+            self._moments.root(root, own=True)
 
     def _reduction_starts(self, group: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         under_way = getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None
@@ -195,7 +205,7 @@ class MegatronFramework(CountsItself):
         self._moments.before_update()
         result = original(*args, **kwargs)
         self._counts.take(self._rows, skipped=isinstance(result, tuple) and result[0] is False)
-        self._rows = 0
+        self._rows = self._forwards = 0
         self._begun.clear()
         self._moments.updated()
         return result

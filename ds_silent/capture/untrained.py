@@ -1,0 +1,160 @@
+"""Trainable parameters that get a gradient which nothing reduces, or which no optimizer applies.
+
+untrained = Untrained(covers, names, parameters)      # covers: the framework, where it can answer; else None
+missed = untrained.look(flags)       # a Missed, false where there is nothing to say; flags: requires_grad of each
+
+Both follow from sets: the trainable parameters, those that the framework reduces, and those that optimizers hold. They
+are compared when one of them has changed, and never else. A parameter counts from its first gradient on; what another
+optimizer or another ``DistributedDataParallel`` of the process holds is none of it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_silent.frameworks.base import Covers
+from ds_silent.ranks.parts import listed
+from ds_silent.records import EventKind, Severity
+
+SHOWN_PARAMETERS = 3
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """What the ranks do not do alike, or all do wrongly, at a step: one entry per group of things.
+
+    ``ranks``: the odd ones out; empty where all do the same. ``effects``: what follows of it, as of a finding.
+    """
+
+    key: str
+    ranks: tuple[int, ...]
+    where: str
+    message: str
+    remedy: str
+    since: int
+    kind: EventKind = "config-mismatch"
+    severity: Severity = "error"
+    effects: tuple[str, ...] = ()
+
+
+class Missed(NamedTuple):
+    """Names of parameters, in the model's order."""
+
+    unreduced: tuple[str, ...] = ()
+    unheld: tuple[str, ...] = ()  # those that are in ``unreduced`` too left out
+
+
+NOTHING = Missed()
+
+
+class Untrained:
+    """One rank's trainable parameters, and who cares for them."""
+
+    def __init__(self, covers: Covers | None, names: Sequence[str], parameters: Sequence[Tensor]):
+        self._covers = covers
+        self._names, self._parameters = names, parameters
+        self._frozen = gc.get_freeze_count()  # a fork server freezes what it has loaded
+        self._compared: Any = None
+        self._unreduced: list[int] = []  # places of parameters, whether or not a gradient has come
+        self._unheld: list[int] = []
+        self._came: set[int] = set()
+
+    def look(self, flags: bytes) -> Missed:
+        """What has had a gradient, between a step's reduction and its optimizer."""
+        if self._covers is None:
+            return NOTHING
+        groups = self._covers.held()
+        now = flags, tuple((id(group), len(group)) for group in groups)
+        if now != self._compared:
+            self._compare(flags, groups)
+            self._compared = now
+        suspects = {*self._unreduced, *self._unheld}
+        if not suspects:
+            return NOTHING
+        self._came |= {place for place in suspects if self._parameters[place].grad is not None}
+        unreduced = [place for place in self._unreduced if place in self._came]
+        unheld = [place for place in self._unheld if place in self._came and place not in unreduced]
+        return Missed(tuple(self._names[place] for place in unreduced), tuple(self._names[place] for place in unheld))
+
+    def _compare(self, flags: bytes, groups: list[list[Tensor]]) -> None:
+        assert self._covers is not None
+        trainable = [place for place, flag in enumerate(flags) if flag]
+        reduced, held = self._covers.reduced_ids(), {id(parameter) for group in groups for parameter in group}
+        unreduced = [] if reduced is None else [p for p in trainable if id(self._parameters[p]) not in reduced]
+        unheld = [place for place in trainable if id(self._parameters[place]) not in held]
+        if unreduced or unheld:
+            in_others, held_by_others = _others(self._covers, self._frozen)
+            unreduced = [place for place in unreduced if id(self._parameters[place]) not in in_others]
+            if held_by_others is None:
+                unheld = []
+            else:
+                unheld = [place for place in unheld if id(self._parameters[place]) not in held_by_others]
+        self._unreduced, self._unheld = unreduced, unheld
+        self._came &= {*unreduced, *unheld}
+
+
+def _others(covers: Covers, frozen: int) -> tuple[set[int], set[int] | None]:
+    """Ids of the parameters that others of the process reduce, and of those that any of its optimizers holds.
+
+    What ``gc.freeze`` has set aside is not found: None where there are more than ``frozen`` objects of that kind.
+    """
+    reduced: set[int] = set()
+    held: set[int] = set()
+    for one in gc.get_objects():
+        kind = type(one)
+        if issubclass(kind, torch.optim.Optimizer):
+            held |= {id(parameter) for group in getattr(one, "param_groups", ()) for parameter in group["params"]}
+        elif issubclass(kind, DistributedDataParallel) and not covers.is_own(one):
+            reduced |= {id(parameter) for parameter in one.parameters()}
+    return reduced, None if gc.get_freeze_count() > frozen else held
+
+
+def reported(missed: Missed, step: int) -> tuple[Unlike, ...]:
+    """What all ranks have found, the same on each."""
+    found = []
+    if missed.unreduced:
+        found.append(
+            Unlike(
+                key="untrained:unreduced",
+                ranks=(),
+                where=listed(missed.unreduced, SHOWN_PARAMETERS),
+                message=f"{_these(missed.unreduced)} a gradient on all ranks that DistributedDataParallel does not "
+                "reduce, because none was needed when it was built: from this step on the replicas part.",
+                remedy="Build DistributedDataParallel (and the observer) anew behind requires_grad_(True), or let "
+                "every parameter that is ever trained need a gradient when it is built; go back to the last checkpoint "
+                "before this step.",
+                since=step,
+                kind="unreduced-gradient",
+                effects=("replica-drift",),
+            )
+        )
+    if missed.unheld:
+        found.append(
+            Unlike(
+                key="untrained:unheld",
+                ranks=(),
+                where=listed(missed.unheld, SHOWN_PARAMETERS),
+                message=f"{_these(missed.unheld)} a gradient on all ranks, and no optimizer holds "
+                f"{'it' if len(missed.unheld) == 1 else 'them'}: nothing trains what the script calls trainable.",
+                remedy="Give it to an optimizer (add_param_group, or an optimizer that is built behind "
+                "requires_grad_(True)); if it is to stay as it is, requires_grad_(False) saves its gradient.",
+                since=step,
+                kind="update-mismatch",
+                severity="warning",
+                effects=("integrity leftover",),  # the optimizer's zero_grad leaves it out, too
+            )
+        )
+    return tuple(found)
+
+
+def _these(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} gets"
+    return f"{names[0]} and {len(names) - 1} more parameter{'s' if len(names) > 2 else ''} get"

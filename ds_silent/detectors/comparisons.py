@@ -1,0 +1,187 @@
+"""A rank's loss, gradient norm and direction against the other ranks', and against its own past.
+
+    level = AgainstOthers(ranks=4, cap=34.0)
+    level.step(12, columns, healthy)             # (4, N): loss, log norm, cosine, log label tokens
+    level.score()                                # (N,) log evidence against each rank
+    level.strongest(2)                           # which statistic speaks against rank 2, how, and since when
+
+:class:`AgainstOthers` has the null hypothesis that rows are dealt at random, so that ranks are exchangeable;
+:class:`AgainstOwnPast` that of :mod:`ds_silent.detectors.own_past`. The evidence of both is a mean over their series,
+so its expectation after n steps is n under their null, whatever the series have to do with each other.
+
+What is explained is taken out first, with coefficients learnt from earlier steps and common to all ranks: the loss
+given the number of label tokens; the norm given the loss, the tokens and the cosine (a short batch has a large, noisy
+gradient, and that is no fault); the cosine given the loss and the tokens.
+
+Label tokens dealt unevenly break the null without any fault. So the same evidence is collected for "this rank's token
+count differs", and it is taken off: a norm that depends on the tokens never says more about which rank is odd than the
+tokens themselves. Where all ranks have as many tokens, as packed rows do, nothing can be explained by them: each such
+step takes half of their (log) evidence back, or one odd batch would hide a fault for good.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_silent.detectors.explained import Explained
+from ds_silent.detectors.own_past import OwnPast
+from ds_silent.detectors.sequential import Array, Flags, Onset, SequentialTest
+
+STATISTICS = ("loss", "gradient norm", "gradient direction")
+LOSS, NORM, DIRECTION, TOKENS = range(4)
+WINDOWS = (16, 128, 1024)
+"""Steps that make a rank's own past: a change is seen for about as long, so small ones need the long windows."""
+SMALLEST = (0.0, 0.02, 0.01, 0.02)
+"""Moves of a rank's offset that are always expected: of the loss, the log norm, the cosine, the log label tokens."""
+
+
+@dataclass(frozen=True)
+class Strongest:
+    """What speaks loudest against a rank."""
+
+    statistic: str  # of STATISTICS
+    series: int
+    onset: Onset
+
+
+class _Comparison:
+    """What every comparison of ranks has: its evidence, and the coefficients that explain one statistic by others."""
+
+    def __init__(self, series: int, ranks: int, cap: float):
+        self._test = SequentialTest(series, ranks, cap)
+        self._explained = (Explained(1), Explained(3), Explained(2))
+
+    def gain(self, series: int, component: int, rank: int) -> float:
+        """Log evidence of the newest step, whatever health allows: a change does not end because all ranks move."""
+        return float(self._test.gain[series, component, rank] + self._test.taken[series, component, rank])
+
+    def forget(self, ranks: Flags) -> None:
+        """Start again for these ranks: the comparison was spoiled, or the fault has ended."""
+        self._test.forget_evidence(ranks)
+
+    def unlearn(self, rank: int, since: int) -> None:
+        """Take a rank out of the history, from the step at which its fault began."""
+        self._test.unlearn(rank, since)
+
+
+class AgainstOthers(_Comparison):
+    """Follows three statistics and the label tokens of each rank, as they are.
+
+    Args:
+        ranks: N, at least 2.
+        cap: log evidence above which a component need not grow.
+    """
+
+    def __init__(self, ranks: int, cap: float):
+        super().__init__(len(STATISTICS) + 1, ranks, cap)
+
+    def step(self, step: int, columns: Array, healthy: Flags) -> None:
+        """Add the evidence of one step: (4, N), NaN where not known."""
+        residuals = [
+            explained.residual(columns[row], _covariates(columns, row), healthy)
+            for row, explained in enumerate(self._explained)
+        ]
+        self._test.step(step, np.stack([*residuals, columns[TOKENS]]), healthy)
+        if _all_equal(columns[TOKENS], healthy):
+            self._test.halve_cusum(-1)
+
+    def score(self) -> Array:
+        """(N,) log evidence against each rank."""
+        together = np.logaddexp.reduce(self._test.log_evidence()[:-1], axis=0) - math.log(len(STATISTICS))
+        return np.asarray(together - self._test.log_cusum()[-1])
+
+    def strongest(self, rank: int) -> Strongest:
+        """What speaks loudest against a rank."""
+        series = int(np.argmax(self._test.log_evidence()[:-1, rank]))
+        return Strongest(STATISTICS[series], series, self._test.onset(series, rank))
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        loss, norm, direction = (explained.state_dict() for explained in self._explained)
+        return {"test": self._test.state_dict(), "loss": loss, "norm": norm, "direction": direction}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict` of as many ranks."""
+        self._test.load_state_dict(state["test"])
+        for explained, name in zip(self._explained, ("loss", "norm", "direction"), strict=True):
+            explained.load_state_dict(state[name])
+
+
+class AgainstOwnPast(_Comparison):
+    """Follows how the same numbers change, against each rank's own past, over several windows side by side."""
+
+    def __init__(self, ranks: int, cap: float):
+        super().__init__(len(WINDOWS) * len(SMALLEST), ranks, cap)
+        self._ranks = ranks
+        self._pasts = [OwnPast(len(SMALLEST), ranks, window, np.array(SMALLEST)) for window in WINDOWS]
+
+    def step(self, step: int, columns: Array, healthy: Flags) -> None:
+        """Add the evidence of one step: (4, N), NaN where not known."""
+        deviations, slack = [], []
+        for past in self._pasts:
+            moved = past.moved(columns)
+            rest = moved.copy()
+            for row, explained in enumerate(self._explained):
+                act = explained.residual if past.window == WINDOWS[1] else explained.adjusted
+                rest[row] = act(moved[row], _covariates(moved, row), healthy)
+            change = past.step(rest, columns, healthy)
+            deviations.append(change.deviations)
+            slack.append(change.slack)
+        self._test.step(step, np.concatenate(deviations), healthy, np.concatenate(slack))
+        if _all_equal(columns[TOKENS], healthy):
+            for window in range(len(WINDOWS)):
+                self._test.halve_cusum(window * len(SMALLEST) + TOKENS)
+
+    def score(self) -> Array:
+        """(N,) log evidence against each rank."""
+        shape = (len(WINDOWS), len(SMALLEST), self._ranks)
+        evidence = self._test.log_evidence().reshape(shape)[:, :TOKENS].reshape(-1, self._ranks)
+        tokens = self._test.log_cusum().reshape(shape)[:, TOKENS].max(axis=0)
+        return np.asarray(np.logaddexp.reduce(evidence, axis=0) - math.log(len(evidence)) - tokens)
+
+    def strongest(self, rank: int) -> Strongest:
+        """What speaks loudest against a rank."""
+        evidence = self._test.log_evidence()[:, rank].copy()
+        evidence[TOKENS :: len(SMALLEST)] = -np.inf
+        series = int(np.argmax(evidence))
+        return Strongest(STATISTICS[series % len(SMALLEST)], series, self._test.onset(series, rank))
+
+    def usual(self) -> Array:
+        """(2, N) each rank's loss and gradient norm in its newest past; NaN where not known or not positive."""
+        mean = self._pasts[0].means()
+        with np.errstate(over="ignore"):
+            both = np.stack([mean[LOSS], np.exp(mean[NORM])])
+        return np.where(both > 0.0, both, np.nan)
+
+    def begin_anew(self, ranks: Flags) -> None:
+        """Take what these ranks do from now on for their past."""
+        self.forget(ranks)
+        for past in self._pasts:
+            past.forget(ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able. Evidence that is not enough yet starts anew; each rank's past is kept."""
+        explained = [one.state_dict() for one in self._explained]
+        return {"pasts": [past.state_dict() for past in self._pasts], "explained": explained}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict` of as many ranks and windows."""
+        for past, one in zip(self._pasts, state["pasts"], strict=True):
+            past.load_state_dict(one)
+        for explained, one in zip(self._explained, state["explained"], strict=True):
+            explained.load_state_dict(one)
+
+
+def _covariates(columns: Array, row: int) -> list[Array]:
+    """What a statistic is explained by."""
+    loss, _, cosine, tokens = columns
+    return ([tokens], [loss, tokens, cosine], [loss, tokens])[row]
+
+
+def _all_equal(tokens: Array, healthy: Flags) -> bool:
+    compared = tokens[healthy & np.isfinite(tokens)]
+    return len(compared) > 1 and float(np.ptp(compared)) == 0.0

@@ -1,0 +1,118 @@
+"""How large an effect is, and whether it is a fault, a note, or what a rank's own data do. Pure.
+
+    effect = effect_of(symptoms, "gradient norm", sizes, Setting(random=False, own_past=True))
+    effect.severity, effect.size, effect.of_data
+
+Significance says that a difference is there, size whether anybody needs to know. Where rows are dealt at random, data
+do not make a lasting difference, and every one above a small size is a warning. Where each rank may have rows of its
+own, data make nearly all: an easier shard has another loss, another norm and another direction, and a shard that
+changes has them from one step to the next. What data do not do is
+
+* change the length of the gradient, or turn it, and leave the loss as it was;
+* raise a rank's loss far above the highest that any rank has had in this run, the untrained model included;
+
+from one step to the next: what comes slowly is learnt, or forgotten.
+
+Of what is so since the beginning only a first loss beyond ``HIGH`` is more than a note, and that only where the other
+ranks are like each other: environments with rewards of 1, 10 and 100 have losses as unlike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ds_silent.config import EffectsConfig
+from ds_silent.detectors.likely_causes import Symptoms
+from ds_silent.records import Severity
+
+PLAIN_SHARE = 1 / 3  # of the norm's log ratio: a loss that moved by less has not made it
+PLAIN_LOSS = math.log(1.15)  # a loss that moved by less has not turned the gradient
+TURNED = 0.5  # of the cosine that is usual: below it the gradient is turned
+HIGH = math.log(3.0)  # a loss that no rows have at the beginning, where the others' losses are alike
+UNLIKE = 2.0  # times the others' own range, in logarithms
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known besides the symptoms.
+
+    Attributes:
+        random: rows are dealt at random and anew.
+        own_past: the symptoms are against the rank's own past, too.
+        above_highest: the rank's loss over the highest that any other rank has had; None where not known.
+        first_loss: log of the rank's first losses over the highest of the others', less UNLIKE times the others' range.
+        sudden: the change was found soon after it began.
+    """
+
+    random: bool
+    own_past: bool = False
+    above_highest: float | None = None
+    first_loss: float | None = None
+    sudden: bool = True
+
+
+@dataclass(frozen=True)
+class Effect:
+    """``size`` is a ratio to what is usual; None where not known."""
+
+    severity: Severity
+    size: float | None
+    of_data: bool = False  # other rows on this rank would look the same
+    slight: bool = False  # smaller than what is a note where rows are dealt at random
+
+
+def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, setting: Setting) -> Effect:
+    """The effect that a rank's symptoms show.
+
+    Args:
+        where: the statistic that was found to differ: ``loss``, ``gradient norm`` or ``gradient direction``.
+    """
+    size = _size(seen, where)
+    large = (
+        _log(seen.loss) >= math.log1p(sizes.loss)
+        or _log(seen.norm) >= math.log1p(sizes.gradient_norm)
+        or _turned(seen) >= sizes.direction
+    )
+    if setting.random:
+        return Effect("warning" if large else "info", size)
+    if setting.own_past:
+        fault = setting.sudden and (_changed_by_no_data(seen, sizes) or _beyond_all(setting, sizes))
+        return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large)
+    compared = seen.ranks > 2 and seen.loss is not None
+    high = setting.first_loss is not None and setting.first_loss >= HIGH and _log(seen.loss) >= HIGH
+    fault = compared and high
+    return Effect("warning" if fault else "info", size, of_data=not fault)
+
+
+def _changed_by_no_data(seen: Symptoms, sizes: EffectsConfig) -> bool:
+    """The gradient changed, and the loss did not."""
+    if seen.loss is None:
+        return False
+    longer = _log(seen.norm) >= math.log1p(sizes.changed_norm)
+    if longer and _log(seen.loss) <= PLAIN_SHARE * _log(seen.norm):
+        return True
+    usual, cosine = seen.usual_cosine, seen.cosine
+    if usual is None or cosine is None or not seen.surely_off_or_opposite:
+        return False
+    return usual - cosine >= max(sizes.direction, TURNED * usual) and _log(seen.loss) <= PLAIN_LOSS
+
+
+def _beyond_all(setting: Setting, sizes: EffectsConfig) -> bool:
+    return setting.above_highest is not None and setting.above_highest >= 1.0 + sizes.changed_loss
+
+
+def _size(seen: Symptoms, where: str) -> float | None:
+    if where == "gradient direction":
+        usual = seen.usual_cosine
+        return None if usual is None or seen.cosine is None else seen.cosine / usual
+    return seen.loss if where == "loss" else seen.norm
+
+
+def _turned(seen: Symptoms) -> float:
+    usual = seen.peers_cosine if seen.peers_cosine is not None else seen.past_cosine
+    return 0.0 if usual is None or seen.cosine is None else abs(usual - seen.cosine)
+
+
+def _log(ratio: float | None) -> float:
+    return abs(math.log(ratio)) if ratio is not None and 0.0 < ratio < math.inf else 0.0

@@ -1,0 +1,202 @@
+"""Each rank's statistics against the rank's own past: what is left is a change, whatever rows the rank has.
+
+    past = OwnPast(series=4, ranks=8, window=128, smallest=smallest)
+    moved = past.moved(values)                     # (S, N) less each rank's own mean; what explains it is taken out
+    change = past.step(moved, values, healthy)     # (S, N) deviations and slack; the step is learnt
+
+**The model.** Where each rank has rows of its own, the value of a rank at step n is
+
+    x_rn = c_n + a_rn + s_r e_rn
+
+with a level c common to all ranks, an offset a_r that the rank's rows make and that moves as the model learns them, a
+scale s_r of its own, and noise e that is exchangeable over ranks and time. Nothing is said of a_r but how fast it
+moves. With m_r the mean of the rank's own last values (weights fall by 1 - 1/W per step, W the window) the difference
+to its own past, and to what the others do at the same time,
+
+    y_rn = (x_rn - m_r) - median over the ranks of (x_jn - m_j)
+
+is s_r e_rn plus the offset's move since then. A rank's offset is expected to go on as it did, or to stand still: both
+lie in [0, b_r], with b_r the mean of y_r over as long a time. Offsets that walk at random move by chance as far as the
+ranks' do in this run (``WALKS`` standard deviations of b_j, beyond what noise makes of b_j), and as far as the level
+of all ranks moves in the same time (its mean over the window, and over the newest steps: a mixture that changes on all
+ranks changes each of them by another amount). So the null hypothesis is
+
+    |y_rn - b_r / 2 - s_r e_rn| <= slack_r = |b_r| / 2 + WALKS walk + |level's move| + smallest
+
+and what is returned is (y_r - b_r / 2) / s_r beside slack_r / s_r.
+:class:`~ds_silent.detectors.sequential.SequentialTest` takes the slack off every bet. That is exact for shifts within
+half of it, whatever the other ranks' are; up to the whole of it where the others' have no common sign. A shift that
+lasts is absorbed by m_r after W steps: so several windows are followed side by side, short ones for what is large.
+
+A value further than ``CLIP`` of the rank's own scale is learnt as if it lay there, so that one spike is not the past.
+The scale is that of which a share ``OUTSIDE`` of the values lies outside, and it follows by their number, not by their
+size: a change must not become the measure of itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_silent.detectors.sequential import Array, Flags
+
+CLIP = 4.0  # of a rank's own scale
+FEWEST = 8  # values that make a rank's mean; twice as many, of a long window an eighth, before anything is compared
+SCALE = 64  # values at least that make a rank's scale
+OUTSIDE = 0.3173  # of normal values, beyond one standard deviation
+NEWEST = 4  # steps that show a move of all ranks before the window does
+WALKS = 3.0  # standard deviations of offsets that walk at random
+WALK_MEMORY = 4  # windows that show how far they walk
+NOISE_OF_WALK = 1.5  # times the variance that noise alone gives a drift
+CHI_SQUARED = 0.455  # median of the square of a normal value
+PRIOR = 8.0  # values that the ranks' typical scale counts as in each rank's own
+RESOLUTION = 1e-6  # relative differences that are rounding
+SURE = 3.0  # standard errors: a move of the level below is not one
+
+
+@dataclass(frozen=True)
+class Change:
+    """What :meth:`OwnPast.step` finds: (S, N) each; NaN where a rank's past is too short or its value not known."""
+
+    deviations: Array  # in units of each rank's own scale
+    slack: Array  # in the same units, at least 0
+
+
+class OwnPast:
+    """The past of each rank, over one window.
+
+    Args:
+        series: S, statistics that are followed side by side.
+        ranks: N.
+        window: W, steps.
+        smallest: (S,) moves of an offset that are always expected.
+    """
+
+    def __init__(self, series: int, ranks: int, window: int, smallest: Array):
+        self.window, self._smallest = window, np.asarray(smallest, dtype=np.float64)[:, None]
+        shape = (series, ranks)
+        self._mean, self._drift, self._square = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self._count = np.zeros(shape)
+        self._walks, self._walk_noise = np.zeros(series), np.zeros(series)
+        self._level = np.zeros((2, series))  # mean move of all ranks, over the window and over the newest steps
+        self._level_square = np.zeros(series)
+        self._levels = np.zeros(series)
+
+    def means(self) -> Array:
+        """(S, N) mean of each rank's own past; NaN where there is none."""
+        return np.where(self._count > 0, self._mean, np.nan)
+
+    def moved(self, values: Array) -> Array:
+        """(S, N) values less the mean of each rank's own past; NaN where that is too short."""
+        return np.where(self._count >= FEWEST, values - self._mean, np.nan)
+
+    def step(self, moved: Array, values: Array, healthy: Flags) -> Change:
+        """Compare one step, then learn it.
+
+        Args:
+            moved: (S, N) of :meth:`moved`, less what is explained by other statistics.
+            values: (S, N) as they are; NaN where not known.
+            healthy: (N,) ranks that are not set apart: the others' past stands still.
+        """
+        known = np.isfinite(moved)
+        peers = known & healthy
+        level = _medians(np.where(peers, moved, np.nan))
+        off = np.where(known, moved - level[:, None], 0.0)
+        scale = self._scales(values, peers)
+        compared = known & (self._count >= max(2 * FEWEST, self.window / 8))
+        slack = np.abs(self._drift) / 2.0 + (WALKS * self._walk() + self._level_move())[:, None] + self._smallest
+        deviations = np.where(compared, (off - self._drift / 2.0) / scale, np.nan)
+        self._learn_noise(off, level, scale, peers)
+        self._learn_mean(values, healthy, np.where(peers, CLIP * scale, np.inf))
+        return Change(deviations, np.where(compared, slack / scale, 0.0))
+
+    def _scales(self, values: Array, peers: Flags) -> Array:
+        """(S, N) each rank's own, drawn to the ranks' typical one while few values are known."""
+        typical = _medians(np.where(peers & (self._count > 0), self._square, np.nan))[:, None]
+        count = np.maximum(self._count, 1.0)
+        square = (count * self._square + PRIOR * typical) / (count + PRIOR)
+        floor = RESOLUTION * np.maximum(np.abs(np.nan_to_num(values)), RESOLUTION)
+        return np.asarray(np.maximum(np.sqrt(square), floor))
+
+    def _walk(self) -> Array:
+        """(S,) standard deviation of the ranks' drifts, beyond what the noise of their values makes."""
+        return np.asarray(np.sqrt(np.maximum(self._walks - NOISE_OF_WALK * self._walk_noise, 0.0)))
+
+    def _level_move(self) -> Array:
+        """(S,) how far all ranks have moved together, beyond the noise of their median."""
+        noise = np.sqrt(self._level_square)
+        sizes = []
+        for mean, length in zip(self._level, (self.window, NEWEST), strict=True):
+            sizes.append(np.maximum(np.abs(mean) - SURE * noise / math.sqrt(2.0 * length), 0.0))
+        return np.asarray(np.maximum(*sizes))
+
+    def _learn_noise(self, off: Array, level: Array, scale: Array, peers: Flags) -> None:
+        """How each rank scatters and drifts, and how far the level of all ranks moves."""
+        clipped = np.clip(off, -CLIP * scale, CLIP * scale)
+        rest = np.square(off - self._drift)
+        rate = 1.0 / np.maximum(self._count - FEWEST + 1.0, 1.0)
+        first = self._square + rate * (rest - self._square)
+        beyond = (rest > self._square) - OUTSIDE
+        tracked = self._square * np.exp(4.0 * np.maximum(rate, 1.0 / max(self.window, SCALE)) * beyond)
+        known = np.where(self._count < 2 * FEWEST, first, tracked)
+        self._square = np.where(peers, known, self._square)
+        self._drift = np.where(peers, self._drift + (clipped - self._drift) / self.window, self._drift)
+        moving = peers.any(axis=1)
+        rate_of = _rate(self._levels + 1.0, WALK_MEMORY * self.window)
+        walks = _medians(np.where(peers, np.square(self._drift), np.nan)) / CHI_SQUARED
+        noise = _medians(np.where(peers, self._square, np.nan)) / (2.0 * self.window - 1.0)
+        self._walks = np.where(moving, self._walks + rate_of * (walks - self._walks), self._walks)
+        self._walk_noise = np.where(moving, self._walk_noise + rate_of * (noise - self._walk_noise), self._walk_noise)
+        self._levels = self._levels + moving
+        slow = _rate(self._levels, self.window)
+        rest = np.square(level - self._level[1])
+        self._level_square = np.where(
+            moving, self._level_square + slow * (rest - self._level_square), self._level_square
+        )
+        rates = np.stack([slow, _rate(self._levels, NEWEST)])
+        self._level = np.where(moving, self._level + rates * (level - self._level), self._level)
+
+    def _learn_mean(self, values: Array, healthy: Flags, limit: Array) -> None:
+        """Each rank's mean, of values no further than ``limit`` from where the others moved."""
+        known = np.isfinite(values) & healthy
+        moved = np.where(known, values - self._mean, np.nan)
+        level = _medians(np.where(self._count > 0, moved, np.nan))[:, None]
+        step = level + np.clip(np.where(known, moved, level) - level, -limit, limit)
+        step = np.where(self._count > 0, step, np.where(known, values, 0.0))
+        rate = np.maximum(1.0 / (self._count + 1.0), 1.0 / self.window)
+        self._mean = np.where(known, self._mean + rate * step, self._mean)
+        self._count = np.where(known, np.minimum(self._count + 1.0, max(self.window, SCALE)), self._count)
+
+    def forget(self, ranks: Flags) -> None:
+        """Begin anew for these ranks: what they do now is what they will be compared with."""
+        for past in (self._mean, self._drift, self._square, self._count):
+            past[:, ranks] = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {name: getattr(self, f"_{name}").tolist() for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict` of as many series and ranks."""
+        for name in _STATE:
+            setattr(self, f"_{name}", np.array(state[name], dtype=np.float64))
+
+
+_STATE = ("mean", "drift", "square", "count", "level", "level_square", "levels", "walks", "walk_noise")
+
+
+def _rate(count: Array, window: int) -> Array:
+    return np.maximum(1.0 / np.maximum(count, 1.0), 1.0 / window)
+
+
+def _medians(rows: Array) -> Array:
+    """(S,) medians of what is not NaN; 0 where nothing is known."""
+    ordered = np.sort(rows, axis=1)  # NaN comes last
+    count = np.isfinite(rows).sum(axis=1)
+    place = np.arange(len(rows))
+    low = ordered[place, np.maximum(count - 1, 0) // 2]
+    high = ordered[place, np.minimum(count // 2, rows.shape[1] - 1)]
+    return np.where(count > 0, (low + high) / 2.0, 0.0)

@@ -1,0 +1,239 @@
+"""Whether the rows are dealt to the ranks at random and anew, or each rank takes its own again.
+
+    follower = DealFollower()
+    follower.take(values, owners, ranks)                              # the rows of an observation, where they are known
+    follower.step(words, deal, samples, step_rows, rows_in_epoch)     # DataDealt("random", by="...")
+
+*By the samplers*, from the first step on: only what all ranks say alike counts. Each has sent a hash of the order that
+its sampler deals (:class:`Deal`), and one that has sent none, or another one, makes it unknown. A sampler's order is
+new until as many rows were taken by it as an epoch has; where it goes on after that, each rank gets the rows it had.
+
+*By the rows*, once they come again: these decide, whatever the samplers say. Of a random deal two rows that a rank
+takes one after the other were with the same rank before with probability 1/N, of shards always; and where whole files
+go from rank to rank always too, though no row stays. See :class:`RowOwners`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ds_silent.capture.data_facts import Deal
+from ds_silent.exchange.row_ids import Ids, mix64
+from ds_silent.records import DataDealt
+
+SLOTS = 1 << 14
+LOG_ERROR = math.log(1e8)
+"""A wrong decision by the rows comes at most once in 10^8 pairs of rows, or rows."""
+IN_BLOCKS = 1 / 8
+"""A deal is random where fewer pairs than this share, beyond chance, come together again."""
+_UNLIKE = "the ranks' samplers are not the same"
+_ALWAYS, _MOSTLY = 0.99, 0.75
+
+
+class DealFollower:
+    """On the writing rank.
+
+    Attributes:
+        newest: what is known at the newest step.
+        declared: what the user says of it, which stands; None: nothing.
+        own_again: of the rows of the newest observation that had come before, the share that the same rank had taken
+            then; None where none had.
+    """
+
+    def __init__(self) -> None:
+        self.newest = DataDealt()
+        self.declared: DataDealt | None = None
+        self._word = 0.0  # of all samplers, and the rows that had been taken when it came
+        self._since = 0
+        self._rows = RowOwners()
+
+    @property
+    def own_again(self) -> float | None:
+        return self._rows.own_again
+
+    def take(self, values: Ids, owners: Ids, ranks: int) -> None:
+        """The rows of all ranks, or a sample of them, and the rank of each, each rank's in their order."""
+        self._rows.step(values, owners, ranks)
+
+    def step(self, words: Tensor, deal: Deal, samples: int, step_rows: int, rows_in_epoch: int | None) -> DataDealt:
+        """Take in one measured step.
+
+        Args:
+            words: (N,), each rank's.
+            deal: what this rank's own sampler says.
+            samples: rows that all ranks have taken, with this step's ``step_rows``.
+        """
+        said = self._by_samplers(words, deal, samples, step_rows, rows_in_epoch)
+        self.newest = self.declared or (said if len(words) < 2 else self._by_rows(said, deal))
+        return self.newest
+
+    def _by_rows(self, said: DataDealt, deal: Deal) -> DataDealt:
+        rows = self._rows
+        if rows.own.decided:
+            return said if said.dealt == "own-shard" else DataDealt("own-shard", "rows come again on the rank they had")
+        if rows.blocks.decided and said.dealt != "own-shard":
+            return DataDealt("unknown", "rows go from rank to rank in blocks")
+        if rows.random.decided and not deal.by_content:
+            return said if said.dealt == "random" else DataDealt("random", "rows change hands at random")
+        return said
+
+    def _by_samplers(
+        self, words: Tensor, deal: Deal, samples: int, step_rows: int, rows_in_epoch: int | None
+    ) -> DataDealt:
+        if not len(words) > 1:
+            return DataDealt("unknown", "one rank takes all rows")
+        word = float(words[0])
+        if word != self._word:
+            self._word, self._since = word, samples - step_rows
+        if bool((words < 0.0).all()):
+            return DataDealt("own-shard", deal.by)
+        if not bool((words == word).all()):
+            known = bool((words != 0.0).all())
+            return DataDealt("unknown", _UNLIKE if known else "not all ranks' samplers are known")
+        if word == 0.0:
+            return DataDealt("unknown", deal.by)
+        if deal.by_epoch and rows_in_epoch is not None and samples - self._since > rows_in_epoch + step_rows:
+            return DataDealt("own-shard", f"{deal.by}, but its epoch does not advance")
+        return DataDealt("random", deal.by)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"word": self._word, "since": self._since, "rows": self._rows.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._word, self._since = float(state["word"]), int(state["since"])
+        self._rows.load_state_dict(state["rows"])
+
+
+@dataclass
+class Evidence:
+    """Natural logarithm of a likelihood ratio, never below 0: it reaches LOG_ERROR once in e^LOG_ERROR by chance."""
+
+    log: float = 0.0
+    decided: bool = False
+
+    def add(self, gain: float) -> None:
+        """What was decided ends when half of it is lost."""
+        self.log = min(LOG_ERROR, max(0.0, self.log + gain))
+        self.decided = self.log >= LOG_ERROR - 1e-9 or (self.decided and self.log >= LOG_ERROR / 2)
+
+
+class RowOwners:
+    """Which rank took a row last, of a sample of the rows in constant memory: 12 bytes for each of SLOTS.
+
+    Rows are kept whose 64-bit hash starts with m zero bits, where m grows with the data; each has one place, and may
+    be lost to another. A row that comes again in the observation after the one in which it came is left out, and so is
+    everything until rows have come again on most ranks: a loader that is stuck, or that goes to and fro between a few
+    batches, makes no shards of the others' rows.
+
+    Pairs are of rows that a rank took one after the other, no row in two of them. With x of M pairs that were with one
+    rank before, r = 1/N and q = r + (1 - r) IN_BLOCKS, the evidence for a random deal is (r/q)^x ((1-r)/(1-q))^(M-x):
+    against any deal of which at least q come together again its expectation is at most 1. The evidence that rows stay
+    with their rank, or go from rank to rank in blocks, is (0.99/0.75)^x (0.01/0.25)^(M-x), of rows or of pairs.
+
+    Attributes:
+        random, own, blocks: the evidence for each.
+        own_again: see :class:`DealFollower`.
+    """
+
+    def __init__(self) -> None:
+        self._start(0)
+
+    def _start(self, ranks: int) -> None:
+        self.random, self.own, self.blocks = Evidence(), Evidence(), Evidence()
+        self.own_again: float | None = None
+        self._ranks, self._level, self._count = ranks, 0, 0
+        self._hashes = np.zeros(SLOTS, dtype=np.uint64)
+        self._owners = np.full(SLOTS, -1, dtype=np.int32)  # -1: nothing is here
+        self._came = np.zeros(SLOTS, dtype=np.int64)  # in which observation
+        self._begun = np.zeros(ranks, dtype=bool)  # of which ranks rows have come again
+        self._single = np.full(ranks, -1, dtype=np.int64)  # who had each rank's newest row that has no partner yet
+
+    def step(self, values: Ids, owners: Ids, ranks: int) -> None:
+        """Take in the rows of an observation; see :meth:`DealFollower.take`."""
+        if ranks != self._ranks:
+            self._start(ranks)
+        self._count += 1
+        hashes = mix64(np.ascontiguousarray(values, dtype=np.int64).view(np.uint64))
+        kept = hashes <= _limit(self._level)
+        hashes, owners = hashes[kept], owners[kept]
+        places = (hashes & np.uint64(SLOTS - 1)).astype(np.int64)
+        again = (self._hashes[places] == hashes) & (self._owners[places] >= 0)
+        before = self._owners[places].astype(np.int64)
+        self.own_again = float((before == owners)[again].mean()) if again.any() else None
+        later = again & (self._came[places] < self._count - 1)
+        self._begun[owners[later]] = True
+        if ranks > 1 and later.any() and 2 * int(self._begun.sum()) > ranks:
+            self._weigh(before[later], owners[later])
+        self._hashes[places], self._owners[places], self._came[places] = hashes, owners, self._count
+        while int((self._owners >= 0).sum()) > SLOTS // 2:
+            self._level += 1
+            self._owners[self._hashes > _limit(self._level)] = -1
+
+    def _weigh(self, before: Ids, now: Ids) -> None:
+        stayed = int((before == now).sum())
+        self.own.add(_log_ratio(stayed, len(now), _ALWAYS, _MOSTLY))
+        waiting = np.flatnonzero(self._single >= 0)
+        ranks, had = np.concatenate([waiting, now]), np.concatenate([self._single[waiting], before])
+        order = np.argsort(ranks, kind="stable")
+        ranks, had = ranks[order], had[order]
+        begins = np.searchsorted(ranks, ranks)
+        first = np.flatnonzero((np.arange(len(ranks)) - begins) % 2 == 0)
+        whole = first[(first + 1 < len(ranks)) & (ranks[np.minimum(first + 1, len(ranks) - 1)] == ranks[first])]
+        alone = np.setdiff1d(first, whole)
+        self._single[:] = -1
+        self._single[ranks[alone]] = had[alone]
+        same, chance = int((had[whole] == had[whole + 1]).sum()), 1.0 / self._ranks
+        self.random.add(_log_ratio(same, len(whole), chance, chance + (1.0 - chance) * IN_BLOCKS))
+        self.blocks.add(_log_ratio(same, len(whole), _ALWAYS, _MOSTLY))
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values; at most 0.15 MB of text."""
+        kept = np.flatnonzero(self._owners >= 0)
+        return {
+            "ranks": self._ranks,
+            "level": self._level,
+            "evidence": [[one.log, one.decided] for one in (self.random, self.own, self.blocks)],
+            "hashes": base64.b64encode(self._hashes[kept].astype("<u8").tobytes()).decode("ascii"),
+            "owners": base64.b64encode(self._owners[kept].astype("<i4").tobytes()).decode("ascii"),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        try:
+            hashes = np.frombuffer(base64.b64decode(state["hashes"], validate=True), dtype="<u8")
+            owners = np.frombuffer(base64.b64decode(state["owners"], validate=True), dtype="<i4")
+            (random, own, blocks) = (Evidence(float(log), bool(decided)) for log, decided in state["evidence"])
+        except (TypeError, ValueError, binascii.Error) as error:
+            raise ValueError(f"the ranks of the rows in the checkpoint cannot be read ({error})") from error
+        if len(hashes) != len(owners):
+            raise ValueError("the ranks of the rows in the checkpoint are damaged: there are more or fewer than rows")
+        self._start(int(state["ranks"]))
+        self._level = int(state["level"])
+        self.random, self.own, self.blocks = random, own, blocks
+        places = (hashes & np.uint64(SLOTS - 1)).astype(np.int64)
+        self._hashes[places], self._owners[places] = hashes, owners
+        self._count = 1  # what was kept came before the observation that comes next but one
+
+
+def _log_ratio(count: int, of: int, rate: float, against: float) -> float:
+    return count * math.log(rate / against) + (of - count) * math.log((1.0 - rate) / (1.0 - against))
+
+
+def _limit(level: int) -> npt.NDArray[np.uint64]:
+    """The largest hash that starts with ``level`` zero bits."""
+    limit: npt.NDArray[np.uint64] = np.uint64((1 << (64 - level)) - 1)
+    return limit

@@ -1,0 +1,224 @@
+"""Plain values that modules and optimizers are set to, which every rank's code must give alike.
+
+    numbers = Numbers(module)
+    numbers.look(); numbers.values               # as they are now; of many modules a part at each look
+    numbers.items(values)                        # one per layer, for a comparison of the ranks
+    holdings_of(optimizers, names)               # which parameters each group holds
+
+A module's settings are those of its plain attributes (numbers, flags, words, and tuples of them) that its constructor
+takes, that torch names in ``__constants__``, or that are known by name: p, eps, momentum, num_groups. Counters and
+caches, which a model keeps in attributes too, are none: each rank may have its own. So are names that speak of a rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_silent.capture.local_gradient import layers_of
+from ds_silent.preflight.compare import JOINT, Item, item_of
+
+PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")
+"""Attributes of modules (torch's ``MultiheadAttention`` and ``LSTM``, transformers', timm's) that are probabilities."""
+KNOWN = frozenset({*PROBABILITIES, "p", "eps", "variance_epsilon", "momentum", "num_groups", "scaling", "temperature"})
+WINDOW = 4096
+"""Settings that are read at one look: 0.2 ms. Of a model with more, each look reads the next ones."""
+STATES = 16
+"""States of an optimizer whose step counters are read."""
+ON_DEVICE = 4
+"""The same where they lie on a device, each of which costs a kernel."""
+_OWN = re.compile(r"(^|_)(rank|ranks|device|seed|worker|host|port|verbose|debug|log|logger|name|path|dir|file)(_|$)")
+_PLAIN = (bool, int, float, str, type(None))
+_ABSENT = "absent"
+
+Holdings = tuple[tuple[str, ...], ...]
+
+
+class Numbers:
+    """The settings of a model's modules.
+
+    Attributes:
+        values: as looked at last, in parts of at most ``WINDOW``.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._layers, _ = layers_of([name for name, _ in module.named_parameters()])
+        self._names: list[tuple[str, str]] = []  # of module and attribute
+        dicts: list[Mapping[str, Any]] = []
+        for name, inner in module.named_modules():
+            for attribute in settings_of(inner):
+                self._names.append((name, attribute))
+                dicts.append(inner.__dict__)
+        attributes = [attribute for _, attribute in self._names]
+        starts = range(0, len(dicts), WINDOW)
+        self._windows = [(dicts[at : at + WINDOW], attributes[at : at + WINDOW]) for at in starts]
+        self.values = [_read(*window) for window in self._windows]
+        self._next = 0
+
+    def look(self) -> None:
+        """The next part as it is now."""
+        if self._windows:
+            self.values[self._next] = _read(*self._windows[self._next])
+            self._next = (self._next + 1) % len(self._windows)
+
+    def items(self, values: Sequence[list[Any]] | None = None) -> list[Item]:
+        """One per layer of the parameters, whatever modules this rank has, and one for what is in none of them.
+
+        Args:
+            values: as an earlier look has found them; None: those of the last.
+        """
+        found: dict[str, list[tuple[str, str, Any]]] = {layer: [] for layer in (*self._layers, "")}
+        flat = [value for window in (self.values if values is None else values) for value in window]
+        for (name, attribute), value in zip(self._names, flat, strict=True):
+            found[_layer_in(name, found)].append((name, attribute, value))
+        return [
+            item_of(f"settings of {layer or 'the other modules'}", "parameters", repr(held), _shown(held))
+            for layer, held in found.items()
+        ]
+
+
+def settings_of(module: nn.Module) -> list[str]:
+    """Names of the attributes of one module that are settings."""
+    kind: Any = type(module)
+    named = _settings_named(kind)
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if (name in named or name in KNOWN) and name != "training" and _is_plain(value)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _settings_named(kind: type) -> frozenset[str]:
+    taken: set[str] = set()
+    constants: set[str] = set()
+    for base in kind.__mro__:
+        constants.update(map(str, base.__dict__.get("__constants__", ())))
+        if "__init__" in base.__dict__ and base not in (object, nn.Module):
+            try:
+                taken.update(inspect.signature(base.__dict__["__init__"]).parameters)
+            except (TypeError, ValueError):  # it is no Python function
+                continue
+    return frozenset({name for name in taken if not _OWN.search(name)} | constants)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return len(value) <= 16 and all(isinstance(inner, _PLAIN) for inner in value)
+    return isinstance(value, _PLAIN)
+
+
+def _read(dicts: Sequence[Mapping[str, Any]], attributes: Sequence[str]) -> list[Any]:
+    """Two loops in C, and one comparison where nothing has changed."""
+    return list(map(dict.get, dicts, attributes))  # type: ignore[arg-type]
+
+
+def _layer_in(name: str, layers: Mapping[str, object]) -> str:
+    """The layer that a module is in: the longest beginning of its name that is one."""
+    while name and name not in layers:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _shown(held: Sequence[tuple[str, str, Any]]) -> str:
+    """What no shape implies comes first, for a text is cut; modules are named where they have other values."""
+    values: dict[str, dict[str, list[str]]] = {}
+    for name, attribute, value in sorted(held, key=lambda one: _order(one[2])):
+        values.setdefault(attribute, {}).setdefault(_text(value), []).append(name or "the model")
+    parts = []
+    for attribute, by_value in values.items():
+        for text, names in by_value.items():
+            parts.append(f"{attribute} {text}" + (f" in {names[0]}" if len(by_value) > 1 else ""))
+            parts[-1] += f" and {len(names) - 1} more" if len(by_value) > 1 and len(names) > 1 else ""
+    return JOINT.join(parts) or "none"
+
+
+def _order(value: Any) -> int:
+    kinds = (float, bool, str, int)
+    return next((place for place, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def flag_items(what: str, names: Sequence[str], flags: bytes, words: tuple[str, str]) -> list[Item]:
+    """One item per layer, named by it: how many of its modules or parameters are off, and the first of them."""
+    layers, numbers = layers_of([f"{name}." for name in names])
+    members: list[list[int]] = [[] for _ in layers]
+    for place, layer in enumerate(numbers):
+        members[layer].append(place)
+    items = []
+    for name, places in zip(layers, members, strict=True):
+        off = [names[place] for place in places if place < len(flags) and not flags[place]]
+        rest = f" ({len(off)} of {len(places)})" if len(places) > 1 else ""
+        shown = f"{off[0]} {words[1]}{rest}" if off else words[0]
+        items.append(item_of(f"{what} of {name}", "parameters", repr(off), shown))
+    return items
+
+
+# -- what an optimizer holds -----------------------------------------------------------------------------------------
+
+
+def groups_of(optimizers: Iterable[Any]) -> list[Sequence[Tensor]]:
+    """The parameters in each group of torch's optimizers."""
+    return [group["params"] for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+
+
+def holdings_of(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> Holdings:
+    """Names of the parameters in each group. Empty where none is the model's: a rank's own shards have no name.
+
+    Args:
+        groups: see :func:`groups_of`.
+        names: of the model's parameters, by ``id``.
+    """
+    held = tuple(tuple(names.get(id(p), f"another's {tuple(p.shape)}") for p in group) for group in groups)
+    known = any(id(parameter) in names for group in groups for parameter in group)
+    return held if known else ()
+
+
+def holding_items(holdings: Holdings, names: Sequence[str]) -> list[Item]:
+    """One per layer of the model's parameters ``names``, and one of what is not the model's."""
+    layers, numbers = layers_of(list(names))
+    group_of = {name: place for place, group in enumerate(holdings) for name in group}
+    members: list[list[str]] = [[] for _ in layers]
+    for name, layer in zip(names, numbers, strict=True):
+        members[layer].append(name)
+    items = []
+    for of_layer, inside in zip(layers, members, strict=True):
+        held = [(name, group_of[name]) for name in inside if name in group_of]
+        lacking = next((name for name in inside if name not in group_of), None)
+        shown = f"{len(held) or 'none'} of {len(inside)}" + (f", without {lacking}" if lacking else "")
+        groups = sorted({group for _, group in held})
+        shown += f", in group {', '.join(map(str, groups))}" if len(holdings) > 1 and held else ""
+        what = shown if holdings else "not known"
+        items.append(item_of(f"optimizer's parameters of {of_layer}", "optimizer", repr(held), what))
+    known = set(names)
+    others = [(name, place) for place, group in enumerate(holdings) for name in group if name not in known]
+    items.append(item_of("optimizer's parameters outside the model", "optimizer", repr(others), f"{len(others)}"))
+    return items
+
+
+def counters_of(optimizer: Any) -> Iterator[float | Tensor]:
+    """Step counters of an optimizer's groups and of some of its states; tensors are on a device."""
+    on_device = 0
+    groups, states = getattr(optimizer, "param_groups", ()), getattr(optimizer, "state", {})
+    for held in (*groups, *islice(states.values(), STATES)):
+        count = held.get("step") if isinstance(held, Mapping) else None
+        if isinstance(count, Tensor):
+            count = count.to_local() if hasattr(count, "to_local") else count
+            if count.numel() != 1:
+                continue
+            if count.device.type == "cpu":
+                yield float(count)
+            elif on_device < ON_DEVICE:
+                on_device += 1
+                yield count.detach()
+        elif isinstance(count, (int, float)):
+            yield float(count)

@@ -1,0 +1,42 @@
+"""What benchmarks/overhead.py shows while it runs, and of a run that is interrupted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from threading import Timer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_run_says_how_far_it_is_and_ctrl_c_ends_it_with_what_is_known() -> None:
+    options = ["--framework", "ddp", "--length", "2", "--pairs", "100000", "--variant", "interval 10"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "benchmarks" / "overhead.py"), *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TQDM_MININTERVAL": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    late = Timer(250, os.killpg, (process.pid, signal.SIGKILL))
+    late.start()
+    assert process.stderr is not None
+    said = b""
+    while not re.search(rb"measuring.* [3-9]/100000", said) and (more := os.read(process.stderr.fileno(), 1 << 16)):
+        said += more
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, rest = process.communicate()
+    late.cancel()
+    assert b"warming up: ds_silent, interval 10" in said
+    assert b"noise floor" in said
+    assert process.returncode == 130, rest.decode()
+    assert b"Interrupted: that is what is known." in rest
+    assert b"Traceback" not in said + rest
+    table = out.decode()
+    assert re.search(r"2 ranks x 1 thread, 20\.\d M parameters, fp32, ddp, .* pairs of steps", table)
+    assert len(re.findall(r"(ds_silent, interval 10|plain again).*%.*%", table)) == 2

@@ -1,0 +1,317 @@
+"""How samplers deal rows to ranks: what each says, and what is known of all of them while they train."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+import ds_silent
+from ds_silent.capture.data_facts import Deal, deal_of
+from ds_silent.capture.loaders import LoaderWatch
+from ds_silent.detectors import Evidence, Judge
+from ds_silent.finetune.sampler import Plan, ResumableSampler
+from ds_silent.measure.deal import DealFollower
+from ds_silent.reading.run import read_run
+from ds_silent.reading.verdict import verdict_of
+from ds_silent.records import DataDealt, Event, StepRecord
+from ds_silent.report.figures import view_of
+from ds_silent.report.tables import facts_of
+from ds_silent.sinks.jsonl import read_events
+from tests.distributed import run_distributed
+
+ROWS: Any = list(range(40))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+class ByLength(DistributedSampler[int]):
+    def __iter__(self) -> Any:
+        return iter(sorted(super().__iter__()))
+
+
+class GPTDataset(list[int]):
+    shuffle_index = ()
+
+
+class MegatronPretrainingSampler:
+    def __init__(self) -> None:
+        self.total_samples, self.micro_batch_size, self.data_parallel_rank, self.data_parallel_size = 40, 2, 1, 4
+
+    def __iter__(self) -> Any:
+        return iter([[2, 3], [10, 11]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
+    def __init__(self, data_sharding: bool) -> None:
+        super().__init__()
+        self.data_sharding = data_sharding
+
+
+def shares(rank: int = 1, ranks: int = 4, **given: Any) -> DistributedSampler[int]:
+    return DistributedSampler(ROWS, num_replicas=ranks, rank=rank, **given)
+
+
+def of_accelerate(sampler: Any, rank: int = 1) -> Any:
+    shard = pytest.importorskip("accelerate.data_loader").BatchSamplerShard
+    return shard(BatchSampler(sampler, 2, False), num_processes=4, process_index=rank)
+
+
+def seedable() -> Any:
+    return pytest.importorskip("accelerate.data_loader").SeedableRandomSampler(ROWS, data_seed=3)
+
+
+def finetune(mode: Any) -> ResumableSampler:
+    return ResumableSampler(Plan(40, 4, 2, 1, mode), seed=3, rank=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "dealt", "says"),
+    [
+        (lambda: shares(), "random", "DistributedSampler, shuffled"),
+        (lambda: DataLoader(ROWS, 2, sampler=shares()), "random", "DistributedSampler, shuffled"),
+        (lambda: iter(DataLoader(ROWS, 2, sampler=shares())), "random", "DistributedSampler, shuffled"),
+        (lambda: shares(shuffle=False), "own-shard", "not shuffled"),
+        (lambda: shares(ranks=2), "unknown", "2 shares for 4 ranks"),
+        (lambda: ByLength(ROWS, num_replicas=4, rank=1), "unknown", "ByLength"),
+        (lambda: of_accelerate(seedable()), "random", "SeedableRandomSampler, shuffled"),
+        (lambda: of_accelerate(RandomSampler(ROWS)), "random", "RandomSampler, shuffled"),
+        (lambda: of_accelerate(SequentialSampler(ROWS)), "own-shard", "not shuffled"),
+        (lambda: of_accelerate(RandomSampler(ROWS, replacement=True)), "unknown", "replacement"),
+        (lambda: of_accelerate(shares(ranks=1, rank=0)), "unknown", "DistributedSampler"),
+        (lambda: iter(DataLoader(ROWS, batch_sampler=of_accelerate(seedable()))), "random", "BatchSamplerShard"),
+        (lambda: DataLoader(ROWS, batch_sampler=MegatronPretrainingSampler()), "unknown", "in any order"),  # type: ignore[arg-type]
+        (
+            lambda: iter(DataLoader(GPTDataset(ROWS), batch_sampler=MegatronPretrainingSampler())),  # type: ignore[arg-type]
+            "random",
+            "one shuffled order for all ranks",
+        ),
+        (lambda: MegatronPretrainingRandomSampler(True), "own-shard", "a bucket for each rank"),
+        (lambda: MegatronPretrainingRandomSampler(False), "random", "one order"),
+        (lambda: finetune("sharded"), "random", "ResumableSampler, shuffled"),
+        (lambda: finetune("replicated"), "unknown", "1 share for 4 ranks"),
+        (lambda: DataLoader(ROWS, shuffle=True), "unknown", "RandomSampler"),
+        (lambda: iter(DataLoader(ROWS)), "unknown", "SequentialSampler"),
+        (lambda: iter(DataLoader(Stream())), "unknown", "Iter"),
+        (lambda: None, "unknown", "no loader was seen"),
+        (lambda: iter(ROWS), "unknown", "list_iterator"),
+    ],
+)
+def test_what_a_sampler_says_of_the_deal(make: Any, dealt: str, says: str) -> None:
+    deal = deal_of(make(), 4)
+    assert (deal.dealt, says in deal.by) == (dealt, True), deal
+    assert bool(deal.order) == (dealt != "unknown")
+    assert (deal.word < 0) == (dealt == "own-shard")
+
+
+@pytest.mark.parametrize("make", [shares, lambda rank: of_accelerate(seedable(), rank)])
+def test_all_ranks_of_one_deal_send_the_same_and_others_do_not(make: Any) -> None:
+    words = {deal_of(make(rank), 4).word for rank in range(4)}
+    assert len(words) == 1
+    other = make(2)
+    inner = other if isinstance(other, DistributedSampler) else other.batch_sampler.sampler
+    inner.set_epoch(1)
+    assert deal_of(other, 4).word not in words
+    assert 0 < deal_of(shares(seed=1), 4).word not in words
+    assert all(word == float(torch.tensor(word, dtype=torch.float32)) for word in words)
+
+
+def passes(loader: Any, epochs: tuple[int, ...]) -> list[Deal]:
+    watch, found = LoaderWatch(4).connect(), []
+    for epoch in epochs:
+        loader.sampler.set_epoch(epoch)
+        for _ in loader:
+            watch.forward()
+            found.append(watch.deal)
+    watch.remove()
+    return found
+
+
+def test_a_pass_whose_epoch_is_not_new_keeps_each_ranks_rows() -> None:
+    loader = DataLoader(ROWS, batch_size=5, sampler=shares())
+    assert [deal.dealt for deal in passes(loader, (0, 1, 2))] == ["random"] * 6
+    told = passes(loader, (0, 0, 1, 0))
+    assert [deal.dealt for deal in told] == ["random"] * 2 + ["own-shard"] * 2 + ["random"] * 2 + ["own-shard"] * 2
+    assert "epoch does not advance" in told[2].by
+    assert told[4].by == "DistributedSampler, shuffled, epoch advances"
+
+
+def test_loaders_that_take_turns_deal_nobody_knows_how() -> None:
+    watch = LoaderWatch(4).connect()
+    for _ in zip(DataLoader(ROWS, sampler=shares()), DataLoader(ROWS, sampler=shares(seed=1)), strict=True):
+        watch.forward()
+    one, two = (iter(DataLoader(ROWS, sampler=shares(seed=seed))) for seed in (2, 3))
+    for iterator in (one, two, one):
+        next(iterator)
+        watch.forward()
+    watch.remove()
+    assert watch.deal == Deal(by="loaders that take turns")
+
+
+def test_a_sampler_that_the_script_has_named_is_asked_at_each_step() -> None:
+    watch = LoaderWatch(4)
+    assert watch.deal == Deal()
+    watch.given = finetune("sharded")
+    before = watch.deal
+    for _ in range(watch.given.plan.steps_per_epoch):
+        watch.given.step()
+    assert (before.dealt, watch.deal.dealt, before.word == watch.deal.word) == ("random", "random", False)
+
+
+# -- of all ranks -----------------------------------------------------------------------------------------------------
+
+
+def told(words: list[float], deal: Deal, rows: int | None = 100, steps: int = 1, start: int = 0) -> list[str]:
+    follower = DealFollower()
+    found = []
+    for step in range(start + 1, start + steps + 1):
+        one = follower.step(torch.tensor(words, dtype=torch.float64), deal, step * 10, 10, rows)
+        found.append(one.dealt)
+    return found
+
+
+RANDOM = Deal("random", "DistributedSampler, shuffled", 7.0, by_epoch=True)
+
+
+def test_only_what_all_ranks_say_alike_is_known() -> None:
+    assert told([7.0] * 4, RANDOM) == ["random"]
+    assert told([7.0, 7.0, 8.0, 7.0], RANDOM) == ["unknown"]
+    assert told([7.0, 7.0, 0.0, 7.0], RANDOM) == ["unknown"]
+    assert told([7.0, 7.0, -7.0, 7.0], RANDOM) == ["unknown"]
+    assert told([0.0] * 4, Deal()) == ["unknown"]
+    assert told([-3.0, -3.0, -4.0, -3.0], Deal("own-shard", "shards", 3.0)) == ["own-shard"]
+    assert told([7.0], RANDOM) == ["unknown"]
+
+
+def test_an_order_is_new_for_as_many_rows_as_an_epoch_has() -> None:
+    assert told([7.0] * 4, RANDOM, steps=13) == ["random"] * 11 + ["own-shard"] * 2
+    assert told([7.0] * 4, RANDOM, rows=None, steps=13) == ["random"] * 13
+    assert told([7.0] * 4, replace(RANDOM, by_epoch=False), steps=13) == ["random"] * 13
+
+
+def test_a_resume_remembers_for_how_long_an_order_has_been_dealt() -> None:
+    before, after = DealFollower(), DealFollower()
+    words = torch.full((4,), 7.0, dtype=torch.float64)
+    for step in range(1, 9):
+        before.step(words, RANDOM, step * 10, 10, 100)
+    after.load_state_dict(before.state_dict())
+    found = [after.step(words, RANDOM, step * 10, 10, 100).dealt for step in range(9, 14)]
+    assert found == ["random"] * 3 + ["own-shard"] * 2
+
+
+# -- in trainings -----------------------------------------------------------------------------------------------------
+
+
+class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, rows: int, seed: int = 5):
+        self.inputs = torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": self.inputs[index], "labels": self.inputs[index, :2] * 0.5}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layers(inputs), labels)
+
+
+ROW_KINDS = {"data-order-mismatch", "low-coverage", "same-order", "duplicate-data", "batch-size-mismatch"}
+
+
+def trained(directory: str, style: str, passes: int, advance: bool, coverage: bool = True) -> list[str]:
+    """A training with DDP as people write it: on the writing rank, what its detectors knew at each step."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    known, judged = [], Judge.step
+
+    def step(judge: Judge, record: StepRecord, extras: Evidence) -> list[Event]:
+        known.append(extras.dealt)
+        return judged(judge, record, extras)
+
+    Judge.step = step  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data: Any = Pairs(48)
+    if style == "own":
+        data = Pairs(8 if rank == 0 else 40, seed=rank)
+        again = (batch for _ in range(1000) for batch in DataLoader(data, batch_size=4, shuffle=True))
+        loader: Any = islice(again, 40)  # as many steps on each rank
+    else:
+        one_else = style == "one other" and rank == ranks - 1
+        sampler = DistributedSampler(data, shuffle=style != "in order", seed=7 if one_else else 0)
+        loader = DataLoader(data, batch_size=4, sampler=sampler)
+    config = {"output_dir": directory, "tensorboard": False, "coverage": coverage}
+    with ds_silent.observe(model, optimizer, config=config):
+        for epoch in range(passes):
+            if advance and style != "own":
+                sampler.set_epoch(epoch)
+            for batch in loader:
+                optimizer.zero_grad()
+                model(**batch).backward()
+                optimizer.step()
+    Judge.step = judged  # type: ignore[method-assign]
+    return known
+
+
+@pytest.mark.parametrize(
+    ("ranks", "style", "advance", "coverage", "expected"),
+    [
+        (2, "shuffled", True, True, ["random"] * 18),
+        (2, "shuffled", True, False, ["random"] * 18),
+        (2, "shuffled", False, True, ["random"] * 6 + ["own-shard"] * 12),
+        (2, "in order", True, True, ["own-shard"] * 18),
+        (3, "one other", True, True, ["unknown"] * 12),
+    ],
+)
+def test_in_a_training(
+    ranks: int, style: str, advance: bool, coverage: bool, expected: list[str], tmp_path: Path
+) -> None:
+    known = run_distributed(trained, ranks, (str(tmp_path), style, 3, advance, coverage))
+    assert known[0] == expected
+    assert not any(known[1:])
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["data"]["dealt"] == expected[-1]
+    assert list(tmp_path.glob("*.new")) == []
+    if style == "shuffled":
+        assert facts["data"]["by"].startswith("DistributedSampler, shuffled, ")
+        assert facts["data"]["by"].endswith("epoch advances" if advance else "its epoch does not advance")
+    run = read_run(tmp_path)
+    assert run.data == DataDealt(**facts["data"]).sentence
+    assert ("data", run.data) in facts_of(view_of(run, verdict_of(run)))
+    before = json.loads((tmp_path / "preflight.json").read_text())
+    assert before["data"]["dealt"] == "unknown"  # no loader had been named
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_its_own_files_and_one_has_few(ranks: int, tmp_path: Path) -> None:
+    """Rank 0 has two batches, which come again and again; the rows are known by their content."""
+    known = run_distributed(trained, ranks, (str(tmp_path), "own", 1, True))[0]
+    assert len(known) == 40
+    assert known[0] == "unknown"
+    assert known[-1] == "own-shard"
+    assert "random" not in known
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["data"]["dealt"] == "own-shard"
+    found = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
+    assert [event for event in found if event["kind"] in ROW_KINDS] == []

@@ -1,0 +1,226 @@
+"""How much each label counts, read from the graphs of real losses.
+
+The expected weights are worked out by hand from the formula of each loss; whoever shares no line with the reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from ds_silent.capture.objective import NODES, Objective
+
+CLASSES, ROWS, STEPS = 8, 6, 12
+
+# -- one graph ---------------------------------------------------------------------------------------------------------
+
+TARGETS = torch.tensor([3, -100, 1, 7, 0, -100])
+CLASS_WEIGHTS = torch.arange(1.0, 1.0 + CLASSES)
+MASK = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+
+
+class _Two(torch.autograd.Function):
+    """Hands two losses through, as a wrapper of several outputs does."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Any:
+        return first.clone(), second.clone()
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Any:
+        return first, second
+
+
+def _logits() -> Tensor:
+    return torch.randn(ROWS, CLASSES, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def _each(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits, TARGETS, reduction="none")
+
+
+READ: dict[str, tuple[Callable[[Tensor], Tensor], tuple[float, float, float, float]]] = {
+    # sum, smallest and largest weight of a label, and labels
+    "mean": (lambda x: F.cross_entropy(x, TARGETS), (1, 1 / 4, 1 / 4, 4)),
+    "mean of parts": (lambda x: F.cross_entropy(x, TARGETS) / 4, (1 / 4, 1 / 16, 1 / 16, 4)),
+    "times": (lambda x: 3 * F.cross_entropy(x, TARGETS) / 2, (3 / 2, 3 / 8, 3 / 8, 4)),
+    "sum": (lambda x: F.cross_entropy(x, TARGETS, reduction="sum"), (4, 1, 1, 4)),
+    "sum over a tensor": (
+        lambda x: F.cross_entropy(x, TARGETS, reduction="sum") / torch.tensor(16),
+        (1 / 4, 1 / 16, 1 / 16, 4),
+    ),
+    "masked by hand": (lambda x: (_each(x) * MASK).sum() / MASK.sum(), (1, 1 / 4, 1 / 4, 4)),
+    "weighed by hand": (lambda x: (_each(x) * torch.tensor([1.0, 0, 2, 3, 4, 0])).mean(), (10 / 6, 1 / 6, 4 / 6, 4)),
+    "of an image": (
+        lambda x: F.cross_entropy(x.view(1, ROWS, CLASSES).transpose(1, 2), TARGETS[None]),
+        (1, 1 / 4, 1 / 4, 4),
+    ),
+    "two means": (
+        lambda x: torch.stack([F.cross_entropy(x[:2], TARGETS[:2]), F.cross_entropy(x[2:], TARGETS[2:])]).mean(),
+        (1, 1 / 6, 1 / 2, 4),
+    ),
+    "squares": (lambda x: F.mse_loss(x, torch.zeros(ROWS, CLASSES)), (1, 1 / 48, 1 / 48, 48)),
+    "squares by hand": (lambda x: (x - 1.0).square().mean() / 2, (1 / 2, 1 / 96, 1 / 96, 48)),
+    "sum by hand": (lambda x: (x - 1.0).square().sum() / 2, (24, 1 / 2, 1 / 2, 48)),
+    "binary": (
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.zeros(ROWS, CLASSES)),
+        (1, 1 / 48, 1 / 48, 48),
+    ),
+    "smooth l1": (lambda x: F.smooth_l1_loss(x, torch.zeros(ROWS, CLASSES), reduction="sum"), (48, 1, 1, 48)),
+    "smoothed": (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1), (0.9, 0.225, 0.225, 4)),
+    "with another": (lambda x: F.cross_entropy(x, TARGETS) + 0.1 * x.square().mean(), (1, 1 / 4, 1 / 4, 4)),
+    "class weights": (
+        lambda x: F.cross_entropy(x, TARGETS, weight=CLASS_WEIGHTS, reduction="sum") / 15,
+        (4 / 15, 1 / 15, 1 / 15, 4),
+    ),
+    "the second of two": (
+        lambda x: _Two.apply(F.cross_entropy(x, TARGETS), F.cross_entropy(x, TARGETS, reduction="sum"))[1],
+        (4, 1, 1, 4),
+    ),
+    "negative": (lambda x: -x.log_softmax(1).gather(1, TARGETS.clamp(0)[:, None]).mean(), (-1, -1 / 6, -1 / 6, 6)),
+}
+
+
+def _numbers(objective: Objective) -> tuple[float, ...]:
+    found = objective.numbers()
+    return tuple(float(value) for value in (found.weight, found.smallest, found.largest, found.labels))
+
+
+def _backward(objective: Objective, loss: Tensor, reached: bool = True) -> None:
+    objective.begins(lambda: True, loss)
+    loss.backward()
+    objective.reached = reached
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_weight_of_a_label_is_what_the_formula_says(name: str) -> None:
+    loss, expected = READ[name]
+    objective, logits = Objective(), _logits()
+    _backward(objective, loss(logits))
+    assert objective.numbers().known == 1.0
+    assert _numbers(objective) == pytest.approx(expected, rel=1e-6)
+    plain = _logits()
+    loss(plain).backward()
+    assert torch.equal(logits.grad, plain.grad)  # type: ignore[arg-type]
+
+
+def test_micro_batches_add_up_and_another_models_backward_does_not_count() -> None:
+    objective = Objective()
+    for reached in (True, False, True):
+        _backward(objective, F.cross_entropy(_logits(), TARGETS) / 2, reached)
+    assert _numbers(objective) == pytest.approx((1, 1 / 8, 1 / 8, 8))
+    assert objective.numbers().count == 2.0
+    objective.start()
+    assert objective.numbers().known == objective.numbers().count == 0.0
+
+
+def test_a_graph_that_is_kept_counts_once_for_each_backward() -> None:
+    objective, logits = Objective(), _logits()
+    loss = F.cross_entropy(logits, TARGETS)
+    for root in (loss, 3 * loss):
+        objective.begins(lambda: True, root)
+        root.backward(retain_graph=True)
+        objective.reached = True
+    assert _numbers(objective) == pytest.approx((4, 1 / 4, 3 / 4, 8))
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return gradient * 2 * logits / logits.numel()
+
+
+def test_what_cannot_be_read_is_not_known() -> None:
+    def too_deep(logits: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, TARGETS)
+        for _ in range(NODES):
+            loss = loss * 1.0
+        return loss
+
+    def masked(logits: Tensor) -> Tensor:
+        return ((logits - 1.0).square().mean(1) * MASK).sum() / 4  # of how many rows the mask is 1, nobody knows
+
+    for make in (_Fused.apply, too_deep, masked, lambda logits: logits[0, 0] * 0.0 + logits.sum() * 0.0):
+        objective = Objective()
+        _backward(objective, make(_logits()))
+        found = objective.numbers()
+        assert (found.known, found.weight, found.labels) == (0.0, 0.0, 0.0)
+    objective = Objective()
+    objective.begins(lambda: True, [_logits().sum(), _logits().sum()])
+    objective.reached = True
+    assert objective.structure == ()
+
+
+def test_what_hooks_have_packed_is_not_unpacked() -> None:
+    """Else a checkpoint would compute its part twice, and what lies on the host would come back."""
+    runs = []
+
+    def part(logits: Tensor) -> Tensor:
+        runs.append(1)
+        return F.cross_entropy(logits, TARGETS)
+
+    objective, logits = Objective(), _logits()
+    loss = checkpoint(part, logits, use_reentrant=False)
+    objective.begins(lambda: True, loss)
+    assert len(runs) == 1
+    loss.backward()
+    objective.reached = True
+    assert len(runs) == 2
+    assert objective.numbers().known == 0.0
+    with save_on_cpu():
+        loss = F.cross_entropy(_logits(), TARGETS, reduction="sum") * 0.5
+    _backward(objective := Objective(), loss)
+    assert objective.factor == 0.5  # a number of Python's is never packed
+    assert objective.numbers().known == 0.0
+
+
+def test_a_graph_that_breaks_the_reading_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(way: Any, name: str) -> Any:
+        raise AttributeError("another release's node")
+
+    monkeypatch.setattr("ds_silent.capture.objective._loss", broken)
+    _backward(objective := Objective(), F.cross_entropy(_logits(), TARGETS))
+    assert objective.structure == ()
+    assert objective.numbers().known == 0.0
+
+
+def test_only_numbers_of_the_script_are_its_factor() -> None:
+    for factor, expected in ((0.25, 0.25), (4, 4.0), (torch.tensor(0.25), 1.0), (torch.tensor(0.25).double(), 1.0)):
+        objective = Objective()
+        _backward(objective, F.cross_entropy(_logits(), TARGETS) * factor)
+        assert objective.factor == expected
+
+
+def test_nothing_is_read_where_nothing_is_measured() -> None:
+    objective, loss = Objective(), F.cross_entropy(_logits(), TARGETS)
+    objective.begins(lambda: False, loss)
+    loss.backward()
+    objective.reached = True
+    assert objective.structure == ()
+    assert objective.numbers().count == 0.0
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_a_mean_of_means_has_no_factor_however_many_they_are(parts: int) -> None:
+    def losses(logits: Tensor) -> list[Tensor]:
+        return [F.cross_entropy(x, y.clamp(0)) for x, y in zip(logits.chunk(parts), TARGETS.chunk(parts), strict=True)]
+
+    for make in (lambda x: torch.stack(losses(x)).mean(), lambda x: sum(losses(x)) / parts):
+        objective = Objective()
+        _backward(objective, make(_logits()))
+        assert objective.factor == pytest.approx(1.0)
+    _backward(objective := Objective(), sum(F.cross_entropy(x, TARGETS, reduction="sum") for x in [_logits()] * parts))
+    assert objective.factor == 1.0  # of several sums each label counts alone

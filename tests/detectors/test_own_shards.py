@@ -1,0 +1,184 @@
+"""Each rank its own rows, again and again: no detector of rows takes that for a fault; a stuck loader is one still."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_silent.capture.data_facts import DataFacts, Deal, Walk
+from ds_silent.config import DetectorsConfig
+from ds_silent.detectors import Judge
+from ds_silent.exchange.row_ids import pack_ids
+from ds_silent.measure import rows as measured
+from ds_silent.measure.record import Context
+from ds_silent.records import Event, Seconds, StepRecord
+from tests.made_observations import gathered_of
+
+Rows = Any  # int64 (rows,)
+
+
+def passes(rows: Rows, batch: int, shuffle: bool, drop_last: bool, seed: int) -> Iterator[Rows]:
+    """What a loader of one rank gives, again and again."""
+    generator = np.random.default_rng(seed)
+    while True:
+        order = generator.permutation(rows) if shuffle else rows
+        end = len(rows) // batch * batch if drop_last else len(rows)
+        for begin in range(0, end, batch):
+            yield order[begin : min(begin + batch, end)]
+
+
+class Run:
+    """Ranks with a loader each, judged as in a training."""
+
+    def __init__(self, loaders: list[Iterator[Rows]], interval: int = 1, **walk: Any) -> None:
+        self.loaders, self.interval, self.step = loaders, interval, 0
+        self.judge, self.tracker = Judge(DetectorsConfig(), interval), measured.RowTracker()
+        self.rows_in_epoch: int | None = walk.pop("rows_in_epoch", None)
+        self.walk, self.dealt = Walk(**walk), list[str]()
+        self._last: list[Rows] = []
+
+    def go(self, steps: int, change: Callable[[int, Rows, Rows], Rows] = lambda rank, now, last: now) -> list[Event]:
+        """``change``: what a rank takes in the place of its rows, from those of its last step."""
+        events: list[Event] = []
+        for _ in range(steps // self.interval):
+            taken: list[list[Rows]] = []
+            for _ in range(self.interval):
+                now = [next(loader) for loader in self.loaders]
+                if self._last:
+                    now = [change(rank, one, self._last[rank]) for rank, one in enumerate(now)]
+                self._last = now
+                taken.append(now)
+            self.step += self.interval
+            events += self._measured([np.concatenate(each) for each in zip(*taken, strict=True)])
+        return events
+
+    def _measured(self, ids: list[Rows]) -> list[Event]:
+        ranks, batch = len(ids), max(len(one) for one in self._last)
+        room = max(len(one) for one in ids)
+        sent = torch.stack([pack_ids(torch.from_numpy(one.astype(np.int64)), room) for one in ids]).double()
+        words = [self.walk.deal.word] * ranks
+        gathered = replace(gathered_of(self.step, ranks, **{"loss.order": words}), ids=sent)
+        samples = self.step * ranks * batch
+        context = Context(samples, batch, None, Seconds(), rows_in_epoch=self.rows_in_epoch, walk=self.walk)
+        coverage, evidence = measured.testimony(gathered, self.tracker, context)
+        self.dealt.append(evidence.dealt)
+        return self.judge.step(StepRecord(self.step, samples, None, ranks, coverage=coverage), evidence)
+
+
+def shards(sizes: list[int], batch: int = 8, shuffle: bool = True, drop_last: bool = True, seed: int = 0) -> list[Any]:
+    generator = np.random.default_rng(99)
+    names = generator.integers(0, 2**62, sum(sizes))  # hashes of the rows' content
+    parts = np.split(names, np.cumsum(sizes)[:-1])
+    return [passes(part, batch, shuffle, drop_last, seed + rank) for rank, part in enumerate(parts)]
+
+
+def alarms(events: list[Event]) -> list[tuple[int, str, str]]:
+    return [(event.step, event.kind, event.message) for event in events if event.severity != "info"]
+
+
+SIZES = {
+    "equal": [64, 64, 64, 64],
+    "one of two steps": [16, 400, 400, 400],
+    "one of three": [400, 24, 400, 400],
+    "all unlike": [40, 64, 400, 800],
+    "two ranks": [48, 640],
+    "two ranks, one small": [640, 16],
+    "one step each": [8, 8],
+    "one of one step": [8, 400],
+}
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_shards_that_begin_again(sizes: list[int], shuffle: bool, interval: int) -> None:
+    run = Run(shards(sizes, shuffle=shuffle), interval, told=False)
+    assert alarms(run.go(240)) == []
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("sizes", [SIZES["equal"], SIZES["one of two steps"], SIZES["all unlike"]])
+def test_where_the_script_has_said_how_many_rows_there_are(sizes: list[int], told: bool) -> None:
+    run = Run(shards(sizes), told=told, rows_in_epoch=sum(sizes))
+    assert alarms(run.go(240)) == []
+    assert run.dealt[0] == "unknown"
+    assert run.dealt[-1] == "own-shard"
+
+
+@pytest.mark.parametrize("interval", [1, 3, 6])
+def test_the_last_batch_of_a_shard_is_short(interval: int) -> None:
+    for sizes in ([20, 64, 64, 64], [4, 64, 64, 64], [64, 20], [4, 400], [12, 12, 64, 64]):
+        run = Run(shards(sizes, drop_last=False), interval, told=False)
+        assert alarms(run.go(240)) == [], sizes
+
+
+def test_rows_that_the_data_hold_twice() -> None:
+    for rows_in_epoch in (None, 1200):
+        generator = np.random.default_rng(3)
+        data = [generator.choice(generator.integers(0, 2**62, 280), 300) for _ in range(4)]
+        run = Run(
+            [passes(one, 8, True, True, r) for r, one in enumerate(data)], told=False, rows_in_epoch=rows_in_epoch
+        )
+        assert alarms(run.go(240)) == []
+
+
+def test_files_that_are_read_in_their_order_are_a_note_at_most() -> None:
+    order = Run(shards([256] * 4, shuffle=False), told=True)
+    found = order.go(199)
+    assert [(event.kind, event.severity) for event in found] == [("same-order", "info")]
+    assert "sampler shuffles" not in found[0].message
+    promised = Run(shards([256] * 4, shuffle=False), facts=DataFacts(None, True))
+    assert [(event.kind, event.severity) for event in promised.go(199)] == [("same-order", "warning")]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("sizes", [[400] * 4, [40, 400, 400, 400], [800, 800]])
+def test_a_loader_that_is_stuck_is_named(sizes: list[int], shuffle: bool, interval: int) -> None:
+    for begins in (10, 100):
+        run = Run(shards(sizes, shuffle=shuffle), interval, told=False)
+        assert alarms(run.go(begins)) == []
+        found = run.go(16 * interval, lambda rank, now, last: last if rank == len(sizes) - 1 else now)
+        ranks = {event.ranks for event in found if event.kind == "data-order-mismatch" and event.severity == "error"}
+        assert ranks == {(len(sizes) - 1,)}
+        assert "the same rows again and again" in found[0].message
+
+
+def test_a_loader_that_is_stuck_since_a_resume_is_named() -> None:
+    before, after = (Run(shards([400] * 4), told=False) for _ in range(2))
+    before.go(40)
+    after.tracker.load_state_dict(json.loads(json.dumps(before.tracker.state_dict(unsent=False))))
+    after.judge.load_state_dict(json.loads(json.dumps(before.judge.state_dict())))
+    after.step = before.step
+    found = after.go(16, lambda rank, now, last: last if rank == 2 else now)
+    assert {event.ranks for event in found if event.severity == "error"} == {(2,)}
+
+
+def test_where_one_pool_is_dealt_a_small_shard_is_no_excuse() -> None:
+    """A rank that takes 16 rows only, of a sampler that deals all: its loader goes round."""
+    deal = Deal("random", "DistributedSampler, shuffled", 7.0)
+    found = Run(shards(SIZES["one of two steps"]), deal=deal).go(60)
+    assert [(event.kind, event.severity, event.ranks) for event in found[:1]] == [
+        ("data-order-mismatch", "error", (0,))
+    ]
+
+
+def test_ranks_with_permutations_of_their_own_are_told_still() -> None:
+    """Each of 4 ranks takes its share of its own permutation: a third of the rows is never seen."""
+
+    def share(rank: int) -> Iterator[Rows]:
+        generator = np.random.default_rng(rank)
+        while True:
+            yield from generator.permutation(1600)[rank::4].reshape(-1, 8)
+
+    events = Run([share(rank) for rank in range(4)], rows_in_epoch=1600).go(120)
+    kinds = [(event.kind, event.severity) for event in events]
+    assert ("data-order-mismatch", "error") in kinds
+    assert ("low-coverage", "info") in kinds  # follows from it
+    assert next(event.step for event in events if event.kind == "data-order-mismatch") < 50
