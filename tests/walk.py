@@ -76,11 +76,14 @@ class Outcome:
     observing: bool  # at the end
     steps: int
     alike: bool  # the weights are those of the plain training
-    error: str | None  # what reached the training
     off: int = 0  # observer-off events, on the writing rank
 
 
-_IN_THE_TRAININGS_FRAME = ("Patches.around.<locals>.call", "Patches.before_backward.<locals>.backward")
+_IN_THE_TRAININGS_FRAME = (
+    "Patches.around.<locals>.call",
+    "Patches.before_backward.<locals>.backward",
+    "Patches.wrap_method.<locals>.call",
+)
 """Wrappers that only pass on: what breaks in their own lines is the script's call itself."""
 
 
@@ -162,7 +165,7 @@ class _Pair:
                 engine.module.frozen.weight[0, 0] += 1.0
         return engine
 
-    def observe(self, tracer: Any) -> tuple[Any, int, bool, str | None, int]:
+    def observe(self, tracer: Any) -> tuple[Any, int, bool, int]:
         """A fresh observer for ``steps`` steps under ``tracer``."""
         self._number += 1
         folder = self._directory / str(self._number)
@@ -170,7 +173,7 @@ class _Pair:
         block.setdefault("integrity", {"replica_interval": 1})
         block["direction"] = {"sketch_size": 256, "exact_memory_mb": 1, **block.get("direction", {})}
         observer = ds_silent.attach(self.engine, block, _gather_limit=self.cell.limit)
-        self.before, error = int(self.engine.global_steps), None
+        self.before = int(self.engine.global_steps)
         dropping = self._drop(self.engine)
         seed = 2 * self._number + dist.get_rank()
         generator = torch.Generator().manual_seed(seed)
@@ -181,8 +184,8 @@ class _Pair:
                     one_step(self.engine, generator)
                 finally:
                     sys.settrace(None)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+        except Injected as raised:  # the other ranks wait for this one by now
+            raise RuntimeError("what broke in the observer reached the training") from raised
         steps = int(self.engine.global_steps) - self.before
         state = (observer._together.failure is not None, observer.measures(0))
         observer.close()
@@ -200,7 +203,7 @@ class _Pair:
             path = folder / "events.jsonl"
             events = read_events(path) if path.exists() else []  # not every place that breaks is an event
             off = sum(event["kind"] == "observer-off" for event in events)
-        return state, steps, alike, error, off
+        return state, steps, alike, off
 
     def _drop(self, engine: Any) -> list[Any]:
         if not self.cell.dropped or dist.get_rank() == 0:
@@ -248,7 +251,7 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
                 raise Injected(f"at {place[0]}:{place[1]}")
 
         tracer = _Tracer(strike, place) if dist.get_rank() == rank else None
-        (failed, observing), taken, alike, error, off = pair.observe(tracer)
+        (failed, observing), taken, alike, off = pair.observe(tracer)
         step = fired[0] if fired else None
-        outcomes.append(Outcome(place, rank, step, failed, observing, taken, alike, error, off))
+        outcomes.append(Outcome(place, rank, step, failed, observing, taken, alike, off))
     return outcomes

@@ -38,8 +38,7 @@ else:
 other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # of nothing in the model
 data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
 loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-if sys.argv[1] != "by hand":
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = None if sys.argv[1] == "by hand" else torch.optim.AdamW(model.parameters(), lr=1e-2)
 with torch.no_grad():
     model(data[:2][0])  # no training
 called = model.module if sys.argv[1] == "module" else model
@@ -48,7 +47,7 @@ if sys.argv[1] == "compiled":
 for x, y in loader:
     loss = (called(x) - y).square().mean()
     loss.backward()
-    if sys.argv[1] == "by hand":
+    if optimizer is None:
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.1 * p.grad
@@ -57,6 +56,7 @@ for x, y in loader:
     model.zero_grad()
 total = sum(p.detach().double().sum() for p in model.state_dict().values() if sys.argv[1] != "fsdp2") + loss.double()
 print(f"trained {float(total.detach()).hex()}" + chr(10), end="")  # in one write
+del model, called, optimizer, loss  # the group ends with the last that holds it; its threads may abort a process's end
 dist.destroy_process_group()
 """
 

