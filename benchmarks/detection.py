@@ -255,10 +255,11 @@ def report_power(
 
 
 def summary(results: list[tuple[int | None, Event | None]], ranks: int, limit: int) -> str:
-    """Median and spread of the delays; how many were found, and how many named another rank."""
+    """Median and spread of the delays; how many were found, as a note only, and named another rank."""
     delays = sorted(limit + 1 if steps is None else steps for steps, _ in results)
     found = sum(steps is not None for steps, _ in results)
     wrong = sum(event is not None and event.ranks != (ranks - 1,) for _, event in results)
+    notes = sum(event is not None and event.severity == "info" for _, event in results)
 
     def shown(value: int) -> str:
         return f">{limit:,}" if value > limit else f"{value:,}"
@@ -266,6 +267,7 @@ def summary(results: list[tuple[int | None, Event | None]], ranks: int, limit: i
     low, middle, high = (delays[min(int(q * len(delays)), len(delays) - 1)] for q in (0.1, 0.5, 0.9))
     text = f"{shown(middle)} ({shown(low)}-{shown(high)})" if found else f">{limit:,}"
     text += "" if found == len(results) else f", {found}/{len(results)} found"
+    text += f", {notes} as a note" if notes else ""
     return text + (f", {wrong} named another rank" if wrong else "")
 
 
