@@ -26,6 +26,7 @@ from ds_silent.records import DataDealt, Event, StepRecord
 from ds_silent.report.figures import view_of
 from ds_silent.report.tables import facts_of
 from ds_silent.sinks.jsonl import read_events
+from tests.capture.test_own_loaders import Net, Pairs
 from tests.distributed import run_distributed
 
 ROWS: Any = list(range(40))
@@ -214,26 +215,6 @@ def test_a_resume_remembers_for_how_long_an_order_has_been_dealt() -> None:
 
 
 # -- in trainings -----------------------------------------------------------------------------------------------------
-
-
-class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, rows: int, seed: int = 5):
-        self.inputs = torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed))
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"inputs": self.inputs[index], "labels": self.inputs[index, :2] * 0.5}
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self.layers(inputs), labels)
 
 
 ROW_KINDS = {"data-order-mismatch", "low-coverage", "same-order", "duplicate-data", "batch-size-mismatch"}

@@ -121,9 +121,8 @@ def test_loaders_that_take_turns_are_no_one_epoch() -> None:
 
 
 class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, rows: int):
-        generator = torch.Generator().manual_seed(5)
-        self.inputs = torch.randn(rows, 6, generator=generator)
+    def __init__(self, rows: int, seed: int = 5):
+        self.inputs = torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed))
 
     def __len__(self) -> int:
         return len(self.inputs)
