@@ -44,7 +44,7 @@ class DeferredRecorder:
 
     def __init__(self, inner: WritingRecorder):
         self.unlike: tuple[Unlike, ...] = ()
-        self.wants_micro_batches = False
+        self.wants_micro_batches = self._parted = False
         self._inner = inner
         self._thread = ThreadPoolExecutor(1, "ds_silent judges")
         self._under_way: Future[None] | None = None
@@ -73,7 +73,13 @@ class DeferredRecorder:
 
     def finish(self) -> None:
         """A measured step is about to send what this rank wants: by all that was begun before it."""
-        self.wants_micro_batches = self._end().wants_micro_batches
+        inner = self._end()
+        self.wants_micro_batches, self._parted = inner.wants_micro_batches, inner.take_parted()
+
+    def take_parted(self) -> bool:
+        """As :meth:`finish` has found it."""
+        parted, self._parted = self._parted, False
+        return parted
 
     def deliver(self) -> None:
         """Call the callbacks for what has been found, and raise what has broken, without waiting for either."""

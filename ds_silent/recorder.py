@@ -25,13 +25,15 @@ from ds_silent.measure.reduction import Audit
 from ds_silent.measure.rows import RowTracker, testimony
 from ds_silent.ranks.parts import ranks_of
 from ds_silent.ranks.places import Places
-from ds_silent.records import Dealt, Event, Repair, Severity, StepRecord, declared
+from ds_silent.records import STILL, Dealt, Event, EventKind, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
 from ds_silent.sinks import Sink
 from ds_silent.words import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
+PARTING: tuple[EventKind, ...] = ("aggregation-error", "unreduced-gradient", "update-mismatch", "config-mismatch")
+"""After these the replicas are compared, whatever the interval says."""
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
@@ -71,7 +73,7 @@ class Recorder(Protocol):
     def ends(self) -> Event | None: ...
     @property
     def wants_micro_batches(self) -> bool: ...
-
+    def take_parted(self) -> bool: ...
     def step(
         self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
     ) -> None: ...
@@ -106,6 +108,10 @@ class NullRecorder:
     step = settle = end_unlike = repairs = report = on_event = finish = deliver = flush = close = load_state_dict = (
         _nothing
     )
+
+    def take_parted(self) -> bool:
+        """Nothing is found here."""
+        return False
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
         """Nothing to keep."""
@@ -147,6 +153,7 @@ class WritingRecorder:
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
         self.unlike: tuple[Unlike, ...] = ()
         self._ranks_before: int | None = None  # of a checkpoint with another number, until that was said
+        self._parted = False
 
     def step(
         self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
@@ -214,6 +221,7 @@ class WritingRecorder:
         event = event if self.places is None else self.places.told(event)
         if event.severity in _ENDS[self._stop_on]:
             self.ends = event
+        self._parted |= event.kind in PARTING and event.severity != "info" and not event.message.startswith(STILL)
         others = event.step == 0 or (event.severity == "error" and event.where in ELSEWHERE)
         if others and self._judge is not None:  # of the preflight, of a resume
             self._judge.told(event)
@@ -233,6 +241,11 @@ class WritingRecorder:
     def wants_micro_batches(self) -> bool:
         """Whether the sketches of single micro-batches would tell more."""
         return self._audit.wants_micro_batches
+
+    def take_parted(self) -> bool:
+        """Whether something was found, since this was asked last, that can part the replicas."""
+        parted, self._parted = self._parted, False
+        return parted
 
     def finish(self) -> None:
         """Nothing is under way."""

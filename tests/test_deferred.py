@@ -20,6 +20,7 @@ class Inner:
 
     call = staticmethod(WritingRecorder.call)
     wants_micro_batches = False
+    take_parted = staticmethod(bool)
 
     def __init__(self, events: int = 0) -> None:
         self.may_end = threading.Event()

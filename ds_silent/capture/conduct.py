@@ -151,6 +151,7 @@ class Conduct:
             drew, 0 when it drew none.
         autocast: of its forwards.
         objective: what this rank's backwards begin with.
+        differing: what differs between the ranks at the step that was read last, the same on every rank.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class Conduct:
         self.draws: float | None = None
         self.objective = Objective()
         self._same_objective = SameObjective()
+        self.differing: Mapping[str, Parts] = {}
         self._state: tuple[bytes, ...] = ()
         self._asked: dict[str, Parts] = {}
         self._answer: tuple[Unlike, ...] = ()
@@ -301,7 +303,8 @@ class Conduct:
         """What the ranks do not do alike. Every rank calls it with the same observations, at the same step: where the
         ranks that differ are others than before, it is a collective that waits."""
         self._same_objective = together.decided(partial(self._same_objective.of, arrived.known))
-        news = together.decided(lambda: self._news(arrived.known))
+        self.differing = together.decided(lambda: _differences(arrived.known, self._same_objective))
+        news = together.decided(lambda: self._news(self.differing))
         if news is not None:
             self._known, self._asked, self._questions = news
             self._answer = unlike(_named(self._asked, arrived), arrived.step)
@@ -320,9 +323,8 @@ class Conduct:
         alike = bool((values == values[0]).all()) and bool((values != 0).all())
         return look.missed if look is not None and alike else NOTHING
 
-    def _news(self, known_to_all: Gathered) -> _News | None:
+    def _news(self, parts: Mapping[str, Parts]) -> _News | None:
         """What is known, asked, and how often, where other ranks differ than before; the same on every rank."""
-        parts = _differences(known_to_all, self._same_objective)
         known = {kind: self._known.get(kind, set()) & {parts.get(kind, ())} for kind in _GROUPS}
         new = {kind: found for kind, found in parts.items() if found not in known[kind]}
         if new == self._asked:

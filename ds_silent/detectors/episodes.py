@@ -92,7 +92,8 @@ class Episodes:
                 del self._active[key]
                 self._returns[key] = min(returns + 1, 10)
                 message = f"{ENDED}{episode.kind}, from step {episode.since} to step {episode.last_seen}."
-                remedy = "Nothing to do."
+                apart = "replica-drift" in episode.effects
+                remedy = "Nothing to do, unless a replica-drift follows." if apart else "Nothing to do."
                 left = next((f for k, f in present.items() if self._active[k].cause == key), None)
                 if left is not None:
                     message += f" What it has left behind goes on: {left.kind} of {left.where}."

@@ -35,6 +35,7 @@ DECIDE = (
     "status.boundary",
     *(f"wishes.{one.name}" for one in fields(Wishes)),
     "reduced.replica_seen",
+    "applied.seen",
     *(f"code.{one.name}" for one in fields(Code)),
 )
 """What all ranks act by, beside the failures and the replica's checksum."""

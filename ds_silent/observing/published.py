@@ -7,10 +7,13 @@ published.early(arrived, closed=False)   # no collective: what is under way at a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ds_silent.capture.step import StepCapture
 from ds_silent.exchange.arrived import Arrived
-from ds_silent.exchange.observation import Gathered, on_any
+from ds_silent.exchange.observation import Gathered, on_all, on_any
 from ds_silent.measure.context import Contexts
+from ds_silent.ranks.parts import Parts
 from ds_silent.ranks.whole_model import WholeModel
 from ds_silent.recorder import Recorder
 from ds_silent.records import Event
@@ -41,7 +44,9 @@ class Published:
         self._capture, self._replicas, self._responder = capture, replicas, responder
         self._conduct = capture.conduct
         self._alone, self._once = capture.together.alone, capture.together.once
+        self._decided = capture.together.decided
         self._written = -1  # step of the newest record
+        self._parting: tuple[object, ...] = ()  # at the step before
 
     def step(self, arrived: Arrived) -> bool:
         """Judge and write one step, and do what it asks of all ranks, which read it at the same step. Played.
@@ -59,6 +64,10 @@ class Published:
             self._once(self._capture.keep_micro_batches)
         unlike = self._conduct.agree(arrived, self._capture.group, self._capture.device, self._capture.together)
         self.recorder.unlike = unlike
+        parting = self._decided(lambda: parting_of(known, self._conduct.differing))
+        if self._decided(lambda: parting != self._parting):  # it begins or ends
+            self._replicas.due = True
+        self._parting = parting
         drift = self._replicas.localise(self._once) if self._replicas.differ(known) else None
         self._alone(self._write, arrived, drift)
         self._alone(self._tell_conduct, known)  # behind the record: a callback may publish what is under way
@@ -110,3 +119,15 @@ class Published:
 
     def _everything(self, arrived: Arrived) -> Gathered:
         return arrived.all if self._model is None else self._model.exchange(arrived.all)
+
+
+def parting_of(known: Gathered, settings: Mapping[str, Parts]) -> tuple[object, ...]:
+    """What all ranks know of a step that can part their replicas, empty in health: settings that differ, a step that
+    only some optimizers took, an aggregate of other bits."""
+    seen, hashes = known.applied.seen, known.hashes
+    found: list[object] = [*settings.items()]
+    if bool((seen != 0).all()) and on_any(seen) and not on_all(seen):
+        found.append((seen > 0).tolist())
+    if hashes is not None and on_all(known.reduced.seen) and bool((hashes[:, 1:] != hashes[0, 1:]).any()):
+        found.append("aggregate")
+    return tuple(found)

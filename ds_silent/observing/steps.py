@@ -194,6 +194,7 @@ class Steps:
                 raise end_by_event(apart if self.published.recorder.writes else None, self._config.detectors.stop_on)
             return
         if apart is not None:
+            self.replicas.due = True
             self._alone(self.published.report, apart)
         if self.published.step(arrived):
             event = self.published.recorder.ends
@@ -213,8 +214,8 @@ class Steps:
 
     def _wishes(self) -> Wishes[float | Tensor]:
         """What this rank wants of all ranks; the last two on the writing rank."""
-        compare, self.replicas.wanted = self.replicas.wanted, False
         recorder = self.published.recorder
+        compare, self.replicas.wanted = self.replicas.wanted or recorder.take_parted(), False
         stop, diagnose = recorder.ends is not None, recorder.wants_micro_batches
         return Wishes(float(stop), float(diagnose), float(compare))
 

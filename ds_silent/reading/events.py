@@ -9,6 +9,7 @@ log.counts            # of the severities
 from __future__ import annotations
 
 import bisect
+import re
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ MOST_GROUPS = 2000
 """Further ones are counted together, by kind and severity."""
 _MOST_SPANS = 200
 _STILL, _ENDED, _FOLLOWS = "Still, since step", "Ended:", "Follows from the "
+_SINCE = re.compile(r"(?:(?:that of|since|since about) step|those of steps) (\d{1,18})\b")
+_AFTERWARDS = ("observer-off", "repaired")  # what was done, and no fault that goes on
 
 
 @dataclass
@@ -86,6 +89,24 @@ class EventGroup:
         """Whether its end was told last."""
         return bool(self.spans and self.spans[-1][2])
 
+    @property
+    def since(self) -> int:
+        """From which step on, as the message knows it better than the step at which it was found."""
+        found = _SINCE.search(self.message)
+        return min(int(found[1]), self.first) if found else self.first
+
+    def goes_on_as(self, other: EventGroup, world_size: int) -> bool:
+        """Whether this is not over, though its end was told: ``other`` is open, and follows from it, or began before
+        that end on the same ranks. Who is one of all ranks is known of none."""
+        if other is self or other.ended or other.kind in _AFTERWARDS:
+            return False
+        if other.follows:
+            place = f" ({self.where}): " if self.where else ": "
+            return other.message.startswith(f"{_FOLLOWS}{self.kind} of ") and place in other.message
+        ours, theirs = (set() if 0 < world_size <= one.ranks_total else {*one.ranks} for one in (self, other))
+        same = not (ours and theirs) or bool(ours & theirs)
+        return same and other.severity != "info" and self.since <= other.since <= self.last
+
 
 class EventLog:
     """All events of a run."""
@@ -111,6 +132,9 @@ class EventLog:
         total = whole(line.get("ranks_total")) or len(named)
         follows = message.startswith(_FOLLOWS)
         key: Any = (kind, where, named, total, follows)
+        effect = (*key[:-1], True)
+        if message.startswith((_STILL, _ENDED)) and key not in self._groups and effect in self._groups:
+            key, follows = effect, True
         folded = key not in self._groups and len(self._groups) >= MOST_GROUPS
         if folded:
             key, named, total = (kind, severity), (), 0
@@ -126,8 +150,10 @@ class EventLog:
             self._groups[key] = group
             self._fill(group, line)
         elif SEVERITIES.index(severity) < SEVERITIES.index(group.severity):
-            group.severity, group.message, group.remedy = severity, message, text(line.get("remedy"))
-            self._fill(group, line)
+            group.severity = severity
+            if not message.startswith(_STILL):  # else it is the same, said again
+                group.message, group.remedy = message, text(line.get("remedy"))
+                self._fill(group, line)
         group.folded += folded
         bisect.insort(group.steps, step)
         _extend(group.spans, step, message)

@@ -9,7 +9,6 @@ for check in verdict.checks:
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -107,7 +106,6 @@ _BEFORE = {
 }
 """Of the preflight: what is to come. With ranks that are named, and without."""
 _APPLIED = "applied gradient"
-_SINCE = re.compile(r"(?:that of|since|since about) step (\d{1,18})\b")
 _DISTURBING = ("error", "warning")
 
 
@@ -117,8 +115,10 @@ def verdict_of(run: Run) -> Verdict:
     groups = [group for group in run.events.groups() if group.severity in _DISTURBING]
     wrong = [group for group in groups if not group.follows and group.kind != "repaired"] or groups
     if wrong:
-        worst = min(wrong, key=lambda one: (one.severity != "error", since_of(one), one.first))
-        sentence = f"{_what(worst, run)}{_when(worst)}."
+        worst = min(wrong, key=lambda one: (one.severity != "error", one.since, one.first))
+        goes_on = [one for one in run.events.groups() if worst.goes_on_as(one, run.world_size)]
+        now = min(goes_on, key=lambda one: not one.follows, default=None)  # what is said to follow from it first
+        sentence = f"{_what(worst, run)}{_when(worst, now)}."
         severity: Literal["error", "warning"] = "error" if worst.severity == "error" else "warning"
         named = _ranks(worst, run)
         return Verdict(
@@ -126,7 +126,7 @@ def verdict_of(run: Run) -> Verdict:
             sentence,
             worst.ranks,
             tuple(place for rank in named for place in [_place(rank, worst, run)] if place is not None),
-            since_of(worst),
+            worst.since,
             worst,
             len(groups) - 1,
             checks,
@@ -135,12 +135,6 @@ def verdict_of(run: Run) -> Verdict:
         said = "Nothing has been measured yet." if not run.empty else "There is nothing in these records."
         return Verdict("unknown", said, (), (), None, None, 0, checks)
     return Verdict("ok", _healthy(run, checks), (), (), None, None, 0, checks)
-
-
-def since_of(group: EventGroup) -> int:
-    """From which step on, as the event's message knows it better than the step at which it was found."""
-    found = _SINCE.search(group.message)
-    return min(int(found[1]), group.first) if found else group.first
 
 
 def who_of(group: EventGroup, run: Run) -> str:
@@ -176,15 +170,17 @@ def _what(group: EventGroup, run: Run) -> str:
     return f"{said} ({who[0].lower()}{who[1:]})" if who else said
 
 
-def _when(group: EventGroup) -> str:
-    since, last = since_of(group), group.last
+def _when(group: EventGroup, now: EventGroup | None) -> str:
+    """``now``: as what it goes on, where its own end was told."""
+    since, last = group.since, group.last
     if group.first == 0:
         return ", seen before the first step"
-    if group.ended:
+    if group.ended and now is None:
         last = max(since, last - 1)  # its end is told at the first step without it
         return f", at step {since:,}" if last == since else f", from step {since:,} to {last:,}"
     found = f" (found at step {group.first:,})" if since < group.first else ""
-    return f", since step {since:,}{found}"
+    goes_on = f", now as {now.kind}" if group.ended and now is not None else ""
+    return f", since step {since:,}{found}{goes_on}"
 
 
 def _healthy(run: Run, checks: tuple[Check, ...]) -> str:
@@ -269,7 +265,7 @@ def _check(
         if state != "noted" or not unobserved:
             who = who_of(worst, run)
             told = f"{worst.kind}{f', {who[0].lower()}{who[1:]}' if who else ''}"
-            return Check(name, state, told if worst.first == 0 else f"{told}, step {since_of(worst):,}", kinds)
+            return Check(name, state, told if worst.first == 0 else f"{told}, step {worst.since:,}", kinds)
     if unobserved:
         return Check(name, "not observed", unobserved, kinds)
     return Check(name, "passed", figure, kinds)

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from ds_silent.reading import Run
 from ds_silent.reading.events import EventGroup
 from ds_silent.reading.values import number, of, text, whole
-from ds_silent.reading.verdict import since_of, who_of
+from ds_silent.reading.verdict import who_of
 from ds_silent.report.axis import shown
 from ds_silent.report.drawing import Figure, cursor, x_labels
 from ds_silent.report.figures import Panel, View, batch_of
@@ -83,7 +83,7 @@ def event_rows(view: View) -> list[Row]:
 
 
 def _row(group: EventGroup, run: Run) -> Row:
-    first, last = since_of(group), group.last
+    first, last = group.since, group.last
     if group.first == 0 and last == 0:
         when = "before step 1"
     elif first == last:

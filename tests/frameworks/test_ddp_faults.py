@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
+from ds_silent.reading import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
 from tests.distributed import run_distributed
@@ -213,3 +214,46 @@ def test_a_hook_that_comes_later_and_changes_nothing_is_checked_on(tmp_path: Pat
     found = run_distributed(lossy_later, 2, (str(tmp_path), 2, allreduce_hook))[0]
     assert found["events"] == []
     assert all(record["integrity"]["relative_error"] is not None for record in found["records"])
+
+
+AT = 5  # the step at which rank 2 does something else
+
+
+def once_unlike(directory: str, what: str) -> tuple[list[dict[str, Any]], str, int]:
+    """Rank 2 is off for a step, long before the replicas are due to be compared."""
+    model, optimizer = build(DDPCase())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+        for step in range(1, AT + 6):
+            model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
+            off = dist.get_rank() == 2 and step == AT
+            optimizer.param_groups[0]["lr"] = 0.03 if off and what == "learning rate" else 0.01
+            if off and what == "another gradient":
+                scale_unseen(model, 1.5)
+            if not (off and what == "no step"):
+                optimizer.step()
+            optimizer.zero_grad()
+    if dist.get_rank():
+        return [], "", 0
+    compared = [record["integrity"]["replica_groups"] for record in read_metrics(Path(directory, "metrics.jsonl"))]
+    events = list(read_events(Path(directory, "events.jsonl")))
+    return events, verdict_of(read_run(directory)).sentence, sum(groups is not None for groups in compared)
+
+
+def each_unlike(directory: str) -> list[tuple[list[dict[str, Any]], str, int]]:
+    return [once_unlike(f"{directory}/{what}", what) for what in ("no step", "another gradient", "learning rate", "")]
+
+
+def test_what_can_part_the_replicas_has_them_compared_at_the_next_step(tmp_path: Path) -> None:
+    *faults, healthy = run_distributed(each_unlike, 3, (str(tmp_path),))[0]
+    for events, sentence, _ in faults:
+        [drift] = [event for event in events if event["kind"] == "replica-drift"]
+        assert drift["step"] <= AT + 2, drift
+        assert (drift["severity"], drift["ranks"]) == ("info", [2]), drift
+        assert drift["message"].startswith("Follows from the "), drift
+        ends = [event["message"] for event in events if event["message"].startswith("Ended: ")]
+        assert all("What it has left behind goes on: replica-drift" in end for end in ends), ends
+        assert sentence.endswith(f"since step {AT}, now as replica-drift."), sentence
+    events, _, compared = healthy
+    assert compared == 0
+    assert [event for event in events if event["severity"] != "info"] == []

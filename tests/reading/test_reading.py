@@ -220,6 +220,52 @@ def test_since_when_is_what_the_message_knows(tmp_path: Path) -> None:
     assert verdict.sentence == "Rank 2 holds other weights than the rest, since step 4 (found at step 10)."
 
 
+def skipped(now: Event, *after: Event, ranks: tuple[int, ...] = (2,)) -> tuple[Event, ...]:
+    named = {"ranks": ranks, "where": "applied gradient"}
+    begun = event(10, "aggregation-error", message="Rank 2 did not step.", **named)
+    end = event(12, "aggregation-error", "info", "Ended: aggregation-error, from step 10 to step 11.", **named)
+    return (begun, end, now, *after)
+
+
+FOLLOWING = "Follows from the aggregation-error of step 10 (applied gradient): That of step 10 left them apart."
+LATER = event(30, "replica-drift", message="They were left apart by that of step 10.", where="weight")
+
+
+@pytest.mark.parametrize(
+    ("events", "over"),
+    [
+        (skipped(event(12, "replica-drift", "info", FOLLOWING, where="weight")), False),
+        (
+            skipped(
+                event(12, "replica-drift", "info", FOLLOWING, where="weight"),
+                event(140, "replica-drift", message="Still, since step 10: Apart.", where="weight"),
+            ),
+            False,
+        ),
+        (
+            skipped(
+                event(12, "replica-drift", "info", FOLLOWING, where="weight"),
+                event(30, "replica-drift", "info", "Ended: replica-drift, from step 10 to step 29.", where="weight"),
+            ),
+            True,
+        ),
+        (skipped(LATER), False),  # its cause was over when it was found
+        (skipped(event(12, message="Rank 2 is off.")), False),
+        (skipped(dataclasses.replace(LATER, ranks=())), False),  # nobody knows whose it is
+        (skipped(dataclasses.replace(LATER, ranks=(1,))), True),
+        (skipped(event(30, message="Rank 2 is off.")), True),  # it began later
+        (skipped(event(11, "observer-off", "warning")), True),
+    ],
+)
+def test_a_fault_is_not_over_while_what_it_left_behind_is_open(
+    events: tuple[Event, ...], over: bool, tmp_path: Path
+) -> None:
+    sentence = verdict_of(read_run(write(tmp_path, events=events))).sentence
+    assert sentence.startswith("What the optimizer applied is not the reduced gradient (rank 2), ")
+    assert sentence.endswith("from step 10 to 11.") == over
+    assert ("since step 10, now as " in sentence) == (not over)
+
+
 def test_nothing_and_nobody(tmp_path: Path) -> None:
     assert verdict_of(read_run(tmp_path)).severity == "unknown"
     with pytest.raises(ReadingError, match="is no directory of a run"):
