@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -285,6 +286,6 @@ def _close_at_exit(observer: Observer) -> None:
     def close() -> None:
         alive = reference()
         if alive is not None:
-            alive.close()
+            alive.close(getattr(sys, "last_value", None))  # what nobody caught
 
     atexit.register(close)

@@ -157,14 +157,18 @@ class Observer:
         self._together.tried(self._publish_early)
         self._together.tried(self._published.recorder.flush)
 
-    def close(self) -> None:
-        """Publish what is under way, close the sinks and leave the framework as it was. No collective."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Publish what is under way, close the sinks and leave the framework as it was. No collective.
+
+        Args:
+            error: what has ended the training, for ``run.json``; None where nothing has.
+        """
         if not self._closed:
             self._closed = True
             for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._steps.stop):
                 self._together.tried(act)
             self._together.tried(self._published.recorder.close)
-            self._together.tried(self._home.close)
+            self._together.tried(self._home.close, self._capture.step - 1, error)
 
     def _publish_early(self) -> None:
         self._steps.publish_early(self._closed)
@@ -227,7 +231,7 @@ class IdleObserver(Observer):
     def flush(self) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         self.closed = True
 
     def forked(self) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.measure.rows import RowTracker
+from ds_silent.practice.probe import LENGTH, VOCABULARY
+from ds_silent.reading import read_run, verdict_of
 from ds_silent.records import Event
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from ds_silent.watch.once import HEALTHY, WARNING, status_of
+from ds_silent.watch.watched import Watched
 from tests.collectives import Call, check_collectives, record_collectives
+from tests.ddp_training import DDPCase
+from tests.ddp_training import build as build_ddp
 from tests.distributed import run_distributed
 from tests.made_records import Run
 from tests.training import ROWS, Case, Probe, Trace, build, one_step, train
@@ -85,6 +92,62 @@ def test_when_a_rank_is_killed_the_others_end_and_the_records_stay(tmp_path: Pat
     run_distributed(kill_one_rank, 2, (str(tmp_path),), timeout=60, may_die=(0, 1))
     steps = [record["step"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")]
     assert steps[:4] == [1, 2, 3, 4]
+
+
+def ends_somehow(directory: str, how: str) -> None:
+    """Both ranks, after 4 steps; rank 1 has read the records before."""
+    model, optimizer = build_ddp(DDPCase())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}) as observer:
+        for _ in range(4):
+            model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        observer.flush()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            Path(directory, "said").write_text(verdict_of(read_run(directory)).sentence)
+        dist.barrier()
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raised":
+            raise ValueError("the script's own")
+
+
+@pytest.mark.parametrize("how", ["killed", "raised", "ended"])
+def test_a_run_that_broke_off_is_not_called_healthy(how: str, tmp_path: Path) -> None:
+    run_distributed(ends_somehow, 2, (str(tmp_path), how), may_die=() if how == "ended" else (0, 1))
+    healthy = "oth ranks agreed at all 4 measured steps; not checked: "
+    assert (tmp_path / "said").read_text().startswith(f"B{healthy}"), "while it goes on"
+    verdict = verdict_of(read_run(tmp_path))
+    begins = {
+        "killed": f"The run ended without an end at step 4; until then b{healthy}",
+        "raised": f"The training ended with ValueError after step 4; until then b{healthy}",
+        "ended": f"B{healthy}",
+    }
+    assert verdict.sentence.startswith(begins[how])
+    view = Watched(tmp_path)
+    while view.poll():
+        pass
+    assert status_of(view.view(), None, time.time()) == (HEALTHY if how == "ended" else WARNING)
+
+
+def test_a_run_on_another_host_is_lost_only_after_a_long_silence(tmp_path: Path) -> None:
+    facts = {
+        "version": 1,
+        "ended": None,
+        "process": {"host": "node7", "pid_namespace": "pid:[1]", "pid": 1, "began": 2},
+    }
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "world_size": 2}\n')
+    assert read_run(tmp_path).broke_off == ""
+    for name in ("run.json", "metrics.jsonl"):
+        os.utime(tmp_path / name, (0, 0))
+    assert read_run(tmp_path).broke_off.startswith("No end of the run is recorded after step 7, and nothing else for ")
+    del facts["ended"]  # of a version that says no end
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    os.utime(tmp_path / "run.json", (0, 0))
+    assert read_run(tmp_path).broke_off == ""
 
 
 # -- above the gather limit ------------------------------------------------------------------------

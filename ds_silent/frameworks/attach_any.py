@@ -95,9 +95,12 @@ def observe(training: Any, optimizer: Any = None, config: Given = None, **named:
     observer = attach(training, config, optimizer=optimizer, **named)
     try:
         yield observer
-    finally:
+    except BaseException as error:
         if observer is not None:
-            observer.close()
+            observer.close(error)
+        raise
+    if observer is not None:
+        observer.close()
 
 
 def _is_early_fsdp2(training: Any) -> bool:

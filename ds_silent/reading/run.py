@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from ds_silent.reading.values import MOST_RANKS, number, numbers, of, text, whol
 from ds_silent.records import FORMAT, DataDealt, newer_version
 from ds_silent.sinks.jsonl import newer_lines
 from ds_silent.sinks.per_rank import PerRankError, read_per_rank
+from ds_silent.sinks.run_facts import is_gone
 
 LINES = {
     "metrics.jsonl": ("step",),
@@ -39,6 +41,8 @@ OBJECTS = ("run.json", "ranks.json", "preflight.json")
 Listen = Callable[[str, dict[str, Any] | None], None]
 MOST_MATRICES = 48
 MOST_LAYERS = 2000
+LONG = 3600.0
+"""Seconds without a record after which a run on another host may have ended."""
 _LARGEST_OBJECT = 1 << 26
 
 
@@ -113,6 +117,7 @@ class Run:
     newer: dict[tuple[str, int], int] = field(default_factory=dict)  # file and version -> lines that are left out
     versions: dict[str, int] = field(default_factory=dict)  # of the files that are one object
     unreadable: dict[str, str] = field(default_factory=dict)  # file -> why
+    lost: Literal["", "gone", "silent"] = ""  # without an end: its process is no more, or nothing was written for long
 
     @property
     def name(self) -> str:
@@ -156,6 +161,17 @@ class Run:
         return [*(f"{name} cannot be read: {why}." for name, why in self.unreadable.items()), *torn, *newer, *versions]
 
     @property
+    def broke_off(self) -> str:
+        """That the training did so, in words; "" where it goes on, has ended, or nobody says."""
+        error, step = text(of(self.facts, "ended", "error"), 60), whole(of(self.facts, "ended", "step"))
+        if error:
+            return f"The training ended with {error} after step {step or 0:,}"
+        last = f"step {int(self.steps.step[-1]):,}" if len(self.steps) else "its start"
+        if self.lost == "gone":
+            return f"The run ended without an end at {last}"
+        return f"No end of the run is recorded after {last}, and nothing else for an hour" if self.lost else ""
+
+    @property
     def empty(self) -> bool:
         """Whether nothing is known of it."""
         return not (len(self.steps) or len(self.events) or self.preflight or self.facts)
@@ -185,7 +201,23 @@ class RunReader:
                 self._anew(name)
             _set(self.run.unreadable, name, follower.problem)
             changed |= self._take(name, news.objects, news.broken) or news.restarted or news.more
+        self.run.lost = self._lost()
         return changed
+
+    def _lost(self) -> Literal["", "gone", "silent"]:
+        """A run of before says neither an end nor a process."""
+        run = self.run
+        if run.facts.get("ended", True) is not None:
+            return ""
+        gone = is_gone(run.facts.get("process"))
+        if gone is not None:
+            return "gone" if gone else ""
+        try:
+            written = max(path.stat().st_mtime for path in run.directory.glob("*.json*"))
+        except (OSError, ValueError):
+            return ""
+        every = (run.steps.last("step seconds") or 0.0) * (whole(of(run.facts, "block", "interval")) or 1)
+        return "silent" if time.time() - written > max(LONG, 20.0 * every) else ""
 
     def finish(self) -> Run:
         """All there is, and what a run that is over has left torn."""

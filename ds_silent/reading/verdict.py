@@ -45,7 +45,7 @@ class Verdict:
         sentence: one.
         ranks: that are named; empty where nobody can be.
         since: the step from which on it is so; None where nothing is wrong. 0: before the first.
-        group: what the sentence is about; None where nothing is wrong.
+        group: what the sentence is about; None where nothing is wrong, or the run has only broken off.
         others: findings of the severity "error" or "warning" beside it.
     """
 
@@ -114,11 +114,12 @@ def verdict_of(run: Run) -> Verdict:
     checks = checks_of(run)
     groups = [group for group in run.events.groups() if group.severity in _DISTURBING]
     wrong = [group for group in groups if not group.follows and group.kind != "repaired"] or groups
+    lost = run.broke_off
     if wrong:
         worst = min(wrong, key=lambda one: (one.severity != "error", one.since, one.first))
         goes_on = [one for one in run.events.groups() if worst.goes_on_as(one, run.world_size)]
         now = min(goes_on, key=lambda one: not one.follows, default=None)  # what is said to follow from it first
-        sentence = f"{_what(worst, run)}{_when(worst, now)}."
+        sentence = f"{_what(worst, run)}{_when(worst, now)}.{lost and f' {lost}.'}"
         severity: Literal["error", "warning"] = "error" if worst.severity == "error" else "warning"
         named = _ranks(worst, run)
         return Verdict(
@@ -131,6 +132,10 @@ def verdict_of(run: Run) -> Verdict:
             len(groups) - 1,
             checks,
         )
+    if lost:
+        healthy = _healthy(run, checks) if len(run.steps) else ""
+        sentence = f"{lost}; until then {healthy[0].lower()}{healthy[1:]}" if healthy else f"{lost}."
+        return Verdict("warning", sentence, (), (), None, None, 0, checks)
     if not len(run.steps):
         said = "Nothing has been measured yet." if not run.empty else "There is nothing in these records."
         return Verdict("unknown", said, (), (), None, None, 0, checks)

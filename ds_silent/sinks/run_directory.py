@@ -37,6 +37,7 @@ from ds_silent.sinks.claims import (
 )
 from ds_silent.sinks.console import ConsoleSink
 from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
+from ds_silent.sinks.run_facts import write_end
 
 logger = logging.getLogger("ds_silent")
 LONGEST = 4096
@@ -237,11 +238,17 @@ class RunDirectory:
         self._background.drain()
         return identity(self._claim.directory)
 
-    def close(self) -> None:
-        """Others may write here; an engine that never stepped leaves no empty records. No collective."""
+    def close(self, step: int = 0, error: BaseException | None = None) -> None:
+        """Others may write here; an engine that never stepped leaves no empty records. No collective.
+
+        Args:
+            step: the last one.
+            error: what has ended the training, if something did.
+        """
         _live.discard(self)
         if self._claim is None:
             return
+        write_end(self._claim.directory, step, error)
         if not self._stepped and not is_used(self._claim.directory):
             _remove_empty(self._claim.directory)
         self._claim.release()
