@@ -114,6 +114,7 @@ class EventLog:
     def __init__(self) -> None:
         self._groups: dict[Any, EventGroup] = {}
         self.counts = dict.fromkeys(SEVERITIES, 0)
+        self.findings = dict.fromkeys(SEVERITIES, 0)  # events but for reminders and ends of what was told before
         self.by_step: dict[str, array[int]] = {severity: array("q") for severity in SEVERITIES}
         self.recent: deque[Told] = deque(maxlen=50)  # the newest
 
@@ -143,6 +144,8 @@ class EventLog:
         if group is not None and _held(group.steps, step) and not group.folded:
             return True
         self.counts[severity] += 1
+        again = message.startswith(_ENDED) or (message.startswith(_STILL) and group is not None)
+        self.findings[severity] += not again
         bisect.insort(self.by_step[severity], step)
         self.recent.append(Told(step, kind, severity, named, message[:600]))
         if group is None:

@@ -66,7 +66,7 @@ class Tally:
         return f"end  {steps}; {self._events()}; verdict: {self._verdict()} {where[0].upper()}{where[1:]}"
 
     def _events(self) -> str:
-        counts = {} if self._run is None else self._run.events.counts
+        counts = {} if self._run is None else self._run.events.findings
         said = [f"{count:,} {_WORDS[name]}{'s' * (count != 1)}" for name, count in counts.items() if count]
         return ", ".join(said) or "no events"
 

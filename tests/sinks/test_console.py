@@ -204,6 +204,16 @@ def test_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(sink, capsys) == []  # once
 
 
+def test_the_last_line_counts_a_fault_once(capsys: pytest.CaptureFixture[str]) -> None:
+    sink, told = ConsoleSink(0, ends=True), event(10, ranks=(1,))
+    end = replace(told, step=400, severity="info", message="Ended: duplicate-data, from step 10 to step 399.")
+    reminders = [replace(told, step=step, message="Still, since step 10: the same.") for step in (138, 266)]
+    resumed = replace(told, where="since before the resume", message="Still, since step 3: the same.")
+    for one in (told, *reminders, end, replace(told, step=500), resumed):
+        sink.write_event(one)
+    assert "; 3 errors; verdict: " in ended(sink, capsys)[0]
+
+
 def test_the_last_line_of_a_healthy_run(capsys: pytest.CaptureFixture[str]) -> None:
     sink = ConsoleSink(0, label="engine-2", ends=True)
     sink.write(full_record(1))
