@@ -32,7 +32,7 @@ from ds_silent.detectors.at_once import AtOnce, StandsOut
 from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast
 from ds_silent.detectors.effects import PLAIN_LOSS, UNLIKE, Setting, effect_of
 from ds_silent.detectors.finding import Evidence, Finding, named
-from ds_silent.detectors.likely_causes import causes_in_words, either_in_words, in_words, likely_causes
+from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, either_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, Flags, strongest_tilt
 from ds_silent.detectors.symptoms import Recent
 from ds_silent.records import Event, Score, StepRecord
@@ -247,30 +247,34 @@ class OutlierTest:
             self._sizes,
             self._setting(rank, others, since, own_past, flag["weighed"] - since <= SUDDEN),
         )
-        causes = likely_causes(seen, self._words)
-        numbers, why = in_words(seen), causes_in_words(causes)
-        two = len(peers) == 2
-        if two:  # the other one may be the wrong one as well
-            [other] = others
-            mirrored = likely_causes(self._recent.symptoms(other, [rank], since, own_past), self._words)
-            numbers, why = in_words(seen, f"rank {other}"), either_in_words({rank: causes, other: mirrored})
-            causes = (*causes[:2], *mirrored[:2])
-        look_at = "; then ".join(dict.fromkeys(cause.look_at for cause in causes))
-        look_at = _OF_DATA if effect.of_data else (look_at.replace("this rank", "each rank") if two else look_at)
         self._level.unlearn(rank, since)
         if self._change is not None:
             self._change.unlearn(rank, since)
         return {
             **flag,
-            "ranks": peers if two else [rank],
-            "numbers": numbers,
-            "why": why,
-            "look_at": look_at,
+            "ranks": peers if len(peers) == 2 else [rank],
+            **self._reasons(rank, others, seen, since, own_past, effect.of_data),
             "left": self._threshold,
             "severity": flag["severity"] or effect.severity,
             "effect": effect.size,
             "slight": effect.slight,
         }
+
+    def _reasons(
+        self, rank: int, others: Sequence[int], seen: Symptoms, since: int, own_past: bool, of_data: bool
+    ) -> dict[str, str]:
+        """What a rank's numbers say; of two ranks the other one may be the wrong one as well."""
+        causes = likely_causes(seen, self._words)
+        numbers, why, two = in_words(seen), causes_in_words(causes), len(others) == 1
+        if two:
+            [other] = others
+            mirrored = likely_causes(self._recent.symptoms(other, [rank], since, own_past), self._words)
+            numbers, why = in_words(seen, f"rank {other}"), either_in_words({rank: causes, other: mirrored})
+            causes = (*causes[:2], *mirrored[:2])
+        look_at = _OF_DATA if of_data else "; then ".join(dict.fromkeys(cause.look_at for cause in causes))
+        look_at = look_at.replace("this rank", "each rank") if two else look_at
+        ranks: Any = sorted((rank, *others)) if two else [rank]
+        return {"ranks": ranks, "numbers": numbers, "why": why, "look_at": look_at}
 
     def _setting(
         self, rank: int, others: Sequence[int], since: int, own_past: bool = False, sudden: bool = True
@@ -298,9 +302,8 @@ class OutlierTest:
             seen = self._recent.symptoms(rank, others, newest)
             effect = effect_of(seen, flag["where"], self._sizes, self._setting(rank, others, newest))
             if effect.severity != "info":
-                causes = likely_causes(seen, self._words)
-                flag |= {"severity": effect.severity, "effect": effect.size, "numbers": in_words(seen)}
-                flag |= {"why": causes_in_words(causes), "look_at": "; then ".join(c.look_at for c in causes)}
+                flag |= {"severity": effect.severity, "effect": effect.size}
+                flag |= self._reasons(rank, others, seen, newest, False, False)
 
     def _message(self, rank: int, flag: dict[str, Any]) -> str:
         ranks, since = tuple(flag["ranks"]), flag["since"]
@@ -314,9 +317,13 @@ class OutlierTest:
         if flag["severity"] == "info" and not self._random:
             when = "the beginning" if since <= 1 else f"about step {since}"
             beside = " and its own past" if flag["own_past"] else ""
-            whose = f"Rank {rank}'s" if len(ranks) == 1 else f"One of {named(ranks)}'s"
+            if len(ranks) == 2:
+                return (
+                    f"The data of {named(ranks)} are of unlike kinds since {when}. Rank {rank} against "
+                    f"rank {sum(ranks) - rank}{beside}: {flag['numbers']}. Other rows on one of them look like this."
+                )
             return (
-                f"{whose} data are of another kind since {when}. Against the others{beside}: {flag['numbers']}. "
+                f"Rank {rank}'s data are of another kind since {when}. Against the others{beside}: {flag['numbers']}. "
                 "Other rows on this rank look like this."
             )
         return f"Rank {rank} has {flag['meaning']}. Against the others: {flag['numbers']}. {flag['why']}"

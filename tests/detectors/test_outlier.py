@@ -107,6 +107,27 @@ def test_of_two_ranks_what_is_likely_is_told_for_each_being_the_wrong_one(seed: 
     assert "Look at clipping" in event.remedy or "; then clipping" in event.remedy
 
 
+def test_of_two_ranks_the_healthy_one_is_not_accused_when_a_note_becomes_a_warning() -> None:
+    run = Run(ranks=2)
+    run.steps(19, spread=0.05)
+    _, note = run.until_event(60, scale=1.03, bad=0, spread=0.05)
+    assert note.severity == "info"
+    event = next(event for event in run.steps(130, scale=3.0, bad=0, spread=0.05) if event.severity == "warning")
+    assert "if rank 0 is wrong: its gradient is multiplied behind the loss" in event.message
+    assert "if rank 1 is wrong: its gradient is clipped or scaled down" in event.message
+    assert "theirs" not in event.message
+    assert "this rank" not in event.remedy
+
+
+def test_of_two_ranks_with_rows_of_their_own_neither_is_named_by_its_numbers() -> None:
+    run = Run(ranks=2)
+    own = Evidence(dealt="own-shard")
+    run.steps(60, own)
+    [note] = [event for event in run.steps(30, own, scale=3.0) if event.kind == "outlier-rank"]
+    assert note.message.startswith("The data of ranks 0 and 1 are of unlike kinds since ")
+    assert "this rank" not in note.message + note.remedy
+
+
 def test_of_two_ranks_that_point_apart_one_cause_is_told_for_whichever_is_wrong() -> None:
     told = either_in_words({0: likely_causes(Symptoms()), 1: likely_causes(Symptoms())})
     assert told.startswith("Most likely, on whichever is wrong: its rows or labels are of another kind")
