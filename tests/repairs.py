@@ -21,6 +21,7 @@ from ds_silent.drill.faults.injection import Strike
 from ds_silent.drill.faults.reduction import flip_some
 from ds_silent.drill.faults.update import skipped
 from ds_silent.drill.faults.when import Maker, once, one
+from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.patches import Patches
 from ds_silent.practice.hashing import hash_of
 from tests.training import Case, Probe, one_step
@@ -37,7 +38,13 @@ RETRY = block(respond={"on_aggregation_error": "retry"}, integrity={"replica_int
 MAJORITY = block(respond={"on_replica_drift": "majority"}, integrity={"replica_interval": 1})
 
 
-def trained(case: Case, output_dir: Path, settings: dict[str, Any] | None, fault: Fault | None = None) -> str:
+def trained(
+    case: Case,
+    output_dir: Path,
+    settings: dict[str, Any] | None,
+    fault: Fault | None = None,
+    gather_limit: int = GATHER_LIMIT,
+) -> str:
     """Hash of this rank's weights, optimizer state and counters after ``STEPS`` steps of always the same rows."""
     if case.dtype == "fp16":  # DeepSpeed's CPU accelerator refuses fp16 although torch computes it
         get_accelerator().is_fp16_supported = lambda: True
@@ -46,7 +53,9 @@ def trained(case: Case, output_dir: Path, settings: dict[str, Any] | None, fault
         config["silent_consistency"] = {**copy.deepcopy(settings), "output_dir": str(output_dir)}
     torch.manual_seed(1234)
     model = Probe(None)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = ds_silent.initialize(
+        model=model, model_parameters=model.parameters(), config=config, _gather_limit=gather_limit
+    )
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     patches = Patches()
     try:
@@ -87,6 +96,21 @@ def corrupted(change: Callable[[Tensor], None], ranks: tuple[int, ...], times: i
         patches.wrap(deepspeed.comm, "all_reduce", reduce)
 
     return fault
+
+
+def missing(engine: Any, patches: Patches) -> None:
+    """The odd rank's gradient is missing from the first reductions of step ``FAULT``."""
+    left = 1
+
+    def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        if engine.global_steps + 1 == FAULT and tensor.numel() > 1000 and left:
+            left -= 1
+            if dist.get_rank() == ODD:
+                tensor.zero_()
+        return original(tensor, *args, **kwargs)
+
+    patches.wrap(deepspeed.comm, "all_reduce", reduce)
 
 
 def noise(tensor: Tensor) -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.exchange.arrived import Arrived
+from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import FIELDS, LEFT, Gathered, Late, Observation, Sums, Weights, on_any
@@ -170,6 +171,21 @@ class ConstantSizeExchange:
         rows = self._kept(self._rows.all())
         return Arrived(known, lambda: self._with_sums(known, sums.double(), rows.double()))
 
+    def in_full(self, once: Once) -> Arrived:
+        """:meth:`peek`, with the weights that ranks otherwise find and send one observation later. A collective, where
+        no rank has failed."""
+        newest = once(self.peek)
+        if on_any(newest.known.status.failed) or not self._layout.late:
+            return newest
+        before = self._cosine.clone(), self._late.clone()  # of the step before, still to be sent
+        self._find_late()
+        found = torch.cat((self._cosine[None], self._late[:2]))
+        self._cosine.copy_(before[0])
+        self._late.copy_(before[1])
+        said = gather_on_host(found, self._group, once).double()
+        late = Late(said[:, 0], Weights(1.0 + said[:, 1], said[:, 2]), None)
+        return newest if newest.make is None else Arrived(newest.known, lambda: _told(newest.all, late))
+
     def _kept(self, landed: Tensor) -> Tensor:
         return landed.clone() if self._rank == 0 else landed  # it writes, perhaps behind the next observation
 
@@ -212,10 +228,13 @@ def _completed(record: Arrived, later: Arrived) -> Arrived:
 
 
 def _with_late(record: Gathered, later: Gathered) -> Gathered:
-    assert isinstance(record.directions, Sums)
     assert isinstance(later.directions, Sums)
     said = later.directions.of_before
     weights = None if said is None else Weights(1.0 + said[:, 0], said[:, 1])
     layers = None if said is None or said.shape[1] == 2 else said[:, 2:]
-    late = Late(later.local.late_cosine, weights, layers)
+    return _told(record, Late(later.local.late_cosine, weights, layers))
+
+
+def _told(record: Gathered, late: Late) -> Gathered:
+    assert isinstance(record.directions, Sums)
     return replace(record, directions=replace(record.directions, late=late))

@@ -64,6 +64,10 @@ class GatherExchange:
         known = unpack(self._layout, self._step, rows[:, : self._layout.scalars].double())
         return Arrived(known, lambda: self._with_sketches(known, rows))
 
+    def in_full(self, once: Once) -> Arrived:
+        """Nothing comes later."""
+        return once(self.peek)
+
     def _with_sketches(self, known: Gathered, rows: Tensor) -> Gathered:
         layout = self._layout
         _, sketches, aggregates, layers, layer_aggregates, grams = torch.split(rows.double(), layout.parts, dim=1)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.gather import Exchange
 from ds_silent.exchange.observation import on_any
 from ds_silent.frameworks.base import HasReplica, Repeats
@@ -144,7 +145,7 @@ class _Guard:
 
     def protect(self, step: int, notes: _Notes) -> str | None:
         """Why the training must stop, or None."""
-        seen = self._examine()
+        seen = self._examine(self._exchange.peek())
         if not self._anyone(None if seen is None else seen.wrong):
             return None
         together = self._capture.together
@@ -152,8 +153,9 @@ class _Guard:
 
     def _correct(self, step: int, notes: _Notes, seen: Examined | None) -> str | None:
         """The reduction is wrong, and every rank knows. ``seen``: by this one; None where its examination broke."""
+        named = self._examine(self._exchange.in_full(self._capture.together.once))
         if seen is not None:
-            notes.reduction(step, seen)
+            notes.reduction(step, named or seen)
         if self._respond.on_aggregation_error == "stop":
             return 'respond.on_aggregation_error "stop"'
         if self._anyone(None if seen is None else seen.changed):
@@ -165,7 +167,7 @@ class _Guard:
         for attempt in range(1, self._respond.retries + 1):
             sent += framework.reduce_again()
             self._exchange.post(step, self._capture.observation_again(), self._capture.together)
-            again = self._examine()
+            again = self._examine(self._exchange.peek())
             right = self._anyone(None if again is None else again.wrong) is False
             if right or attempt == self._respond.retries:
                 check = None if again is None else again.check
@@ -176,9 +178,8 @@ class _Guard:
                 return None
         return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
 
-    def _examine(self) -> Examined | None:
+    def _examine(self, arrived: Arrived) -> Examined | None:
         """None where the observation itself broke, here or, as the status words say, on another rank."""
-        arrived = self._exchange.peek()
         if on_any(arrived.known.status.failed):
             return None
         if arrived.make is None:

@@ -29,6 +29,7 @@ from tests.repairs import (
     corrupted,
     drifted,
     flip,
+    missing,
     noise,
     trained,
     updated,
@@ -90,6 +91,25 @@ def test_a_passing_fault_is_undone_bit_for_bit(case: Case, tmp_path: Path) -> No
         assert f"was repeated {attempts} and is right now" in events[1]["message"]
         errors = [r["integrity"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]
         assert all(e["relative_error"] < e["rounding_bound"] for e in errors)  # of what was applied
+
+
+def retried_by_many(directory: str) -> list[bool]:
+    """Of 4 ranks as of very many: sums of sketches alone, and rows only on the writing rank (0)."""
+    same = []
+    for limit in (1, 0):
+        clean = trained(Case(), Path(directory, f"clean {limit}"), RETRY, gather_limit=limit)
+        same.append(clean == trained(Case(), Path(directory, f"{limit}"), RETRY, missing, limit))
+    return same
+
+
+def test_above_the_gather_limit_the_rank_is_named_before_the_reduction_is_repeated(tmp_path: Path) -> None:
+    assert run_distributed(retried_by_many, RANKS, (str(tmp_path),), timeout=240) == [[True, True]] * RANKS
+    for limit in (1, 0):
+        assert [e for e in read_events(tmp_path / f"clean {limit}" / "events.jsonl") if e["severity"] != "info"] == []
+        events = list(read_events(tmp_path / f"{limit}" / "events.jsonl"))
+        fault = next(e for e in events if e["severity"] == "error")
+        assert (fault["step"], fault["ranks"]) == (FAULT, [ODD]), fault
+        assert [e["step"] for e in events if e["kind"] == "repaired"] == [FAULT]
 
 
 # -- replicas ---------------------------------------------------------------------------------------------------------
