@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,34 @@ def test_a_run_on_another_host_is_lost_only_after_a_long_silence(tmp_path: Path)
     del facts["ended"]  # of a version that says no end
     (tmp_path / "run.json").write_text(json.dumps(facts))
     os.utime(tmp_path / "run.json", (0, 0))
+    assert read_run(tmp_path).broke_off == ""
+
+
+def left_by_both(directory: str, interrupted: bool) -> None:
+    """In step 4, rank 1 before its observation of it and rank 0 behind; or rank 1's observer alone is closed there."""
+    model, optimizer = build_ddp(DDPCase())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with (
+        suppress(KeyboardInterrupt),
+        ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}) as observer,
+    ):
+        for step in range(1, 7):
+            model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
+            if step == 4 and dist.get_rank() == 1:
+                if interrupted:
+                    raise KeyboardInterrupt
+                observer.close()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 4 and interrupted:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interrupt_is_no_breakage_of_the_observer(interrupted: bool, tmp_path: Path) -> None:
+    run_distributed(left_by_both, 2, (str(tmp_path), interrupted))
+    told = [(event["kind"], event["step"]) for event in read_events(tmp_path / "events.jsonl")]
+    assert told == ([] if interrupted else [("observer-off", 4)])
     assert read_run(tmp_path).broke_off == ""
 
 

@@ -266,7 +266,7 @@ class Steps:
         for arrived in self._under_way() if self.observing else ():
             _, apart = self._lockstep.of(arrived)
             if apart is not None and apart.kind == "observer-off":
-                if closed:
+                if closed and not _all_leave(arrived):
                     self.switch_off(apart)
                 return
             if apart is not None and closed:
@@ -306,6 +306,11 @@ class Steps:
         """Observe nothing from now on; the framework is as it was."""
         self.observing = False
         self._capture.close()
+
+
+def _all_leave(arrived: Arrived) -> bool:
+    """Whether the other ranks have only left, as this one does now: an interrupt finds them at different places."""
+    return set(arrived.known.status.failed.tolist()) <= {0.0, LEFT}
 
 
 def _only_words(observation: Observation) -> Observation:
