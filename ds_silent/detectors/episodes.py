@@ -80,7 +80,8 @@ class Episodes:
                 events.append(self._event(step, finding, ""))
             elif episode.age >= episode.next_reminder and finding.severity != "info":
                 episode.next_reminder *= 2
-                reminder = self._event(step, finding, f"{STILL}{episode.since}: ")
+                same = replace(finding, where=episode.where)  # of the replicas, more tensors differ by and by
+                reminder = self._event(step, same, f"{STILL}{episode.since}: ")
                 is_open = episode.cause is not None and episode.cause in {fault.key for fault in self._open()}
                 events.append(replace(reminder, severity="info") if is_open else reminder)
         for key, episode in list(self._active.items()):

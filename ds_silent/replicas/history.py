@@ -39,6 +39,7 @@ class Replicas:
         self._history = torch.zeros(max(1, history), len(self._parameters), dtype=torch.int64, device=device)
         self._steps = [-1] * len(self._history)
         self._newest = -1  # slot
+        self._apart_since: tuple[int, int] | None = None  # as found first: later, no equal checksum is remembered
         self._checked: tuple[int, list[str], Tensor] | None = None
 
     def remember(self, step: int) -> None:
@@ -76,6 +77,11 @@ class Replicas:
         since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
         if not since:
             return found.drift(names, None)
-        # the checksum that step s finds is what the update of step s - 1 has left
-        agreed = [s for s in self._steps if 0 <= s < min(since)]
-        return found.drift(names, min(since) - 1, max(agreed, default=min(since) - 1))
+        if self._apart_since is None:  # the checksum that step s finds is what the update of step s - 1 has left
+            agreed = [s for s in self._steps if 0 <= s < min(since)]
+            self._apart_since = min(since) - 1, max(agreed, default=min(since) - 1)
+        return found.drift(names, *self._apart_since)
+
+    def equal(self) -> None:
+        """They are, at the last :meth:`check`."""
+        self._apart_since = None

@@ -81,7 +81,10 @@ class ReplicaChecks:
         if self._replicas is None or gathered.hashes is None or not on_all(gathered.reduced.replica_seen):
             return False
         replicas = gathered.hashes[:, 0]
-        return bool((replicas != replicas[0]).any())
+        apart = bool((replicas != replicas[0]).any())
+        if not apart:
+            self._replicas.equal()
+        return apart
 
     def localise(self, once: Once) -> Drift | None:
         """The tensors that differ, where :meth:`differ`. A collective."""

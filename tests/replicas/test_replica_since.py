@@ -30,6 +30,28 @@ def test_the_update_lies_between_the_last_equal_and_the_first_different_checksum
     assert [(drift.names, drift.earliest, drift.since) for drift in found] == [(("weight",), 20, 29)] * 2
 
 
+def drift_that_lasts() -> list[Any]:
+    weight, found = torch.ones(8), []
+    replicas = Replicas([("weight", weight)], list, history=4)
+    for step in range(1, 41):
+        if dist.get_rank() == 1 and step in (8, 38):
+            weight[3] += 1.0  # by the updates of steps 7 and 37
+        if step == 33:
+            weight.fill_(1.0)
+        replicas.remember(step)
+        if step % 4 == 0:
+            replicas.check(step)
+            if 8 <= step < 33 or step >= 38:  # all ranks have read so
+                found.append(replicas.localise(dist.group.WORLD))
+            else:
+                replicas.equal()
+    return [(drift.earliest, drift.since) for drift in found]
+
+
+def test_a_drift_that_lasts_names_the_same_step_at_every_comparison() -> None:
+    assert run_distributed(drift_that_lasts, 2) == [[(7, 7)] * 7 + [(37, 37)]] * 2
+
+
 def test_a_range_is_told_as_a_range() -> None:
     def message(drift: Drift) -> str:
         (finding,) = replicas_differ(Run().record(), drift.groups, drift)
