@@ -23,7 +23,7 @@ from ds_silent.capture.data_facts import Walk
 from ds_silent.detectors import Coverage, Evidence
 from ds_silent.detectors.finding import LayerValues
 from ds_silent.exchange.observation import Gathered, Sums, on_all
-from ds_silent.exchange.row_ids import Sampling, StepIds, unpack_ids
+from ds_silent.exchange.row_ids import Ids, Sampling, StepIds, mix64, unpack_ids
 from ds_silent.measure.coverage import EpochCoverage, epoch_is_over, last_of_epoch, shared_rows
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.recent_rows import OwnPasses, RecentRows
@@ -49,6 +49,8 @@ class RowsOfStep:
 
 
 WALK_UNKNOWN = Walk()
+FIRST_ROWS = 256
+"""By which a pass is known again that begins anew."""
 
 
 class RowTracker:
@@ -65,6 +67,7 @@ class RowTracker:
         self._order = SameOrder()
         self._level = 0  # of the sample that the epoch was made from
         self._partial = False  # rows were missed in this epoch: shares would be wrong
+        self._first: npt.NDArray[np.uint64] = np.empty(0, np.uint64)  # what the epoch began with: the smallest hashes
         self._resumed = False  # the loader has not begun since then
 
     def step(
@@ -107,10 +110,10 @@ class RowTracker:
             order = replace(order, promised=walk.facts.shuffles is True) if _shuffles(walk, order) else None
         shared, pairs = 0, Counter[tuple[int, int]]()
         for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk):
+            part = (sent.places >= first) & (sent.places < end)
             if begins:
                 self._epoch.start_epoch()
-                self._partial = False
-            part = (sent.places >= first) & (sent.places < end)
+                self._partial, self._first = False, _smallest(sent.values[part])
             self._epoch.update(sent.values[part], _rows_of(sent, first, end))
             # what a rank held in the last epoch may be another's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
@@ -166,9 +169,9 @@ class RowTracker:
                     yield True, place, place + most
                     place, begins = place + most, False
                 continue
-            # a script that goes on within the epoch makes its loader anew for that
-            if begins and self._resumed and walk.starts and inside.any():
-                begins = float(self._epoch.holds(sent.values[inside]).mean()) > self._epoch.rate / 2
+            # a script that goes on within the epoch makes its loader anew for that; the pass begins with its own rows
+            if begins and self._resumed and walk.starts and inside.any() and self._epoch.visits:
+                begins = _begin_alike(self._first, _smallest(sent.values[inside]))
             self._resumed &= not (walk.starts and place >= walk.starts[0])
             yield begins, place, end
             place, begins = end, True
@@ -184,6 +187,7 @@ class RowTracker:
             "epoch": self._epoch.state_dict(),
             "partial": self._partial or unsent,
             "level": self._level,
+            "first": self._first.tolist(),
             "deal": self.deal.state_dict(),
             "recent": self._recent.state_dict(),
         }
@@ -197,6 +201,7 @@ class RowTracker:
         self._epoch.load_state_dict(state["epoch"])
         self._partial, self._resumed = bool(state["partial"]), True
         self._level = int(state.get("level", 0))  # older versions sent all rows
+        self._first = np.array(state.get("first", []), dtype=np.uint64)  # likewise
         self._order = SameOrder()
         if "deal" in state:
             self.deal.load_state_dict(state["deal"])
@@ -239,6 +244,20 @@ def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tupl
 def _rows_of(sent: StepIds, first: int, end: int) -> int:
     """Rows of all ranks from one place to another, whether or not they were sent."""
     return int((np.minimum(sent.looked, end) - np.minimum(sent.looked, first)).sum())
+
+
+def _smallest(values: Ids) -> npt.NDArray[np.uint64]:
+    """The smallest hashes of these rows."""
+    return np.sort(mix64(np.ascontiguousarray(values).view(np.uint64)))[:FIRST_ROWS]
+
+
+def _begin_alike(first: npt.NDArray[np.uint64], now: npt.NDArray[np.uint64]) -> bool:
+    """Whether one part holds all rows of the other, as far as the smallest hashes of both tell."""
+    if not len(first) or not len(now):
+        return False
+    limit = min((int(one[-1]) for one in (first, now) if len(one) == FIRST_ROWS), default=(1 << 64) - 1)
+    ours, theirs = (set(one[one <= limit].tolist()) for one in (first, now))
+    return bool(ours and theirs) and (ours <= theirs or theirs <= ours)
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:

@@ -182,6 +182,25 @@ def test_a_resume_within_an_epoch_goes_on() -> None:
         assert deal.events == []
 
 
+@pytest.mark.parametrize("limit", [2, 3, 4, 6])
+def test_a_resume_that_takes_the_rest_from_another_order_repeats_rows(limit: int) -> None:
+    """Of 32 rows, some come twice and as many never: another order is no new pass."""
+    deal = Deal(32, 2, 2, 1, True, True, True)
+    deal.epoch(0, limit=limit)
+    state = json.loads(json.dumps(deal.tracker.state_dict(False)))
+    deal.tracker = RowTracker()
+    deal.tracker.load_state_dict(state)
+    order = np.random.default_rng(limit).permutation(32)
+    deal.loaders = [DataLoader(range(32), 2, sampler=order[r::2].tolist()) for r in range(2)]  # type: ignore[arg-type]
+    deal.epoch(None, limit=8 - limit)
+    first = [said.coverage.seen for said in deal.said]
+    assert first == sorted(first)  # it does not fall
+    last = deal.said[-1].coverage
+    assert last.repeated is not None
+    assert last.repeated > 0.0
+    assert last.seen == 1.0 - last.repeated
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_own_permutations_are_told_by_ids_and_by_content(told: bool) -> None:
     """By content it is a warning that says what else it may be: the data may hold rows several times."""
