@@ -9,8 +9,9 @@ Where it is not known that they are, a rank may differ because its rows do. Then
 found is a note or a warning is a matter of its size, see ``effects``. A change that the rank's rows may have made is
 written once, and from then on it is the rank's past.
 
-A rank so far above the others that no noise explains it is flagged at its first step, by ``at_once``; where rows are
-not known to be dealt at random, so far above what it was before, at its third. It shares the rate with the others.
+A rank so far above the others that no noise explains it is flagged at its first step, by ``at_once``, or at its third
+where its gradient is so far below; where rows are not known to be dealt at random, so far above what it was before, at
+its third. It shares the rate with the others.
 
 A flagged rank leaves the comparison and the history, back to the step where its fault began. The component that
 flagged it goes on comparing it; when half of the (log) evidence has been taken back the fault has ended. Two ranks
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from ds_silent.config import EffectsConfig
-from ds_silent.detectors.at_once import AtOnce, StandsOut
+from ds_silent.detectors.at_once import LASTING, AtOnce, StandsOut
 from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast
 from ds_silent.detectors.effects import PLAIN_LOSS, UNLIKE, Setting, effect_of
 from ds_silent.detectors.finding import Evidence, Finding, named
@@ -41,7 +42,6 @@ from ds_silent.words import TORCH, Words
 AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
 WEIGHED_AGAIN, AT_MOST = 32, 8  # steps after which a note's size is looked at again; of so many ranks in one step
 HIGHEST_EVERY = 64  # steps between two looks at the highest losses so far
-LASTING = 3  # steps that a rank stands out for, where rows are not known to be dealt at random
 SUDDEN = 64  # steps within which a change that came from one step to the next is found
 BEGINNING = 64  # steps; a rank that differs since then has always done so
 FIRST = 8  # losses of each rank that are its beginning
@@ -71,7 +71,7 @@ _UNKNOWN = {  # of a flag that an older version has written
     "weighed": 0,
 }
 SURE = 3.0  # standard errors of a loss's ratio
-_AT_ONCE = "a far larger {where} {against}, {when}: no noise explains it"
+_AT_ONCE = "a far {size} {where} {against}, {when}: no noise explains it"
 
 
 class OutlierTest:
@@ -122,7 +122,7 @@ class OutlierTest:
             usual, least = (1.0, 1) if self._random else (self._usual[0], LASTING)
             healthy = self._unflagged(notes=True)
             losses, lengths = np.stack([loss, norms]) / usual
-            apart = self._at_once.step(record.step, losses, lengths, tokens, healthy, least)
+            apart = self._at_once.step(record.step, losses, lengths, tokens, healthy, least, bool(self._random))
             self.saw = self._at_once.saw
             if apart is not None:  # before anything is learnt from it
                 self._flag_at_once(apart, record.step, healthy)
@@ -227,11 +227,14 @@ class OutlierTest:
             self._flagged[rank] = flag
 
     def _flag_at_once(self, apart: StandsOut, step: int, healthy: Flags) -> None:
-        flag = {"where": apart.quantity, "since": apart.since, "sign": 1, "component": strongest_tilt(1)}
+        flag = {"where": apart.quantity, "since": apart.since, "sign": apart.sign}
+        flag |= {"component": strongest_tilt(apart.sign)}
         flag |= {"score": apart.score, "threshold": apart.threshold, "severity": "error" if self._random else None}
         when = "at this step" if apart.since == step else f"since step {apart.since}"
         against = "than all others" if self._random else "than before"
-        flag |= {"meaning": _AT_ONCE.format(where=apart.quantity, against=against, when=when), "when": when}
+        size = "larger" if apart.sign > 0 else "smaller"
+        meaning = _AT_ONCE.format(size=size, where=apart.quantity, against=against, when=when)
+        flag |= {"meaning": meaning, "when": when}
         flag |= {"own_past": not self._random, "weighed": step}
         self._place(step, apart.rank, self._set_apart(apart.rank, flag, healthy))
 

@@ -161,11 +161,11 @@ def _cosine_noise(cosines: Array, others: list[int]) -> float:
     if not known:
         return 0.0
     free = float(np.median([len(row) for row in known])) - 1.0
-    spread = float(np.median([row.std(ddof=1) for row in known])) / (1.0 - 2.0 / (9.0 * free)) ** 1.5  # median of chi
+    spread: float = float(np.median([row.std(ddof=1) for row in known])) / (1.0 - 2.0 / (9.0 * free)) ** 1.5  # of chi
     if len(others) > 1:
         spread *= math.sqrt((len(others) + 1) * len(others)) / (len(others) - 1)
     free *= len(known)
-    return spread * math.sqrt(free * math.expm1(SURE**2 / free)) / SURE  # Wallace (1959)
+    return spread * (math.sqrt(free * math.expm1(SURE**2 / free)) / SURE)  # Wallace (1959)
 
 
 def _constant(norms: Array, rank: int, others: list[int]) -> bool:
