@@ -22,7 +22,7 @@ from ds_silent.records import StepRecord
 REMEMBERED, NUMBERS = 256, 16_384  # steps; of more ranks fewer, down to 8
 KEPT, KEPT_NUMBERS = 32, 2048  # of them, in a checkpoint: it stays small
 BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
-STEADY, STEADY_STEPS = 0.1, 4  # of the others' spread over time, a norm that is constant; over so many newest steps
+STEADY, STEADY_STEPS = 0.1, 3  # of the others' spread over time, a norm that is constant; over so many newest steps
 _NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches")
 _LOSS, _NORM, _COSINE, _ROWS, _TOKENS, _MICRO = range(len(_NAMES))
 

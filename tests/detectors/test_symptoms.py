@@ -93,4 +93,4 @@ def test_a_norm_that_is_cut_to_one_value_is_constant() -> None:
     assert [recent.symptoms(r, [o for o in range(4) if o != r], 1).norm_constant for r in range(4)] == [False] * 3 + [
         True
     ]
-    assert not recent.symptoms(3, range(3), 4).norm_constant  # three steps say nothing
+    assert not recent.symptoms(3, range(3), 5).norm_constant  # two steps say nothing
