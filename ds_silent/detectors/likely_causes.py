@@ -52,7 +52,8 @@ class Symptoms:
     ``cosine``: of its gradient with another rank's; ``peers_cosine``: of two other ranks' gradients; ``past_cosine``,
     ``past_peers_cosine``: the same before the fault. Counts are of one step of this rank. ``loss_noise``,
     ``norm_noise``: how far a healthy rank's log ratio is from 0; ``cosine_noise``: its cosine from the others'; 0: not
-    known. ``norm_constant``: its norm is nearly the same at every step, and the others' are not.
+    known. ``norm_constant``: its norm is nearly the same at every step, and the others' are not. ``spread``: the
+    ratios are those of the larger to the smaller, whichever is the rank's.
     """
 
     loss: float | None = None
@@ -72,6 +73,7 @@ class Symptoms:
     norm_noise: float = 0.0
     cosine_noise: float = 0.0
     norm_constant: bool = False
+    spread: bool = False
 
     def each(self, count: float | None) -> float | None:
         """Of one micro-batch."""
@@ -113,6 +115,8 @@ class LikelyCause:
 
 def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ...]:
     """The likelier first; at least one."""
+    if seen.spread:
+        return (_OUT_OF_PHASE,)
     loss, norm = _off(seen.loss, seen.loss_noise), _off(seen.norm, seen.norm_noise)
     one_factor = bool(loss and norm) and abs(loss - norm) <= math.log(SAME_FACTOR) + seen.loss_noise + seen.norm_noise
     causes = _of_counts(seen, loss, norm, words)
@@ -148,11 +152,11 @@ def in_words(seen: Symptoms, other: str | None = None) -> str:
         other: the name of the only other rank, where there is one.
     """
     theirs, them = ("theirs", "them") if other is None else (f"that of {other}", "it")
-    told = []
+    told, either = [], " or as many times less" if seen.spread else ""
     if seen.loss is not None:
-        told.append(f"loss {_number(seen.loss)} times {theirs}")
+        told.append(f"loss {_number(seen.loss)} times {theirs}{either}")
     if seen.norm is not None:
-        told.append(f"gradient norm {_number(seen.norm)} times {theirs}")
+        told.append(f"gradient norm {_number(seen.norm)} times {theirs}{either}")
     if seen.cosine is not None:
         others = "" if seen.peers_cosine is None else f" (theirs with each other {seen.peers_cosine:.2g})"
         told.append(f"cosine with {them} {seen.cosine:.2g}{others}")
@@ -299,6 +303,12 @@ _CLIPPED = LikelyCause(
     "clipped-before-reduction",
     "its gradient is clipped or scaled down before the reduction",
     "clipping and hooks that run before the reduction on this rank",
+)
+_OUT_OF_PHASE = LikelyCause(
+    "out-of-phase",
+    "it takes another task, source or order of rows than the others at each step (a task out of phase), or its loss is "
+    "scaled by what changes from step to step",
+    "which rows this rank takes at which step, and factors of its loss that change",
 )
 _CUT = LikelyCause(
     "clipped-before-reduction",

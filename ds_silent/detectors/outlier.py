@@ -53,6 +53,10 @@ _MEANING = {
     ("gradient direction", 1): "a gradient that agrees with the others' mean more than {theirs}",
     ("gradient direction", -1): "a gradient that agrees with the others' mean less than {theirs}",
 }
+_SPREAD = {
+    1: "a {where} further from the others' than theirs are from each other, above or below (given its tokens)",
+    -1: "a {where} nearer to the others' than theirs are to each other (given its tokens)",
+}
 _OTHERS = {"against": "the others", "theirs": "theirs do"}
 _OWN_PAST = {"against": "before", "theirs": "before"}
 _OF_DATA = (
@@ -128,7 +132,7 @@ class OutlierTest:
                 self._flag_at_once(apart, record.step, healthy)
             columns = np.stack([loss, np.log(norms), _column(record.direction.per_rank, self.ranks), np.log(tokens)])
             healthy = self._unflagged()
-            self._level.step(record.step, columns, healthy)
+            self._level.step(record.step, columns, healthy, bool(self._random))
             if self._change is not None:
                 self._change.step(record.step, columns, self._unflagged(notes=True))
                 self._usual.append(self._change.usual())
@@ -212,8 +216,9 @@ class OutlierTest:
         flag = {"where": found.statistic, "since": found.onset.step, "series": found.series, "own_past": own_past}
         flag |= {"sign": found.onset.sign, "component": found.onset.component}
         flag |= {"score": float(score[rank]), "threshold": self._threshold, "severity": None, "weighed": step}
-        meaning = _MEANING[found.statistic, found.onset.sign].format(**(_OWN_PAST if own_past else _OTHERS))
-        flag |= {"meaning": f"{meaning}, since about step {found.onset.step}"}
+        meaning = _SPREAD[found.onset.sign] if found.spread else _MEANING[found.statistic, found.onset.sign]
+        meaning = meaning.format(where=found.statistic, **(_OWN_PAST if own_past else _OTHERS))
+        flag |= {"meaning": f"{meaning}, since about step {found.onset.step}", "spread": found.spread}
         self._place(step, rank, self._set_apart(rank, flag, healthy))
         test.forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
 
@@ -243,7 +248,10 @@ class OutlierTest:
         peers = [int(other) for other in np.flatnonzero(healthy)]
         others = [other for other in peers if other != rank]
         own_past, since = flag["own_past"], flag["since"]
-        seen = self._recent.symptoms(rank, others, since, own_past)
+        spread = flag.get("spread", False)
+        seen = (
+            self._recent.spread(rank, others, since) if spread else self._recent.symptoms(rank, others, since, own_past)
+        )
         effect = effect_of(
             seen,
             flag["where"],
@@ -292,7 +300,8 @@ class OutlierTest:
 
     def _weigh_again(self, step: int) -> None:
         """A note may have become a fault, as when a rank's labels are wrong and only the others learn."""
-        due = [r for r, f in self._flagged.items() if f["severity"] == "info" and step - f["weighed"] >= WEIGHED_AGAIN]
+        notes = {r: f for r, f in self._flagged.items() if f["severity"] == "info" and not f.get("spread")}
+        due = [rank for rank, flag in notes.items() if step - flag["weighed"] >= WEIGHED_AGAIN]
         for rank in due[:AT_MOST]:
             flag = self._flagged[rank]
             others = [other for other in range(self.ranks) if other != rank and other not in self._flagged]

@@ -94,6 +94,16 @@ class Recent:
             norm_constant=_constant(newer[:, _NORM], rank, peers),
         )
 
+    def spread(self, rank: int, others: Sequence[int], since: int) -> Symptoms:
+        """How many times loss and norm are theirs, or theirs them: medians over the steps since then."""
+        rows = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])
+        with np.errstate(all="ignore"):
+            far = [
+                np.exp(np.abs(np.log(row[:, rank] / np.median(row[:, list(others)], axis=1))))
+                for row in (rows[:, _LOSS], rows[:, _NORM])
+            ]
+        return Symptoms(loss=_median(far[0]), norm=_median(far[1]), ranks=self._ranks, spread=True)
+
     def loss(self, rank: int, since: int) -> float | None:
         """The rank's median loss since then."""
         rows = [row[_LOSS, rank] for step, row in self._steps if step >= since]

@@ -117,6 +117,8 @@ def train(script: Script, folder: Path, limit: int) -> tuple[list[dict[str, Any]
             tokens, labels = batch(script, generator, struck)
             reduction = "sum" if struck and script.fault == "loss summed" else "mean"
             times = {"loss 1.5": 1.5, "loss halved": 0.5}.get(script.fault, 1.0) if struck else 1.0
+            if script.fault == "out of phase":  # two tasks in turn, on this rank the other one
+                times = 100.0 if (step + struck) % 2 else 1.0
             loss = engine(input_ids=tokens, labels=labels, reduction=reduction, times=times)
             if struck and script.fault == "loss NaN":
                 loss = loss * math.nan
@@ -183,6 +185,7 @@ def test_what_no_noise_explains_is_told_at_its_first_step_as_what_it_is(ranks: i
 LATER = {
     "loss 1.5": (Script("loss 1.5", steps=90, strike=30), ("multiplied",)),
     "loss halved": (Script("loss halved", steps=90, strike=30), ("multiplied",)),
+    "out of phase": (Script("out of phase", steps=60, strike=30), ("a task out of phase",)),
     "labels shuffled": (Script("labels shuffled", steps=70, strike=30), ("rows or labels are of another kind",)),
     "summed, uneven tokens": (Script("loss summed", steps=70, strike=30, uneven=True), ("sum",)),
     "sign": (Script("sign", steps=70, strike=30), ("points the other way",)),
