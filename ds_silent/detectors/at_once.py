@@ -44,10 +44,10 @@ largest value", and the fault healthy from then on.
 A number that may be 0 or negative (other losses than a likelihood) has no such ratio: from the first one that is not
 positive on, it is not judged here.
 
-**Below the others** the gradient norm is judged by the same rule of its inverse, where rows are dealt at random. Rows
-that are known by heart have a gradient near 0, so a single step says nothing there: the same rank must stand out for
-LASTING steps, one after the other, which chance gives to one of N ranks (1 / N) ^ (LASTING - 1) of the times at most.
-It has BELOW_SHARE of the rate. Of losses nothing is said: one near 0 is no fault.
+**Below the others** the gradient norm is judged by the same rule of its inverse. Rows that are known by heart have a
+gradient near 0, so a single step says nothing there: the same rank must stand out for LASTING steps, one after the
+other, which chance gives to one of N ranks (1 / N) ^ (LASTING - 1) of the times at most. It has BELOW_SHARE of the
+rate. Of losses nothing is said: one near 0 is no fault.
 
 **The odds.** A rank is named when log P is below -log_threshold: the rate that is stated per step, over two numbers.
 Under the model this is a bound, and FLOOR is a belief: tails so heavy that no loss has them can break it at the very
@@ -139,7 +139,6 @@ class AtOnce:
         label_tokens: Array,
         healthy: Flags,
         least: int = 1,
-        below: bool = True,
     ) -> StandsOut | None:
         """Judge one step, and learn from it.
 
@@ -148,13 +147,12 @@ class AtOnce:
             label_tokens: (N,); NaN where not known, then nothing is taken off.
             healthy: (N,) ranks that are not flagged already.
             least: steps for which a rank must stand out, one after the other.
-            below: whether a norm far below the others' is judged.
         """
         self.saw = ()
         self._signed |= bool((losses[np.isfinite(losses)] <= 0.0).any())
         found: list[StandsOut] = []
         for index, (quantity, sign) in enumerate(SIDES):
-            if (quantity == 0 and self._signed) or (sign < 0 and not below):
+            if quantity == 0 and self._signed:
                 continue
             values = (losses, norms)[quantity]
             seen = np.flatnonzero(healthy & np.isfinite(values) & (values > 0.0))

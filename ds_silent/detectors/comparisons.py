@@ -113,6 +113,10 @@ class AgainstOthers(_Comparison):
         spread = np.logaddexp(evidence[LOSS_SIZE], evidence[NORM_SIZE]) + math.log(SPREAD / 2.0)
         return np.asarray(np.logaddexp(shift, spread) - np.maximum(tokens[TOKENS], tokens[TOKENS_SIZE]))
 
+    def forget_sizes(self, rank: int) -> None:
+        """Start again with the sizes of one rank's deviations."""
+        self._test.forget_evidence(np.arange(self._test.ranks) == rank, LOSS_SIZE)
+
     def strongest(self, rank: int) -> Strongest:
         """What speaks loudest against a rank; a shift that is large has a size, too, and is a shift."""
         evidence = self._test.log_evidence()[:, rank]

@@ -35,7 +35,7 @@ NEAR = 1.25  # a factor this near to a count is that count
 PLAIN = 1.15  # a ratio this near to 1 says nothing, where the noise is not known
 LARGE = 3.0  # a factor that other rows or other labels do not make
 LARGEST = 20.0  # a factor of loss and norm that not even wrong labels make
-SIMPLE, SIMPLE_LOSS, SIMPLE_NORM = (2.0, 3.0, 4.0), (0.03, 0.1), (0.05, 0.3)  # and how near in logarithms: least, most
+SIMPLE, SIMPLE_LOSS, SIMPLE_NORM = (2.0, 3.0, 4.0), (0.03, 0.1), (0.1, 0.3)  # and how near in logarithms: least, most
 SURE = 4.0  # standard deviations of a healthy rank's cosine: further off is no noise
 TOWARDS, AWAY = 2 / 3, -0.5  # of the others' own cosine: pointing where they do, pointing back
 FAINT = 0.02  # below it, the others' own cosine is too near to 0 for anybody to point elsewhere
@@ -266,7 +266,7 @@ def _of_the_loss(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:
 
 def _of_the_norm(seen: Symptoms, norm: float, words: Words) -> list[LikelyCause]:
     """The gradient is multiplied behind a plain loss."""
-    factor = math.exp(norm)
+    factor, near = math.exp(norm), min(max(3.0 * seen.norm_noise, SIMPLE_NORM[0]), math.log(NEAR))
     counts = (
         (2.0, "backward runs twice"),
         (seen.micro_batches, f"the gradient is not divided by {words.accumulation}"),
@@ -277,7 +277,7 @@ def _of_the_norm(seen: Symptoms, norm: float, words: Words) -> list[LikelyCause]
     found = [
         (abs(norm - math.log(count)), f"{_number(factor)} is about {count:g}: {meaning}")
         for count, meaning in counts
-        if count is not None and count > 1.0 and abs(norm - math.log(count)) <= math.log(NEAR)
+        if count is not None and count > 1.0 and abs(norm - math.log(count)) <= near
     ]
     causes = [LikelyCause("gradient-counted", text, _SCALED.look_at) for _, text in sorted(found)[:1]]
     causes += [_CLIPPED, _SCALED] if norm < 0 else [_SCALED]

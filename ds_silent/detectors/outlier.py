@@ -10,7 +10,7 @@ found is a note or a warning is a matter of its size, see ``effects``. A change 
 written once, and from then on it is the rank's past.
 
 A rank so far above the others that no noise explains it is flagged at its first step, by ``at_once``, or at its third
-where its gradient is so far below; where rows are not known to be dealt at random, so far above what it was before, at
+where its gradient is so far below; where rows are not known to be dealt at random, so far from what it was before, at
 its third. It shares the rate with the others.
 
 A flagged rank leaves the comparison and the history, back to the step where its fault began. The component that
@@ -30,7 +30,7 @@ import numpy as np
 
 from ds_silent.config import EffectsConfig
 from ds_silent.detectors.at_once import LASTING, AtOnce, StandsOut
-from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast
+from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast, Strongest
 from ds_silent.detectors.effects import PLAIN_LOSS, UNLIKE, Setting, effect_of
 from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.detectors.likely_causes import causes_in_words, either_in_words, in_words, likely_causes
@@ -53,10 +53,7 @@ _MEANING = {
     ("gradient direction", 1): "a gradient that agrees with the others' mean more than {theirs}",
     ("gradient direction", -1): "a gradient that agrees with the others' mean less than {theirs}",
 }
-_SPREAD = {
-    1: "a {where} further from the others' than theirs are from each other, above or below (given its tokens)",
-    -1: "a {where} nearer to the others' than theirs are to each other (given its tokens)",
-}
+_SPREAD = "a {where} further from the others' than theirs are from each other, above or below (given its tokens)"
 _OTHERS = {"against": "the others", "theirs": "theirs do"}
 _OWN_PAST = {"against": "before", "theirs": "before"}
 _OF_DATA = (
@@ -126,7 +123,7 @@ class OutlierTest:
             usual, least = (1.0, 1) if self._random else (self._usual[0], LASTING)
             healthy = self._unflagged(notes=True)
             losses, lengths = np.stack([loss, norms]) / usual
-            apart = self._at_once.step(record.step, losses, lengths, tokens, healthy, least, bool(self._random))
+            apart = self._at_once.step(record.step, losses, lengths, tokens, healthy, least)
             self.saw = self._at_once.saw
             if apart is not None:  # before anything is learnt from it
                 self._flag_at_once(apart, record.step, healthy)
@@ -213,14 +210,22 @@ class OutlierTest:
         if not self._random and not own_past and found.onset.step > self._began + BEGINNING:
             test.forget(np.arange(self.ranks) == rank)  # since when it began, its own past was another: see there
             return
+        if found.spread and not self._far(rank, found, healthy):
+            self._level.forget_sizes(rank)
+            return
         flag = {"where": found.statistic, "since": found.onset.step, "series": found.series, "own_past": own_past}
         flag |= {"sign": found.onset.sign, "component": found.onset.component}
         flag |= {"score": float(score[rank]), "threshold": self._threshold, "severity": None, "weighed": step}
-        meaning = _SPREAD[found.onset.sign] if found.spread else _MEANING[found.statistic, found.onset.sign]
+        meaning = _SPREAD if found.spread else _MEANING[found.statistic, found.onset.sign]
         meaning = meaning.format(where=found.statistic, **(_OWN_PAST if own_past else _OTHERS))
         flag |= {"meaning": f"{meaning}, since about step {found.onset.step}", "spread": found.spread}
         self._place(step, rank, self._set_apart(rank, flag, healthy))
         test.forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+
+    def _far(self, rank: int, found: Strongest, healthy: Flags) -> bool:
+        """Whether a rank is so far from the others as no other number of rows makes it."""
+        seen = self._recent.spread(rank, [int(r) for r in np.flatnonzero(healthy) if r != rank], found.onset.step)
+        return found.onset.sign > 0 and (seen.loss is not None or seen.norm is not None)
 
     def _place(self, step: int, rank: int, flag: dict[str, Any]) -> None:
         """A change that rows may have made is the rank's past from now on; everything else goes on."""
@@ -300,8 +305,7 @@ class OutlierTest:
 
     def _weigh_again(self, step: int) -> None:
         """A note may have become a fault, as when a rank's labels are wrong and only the others learn."""
-        notes = {r: f for r, f in self._flagged.items() if f["severity"] == "info" and not f.get("spread")}
-        due = [rank for rank, flag in notes.items() if step - flag["weighed"] >= WEIGHED_AGAIN]
+        due = [r for r, f in self._flagged.items() if f["severity"] == "info" and step - f["weighed"] >= WEIGHED_AGAIN]
         for rank in due[:AT_MOST]:
             flag = self._flagged[rank]
             others = [other for other in range(self.ranks) if other != rank and other not in self._flagged]

@@ -147,10 +147,10 @@ class SequentialTest:
         best = int(np.argmax(self._evidence[series, :, rank] + _LOG_WEIGHTS[:, 0]))
         return Onset(int(self._onset[series, best, rank]), int(_SIGNS[best]), best)
 
-    def forget_evidence(self, ranks: Flags) -> None:
-        """Start again for these ranks: the comparison was spoiled, or the fault has ended."""
-        self._evidence[:, :, ranks] = -np.inf
-        self._cusum[:, :, ranks] = 0.0
+    def forget_evidence(self, ranks: Flags, since: int = 0) -> None:
+        """Start again for these ranks, from a series on: the comparison was spoiled, or the fault ended."""
+        self._evidence[since:, :, ranks] = -np.inf
+        self._cusum[since:, :, ranks] = 0.0
 
     def halve_cusum(self, series: int) -> None:
         """Take half of one statistic's (log) CUSUM back."""

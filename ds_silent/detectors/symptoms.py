@@ -22,6 +22,7 @@ from ds_silent.records import StepRecord
 REMEMBERED, NUMBERS = 256, 16_384  # steps; of more ranks fewer, down to 8
 KEPT, KEPT_NUMBERS = 32, 2048  # of them, in a checkpoint: it stays small
 BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
+FAR, FAR_LEAST = 3.0, math.log(1.5)  # of the others' distance from each other, and at least: less is another spread
 STEADY, STEADY_STEPS = 0.1, 3  # of the others' spread over time, a norm that is constant; over so many newest steps
 _NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches")
 _LOSS, _NORM, _COSINE, _ROWS, _TOKENS, _MICRO = range(len(_NAMES))
@@ -95,14 +96,23 @@ class Recent:
         )
 
     def spread(self, rank: int, others: Sequence[int], since: int) -> Symptoms:
-        """How many times loss and norm are theirs, or theirs them: medians over the steps since then."""
+        """How many times loss and norm are theirs, or theirs them, at a usual step since then.
+
+        None where that is not FAR times as far as the others are from each other: as of fewer rows, and no fault.
+        """
         rows = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])
-        with np.errstate(all="ignore"):
-            far = [
-                np.exp(np.abs(np.log(row[:, rank] / np.median(row[:, list(others)], axis=1))))
-                for row in (rows[:, _LOSS], rows[:, _NORM])
-            ]
-        return Symptoms(loss=_median(far[0]), norm=_median(far[1]), ranks=self._ranks, spread=True)
+        peers, told = list(others), []
+        for values in (rows[:, _LOSS], rows[:, _NORM]):
+            with np.errstate(all="ignore"):
+                logs = np.log(values)
+                far = _median(np.abs(logs[:, rank] - np.median(logs[:, peers], axis=1)))
+                theirs = _median(np.abs(logs[:, peers] - np.median(logs[:, peers], axis=1)[:, None]).flatten())
+            told.append(
+                math.exp(far)
+                if far is not None and theirs is not None and far >= max(FAR * theirs, FAR_LEAST)
+                else None
+            )
+        return Symptoms(loss=told[0], norm=told[1], ranks=self._ranks, spread=True)
 
     def loss(self, rank: int, since: int) -> float | None:
         """The rank's median loss since then."""
