@@ -11,7 +11,9 @@ every step observed. Warnings and errors of a healthy training are false alarms;
 ``Ended``) are counted by themselves. With ``--fault`` the alarms from its first step on are what is asked for, and the
 delay counts that step. The exit code is 1 when there was a false alarm.
 
-A fault is ``gradient:FACTOR``, ``loss:FACTOR``, ``noise:LENGTH`` (against the gradient's) or ``labels``, on the last
+A fault is ``gradient:FACTOR``, ``loss:FACTOR``, ``hidden:FACTOR`` (of a loss whose graph does not show it),
+``noise:LENGTH`` (against the gradient's), ``clip:NORM`` (each parameter's gradient, before the reduction),
+``phase:FACTOR`` (of two tasks in turn, one with so much larger a loss, it has the other one) or ``labels``, on the last
 rank.
 """
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from shards_data import IGNORED, ROWS, SCENARIOS, Batch, Deal
 from torch import Tensor, nn
 
-FAULTS = ("gradient", "loss", "labels", "noise")
+FAULTS = ("gradient", "loss", "hidden", "labels", "noise", "clip", "phase")
 CLIP = 1.0
 
 
@@ -33,7 +33,7 @@ class Fault:
     """What happens to the last rank from ``step`` on."""
 
     kind: str  # of FAULTS
-    size: float = 1.0  # factor of the gradient or the loss; length of the noise against the gradient's
+    size: float = 1.0  # factor of the gradient or the loss; length of the noise against the gradient's; norm to clip at
     step: int = 300
 
     @property
@@ -87,7 +87,8 @@ def train(case: Case, folder: Path) -> float:
     model = scenario.model()
     torch.manual_seed(1 + case.seed + 1000 * rank)  # dropout and actions differ by rank, weights do not
     batches = scenario.deal(Deal(rank, ranks, case.seed, case.steps))
-    struck = Struck(case.fault if rank == ranks - 1 else None, case.seed)
+    struck = Struck(case.fault, rank == ranks - 1, case.seed)
+    struck.inside(model)
     loop = {"ddp": _Loop, "fsdp2": _Loop, "zero1": _Engine}[case.framework](case, model, struck, folder)
     loss = torch.zeros(())
     with kept_inputs(folder / "judged.pickle" if case.keep is not None and rank == 0 else None):
@@ -99,15 +100,28 @@ def train(case: Case, folder: Path) -> float:
     return float(loss.detach())
 
 
-class Struck:
-    """The fault on this rank, if there is one."""
+class _Opaque(torch.autograd.Function):
+    """A factor that the graph does not show: on every rank, so that all graphs are alike."""
 
-    def __init__(self, fault: Fault | None, seed: int):
-        self._fault, self.step = fault, 0
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, times: float) -> Tensor:
+        ctx.times = times
+        return loss * times
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.times, None
+
+
+class Struck:
+    """The fault on this rank, if it is the one that is struck."""
+
+    def __init__(self, fault: Fault | None, here: bool, seed: int):
+        self._fault, self._here, self.step = fault, here, 0
         self._generator = torch.Generator().manual_seed(seed + 31)
 
     def _is(self, kind: str) -> bool:
-        return self._fault is not None and self._fault.kind == kind and self.step >= self._fault.step
+        return self._here and self._fault is not None and self._fault.kind == kind and self.step >= self._fault.step
 
     def batch(self, batch: Batch) -> Batch:
         """With labels that have nothing to do with the inputs."""
@@ -119,8 +133,23 @@ class Struck:
         return Batch(batch.inputs, torch.where(batch.labels == IGNORED, batch.labels, wrong), batch.ids)
 
     def loss(self, loss: Tensor) -> Tensor:
-        assert self._fault is not None or not self._is("loss")
         return loss * self._fault.size if self._fault is not None and self._is("loss") else loss
+
+    def inside(self, model: nn.Module) -> None:
+        """What the model does with its loss.
+
+        ``hidden``: a factor; ``phase``: of two tasks in turn, one with a larger loss, this rank has the other one.
+        """
+        fault = self._fault
+        if fault is None or fault.kind not in ("hidden", "phase"):
+            return
+
+        def act(module: nn.Module, given: Any, loss: Tensor) -> Tensor:
+            strikes = self._is("hidden") if fault.kind == "hidden" else (self.step + self._is("phase")) % 2
+            scaled: Tensor = _Opaque.apply(loss, fault.size if strikes else 1.0)  # type: ignore[no-untyped-call]
+            return scaled
+
+        model.register_forward_hook(act)
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """A hook of every parameter, before the observer's."""
@@ -128,6 +157,8 @@ class Struck:
             return gradient
         if self._is("gradient"):
             return gradient * self._fault.size
+        if self._is("clip"):  # each parameter by itself: within a backward nobody knows the whole norm
+            return gradient * (self._fault.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
         if self._is("noise"):
             noise = torch.randn(gradient.shape, generator=self._generator).to(gradient.dtype)
             return gradient + noise * (self._fault.size * gradient.norm() / noise.norm())

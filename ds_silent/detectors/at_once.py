@@ -1,4 +1,4 @@
-"""A rank so far above all others that one step is enough to say so, or a few steps, one after the other.
+"""A rank so far above all others that one step is enough, or a few steps, or so far below that a few steps are.
 
     test = AtOnce(ranks=4, log_threshold=17.0)
     test.step(step, losses, norms, label_tokens, healthy)     # (N,) each; who stands out, with which odds, or None
@@ -42,8 +42,12 @@ again; and such a rank is not learnt from before its run is over: else the first
 largest value", and the fault healthy from then on.
 
 A number that may be 0 or negative (other losses than a likelihood) has no such ratio: from the first one that is not
-positive on, it is not judged here. Below the others nothing is judged either: rows that are known by heart have a
-loss and a gradient near 0.
+positive on, it is not judged here.
+
+**Below the others** the gradient norm is judged by the same rule of its inverse. Rows that are known by heart have a
+gradient near 0, so a single step says nothing there: the same rank must stand out for LASTING steps, one after the
+other, which chance gives to one of N ranks (1 / N) ^ (LASTING - 1) of the times at most. It has BELOW_SHARE of the
+rate. Of losses nothing is said: one near 0 is no fault.
 
 **The odds.** A rank is named when log P is below -log_threshold: the rate that is stated per step, over two numbers.
 Under the model this is a bound, and FLOOR is a belief: tails so heavy that no loss has them can break it at the very
@@ -68,6 +72,7 @@ from ds_silent.records import Score
 Ranks = npt.NDArray[np.intp]
 
 QUANTITIES = ("loss", "gradient norm")
+SIDES = ((0, 1), (1, 1), (1, -1))  # which quantity, above or below the others
 SHAPE, PER_GAP = 32.0, 10.0
 FLOOR = 0.12
 MEMORY = 256  # steps
@@ -75,6 +80,8 @@ LARGEST_SHARE = 0.25  # of the largest gap remembered, as a scale
 FORGETS = (0.0, 0.01)  # of the log of the largest value so far, per step: norms sink with the learning rate's warm-up
 GAPS = 4  # of the other ranks' largest values that say how far apart they are
 LASTS, APART = 8, math.log(8.0)  # steps one after the other, of excesses beyond
+LASTING = 3  # steps that a rank stands out for where one is not enough
+BELOW_SHARE = 1 / 16  # of the rate
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ class StandsOut:
 
     rank: int
     quantity: str  # of QUANTITIES
+    sign: int  # +1: above the others
     score: float  # minus the log of the odds
     threshold: float
     since: int  # the step at which it began to stand out
@@ -96,7 +104,7 @@ class _Run:
     since: int
     gaps: tuple[float, ...] = ()
     excess: float = 0.0  # of all steps
-    highest: float = -math.inf  # log of its largest value
+    highest: float = -math.inf  # log of its largest value; of those below, of its inverse
 
     def longer(self, gap: float, excess: float, value: float) -> _Run:
         return _Run(self.rank, self.since, (*self.gaps, gap), self.excess + excess, max(self.highest, value))
@@ -110,19 +118,27 @@ class AtOnce:
         log_threshold: log of the mean number of measured steps between false alarms.
 
     Attributes:
-        saw: of each quantity judged at the newest step, the rank that is above all others.
+        saw: of each quantity judged at the newest step, the rank that is above, or below, all others.
     """
 
     def __init__(self, ranks: int, log_threshold: float):
         self.saw: tuple[Score, ...] = ()
-        self.ranks, self._threshold = ranks, log_threshold + math.log(len(QUANTITIES))
-        self._gaps: list[deque[float]] = [deque(maxlen=MEMORY) for _ in QUANTITIES]
-        self._highest = [-math.inf] * len(QUANTITIES)  # log, of all ranks that were not flagged
-        self._signed = [False] * len(QUANTITIES)
-        self._runs: list[_Run | None] = [None] * len(QUANTITIES)
+        self.ranks = ranks
+        above = log_threshold + math.log(len(QUANTITIES)) - math.log1p(-BELOW_SHARE)
+        self._thresholds = [above if sign > 0 else log_threshold - math.log(BELOW_SHARE) for _, sign in SIDES]
+        self._gaps: list[deque[float]] = [deque(maxlen=MEMORY) for _ in SIDES]
+        self._highest = [-math.inf] * len(SIDES)  # log, of all ranks that were not flagged
+        self._signed = False  # a loss was not positive
+        self._runs: list[_Run | None] = [None] * len(SIDES)
 
     def step(
-        self, step: int, losses: Array, norms: Array, label_tokens: Array, healthy: Flags, least: int = 1
+        self,
+        step: int,
+        losses: Array,
+        norms: Array,
+        label_tokens: Array,
+        healthy: Flags,
+        least: int = 1,
     ) -> StandsOut | None:
         """Judge one step, and learn from it.
 
@@ -133,17 +149,18 @@ class AtOnce:
             least: steps for which a rank must stand out, one after the other.
         """
         self.saw = ()
+        self._signed |= bool((losses[np.isfinite(losses)] <= 0.0).any())
         found: list[StandsOut] = []
-        for index, values in enumerate((losses, norms)):
-            if index == 0:
-                self._signed[index] |= bool((values[np.isfinite(values)] <= 0.0).any())
-            if self._signed[index]:
+        for index, (quantity, sign) in enumerate(SIDES):
+            if quantity == 0 and self._signed:
                 continue
+            values = (losses, norms)[quantity]
             seen = np.flatnonzero(healthy & np.isfinite(values) & (values > 0.0))
             if len(seen) < 2:
                 continue
-            order = seen[np.argsort(-values[seen], kind="stable")]
-            apart = self._judge(step, index, np.log(values[order]), order, label_tokens, least)
+            order = seen[np.argsort(-sign * values[seen], kind="stable")]
+            lasting = least if sign > 0 else max(least, LASTING)
+            apart = self._judge(step, index, sign * np.log(values[order]), order, label_tokens, lasting)
             if apart is not None:
                 found.append(apart)
         return max(found, key=lambda one: one.score, default=None)
@@ -151,7 +168,8 @@ class AtOnce:
     def _judge(
         self, step: int, index: int, logs: Array, order: Ranks, label_tokens: Array, least: int
     ) -> StandsOut | None:
-        """One quantity: who stands out; what does not is learnt from."""
+        """One quantity on one side: who stands out; what does not is learnt from."""
+        quantity, sign = QUANTITIES[SIDES[index][0]], SIDES[index][1]
         rank, gap = int(order[0]), float(logs[0] - logs[1])
         excess = float(logs[0]) - max(float(logs[1]), self._highest[index]) - self._tokens_off(order, label_tokens)
         run = self._runs[index]
@@ -163,12 +181,12 @@ class AtOnce:
         self._runs[index] = run
         spread = self._spread_of(index, logs)
         length = 1 if run is None else len(run.gaps)
-        threshold = self._threshold + math.log(2.0 if length == 1 else 2.0 * (LASTS - 1))
+        threshold = self._thresholds[index] + math.log(2.0 if length == 1 else 2.0 * (LASTS - 1))
         score = _score(excess if run is None else run.excess, *spread)
-        self.saw += (Score("at-once", score, threshold, rank, QUANTITIES[index]),)
+        self.saw += (Score("at-once", score, threshold, rank, quantity if sign > 0 else f"{quantity}, below"),)
         if score >= threshold and length >= least:
             self._runs[index] = None  # never learnt from
-            return StandsOut(rank, QUANTITIES[index], score, threshold, step if run is None else run.since)
+            return StandsOut(rank, quantity, sign, score, threshold, step if run is None else run.since)
         if run is None:
             self._learn(index, (gap,), float(logs[0]))
         elif len(logs) > 2:  # the others, as if it were not there
@@ -177,7 +195,7 @@ class AtOnce:
 
     def _learn(self, index: int, gaps: tuple[float, ...], highest: float) -> None:
         self._gaps[index].extend(gaps)
-        self._highest[index] = max(self._highest[index] - FORGETS[index], highest)
+        self._highest[index] = max(self._highest[index] - FORGETS[SIDES[index][0]], highest)
 
     def _spread_of(self, index: int, logs: Array) -> tuple[float, float]:
         """SHAPE and b of what is known, and of the other ranks now."""
@@ -201,15 +219,17 @@ class AtOnce:
         highest = [None if value == -math.inf else value for value in self._highest]
         runs = [None if run is None else asdict(run) for run in self._runs]
         gaps = [list(gaps) for gaps in self._gaps]
-        return {"gaps": gaps, "highest": highest, "signed": list(self._signed), "runs": runs}
+        return {"gaps": gaps, "highest": highest, "signed": self._signed, "runs": runs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._gaps = [deque(gaps, maxlen=MEMORY) for gaps in state["gaps"]]
-        self._highest = [-math.inf if value is None else float(value) for value in state["highest"]]
-        self._signed = [bool(value) for value in state["signed"]]
-        runs = state.get("runs", [None] * len(QUANTITIES))  # older states lack them
-        self._runs = [None if run is None else _Run(**{**run, "gaps": tuple(run["gaps"])}) for run in runs]
+        """Continue from :meth:`state_dict`; older states know less of the sides, and keep what is new as it is."""
+        for index, (gaps, value) in enumerate(zip(state["gaps"], state["highest"], strict=True)):
+            self._gaps[index] = deque(gaps, maxlen=MEMORY)
+            self._highest[index] = -math.inf if value is None else float(value)
+        signed = state["signed"]
+        self._signed = bool(signed[0] if isinstance(signed, list) else signed)
+        for index, run in enumerate(state.get("runs", ())):
+            self._runs[index] = None if run is None else _Run(**{**run, "gaps": tuple(run["gaps"])})
 
 
 def _score(excess: float, shape: float, scale: float) -> float:

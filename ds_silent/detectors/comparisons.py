@@ -17,6 +17,13 @@ Label tokens dealt unevenly break the null without any fault. So the same eviden
 count differs", and it is taken off: a norm that depends on the tokens never says more about which rank is odd than the
 tokens themselves. Where all ranks have as many tokens, as packed rows do, nothing can be explained by them: each such
 step takes half of their (log) evidence back, or one odd batch would hide a fault for good.
+
+**Spread.** A rank that is far above the others at one step and as far below at the next (a task out of phase) is not
+shifted. So the size of a rank's deviation, |x_r - median of the others' x|, is followed as well, of the loss, the norm
+and, to be taken off, the tokens. It is the same function of the step's values for every rank: exchangeable ranks have
+exchangeable sizes, whatever their distribution, and the rate holds as above. The sizes have SPREAD of the evidence's
+weight. Of two ranks both are as far from the other. Where rows are not dealt at random, a rank's own rows make its
+spread, and none is followed.
 """
 
 from __future__ import annotations
@@ -29,10 +36,12 @@ import numpy as np
 
 from ds_silent.detectors.explained import Explained
 from ds_silent.detectors.own_past import OwnPast
-from ds_silent.detectors.sequential import Array, Flags, Onset, SequentialTest
+from ds_silent.detectors.sequential import LARGEST, Array, Flags, Onset, SequentialTest, others
 
 STATISTICS = ("loss", "gradient norm", "gradient direction")
-LOSS, NORM, DIRECTION, TOKENS = range(4)
+LOSS, NORM, DIRECTION, TOKENS, LOSS_SIZE, NORM_SIZE, TOKENS_SIZE = range(7)
+SPREAD = 1 / 8  # of the weight
+_SIZED = (LOSS, NORM, TOKENS)
 WINDOWS = (16, 128, 1024)
 """Steps that make a rank's own past: a change is seen for about as long, so small ones need the long windows."""
 SMALLEST = (0.0, 0.02, 0.01, 0.02)
@@ -46,6 +55,7 @@ class Strongest:
     statistic: str  # of STATISTICS
     series: int
     onset: Onset
+    spread: bool = False  # the size of its deviation
 
 
 class _Comparison:
@@ -77,27 +87,43 @@ class AgainstOthers(_Comparison):
     """
 
     def __init__(self, ranks: int, cap: float):
-        super().__init__(len(STATISTICS) + 1, ranks, cap)
+        super().__init__(TOKENS_SIZE + 1, ranks, cap)
 
-    def step(self, step: int, columns: Array, healthy: Flags) -> None:
-        """Add the evidence of one step: (4, N), NaN where not known."""
+    def step(self, step: int, columns: Array, healthy: Flags, random: bool = True) -> None:
+        """Add the evidence of one step: (4, N), NaN where not known.
+
+        Args:
+            random: rows are dealt at random; else sizes are not compared.
+        """
         residuals = [
             explained.residual(columns[row], _covariates(columns, row), healthy)
             for row, explained in enumerate(self._explained)
         ]
-        self._test.step(step, np.stack([*residuals, columns[TOKENS]]), healthy)
+        values = np.stack([*residuals, columns[TOKENS]])
+        sizes = [_sizes(values[row], healthy) if random else np.full_like(values[row], np.nan) for row in _SIZED]
+        self._test.step(step, np.concatenate([values, sizes]), healthy)
         if _all_equal(columns[TOKENS], healthy):
-            self._test.halve_cusum(-1)
+            self._test.halve_cusum(TOKENS)
+            self._test.halve_cusum(TOKENS_SIZE)
 
     def score(self) -> Array:
         """(N,) log evidence against each rank."""
-        together = np.logaddexp.reduce(self._test.log_evidence()[:-1], axis=0) - math.log(len(STATISTICS))
-        return np.asarray(together - self._test.log_cusum()[-1])
+        evidence, tokens = self._test.log_evidence(), self._test.log_cusum()
+        shift = np.logaddexp.reduce(evidence[:TOKENS], axis=0) - math.log(len(STATISTICS)) + math.log1p(-SPREAD)
+        spread = np.logaddexp(evidence[LOSS_SIZE], evidence[NORM_SIZE]) + math.log(SPREAD / 2.0)
+        return np.asarray(np.logaddexp(shift, spread) - np.maximum(tokens[TOKENS], tokens[TOKENS_SIZE]))
+
+    def forget_sizes(self, rank: int) -> None:
+        """Start again with the sizes of one rank's deviations."""
+        self._test.forget_evidence(np.arange(self._test.ranks) == rank, LOSS_SIZE)
 
     def strongest(self, rank: int) -> Strongest:
-        """What speaks loudest against a rank."""
-        series = int(np.argmax(self._test.log_evidence()[:-1, rank]))
-        return Strongest(STATISTICS[series], series, self._test.onset(series, rank))
+        """What speaks loudest against a rank; a shift that is large has a size, too, and is a shift."""
+        evidence = self._test.log_evidence()[:, rank]
+        series, size = int(np.argmax(evidence[:TOKENS])), LOSS_SIZE + int(np.argmax(evidence[LOSS_SIZE:TOKENS_SIZE]))
+        spread = bool(evidence[series] < evidence[size] / 2.0)
+        series = size if spread else series
+        return Strongest(STATISTICS[series % LOSS_SIZE], series, self._test.onset(series, rank), spread)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -180,6 +206,16 @@ def _covariates(columns: Array, row: int) -> list[Array]:
     """What a statistic is explained by."""
     loss, _, cosine, tokens = columns
     return ([tokens], [loss, tokens, cosine], [loss, tokens])[row]
+
+
+def _sizes(values: Array, healthy: Flags) -> Array:
+    """(N,) distances from the median of the other healthy values; NaN where there is none."""
+    peers = healthy & np.isfinite(values)
+    if peers.sum() < 2:
+        return np.full_like(values, np.nan)
+    centre = np.full_like(values, np.median(values[peers]))
+    centre[peers] = others(np.clip(values[peers], -LARGEST, LARGEST)[None])[0][0]
+    return np.asarray(np.abs(values - centre))
 
 
 def _all_equal(tokens: Array, healthy: Flags) -> bool:

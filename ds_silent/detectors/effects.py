@@ -93,7 +93,7 @@ def _changed_by_no_data(seen: Symptoms, sizes: EffectsConfig) -> bool:
     if longer and _log(seen.loss) <= PLAIN_SHARE * _log(seen.norm):
         return True
     usual, cosine = seen.usual_cosine, seen.cosine
-    if usual is None or cosine is None or not seen.surely_off_or_opposite:
+    if usual is None or cosine is None or seen.direction not in ("off", "opposite"):
         return False
     return usual - cosine >= max(sizes.direction, TURNED * usual) and _log(seen.loss) <= PLAIN_LOSS
 

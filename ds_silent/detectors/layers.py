@@ -63,6 +63,7 @@ CLIP = 4.0  # deviations beyond which all are equally extreme
 POOL, SCALES = 1024, 64  # residuals remembered, over all ranks; steps whose spread makes the scale
 FEW = 16  # ranks up to which each is compared with exactly the others
 NEWEST = 8  # steps that say which layer it is, and by how much
+REST = math.log(1.5)  # from which on the rank's other layers are what is off
 ZERO = 20.0  # log of the ratio at which a layer without gradient is held
 RESOLUTION = 1e-6  # relative differences that are rounding, not spread
 TOGETHER = 1024  # ranks
@@ -75,6 +76,8 @@ _REMEDY = (
     "Look for code that treats this layer differently on this rank (a factor, a frozen or detached part, another dtype "
     "or kernel); if there is none, run this host's hardware diagnostics: silent data corruption looks like this."
 )
+
+_CLIPPED = "Look for clipping or scaling before the reduction on this rank, of each parameter or value by itself."
 
 
 class LayerTest:
@@ -391,12 +394,16 @@ class LayerTest:
         two = len(ranks) == 2
         others = "the other rank" if two else "the other ranks"
         more = f" and {flag['more']} more layer{'s' * (flag['more'] > 1)}" if flag["more"] else ""
+        shift, remedy = flag["shift"], _CLIPPED if self._others_moved(flag) else _REMEDY
         if flag["direction"]:
             what = "agrees less" if flag["shift"] < 0 else "agrees more"
             how = (
                 f"{what} with the other ranks' mean than theirs do (cosine {flag['own']:.2f}, median of the others "
                 f"{flag['others']:.2f})"
             )
+        elif self._others_moved(flag):
+            whole, rest = (math.exp(x) for x in (flag["own"] - flag["others"], flag["own"] - flag["others"] - shift))
+            how = f"is {whole:.2g} times what it is on {others}, and its other layers {rest:.2g} times"
         elif flag["shift"] < -ZERO / 4:
             how = f"is nearly or exactly zero, and not on {others}"
         else:
@@ -417,12 +424,16 @@ class LayerTest:
             threshold=self._threshold,
             effect=None if flag["direction"] else math.exp(max(-ZERO, min(flag["shift"], ZERO))),
             message=message,
-            remedy=_REMEDY.replace("this rank", "one of them").replace("this host's", "both ranks'")
-            if two
-            else _REMEDY,
+            remedy=remedy.replace("this rank", "one of them").replace("this host's", "both ranks'") if two else remedy,
             since=flag["since"],
             log_excess=flag["score"] - self._threshold,
         )
+
+    def _others_moved(self, flag: dict[str, Any]) -> bool:
+        """Whether the layer is about as large as on the others, and the rank's other layers are not."""
+        whole = abs(flag["own"] - flag["others"])
+        rest = abs(flag["own"] - flag["others"] - flag["shift"])
+        return self._own is None and not flag["direction"] and rest > max(2.0 * whole, REST)
 
     # -- a resume ------------------------------------------------------------------------------------------------------
 

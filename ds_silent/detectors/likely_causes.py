@@ -11,8 +11,10 @@ Three questions decide. Is the loss off, is the norm off, does the gradient poin
 * norm off, loss plain, direction right: the gradient is multiplied behind the loss: a second backward, a scaling or a
   clipping of its own.
 * direction off, loss high: other labels or other rows. They may raise loss and norm by nearly one factor, but a factor
-  on the loss does not turn the gradient: where the direction is off by more than its noise, the data come first.
+  on the loss does not turn the gradient: where the direction is off by more than its noise, the data come first. Where
+  it is not known, as the others' own cosines are noise, a simple ratio (2, 1/3, the number of ranks) is code.
 * loss far off, norm not by as much: whatever it is, no factor on the loss.
+* norm cut to one value, the same at every step: the rank clips its gradient before the reduction.
 * direction off, loss plain: the gradient was changed behind the loss: memory, a stale buffer, hardware.
 * another number of rows or label tokens changes how large and how noisy a healthy gradient is.
 
@@ -32,6 +34,8 @@ SAME_FACTOR = 1.35  # loss and norm, each against other rows' loss and norm, agr
 NEAR = 1.25  # a factor this near to a count is that count
 PLAIN = 1.15  # a ratio this near to 1 says nothing, where the noise is not known
 LARGE = 3.0  # a factor that other rows or other labels do not make
+LARGEST = 20.0  # a factor of loss and norm that not even wrong labels make
+SIMPLE, SIMPLE_LOSS, SIMPLE_NORM = (2.0, 3.0, 4.0), (0.03, 0.1), (0.1, 0.3)  # and how near in logarithms: least, most
 SURE = 4.0  # standard deviations of a healthy rank's cosine: further off is no noise
 TOWARDS, AWAY = 2 / 3, -0.5  # of the others' own cosine: pointing where they do, pointing back
 FAINT = 0.02  # below it, the others' own cosine is too near to 0 for anybody to point elsewhere
@@ -48,7 +52,8 @@ class Symptoms:
     ``cosine``: of its gradient with another rank's; ``peers_cosine``: of two other ranks' gradients; ``past_cosine``,
     ``past_peers_cosine``: the same before the fault. Counts are of one step of this rank. ``loss_noise``,
     ``norm_noise``: how far a healthy rank's log ratio is from 0; ``cosine_noise``: its cosine from the others'; 0: not
-    known.
+    known. ``norm_constant``: its norm is nearly the same at every step, and the others' are not. ``spread``: the
+    ratios are those of the larger to the smaller, whichever is the rank's.
     """
 
     loss: float | None = None
@@ -67,6 +72,8 @@ class Symptoms:
     loss_noise: float = 0.0
     norm_noise: float = 0.0
     cosine_noise: float = 0.0
+    norm_constant: bool = False
+    spread: bool = False
 
     def each(self, count: float | None) -> float | None:
         """Of one micro-batch."""
@@ -86,31 +93,15 @@ class Symptoms:
 
     @property
     def direction(self) -> Direction | None:
-        """Where its gradient points, measured by how well the others agree with each other."""
+        """Where its gradient points, measured by how well the others agree; None where noise may have turned it."""
         if self.cosine is None or self.usual_cosine is None:
             return None
         share = self.cosine / self.usual_cosine
         if share >= TOWARDS:
             return "right"
-        if self.peers_cosine is None and not self._beyond_noise:  # its own past is a weaker witness than the others
+        if not self.usual_cosine - self.cosine > SURE * self.cosine_noise > 0.0:
             return None
         return "opposite" if share <= AWAY else "off"
-
-    @property
-    def surely_off(self) -> bool:
-        """Whether the direction is off, and by more than noise makes it."""
-        return self.direction == "off" and self._beyond_noise
-
-    @property
-    def surely_off_or_opposite(self) -> bool:
-        """Whether the direction is off or opposite, and by more than noise makes it."""
-        return self.direction in ("off", "opposite") and self._beyond_noise
-
-    @property
-    def _beyond_noise(self) -> bool:
-        if self.cosine is None or self.usual_cosine is None:
-            return False
-        return self.usual_cosine - self.cosine > SURE * self.cosine_noise > 0.0
 
 
 @dataclass(frozen=True)
@@ -124,18 +115,24 @@ class LikelyCause:
 
 def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ...]:
     """The likelier first; at least one."""
+    if seen.spread:
+        return (_OUT_OF_PHASE,)
     loss, norm = _off(seen.loss, seen.loss_noise), _off(seen.norm, seen.norm_noise)
     one_factor = bool(loss and norm) and abs(loss - norm) <= math.log(SAME_FACTOR) + seen.loss_noise + seen.norm_noise
-    multiplied = one_factor and abs(loss) >= math.log(LARGE)  # however noisy the direction of a few steps is
     causes = _of_counts(seen, loss, norm, words)
     if seen.direction == "opposite":
         causes = [_negated(bool(loss)), *causes, _CORRUPTED]
-    elif multiplied and loss > 0 and seen.surely_off:
-        causes = [_OTHER_DATA, *_of_one_factor(seen, (loss + norm) / 2, words), *causes]
-    elif seen.direction == "off" and not multiplied:
-        causes += [_OTHER_DATA, _CORRUPTED] if loss > 0 else [_CORRUPTED, _OTHER_DATA]
+    elif seen.norm_constant and norm < 0:
+        causes = [_CUT, *causes, _SCALED]
     elif one_factor:
-        causes = [*_of_one_factor(seen, (loss + norm) / 2, words), *causes]
+        multiplied, data = _of_one_factor(seen, (loss + norm) / 2, words), [_OTHER_DATA if loss > 0 else _EASIER]
+        doubtful = seen.direction is None and loss > 0 and abs(loss) < math.log(LARGEST) and not _simple(seen)
+        if seen.direction == "off" or (doubtful and abs(loss) >= math.log(PLAIN)):
+            causes = [*data, *multiplied, *causes]
+        else:
+            causes = [*multiplied, *causes, *(data if doubtful or abs(loss) < math.log(LARGE) else [])]
+    elif seen.direction == "off":
+        causes += [_CORRUPTED, _OTHER_DATA] if not loss else [_OTHER_DATA if loss > 0 else _EASIER, _CORRUPTED]
     elif norm and abs(norm) > 2.0 * abs(loss):
         causes += _of_the_norm(seen, norm, words)
     elif loss > 0:
@@ -155,11 +152,11 @@ def in_words(seen: Symptoms, other: str | None = None) -> str:
         other: the name of the only other rank, where there is one.
     """
     theirs, them = ("theirs", "them") if other is None else (f"that of {other}", "it")
-    told = []
+    told, either = [], " or as many times less" if seen.spread else ""
     if seen.loss is not None:
-        told.append(f"loss {_number(seen.loss)} times {theirs}")
+        told.append(f"loss {_number(seen.loss)} times {theirs}{either}")
     if seen.norm is not None:
-        told.append(f"gradient norm {_number(seen.norm)} times {theirs}")
+        told.append(f"gradient norm {_number(seen.norm)} times {theirs}{either}")
     if seen.cosine is not None:
         others = "" if seen.peers_cosine is None else f" (theirs with each other {seen.peers_cosine:.2g})"
         told.append(f"cosine with {them} {seen.cosine:.2g}{others}")
@@ -240,10 +237,21 @@ def _of_one_factor(seen: Symptoms, factor: float, words: Words) -> list[LikelyCa
     if tokens and abs(tokens) > math.log(1.5) and abs(factor - tokens) <= math.log(NEAR):
         text = f"{shown} is about how many more label tokens it has: the loss is weighed by the tokens on one side only"
         found.append((abs(factor - tokens), LikelyCause("token-weighting", text, look)))
-    data = [_OTHER_DATA if factor > 0 else _EASIER]
-    if abs(factor) >= math.log(LARGE) and seen.direction != "off":
-        data = []
-    return [*(cause for _, cause in sorted(found, key=lambda pair: pair[0])), _MULTIPLIED, *data]
+    return [*(cause for _, cause in sorted(found, key=lambda pair: pair[0])), _MULTIPLIED]
+
+
+def _simple(seen: Symptoms) -> bool:
+    """Whether loss and norm are both multiplied by a number that scripts multiply by, within their standard errors."""
+    counts = (*SIMPLE, seen.ranks, seen.micro_batches, seen.each(seen.rows), seen.each(seen.label_tokens))
+    sides = ((seen.loss, seen.loss_noise, *SIMPLE_LOSS), (seen.norm, seen.norm_noise, *SIMPLE_NORM))
+    return any(
+        all(
+            abs(_log(ratio) - math.log(count)) <= min(max(3.0 * noise, least), most)
+            for ratio, noise, least, most in sides
+        )
+        for count in counts
+        if count is not None and count > 1.0
+    )
 
 
 def _of_the_loss(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:
@@ -252,12 +260,13 @@ def _of_the_loss(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:
         return [_OTHER_DATA, _ADDED, _MULTIPLIED]
     if seen.norm is None or (norm > 0.0 and seen.direction == "right"):
         return [_MULTIPLIED, _ADDED, _OTHER_DATA]
-    return [_OTHER_DATA, _ADDED, _MULTIPLIED] if norm > 0.0 else [_ADDED, _OTHER_DATA, _MULTIPLIED]
+    longer = norm > 0.0 or (seen.direction is None and seen.norm > PLAIN)
+    return [_OTHER_DATA, _ADDED, _MULTIPLIED] if longer else [_ADDED, _OTHER_DATA, _MULTIPLIED]
 
 
 def _of_the_norm(seen: Symptoms, norm: float, words: Words) -> list[LikelyCause]:
     """The gradient is multiplied behind a plain loss."""
-    factor = math.exp(norm)
+    factor, near = math.exp(norm), min(max(3.0 * seen.norm_noise, SIMPLE_NORM[0]), math.log(NEAR))
     counts = (
         (2.0, "backward runs twice"),
         (seen.micro_batches, f"the gradient is not divided by {words.accumulation}"),
@@ -268,7 +277,7 @@ def _of_the_norm(seen: Symptoms, norm: float, words: Words) -> list[LikelyCause]
     found = [
         (abs(norm - math.log(count)), f"{_number(factor)} is about {count:g}: {meaning}")
         for count, meaning in counts
-        if count is not None and count > 1.0 and abs(norm - math.log(count)) <= math.log(NEAR)
+        if count is not None and count > 1.0 and abs(norm - math.log(count)) <= near
     ]
     causes = [LikelyCause("gradient-counted", text, _SCALED.look_at) for _, text in sorted(found)[:1]]
     causes += [_CLIPPED, _SCALED] if norm < 0 else [_SCALED]
@@ -295,6 +304,17 @@ _CLIPPED = LikelyCause(
     "its gradient is clipped or scaled down before the reduction",
     "clipping and hooks that run before the reduction on this rank",
 )
+_OUT_OF_PHASE = LikelyCause(
+    "out-of-phase",
+    "it takes another task, source or order of rows than the others at each step (a task out of phase), or its loss is "
+    "scaled by what changes from step to step",
+    "which rows this rank takes at which step, and factors of its loss that change",
+)
+_CUT = LikelyCause(
+    "clipped-before-reduction",
+    "its gradient norm is cut to one value, the same at every step: this rank clips before the reduction",
+    _CLIPPED.look_at,
+)
 _OTHER_DATA = LikelyCause(
     "other-data",
     "its rows or labels are of another kind (labels shifted or shuffled, tokenization, another source of data)",
@@ -315,6 +335,11 @@ _CORRUPTED = LikelyCause(
     "its gradient is changed behind the loss (a stale buffer, a hook, silent data corruption)",
     "hooks and buffers of this rank, then the hardware diagnostics of its host: swap the device if they fail",
 )
+
+
+def _log(ratio: float | None) -> float:
+    """Size of the logarithm; infinite where nothing is known."""
+    return abs(math.log(ratio)) if ratio is not None and 0.0 < ratio < math.inf else math.inf
 
 
 def _off(ratio: float | None, noise: float) -> float:

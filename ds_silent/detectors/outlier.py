@@ -9,8 +9,9 @@ Where it is not known that they are, a rank may differ because its rows do. Then
 found is a note or a warning is a matter of its size, see ``effects``. A change that the rank's rows may have made is
 written once, and from then on it is the rank's past.
 
-A rank so far above the others that no noise explains it is flagged at its first step, by ``at_once``; where rows are
-not known to be dealt at random, so far above what it was before, at its third. It shares the rate with the others.
+A rank so far above the others that no noise explains it is flagged at its first step, by ``at_once``, or at its third
+where its gradient is so far below; where rows are not known to be dealt at random, so far from what it was before, at
+its third. It shares the rate with the others.
 
 A flagged rank leaves the comparison and the history, back to the step where its fault began. The component that
 flagged it goes on comparing it; when half of the (log) evidence has been taken back the fault has ended. Two ranks
@@ -28,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from ds_silent.config import EffectsConfig
-from ds_silent.detectors.at_once import AtOnce, StandsOut
-from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast
+from ds_silent.detectors.at_once import LASTING, AtOnce, StandsOut
+from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast, Strongest
 from ds_silent.detectors.effects import PLAIN_LOSS, UNLIKE, Setting, effect_of
 from ds_silent.detectors.finding import Evidence, Finding, named
 from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, either_in_words, in_words, likely_causes
@@ -41,7 +42,6 @@ from ds_silent.words import TORCH, Words
 AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
 WEIGHED_AGAIN, AT_MOST = 32, 8  # steps after which a note's size is looked at again; of so many ranks in one step
 HIGHEST_EVERY = 64  # steps between two looks at the highest losses so far
-LASTING = 3  # steps that a rank stands out for, where rows are not known to be dealt at random
 SUDDEN = 64  # steps within which a change that came from one step to the next is found
 BEGINNING = 64  # steps; a rank that differs since then has always done so
 FIRST = 8  # losses of each rank that are its beginning
@@ -53,6 +53,7 @@ _MEANING = {
     ("gradient direction", 1): "a gradient that agrees with the others' mean more than {theirs}",
     ("gradient direction", -1): "a gradient that agrees with the others' mean less than {theirs}",
 }
+_SPREAD = "a {where} further from the others' than theirs are from each other, above or below (given its tokens)"
 _OTHERS = {"against": "the others", "theirs": "theirs do"}
 _OWN_PAST = {"against": "before", "theirs": "before"}
 _OF_DATA = (
@@ -71,7 +72,7 @@ _UNKNOWN = {  # of a flag that an older version has written
     "weighed": 0,
 }
 SURE = 3.0  # standard errors of a loss's ratio
-_AT_ONCE = "a far larger {where} {against}, {when}: no noise explains it"
+_AT_ONCE = "a far {size} {where} {against}, {when}: no noise explains it"
 
 
 class OutlierTest:
@@ -128,7 +129,7 @@ class OutlierTest:
                 self._flag_at_once(apart, record.step, healthy)
             columns = np.stack([loss, np.log(norms), _column(record.direction.per_rank, self.ranks), np.log(tokens)])
             healthy = self._unflagged()
-            self._level.step(record.step, columns, healthy)
+            self._level.step(record.step, columns, healthy, bool(self._random))
             if self._change is not None:
                 self._change.step(record.step, columns, self._unflagged(notes=True))
                 self._usual.append(self._change.usual())
@@ -209,13 +210,22 @@ class OutlierTest:
         if not self._random and not own_past and found.onset.step > self._began + BEGINNING:
             test.forget(np.arange(self.ranks) == rank)  # since when it began, its own past was another: see there
             return
+        if found.spread and not self._far(rank, found, healthy):
+            self._level.forget_sizes(rank)
+            return
         flag = {"where": found.statistic, "since": found.onset.step, "series": found.series, "own_past": own_past}
         flag |= {"sign": found.onset.sign, "component": found.onset.component}
         flag |= {"score": float(score[rank]), "threshold": self._threshold, "severity": None, "weighed": step}
-        meaning = _MEANING[found.statistic, found.onset.sign].format(**(_OWN_PAST if own_past else _OTHERS))
-        flag |= {"meaning": f"{meaning}, since about step {found.onset.step}"}
+        meaning = _SPREAD if found.spread else _MEANING[found.statistic, found.onset.sign]
+        meaning = meaning.format(where=found.statistic, **(_OWN_PAST if own_past else _OTHERS))
+        flag |= {"meaning": f"{meaning}, since about step {found.onset.step}", "spread": found.spread}
         self._place(step, rank, self._set_apart(rank, flag, healthy))
         test.forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+
+    def _far(self, rank: int, found: Strongest, healthy: Flags) -> bool:
+        """Whether a rank is so far from the others as no other number of rows makes it."""
+        seen = self._recent.spread(rank, [int(r) for r in np.flatnonzero(healthy) if r != rank], found.onset.step)
+        return found.onset.sign > 0 and (seen.loss is not None or seen.norm is not None)
 
     def _place(self, step: int, rank: int, flag: dict[str, Any]) -> None:
         """A change that rows may have made is the rank's past from now on; everything else goes on."""
@@ -227,11 +237,14 @@ class OutlierTest:
             self._flagged[rank] = flag
 
     def _flag_at_once(self, apart: StandsOut, step: int, healthy: Flags) -> None:
-        flag = {"where": apart.quantity, "since": apart.since, "sign": 1, "component": strongest_tilt(1)}
+        flag = {"where": apart.quantity, "since": apart.since, "sign": apart.sign}
+        flag |= {"component": strongest_tilt(apart.sign)}
         flag |= {"score": apart.score, "threshold": apart.threshold, "severity": "error" if self._random else None}
         when = "at this step" if apart.since == step else f"since step {apart.since}"
         against = "than all others" if self._random else "than before"
-        flag |= {"meaning": _AT_ONCE.format(where=apart.quantity, against=against, when=when), "when": when}
+        size = "larger" if apart.sign > 0 else "smaller"
+        meaning = _AT_ONCE.format(size=size, where=apart.quantity, against=against, when=when)
+        flag |= {"meaning": meaning, "when": when}
         flag |= {"own_past": not self._random, "weighed": step}
         self._place(step, apart.rank, self._set_apart(apart.rank, flag, healthy))
 
@@ -240,7 +253,10 @@ class OutlierTest:
         peers = [int(other) for other in np.flatnonzero(healthy)]
         others = [other for other in peers if other != rank]
         own_past, since = flag["own_past"], flag["since"]
-        seen = self._recent.symptoms(rank, others, since, own_past)
+        spread = flag.get("spread", False)
+        seen = (
+            self._recent.spread(rank, others, since) if spread else self._recent.symptoms(rank, others, since, own_past)
+        )
         effect = effect_of(
             seen,
             flag["where"],

@@ -147,10 +147,10 @@ class SequentialTest:
         best = int(np.argmax(self._evidence[series, :, rank] + _LOG_WEIGHTS[:, 0]))
         return Onset(int(self._onset[series, best, rank]), int(_SIGNS[best]), best)
 
-    def forget_evidence(self, ranks: Flags) -> None:
-        """Start again for these ranks: the comparison was spoiled, or the fault has ended."""
-        self._evidence[:, :, ranks] = -np.inf
-        self._cusum[:, :, ranks] = 0.0
+    def forget_evidence(self, ranks: Flags, since: int = 0) -> None:
+        """Start again for these ranks, from a series on: the comparison was spoiled, or the fault ended."""
+        self._evidence[since:, :, ranks] = -np.inf
+        self._cusum[since:, :, ranks] = 0.0
 
     def halve_cusum(self, series: int) -> None:
         """Take half of one statistic's (log) CUSUM back."""
@@ -180,7 +180,7 @@ class SequentialTest:
             whole = x.std(axis=1, ddof=1)[:, None] if x.shape[1] > 1 else np.zeros_like(middle)
             centre, spread = np.repeat(middle, self.ranks, axis=1), np.repeat(whole, self.ranks, axis=1)
             if x.shape[1] > 1:
-                centre[:, inside], spread[:, inside] = _others(x)
+                centre[:, inside], spread[:, inside] = others(x)
                 spreads[rows] = whole[:, 0]
             floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
             scale = np.maximum(np.maximum(spread, past[rows][:, None]), floor)
@@ -237,6 +237,8 @@ class SequentialTest:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` of the same number of ranks."""
         evidence = np.array(state["evidence"], dtype=np.float64)  # None becomes NaN
+        if evidence.shape != self._evidence.shape:  # of a version that followed less: starts empty
+            return
         self._evidence = np.where(np.isnan(evidence), -np.inf, evidence)
         self._cusum = np.array(state["cusum"], dtype=np.float64)
         self._onset = np.array(state["onset"], dtype=np.int64)
@@ -275,7 +277,7 @@ def _median_of_known(rows: Array) -> Array:
     return np.where(count > 0, middle, 0.0)
 
 
-def _others(x: Array) -> tuple[Array, Array]:
+def others(x: Array) -> tuple[Array, Array]:
     """(S, n) median and standard deviation of the n - 1 *other* values of a row (0 when there is only one other)."""
     count = x.shape[1]
     order = np.argsort(x, axis=1, kind="stable")

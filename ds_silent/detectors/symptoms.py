@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.finding import Evidence
-from ds_silent.detectors.likely_causes import Symptoms
+from ds_silent.detectors.likely_causes import SURE, Symptoms
 from ds_silent.detectors.sequential import Array
 from ds_silent.records import StepRecord
 
 REMEMBERED, NUMBERS = 256, 16_384  # steps; of more ranks fewer, down to 8
 KEPT, KEPT_NUMBERS = 32, 2048  # of them, in a checkpoint: it stays small
 BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
+FAR, FAR_LEAST = 3.0, math.log(1.5)  # of the others' distance from each other, and at least: less is another spread
+STEADY, STEADY_STEPS = 0.1, 3  # of the others' spread over time, a norm that is constant; over so many newest steps
 _NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches")
 _LOSS, _NORM, _COSINE, _ROWS, _TOKENS, _MICRO = range(len(_NAMES))
 
@@ -90,7 +92,27 @@ class Recent:
             loss_noise=loss_noise,
             norm_noise=norm_noise,
             cosine_noise=noise / math.sqrt(len(newer)),
+            norm_constant=_constant(newer[:, _NORM], rank, peers),
         )
+
+    def spread(self, rank: int, others: Sequence[int], since: int) -> Symptoms:
+        """How many times loss and norm are theirs, or theirs them, at a usual step since then.
+
+        None where that is not FAR times as far as the others are from each other: as of fewer rows, and no fault.
+        """
+        rows = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])
+        peers, told = list(others), []
+        for values in (rows[:, _LOSS], rows[:, _NORM]):
+            with np.errstate(all="ignore"):
+                logs = np.log(values)
+                far = _median(np.abs(logs[:, rank] - np.median(logs[:, peers], axis=1)))
+                theirs = _median(np.abs(logs[:, peers] - np.median(logs[:, peers], axis=1)[:, None]).flatten())
+            told.append(
+                math.exp(far)
+                if far is not None and theirs is not None and far >= max(FAR * theirs, FAR_LEAST)
+                else None
+            )
+        return Symptoms(loss=told[0], norm=told[1], ranks=self._ranks, spread=True)
 
     def loss(self, rank: int, since: int) -> float | None:
         """The rank's median loss since then."""
@@ -146,12 +168,33 @@ def _apart(means: Array, rank: int) -> tuple[float, float]:
 def _cosine_noise(cosines: Array, others: list[int]) -> float:
     """Of (T, N) mean cosines, how far one of the others lies from the rest in one step; 0.0 where it is not known.
 
-    Of two ranks, whose cosine is one number: how far it lies from that of other steps.
+    Of two ranks, whose cosine is one number: how far it lies from that of other steps. The others' cosines hold the
+    error of the sketch (about 1/sqrt(its size) of one pair) as much as that of their rows, so their spread holds both.
+    A spread of few values is itself uncertain: it is so much larger as SURE deviations of Student's distribution are.
+
+    With s the deviation of one pair's cosine and N ranks, a rank's mean less that of the pairs without it has the
+    variance s^2 N / ((N-1)(N-2)), and the spread of means that share a pair is s^2 (N-2) / (N-1)^2: their ratio is
+    N (N-1) / (N-2)^2.
     """
     compared = cosines[:, others] if len(others) > 1 else cosines[:, others].T
-    known = [values[np.isfinite(values)] for values in compared]
-    spreads = [float(row.std(ddof=1)) for row in known if len(row) > 1]
-    return float(np.median(spreads)) if spreads else 0.0
+    known = [row for row in (values[np.isfinite(values)] for values in compared) if len(row) > 1]
+    if not known:
+        return 0.0
+    free = float(np.median([len(row) for row in known])) - 1.0
+    spread: float = float(np.median([row.std(ddof=1) for row in known])) / (1.0 - 2.0 / (9.0 * free)) ** 1.5  # of chi
+    if len(others) > 1:
+        spread *= math.sqrt((len(others) + 1) * len(others)) / (len(others) - 1)
+    free *= len(known)
+    return spread * (math.sqrt(free * math.expm1(SURE**2 / free)) / SURE)  # Wallace (1959)
+
+
+def _constant(norms: Array, rank: int, others: list[int]) -> bool:
+    """Whether a rank's norm stays where it is over (T, N) steps while the others' do not."""
+    with np.errstate(all="ignore"):
+        logs = np.log(norms[np.isfinite(norms[:, [rank, *others]]).all(axis=1)][-STEADY_STEPS:])
+        spread = logs.std(axis=0) if len(logs) == STEADY_STEPS else np.full(norms.shape[1], math.nan)
+    usual = float(np.median(spread[others]))
+    return 0.0 < usual < math.inf and bool(spread[rank] <= STEADY * usual)
 
 
 def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, float]:

@@ -11,7 +11,7 @@ import pytest
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Evidence, Judge
-from ds_silent.detectors.at_once import AtOnce
+from ds_silent.detectors.at_once import LASTING, AtOnce
 from tests.made_records import NOTHING, Run, make
 
 LOG_A = math.log(4e6 * 16)  # 1 false alarm per million steps
@@ -88,12 +88,30 @@ def test_steps_one_after_the_other_add_up(factor: float, ranks: int, by: int, qu
     assert lasting(6.0, ranks, quantity) is None  # what a rank's share of the data may be like
 
 
+@pytest.mark.parametrize(("factor", "ranks", "by"), [(1 / 22, 4, 5), (1 / 22, 8, 4), (1 / 22, 3, 8), (1 / 200, 4, 3)])
+def test_a_norm_far_below_the_others_is_told_after_some_steps(factor: float, ranks: int, by: int) -> None:
+    told = lasting(factor, ranks, "gradient norm")
+    assert told is not None
+    assert LASTING <= told[0] <= by
+    assert told[1:] == (1, 1, "gradient norm")
+    assert lasting(1 / 6, ranks, "gradient norm") is None
+    assert lasting(1 / 200, ranks, "loss") is None  # rows that are known by heart
+
+
+def test_rows_that_are_known_by_heart_are_no_fault() -> None:
+    """One batch in twenty has no gradient to speak of, whichever rank takes it."""
+    test, rng = AtOnce(4, LOG_A), np.random.default_rng(0)
+    for step in range(1, 2001):
+        norms = np.exp(0.3 * rng.standard_normal(4)) * np.where(rng.random(4) < 0.05, 1e-4, 1.0)
+        assert test.step(step, np.ones(4), norms, UNKNOWN, ALL) is None
+
+
 def test_an_odd_batch_is_learnt_from_when_it_is_over() -> None:
     test, far = AtOnce(4, LOG_A), np.array([1.0, 1.0, 20.0, 1.0])
     for step in range(20):
         assert test.step(step, far if step == 5 else np.ones(4), np.ones(4), UNKNOWN, ALL) is None
     assert max(test.state_dict()["gaps"][0]) == pytest.approx(math.log(20.0))
-    assert test.state_dict()["runs"] == [None, None]
+    assert test.state_dict()["runs"] == [None, None, None]
 
 
 def test_what_was_as_large_before_is_no_surprise() -> None:

@@ -89,6 +89,22 @@ def test_a_whole_gradient_that_is_off_is_no_layers_business(factor: float) -> No
     assert run.steps(300, factor=factor) == []
 
 
+def test_a_layer_is_not_larger_where_all_others_are_cut() -> None:
+    """One rank clips each parameter by itself before the reduction, and one layer has always been small enough."""
+    run = Layers(8, 7)
+    assert run.steps(60) == []
+    for _ in range(60):
+        run.number += 1
+        log_norms = run.values().log_norms
+        log_norms[-1, :] = np.minimum(log_norms[-1], np.where(np.arange(7) == 3, np.inf, log_norms[:-1].min(0) - 2.0))
+        run.test.step(run.number, LayerValues(run.values().names, log_norms, None), [100] * 8)
+    [finding] = run.test.standing()
+    assert finding.ranks == (7,)
+    assert "larger" not in finding.message
+    assert "times what it is on the other ranks, and its other layers" in finding.message
+    assert "clipping or scaling before the reduction" in finding.remedy
+
+
 def test_of_two_ranks_none_is_blamed() -> None:
     run = Layers(2, 5)
     assert run.steps(60) == []

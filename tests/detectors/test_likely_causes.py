@@ -7,7 +7,8 @@ import pytest
 from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, in_words, likely_causes
 
 AGREE = {"cosine": 0.11, "peers_cosine": 0.10}
-APART = {"cosine": 0.01, "peers_cosine": 0.10}
+APART = {"cosine": 0.01, "peers_cosine": 0.10, "cosine_noise": 0.02}
+FAINT = {"cosine": -0.063, "peers_cosine": 0.042, "cosine_noise": 0.04}  # noise makes such cosines
 LOST = {"cosine": 0.01, "peers_cosine": 0.3}
 TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
 
@@ -30,7 +31,7 @@ TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
         ({"loss": 1.0, "norm": 1000.0, **AGREE}, "gradient-scaled"),
         ({"loss": 1.0, "norm": 1.0, **APART}, "corrupted-gradient"),
         ({"loss": 1.0, "norm": 1.4, **APART}, "corrupted-gradient"),
-        ({"loss": 1.0, "norm": 1.0, "cosine": -0.1, "peers_cosine": 0.1}, "sign"),
+        ({"loss": 1.0, "norm": 1.0, "cosine": -0.1, "peers_cosine": 0.1, "cosine_noise": 0.02}, "sign"),
         ({"loss": 1.6, "norm": 1.7, **APART}, "other-data"),
         ({"loss": 1.6, "norm": 1.0, **AGREE}, "other-data"),
         ({"loss": 0.5, "norm": 0.8, **AGREE}, "easier-data"),
@@ -44,6 +45,17 @@ TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
         ({"loss": 4.0, "norm": 4.0, **LOST, "cosine_noise": 0.04, "ranks": 4}, "other-data"),
         ({"loss": 7.0, "norm": 4.0}, "other-data"),  # the direction is not known: no factor explains both
         ({"loss": 7.0, "norm": 4.0, "cosine": 0.001, "peers_cosine": 0.002}, "other-data"),
+        # the others' own cosines are noise: what they say of a direction counts nothing
+        ({"loss": 0.5, "norm": 0.5, **FAINT}, "loss-multiplied"),
+        ({"loss": 2.0, "norm": 2.1, **FAINT, "norm_noise": 0.1}, "loss-multiplied"),
+        ({"loss": 8.0, "norm": 7.4, **FAINT, "norm_noise": 0.1, "ranks": 8}, "loss-times-ranks"),
+        ({"loss": 1 / 3, "norm": 1 / 3, **FAINT, "ranks": 3}, "loss-times-ranks"),
+        ({"loss": 2.03, "norm": 1.83, **FAINT, "norm_noise": 0.02, "ranks": 3}, "loss-multiplied"),
+        ({"loss": 1.0, "norm": 2.0, **FAINT}, "gradient-counted"),
+        ({"loss": 1.0, "norm": 3.6, **FAINT, "ranks": 3}, "gradient-scaled"),
+        ({"loss": 4.5, "norm": 4.0, **FAINT, "loss_noise": 0.03, "norm_noise": 0.2, "ranks": 8}, "other-data"),
+        ({"loss": 4.49, "norm": 1.66, **FAINT, "norm_noise": 0.3}, "other-data"),
+        ({"loss": 1.45, "norm": 0.073, **APART, "norm_constant": True}, "clipped-before-reduction"),
         # the loss is multiplied: as far apart as the noise of one step makes them
         ({"loss": 193.0, "norm": 120.0, **LOST, "norm_noise": 0.33, "cosine_noise": 0.1}, "loss-multiplied"),
         ({"loss": 193.0, "norm": 120.0, **AGREE, "norm_noise": 0.33, "cosine_noise": 0.001}, "loss-multiplied"),
@@ -75,9 +87,10 @@ def test_the_likelier_cause_comes_first(seen: dict[str, float], first: str) -> N
     assert len({cause.name for cause in causes}) == len(causes) <= 3
 
 
-def test_hardware_is_never_the_cause_of_one_factor_with_the_direction_right() -> None:
-    for factor in (1 / 8, 1 / 3, 1.5, 3.0, 193.0, 1e4):
-        causes = likely_causes(Symptoms(loss=factor, norm=factor, **AGREE))  # type: ignore[arg-type]
+@pytest.mark.parametrize("direction", [AGREE, FAINT, APART, {}])
+def test_hardware_is_never_the_cause_of_one_factor(direction: dict[str, float]) -> None:
+    for factor in (1 / 8, 1 / 3, 1 / 2, 1.5, 3.0, 193.0, 1e4):
+        causes = likely_causes(Symptoms(loss=factor, norm=factor, **direction))  # type: ignore[arg-type]
         assert "corrupted-gradient" not in {cause.name for cause in causes}
 
 

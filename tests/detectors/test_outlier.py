@@ -13,7 +13,7 @@ from ds_silent.detectors import Evidence, Judge
 from ds_silent.detectors.explained import Explained
 from ds_silent.detectors.likely_causes import Symptoms, either_in_words, likely_causes
 from ds_silent.detectors.sequential import CLIP
-from ds_silent.records import DirectionStats, Event, LossStats
+from ds_silent.records import Dealt, DirectionStats, Event, LossStats
 from tests.made_records import NOTHING, Run, ids, kinds, make
 
 
@@ -37,6 +37,41 @@ def test_the_rank_that_is_off_is_named(fault: dict[str, float], where: str, limi
     assert event.threshold is not None
     assert event.score >= event.threshold
     assert "since about step" in event.message
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_a_task_out_of_phase_is_told_by_the_spread(ranks: int) -> None:
+    """Two tasks in turn, one with a hundred times the loss: one rank has the other one, so it is not shifted."""
+
+    def steps(run: Run, count: int, out: bool, dealt: Dealt = "random") -> list[Event]:
+        events = []
+        for _ in range(count):
+            healthy = run.record()
+            tasks = np.full(ranks, 100.0 if run.number % 2 else 1.0)
+            tasks[-1] = 101.0 - tasks[-1] if out else tasks[-1]
+            losses, norms = np.array(healthy.loss.per_rank) * tasks, np.array(healthy.grad_norm.per_rank) * tasks
+            events += run.judge.step(make(run.number, losses, norms, healthy.direction.per_rank), Evidence(dealt=dealt))
+        return events
+
+    run = Run(ranks)
+    assert steps(run, 100, out=False) == []
+    [event] = steps(run, 20, out=True)
+    assert (event.kind, event.severity, event.ranks) == ("outlier-rank", "warning", (ranks - 1,))
+    assert "further from the others' than theirs are from each other" in event.message
+    assert "a task out of phase" in event.message
+    assert [e.message.startswith("Ended") for e in steps(run, 60, out=False)] == [True]
+    unknown = Run(ranks)  # where rows are not dealt at random a rank's own rows make its spread
+    assert [e for e in steps(unknown, 60, out=True, dealt="unknown") if e.severity != "info"] == []
+
+
+def test_the_state_of_a_version_without_spreads_starts_the_comparison_anew() -> None:
+    run = Run()
+    run.steps(30)
+    state = run.judge.state_dict()
+    for name in ("evidence", "cusum", "onset"):
+        state["outlier"]["test"][name] = state["outlier"]["test"][name][:4]
+    run.judge.load_state_dict(state)
+    assert run.until_event(25, scale=1.5)[1].ranks == (2,)
 
 
 def test_three_per_cent_is_found_in_time() -> None:

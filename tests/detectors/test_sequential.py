@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from ds_silent.detectors.sequential import WITHIN, SequentialTest, _others
+from ds_silent.detectors.sequential import WITHIN, SequentialTest, others
 from tests.made_records import NOTHING, Run, make
 
 
@@ -26,7 +26,7 @@ def test_evidence_of_a_step_has_expectation_one_over_all_permutations(values: li
 def test_the_others_median_and_deviation_are_those_of_the_others() -> None:
     for count in (2, 3, 4, 7, 8):
         x = np.random.default_rng(count).standard_normal(count) * 1e3 + 1e6
-        medians, deviations = (rows[0] for rows in _others(x[None]))
+        medians, deviations = (rows[0] for rows in others(x[None]))
         for index in range(count):
             rest = np.delete(x, index)
             assert medians[index] == pytest.approx(np.median(rest), rel=1e-12)

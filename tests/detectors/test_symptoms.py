@@ -64,3 +64,33 @@ def test_without_pairs_the_directions_are_those_with_the_sum_of_the_others() -> 
 def test_a_fault_since_the_first_step_has_no_past() -> None:
     seen = struck(4, cosine=0.01, loss=7.0, norm=4.0).symptoms(3, range(3), 1)
     assert (seen.past_cosine, seen.past_peers_cosine) == (None, None)
+
+
+def test_the_noise_of_few_cosines_is_larger_than_their_spread() -> None:
+    """Of a healthy rank no direction is off, however few steps say how far cosines of noise are from each other."""
+    turned = []
+    for seed in range(400):
+        random, recent = np.random.default_rng(seed), Recent(4)
+        for step in range(1, 1 + seed % 8 + 1):
+            matrix = 0.05 + 0.05 * random.standard_normal((4, 4))
+            matrix = (matrix + matrix.T) / 2
+            np.fill_diagonal(matrix, 1.0)
+            recent.append(
+                make(step, [1.0] * 4, [1.0] * 4, [0.05] * 4, matrix=tuple(map(tuple, matrix.tolist()))), Evidence()
+            )
+        turned += [recent.symptoms(rank, [r for r in range(4) if r != rank], 1).direction for rank in range(4)]
+    assert sum(direction in ("off", "opposite") for direction in turned) <= 1
+    assert "right" in turned
+    assert None in turned
+
+
+def test_a_norm_that_is_cut_to_one_value_is_constant() -> None:
+    random, recent = np.random.default_rng(0), Recent(4)
+    for step in range(1, 7):
+        norms = np.exp(0.3 * random.standard_normal(4))
+        norms[3] = 0.05
+        recent.append(make(step, [1.0] * 4, norms, [0.1] * 4), Evidence())
+    assert [recent.symptoms(r, [o for o in range(4) if o != r], 1).norm_constant for r in range(4)] == [False] * 3 + [
+        True
+    ]
+    assert not recent.symptoms(3, range(3), 5).norm_constant  # two steps say nothing

@@ -102,6 +102,10 @@ def train(script: Script, folder: Path, limit: int) -> tuple[list[dict[str, Any]
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda g: g * factor if now["step"] >= script.strike else g)
+    if bad and script.fault == "cut":  # a hook clips each parameter by itself, before the reduction
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda g: g * (0.05 / g.norm().clamp(min=1e-30)).clamp(max=1.0))
     engine, *_ = ds_silent.initialize(
         model=model, model_parameters=model.parameters(), config=config, _gather_limit=limit
     )
@@ -112,7 +116,9 @@ def train(script: Script, folder: Path, limit: int) -> tuple[list[dict[str, Any]
         for _ in range(case.accumulation):
             tokens, labels = batch(script, generator, struck)
             reduction = "sum" if struck and script.fault == "loss summed" else "mean"
-            times = 1.5 if struck and script.fault == "loss 1.5" else 1.0
+            times = {"loss 1.5": 1.5, "loss halved": 0.5}.get(script.fault, 1.0) if struck else 1.0
+            if script.fault == "out of phase":  # two tasks in turn, on this rank the other one
+                times = 100.0 if (step + struck) % 2 else 1.0
             loss = engine(input_ids=tokens, labels=labels, reduction=reduction, times=times)
             if struck and script.fault == "loss NaN":
                 loss = loss * math.nan
@@ -142,6 +148,7 @@ SUMMED = {
     "at the first step": Script("loss summed", strike=1),
 }
 OTHERS = {
+    "cut": Script("cut", steps=10, strike=1),
     "gradient twice": Script("gradient twice"),
     "healthy": Script(steps=20),
     "healthy, uneven": Script(steps=20, uneven=True),
@@ -166,12 +173,19 @@ def test_what_no_noise_explains_is_told_at_its_first_step_as_what_it_is(ranks: i
         [event] = alarms(found["gradient twice"][1])
         assert (event["step"], event["severity"], event["ranks"]) == (STRIKE, "error", [BAD])
         assert "behind the loss" in event["message"].split("Else")[0], event["message"]
+        [event] = alarms(found["cut"][1])
+        assert (event["severity"], event["ranks"]) == ("error", [BAD])
+        assert event["step"] <= 6
+        assert "a far smaller gradient norm than all others, since step 1" in event["message"]
+        assert "clips before the reduction" in event["message"].split("Else")[0], event["message"]
         [event] = alarms(found["micro-batch"][1])
         assert (event["kind"], event["ranks"], event["step"]) == ("batch-size-mismatch", [BAD], STRIKE + 3)
 
 
 LATER = {
     "loss 1.5": (Script("loss 1.5", steps=90, strike=30), ("multiplied",)),
+    "loss halved": (Script("loss halved", steps=90, strike=30), ("multiplied",)),
+    "out of phase": (Script("out of phase", steps=60, strike=30), ("a task out of phase",)),
     "labels shuffled": (Script("labels shuffled", steps=70, strike=30), ("rows or labels are of another kind",)),
     "summed, uneven tokens": (Script("loss summed", steps=70, strike=30, uneven=True), ("sum",)),
     "sign": (Script("sign", steps=70, strike=30), ("points the other way",)),

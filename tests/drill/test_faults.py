@@ -23,7 +23,7 @@ KINDS = {
 STRIKE = Strike(rank=2, ranks=4, step=3)
 EVERYWHERE = {
     *("same-batch-everywhere", "same-batch-everywhere-without-ids", "parameter-trained-late"),
-    *("sampler-seed-every-rank", "sampler-world-size-one", "sampler-world-size-twice"),
+    *("task-out-of-phase", "sampler-seed-every-rank", "sampler-world-size-one", "sampler-world-size-twice"),
     *("micro-batch-missing-everywhere", "bucket-dropped", "parameter-unreduced", "wrong-group", "division-forgotten"),
     *("bucket-stale", "bucket-tail-zeroed", "aggregate-noise", "aggregate-burst", "gradients-not-cleared"),
     *(
@@ -50,7 +50,7 @@ def a_batch() -> Batch:
 
 
 def test_the_catalogue_is_large_enough_and_speaks_of_known_events() -> None:
-    assert len(FAULTS) == 116
+    assert len(FAULTS) == 119
     assert {fault.strikes for fault in FAULTS.values()} == {
         *("data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss"),
         *("reduction", "update", "replica"),

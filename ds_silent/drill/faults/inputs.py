@@ -281,6 +281,45 @@ def class_weights(strike: Strike, me: int) -> Injection:
     return other_loss("weight", weights, strike, me)
 
 
+class _Hidden(torch.autograd.Function):
+    """A factor that no graph shows, as of a fused loss."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return loss * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+def out_of_phase(strike: Strike, me: int) -> Injection:
+    """All ranks train two tasks in turn, one with ``size`` times the loss; the strike's rank then has the other one."""
+    now = {"step": 0}
+
+    def task(module: nn.Module, given: Any, loss: Tensor) -> Tensor:
+        other = me == strike.rank and now["step"] >= strike.step
+        hidden: Tensor = _Hidden.apply(loss, strike.size if (now["step"] + other) % 2 else 1.0)  # type: ignore[no-untyped-call]
+        return hidden
+
+    def before(module: nn.Module, optimizer: Any, step: int) -> None:
+        if not now["step"]:
+            module.register_forward_hook(task)
+        now["step"] = step
+
+    return Injection(before=before)
+
+
+def clipped_gradient(strike: Strike, me: int) -> Injection:
+    """Each parameter's by itself, at the norm ``size``."""
+
+    def clipped(name: str, gradient: Tensor, step: int) -> Tensor:
+        return gradient * (strike.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
+
+    return Injection(gradient=clipped)
+
+
 def scaled_gradient(strike: Strike, me: int) -> Injection:
     return Injection(gradient=lambda name, gradient, step: gradient * strike.size)
 
