@@ -152,5 +152,5 @@ def test_a_line_is_short_however_many_ranks_there_are() -> None:
             ),
         )
         scores, _ = judged(run.judge, run.record(), evidence)
-    assert len({(score.detector, score.where) for score in scores.scores}) == len(scores.scores) == 12
-    assert len(json.dumps(to_json(scores))) < 1300
+    assert len({(score.detector, score.where) for score in scores.scores}) == len(scores.scores) == 13
+    assert len(json.dumps(to_json(scores))) < 1420

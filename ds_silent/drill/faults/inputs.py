@@ -315,7 +315,8 @@ def clipped_gradient(strike: Strike, me: int) -> Injection:
     """Each parameter's by itself, at the norm ``size``."""
 
     def clipped(name: str, gradient: Tensor, step: int) -> Tensor:
-        return gradient * (strike.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
+        cut: Tensor = gradient * (strike.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
+        return cut
 
     return Injection(gradient=clipped)
 
