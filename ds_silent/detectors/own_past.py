@@ -17,13 +17,16 @@ to its own past, and to what the others do at the same time,
 
 is s_r e_rn plus the offset's move since then. A rank's offset is expected to go on as it did, or to stand still: both
 lie in [0, b_r], with b_r the mean of y_r over as long a time. Offsets that walk at random move by chance as far as the
-ranks' do in this run (``WALKS`` standard deviations of b_j, beyond what noise makes of b_j), and as far as the level
-of all ranks moves in the same time (its mean over the window, and over the newest steps: a mixture that changes on all
-ranks changes each of them by another amount). So the null hypothesis is
+ranks' do in this run: ``WALKS`` standard deviations of b_j, beyond what noise makes of b_j. Where all ranks learn
+faster than they did, offsets may move faster, too: as much faster as the level's move over the window is larger than
+it used to be, and no further than the level. A move of the level from one step to the next is another thing, as a
+mixture that changes on all ranks: it changes each of them by another amount, and so all of it is allowed for as long
+as the window sees it. So the null hypothesis is
 
-    |y_rn - b_r / 2 - s_r e_rn| <= slack_r = |b_r| / 2 + WALKS walk + |level's move| + smallest
+    |y_rn - b_r / 2 - s_r e_rn| <= slack_r = |b_r| / 2 + walk + min(walk (l / l_usual - 1)+, l) + jump + smallest
 
-and what is returned is (y_r - b_r / 2) / s_r beside slack_r / s_r.
+with l the size of the level's move over the window, l_usual its usual size, jump the largest that the newest steps
+differed from those before them. What is tested is (y_r - b_r / 2) / s_r beside slack_r / s_r.
 :class:`~ds_silent.detectors.sequential.SequentialTest` takes the slack off every bet. That is exact for shifts within
 half of it, whatever the other ranks' are; up to the whole of it where the others' have no common sign. A shift that
 lasts is absorbed by m_r after W steps: so several windows are followed side by side, short ones for what is large.
@@ -47,7 +50,7 @@ CLIP = 4.0  # of a rank's own scale
 FEWEST = 8  # values that make a rank's mean; twice as many, of a long window an eighth, before anything is compared
 SCALE = 64  # values at least that make a rank's scale
 OUTSIDE = 0.3173  # of normal values, beyond one standard deviation
-NEWEST = 4  # steps that show a move of all ranks before the window does
+NEWEST, NEAR = 4, 16  # steps whose means differ where all ranks move at once
 WALKS = 3.0  # standard deviations of offsets that walk at random
 WALK_MEMORY = 4  # windows that show how far they walk
 NOISE_OF_WALK = 1.5  # times the variance that noise alone gives a drift
@@ -81,7 +84,8 @@ class OwnPast:
         self._mean, self._drift, self._square = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self._count = np.zeros(shape)
         self._walks, self._walk_noise = np.zeros(series), np.zeros(series)
-        self._level = np.zeros((2, series))  # mean move of all ranks, over the window and over the newest steps
+        self._level = np.zeros((3, series))  # mean move of all ranks, over the window and over newer steps
+        self._level_moves, self._sudden = np.zeros(series), np.zeros(series)
         self._level_square = np.zeros(series)
         self._levels = np.zeros(series)
 
@@ -107,7 +111,7 @@ class OwnPast:
         off = np.where(known, moved - level[:, None], 0.0)
         scale = self._scales(values, peers)
         compared = known & (self._count >= max(2 * FEWEST, self.window / 8))
-        slack = np.abs(self._drift) / 2.0 + (WALKS * self._walk() + self._level_move())[:, None] + self._smallest
+        slack = np.abs(self._drift) / 2.0 + self._expected(level)[:, None] + self._smallest
         deviations = np.where(compared, (off - self._drift / 2.0) / scale, np.nan)
         self._learn_noise(off, level, scale, peers)
         self._learn_mean(values, healthy, np.where(peers, CLIP * scale, np.inf))
@@ -125,13 +129,18 @@ class OwnPast:
         """(S,) standard deviation of the ranks' drifts, beyond what the noise of their values makes."""
         return np.asarray(np.sqrt(np.maximum(self._walks - NOISE_OF_WALK * self._walk_noise, 0.0)))
 
-    def _level_move(self) -> Array:
-        """(S,) how far all ranks have moved together, beyond the noise of their median."""
-        noise = np.sqrt(self._level_square)
-        sizes = []
-        for mean, length in zip(self._level, (self.window, NEWEST), strict=True):
-            sizes.append(np.maximum(np.abs(mean) - SURE * noise / math.sqrt(2.0 * length), 0.0))
-        return np.asarray(np.maximum(*sizes))
+    def _expected(self, level: Array) -> Array:
+        """(S,) how far offsets may move by themselves: as they did, faster where all ranks move faster, and at once
+        where all move at once."""
+        walk = WALKS * self._walk()
+        usual = np.maximum(np.sqrt(self._level_moves), RESOLUTION)
+        now = self._beyond_noise(self._level[0], self.window)
+        jump = np.maximum(np.abs(level - self._level[2]) - SURE * np.sqrt(self._level_square), self._sudden)
+        return np.asarray(walk + np.clip(walk * (now / usual - 1.0), 0.0, now) + jump)
+
+    def _beyond_noise(self, move: Array, steps: int) -> Array:
+        """(S,) size of a mean over so many steps of the level's moves, less what noise makes of it."""
+        return np.asarray(np.maximum(np.abs(move) - SURE * np.sqrt(self._level_square) / math.sqrt(2.0 * steps), 0.0))
 
     def _learn_noise(self, off: Array, level: Array, scale: Array, peers: Flags) -> None:
         """How each rank scatters and drifts, and how far the level of all ranks moves."""
@@ -156,8 +165,14 @@ class OwnPast:
         self._level_square = np.where(
             moving, self._level_square + slow * (rest - self._level_square), self._level_square
         )
-        rates = np.stack([slow, _rate(self._levels, NEWEST)])
+        rates = np.stack([slow, _rate(self._levels, NEWEST), _rate(self._levels, NEAR)])
         self._level = np.where(moving, self._level + rates * (level - self._level), self._level)
+        moved = self._beyond_noise(self._level[1] - self._level[2], NEWEST)
+        self._sudden = np.where(moving, np.maximum(self._sudden * (1.0 - 1.0 / self.window), moved), self._sudden)
+        squares = np.square(self._beyond_noise(self._level[0], self.window))
+        self._level_moves = np.where(
+            moving, self._level_moves + rate_of * (squares - self._level_moves), self._level_moves
+        )
 
     def _learn_mean(self, values: Array, healthy: Flags, limit: Array) -> None:
         """Each rank's mean, of values no further than ``limit`` from where the others moved."""
@@ -185,7 +200,7 @@ class OwnPast:
             setattr(self, f"_{name}", np.array(state[name], dtype=np.float64))
 
 
-_STATE = ("mean", "drift", "square", "count", "level", "level_square", "levels", "walks", "walk_noise")
+_STATE = ("mean", "drift", "square", "count", "level", "level_square", "level_moves", "sudden", "levels", "walks", "walk_noise")
 
 
 def _rate(count: Array, window: int) -> Array:

@@ -105,16 +105,22 @@ def test_offsets_and_scales_of_ranks_vanish() -> None:
     assert (late.std(axis=0) < 1.5).all()
 
 
-def test_what_all_ranks_do_together_is_no_change() -> None:
-    rows = np.cumsum(np.ones((300, 4)), axis=0) + np.array([0.0, 1.0, 2.0, 3.0])
-    rows[150:] *= 2.0  # also where the ranks' offsets answer by as much
-    rows = rows + 0.5 * np.random.default_rng(1).standard_normal(rows.shape)
-    past, healthy, excess = OwnPast(1, 4, 16, np.zeros(1)), np.ones(4, dtype=bool), []
+def excess(rows: np.ndarray) -> list[float]:
+    """The largest deviation beyond the slack, of each step."""
+    past, healthy, found = OwnPast(1, 4, 16, np.zeros(1)), np.ones(4, dtype=bool), []
     for row in rows:
         change = past.step(past.moved(row[None]), row[None], healthy)
-        excess.append(np.nan_to_num(np.abs(change.deviations) - change.slack).max())
-    assert max(excess[40:150]) < 4.0
-    assert max(excess[150:]) < 4.0
+        found.append(float(np.nan_to_num(np.abs(change.deviations) - change.slack).max()))
+    return found
+
+
+def test_what_all_ranks_do_together_is_no_change() -> None:
+    noise = 0.5 * np.random.default_rng(1).standard_normal((300, 4))
+    rows = np.cumsum(np.ones((300, 4)), axis=0) + np.array([0.0, 1.0, 2.0, 3.0])
+    rows[150:] *= 2.0  # also where the ranks' offsets answer by as much
+    together, alone = excess(rows + noise), excess(noise)
+    assert max(together[40:150]) < max(alone[40:150]) + 0.5
+    assert max(together[150:]) < max(alone[150:]) + 0.5
 
 
 def test_nothing_is_compared_before_a_past_is_known() -> None:
