@@ -200,7 +200,19 @@ class OwnPast:
             setattr(self, f"_{name}", np.array(state[name], dtype=np.float64))
 
 
-_STATE = ("mean", "drift", "square", "count", "level", "level_square", "level_moves", "sudden", "levels", "walks", "walk_noise")
+_STATE = (
+    "mean",
+    "drift",
+    "square",
+    "count",
+    "level",
+    "level_square",
+    "level_moves",
+    "sudden",
+    "levels",
+    "walks",
+    "walk_noise",
+)
 
 
 def _rate(count: Array, window: int) -> Array:
