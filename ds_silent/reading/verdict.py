@@ -193,7 +193,10 @@ def _healthy(run: Run, checks: tuple[Check, ...]) -> str:
     who = f"All {world:,} ranks" if world > 2 else ("Both ranks" if world == 2 else "The ranks")
     steps = "the one measured step" if count == 1 else f"all {count:,} measured steps"
     missing = [check.name.lower() for check in checks if check.state == "not observed"]
+    unlike = sum(group.kind == "outlier-rank" for group in run.events.groups())  # notes: nothing worse is here
     said = f"{who} agreed at {steps}"
+    if unlike:
+        said += f", but for {unlike} note{'s' * (unlike > 1)} of unlike data"
     if not missing:
         return f"{said}."
     more = f" and {len(missing) - 3} more" if len(missing) > 4 else ""

@@ -198,6 +198,16 @@ def test_two_ranks_have_no_others(tmp_path: Path) -> None:
     assert verdict_of(read_run(tmp_path)).sentence == "The two ranks disagree, since step 21 (found at step 30)."
 
 
+def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(Run().record())
+    sink.write_event(event(1, severity="info", ranks=(3,), message="Rank 3's data are of another kind since step 1."))
+    sink.close()
+    verdict = verdict_of(read_run(tmp_path))
+    said = "All 4 ranks agreed at the one measured step, but for 1 note of unlike data"
+    assert (verdict.severity, verdict.sentence[: len(said)]) == ("ok", said)
+
+
 def test_the_healthy_verdict_says_what_was_not_checked_and_why(tmp_path: Path) -> None:
     write(tmp_path)
     facts = {"version": 1, "training": {"ZeRO stage": 3}, "block": {"coverage": False, "preflight": False}}
