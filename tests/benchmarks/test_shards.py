@@ -75,7 +75,7 @@ def rows_of(some: list[Batch]) -> set[tuple[Any, ...]]:
 def test_a_fault_begins_at_its_step() -> None:
     tokens = torch.zeros(8, 4, dtype=torch.int64)
     labels = torch.tensor([[1, 2, 3, IGNORED]]).expand(8, 4)
-    struck = Struck(Fault("labels", step=3), seed=0)
+    struck = Struck(Fault("labels", step=3), here=True, seed=0)
     struck.step = 2
     assert torch.equal(struck.batch(Batch(tokens, labels)).labels, labels)
     struck.step = 3
@@ -83,10 +83,10 @@ def test_a_fault_begins_at_its_step() -> None:
     assert (wrong != labels).any()
     assert torch.equal(wrong == IGNORED, labels == IGNORED)
     gradient = torch.ones(10_000)
-    noisy = Struck(Fault("noise", 0.5, step=1), seed=0)
+    noisy = Struck(Fault("noise", 0.5, step=1), here=True, seed=0)
     noisy.step = 1
     assert float((noisy.gradient(gradient) - gradient).norm() / gradient.norm()) == pytest.approx(0.5, rel=1e-5)
-    assert torch.equal(Struck(None, 0).gradient(gradient), gradient)
+    assert torch.equal(Struck(None, here=True, seed=0).gradient(gradient), gradient)
 
 
 def test_reminders_are_no_alarms_and_a_delay_counts_the_first_step() -> None:

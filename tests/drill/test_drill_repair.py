@@ -256,7 +256,7 @@ def _break(how: str) -> Callable[[], None]:
     ]
 
     def claim_reduction(guard: Any, step: int, notes: Any) -> None:
-        seen = guard._examine()
+        seen = guard._examine(guard._exchange.peek())
         if seen is not None and guard._anyone(seen.wrong):
             notes.reduction(step, seen)
             notes.repair(Repair(step, "retry", True, 2, 0, 0.0))

@@ -77,6 +77,8 @@ def judge_repair(
     if fault is None:
         return RepairVerdict("claimed" if claims else "untouched" if all(alike) else "wrong state", first)
     settled = response.settled(strike.step)
+    if first is not None and not fault.again and strike.step <= first < settled:
+        settled = first  # a finding has the replicas compared before the interval does
     words = tuple(phrase.format(rank=strike.rank, ranks=strike.ranks, step=strike.step) for phrase in fault.repair_says)
     if not fault.repaired:
         if claims:
