@@ -24,6 +24,8 @@ import torch.distributed as dist
 from shards_data import IGNORED, ROWS, SCENARIOS, Batch, Deal
 from torch import Tensor, nn
 
+from ds_silent.drill.faults.inputs import HiddenFactor
+
 FAULTS = ("gradient", "loss", "hidden", "labels", "noise", "clip", "phase")
 CLIP = 1.0
 
@@ -100,19 +102,6 @@ def train(case: Case, folder: Path) -> float:
     return float(loss.detach())
 
 
-class _Opaque(torch.autograd.Function):
-    """A factor that the graph does not show: on every rank, so that all graphs are alike."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, times: float) -> Tensor:
-        ctx.times = times
-        return loss * times
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.times, None
-
-
 class Struck:
     """The fault on this rank, if it is the one that is struck."""
 
@@ -146,7 +135,7 @@ class Struck:
 
         def act(module: nn.Module, given: Any, loss: Tensor) -> Tensor:
             strikes = self._is("hidden") if fault.kind == "hidden" else (self.step + self._is("phase")) % 2
-            scaled: Tensor = _Opaque.apply(loss, fault.size if strikes else 1.0)  # type: ignore[no-untyped-call]
+            scaled: Tensor = HiddenFactor.apply(loss, fault.size if strikes else 1.0)  # type: ignore[no-untyped-call]
             return scaled
 
         model.register_forward_hook(act)

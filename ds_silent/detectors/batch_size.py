@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.finding import Evidence, Finding, named
-from ds_silent.detectors.sequential import Array
+from ds_silent.detectors.sequential import others
 from ds_silent.records import StepRecord
 from ds_silent.words import TORCH, Words
 
@@ -110,7 +110,7 @@ class LabelTokensTest:
         if len(tokens) < 2 or tokens.min() <= 0:
             self._steps = {}
             return []
-        ratios = np.log(tokens / medians_of_others(tokens))
+        ratios = np.log(tokens / others(tokens[None])[0][0])
         before, self._steps = self._steps, {}
         for rank in np.flatnonzero(np.abs(ratios) > np.log(TOKEN_RATIO)).tolist():
             steps, since, total = before.get(rank, [0.0, float(record.step), 0.0])
@@ -153,13 +153,3 @@ class LabelTokensTest:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self._steps = {int(rank): [float(value) for value in held] for rank, *held in state["steps"]}
-
-
-def medians_of_others(values: Array) -> Array:
-    """(N,) median of all other ranks' values, of at least two ranks."""
-    order = np.argsort(values, kind="stable")
-    ordered, others = values[order], len(values) - 1
-    place = np.empty(len(values), dtype=np.int64)
-    place[order] = np.arange(len(values))
-    low, high = (ordered[np.where(at < place, at, at + 1)] for at in ((others - 1) // 2, others // 2))
-    return np.asarray((low + high) / 2.0)

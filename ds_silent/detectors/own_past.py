@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.sequential import Array, Flags
+from ds_silent.detectors.sequential import Array, Flags, median_of_known
 
 CLIP = 4.0  # of a rank's own scale
 FEWEST = 8  # values that make a rank's mean; twice as many, of a long window an eighth, before anything is compared
@@ -107,7 +107,7 @@ class OwnPast:
         """
         known = np.isfinite(moved)
         peers = known & healthy
-        level = _medians(np.where(peers, moved, np.nan))
+        level = median_of_known(np.where(peers, moved, np.nan).T)
         off = np.where(known, moved - level[:, None], 0.0)
         scale = self._scales(values, peers)
         compared = known & (self._count >= max(2 * FEWEST, self.window / 8))
@@ -119,7 +119,7 @@ class OwnPast:
 
     def _scales(self, values: Array, peers: Flags) -> Array:
         """(S, N) each rank's own, drawn to the ranks' typical one while few values are known."""
-        typical = _medians(np.where(peers & (self._count > 0), self._square, np.nan))[:, None]
+        typical = median_of_known(np.where(peers & (self._count > 0), self._square, np.nan).T)[:, None]
         count = np.maximum(self._count, 1.0)
         square = (count * self._square + PRIOR * typical) / (count + PRIOR)
         floor = RESOLUTION * np.maximum(np.abs(np.nan_to_num(values)), RESOLUTION)
@@ -155,30 +155,29 @@ class OwnPast:
         self._drift = np.where(peers, self._drift + (clipped - self._drift) / self.window, self._drift)
         moving = peers.any(axis=1)
         rate_of = _rate(self._levels + 1.0, WALK_MEMORY * self.window)
-        walks = _medians(np.where(peers, np.square(self._drift), np.nan)) / CHI_SQUARED
-        noise = _medians(np.where(peers, self._square, np.nan)) / (2.0 * self.window - 1.0)
-        self._walks = np.where(moving, self._walks + rate_of * (walks - self._walks), self._walks)
-        self._walk_noise = np.where(moving, self._walk_noise + rate_of * (noise - self._walk_noise), self._walk_noise)
+        walks = median_of_known(np.where(peers, np.square(self._drift), np.nan).T) / CHI_SQUARED
+        noise = median_of_known(np.where(peers, self._square, np.nan).T) / (2.0 * self.window - 1.0)
+
+        def followed(mean: Array, value: Array, rate: Array) -> Array:
+            return np.asarray(np.where(moving, mean + rate * (value - mean), mean))
+
+        self._walks = followed(self._walks, walks, rate_of)
+        self._walk_noise = followed(self._walk_noise, noise, rate_of)
         self._levels = self._levels + moving
         slow = _rate(self._levels, self.window)
-        rest = np.square(level - self._level[1])
-        self._level_square = np.where(
-            moving, self._level_square + slow * (rest - self._level_square), self._level_square
-        )
+        self._level_square = followed(self._level_square, np.square(level - self._level[1]), slow)
         rates = np.stack([slow, _rate(self._levels, NEWEST), _rate(self._levels, NEAR)])
-        self._level = np.where(moving, self._level + rates * (level - self._level), self._level)
+        self._level = followed(self._level, level, rates)
         moved = self._beyond_noise(self._level[1] - self._level[2], NEWEST)
         self._sudden = np.where(moving, np.maximum(self._sudden * (1.0 - 1.0 / self.window), moved), self._sudden)
         squares = np.square(self._beyond_noise(self._level[0], self.window))
-        self._level_moves = np.where(
-            moving, self._level_moves + rate_of * (squares - self._level_moves), self._level_moves
-        )
+        self._level_moves = followed(self._level_moves, squares, rate_of)
 
     def _learn_mean(self, values: Array, healthy: Flags, limit: Array) -> None:
         """Each rank's mean, of values no further than ``limit`` from where the others moved."""
         known = np.isfinite(values) & healthy
         moved = np.where(known, values - self._mean, np.nan)
-        level = _medians(np.where(self._count > 0, moved, np.nan))[:, None]
+        level = median_of_known(np.where(self._count > 0, moved, np.nan).T)[:, None]
         step = level + np.clip(np.where(known, moved, level) - level, -limit, limit)
         step = np.where(self._count > 0, step, np.where(known, values, 0.0))
         rate = np.maximum(1.0 / (self._count + 1.0), 1.0 / self.window)
@@ -217,13 +216,3 @@ _STATE = (
 
 def _rate(count: Array, window: int) -> Array:
     return np.maximum(1.0 / np.maximum(count, 1.0), 1.0 / window)
-
-
-def _medians(rows: Array) -> Array:
-    """(S,) medians of what is not NaN; 0 where nothing is known."""
-    ordered = np.sort(rows, axis=1)  # NaN comes last
-    count = np.isfinite(rows).sum(axis=1)
-    place = np.arange(len(rows))
-    low = ordered[place, np.maximum(count - 1, 0) // 2]
-    high = ordered[place, np.minimum(count // 2, rows.shape[1] - 1)]
-    return np.where(count > 0, (low + high) / 2.0, 0.0)

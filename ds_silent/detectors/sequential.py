@@ -167,7 +167,7 @@ class SequentialTest:
     def _residuals(self, values: Array, known: Flags, peers: Flags) -> tuple[Array, Array, Array]:
         """(S, N) deviations from the other peers' median in units of the spread, clipped; (S, N) that spread, at least
         the past one; (S,) the peers' spread."""
-        past = _median_of_known(self._spreads)
+        past = median_of_known(self._spreads)
         residuals, spreads = np.zeros(values.shape), np.full(self.series, np.nan)
         scales = np.ones(values.shape)
         alike = bool((known == known[0]).all())  # nearly always: all statistics know the same ranks
@@ -268,7 +268,7 @@ def _tilted_sums(pool: Array) -> tuple[Array, Array]:
     return sums, counts
 
 
-def _median_of_known(rows: Array) -> Array:
+def median_of_known(rows: Array) -> Array:
     """(T, S) to the (S,) medians of what is not NaN; 0 where nothing is known."""
     ordered = np.sort(rows, axis=0)  # NaN comes last
     count = np.isfinite(rows).sum(axis=0)

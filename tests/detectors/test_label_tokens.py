@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ds_silent.detectors import Evidence
-from ds_silent.detectors.batch_size import TOKEN_STEPS, LabelTokensTest, medians_of_others
+from ds_silent.detectors.batch_size import TOKEN_STEPS, LabelTokensTest
+from ds_silent.detectors.sequential import others
 from ds_silent.records import Event
 from tests.made_records import Run
 
@@ -57,4 +58,4 @@ def test_medians_of_others_are_those_of_numpy() -> None:
     for size in (2, 3, 4, 5, 17):
         values = random.integers(1, 9, size).astype(np.float64)
         naive = [np.median(np.delete(values, rank)) for rank in range(size)]
-        assert medians_of_others(values).tolist() == naive
+        assert others(values[None])[0][0].tolist() == naive

@@ -281,7 +281,7 @@ def class_weights(strike: Strike, me: int) -> Injection:
     return other_loss("weight", weights, strike, me)
 
 
-class _Hidden(torch.autograd.Function):
+class HiddenFactor(torch.autograd.Function):
     """A factor that no graph shows, as of a fused loss."""
 
     @staticmethod
@@ -300,7 +300,7 @@ def out_of_phase(strike: Strike, me: int) -> Injection:
 
     def task(module: nn.Module, given: Any, loss: Tensor) -> Tensor:
         other = me == strike.rank and now["step"] >= strike.step
-        hidden: Tensor = _Hidden.apply(loss, strike.size if (now["step"] + other) % 2 else 1.0)  # type: ignore[no-untyped-call]
+        hidden: Tensor = HiddenFactor.apply(loss, strike.size if (now["step"] + other) % 2 else 1.0)  # type: ignore[no-untyped-call]
         return hidden
 
     def before(module: nn.Module, optimizer: Any, step: int) -> None:
