@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from ds_silent.drill.faults.injection import NOTHING, Batch, Injection, Shard
+from ds_silent.drill.faults.injection import NOTHING, STEPS_PER_EPOCH, Batch, Injection, Shard
 from ds_silent.drill.setting import Setting
 from ds_silent.drill.training import SEED, Script, Trial
 from ds_silent.drill.verdicts.found import alarms, judge
 from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
-STEPS_PER_EPOCH = 16
 AFTER_FOUND = 2  # measured steps, to see whether the alarm says more
 
 
@@ -81,7 +80,7 @@ def rehearse(start: Start, trial: Trial, output_dir: Path) -> Run:
         loader = _Sharded(_sampler(len(start.rows.tokens), _shard(injection, me)))
         with start.setting.training(Script(trial, injection, start.weights, loader, output_dir)) as training:
             training.observer.samples_per_epoch = len(start.rows.tokens)
-            deal = _Deal(start, injection, dist.get_world_size())
+            deal = _Deal(start, injection, loader.sampler)
             watch = _Watch(trial, output_dir, start.setting)
             for step in range(1, trial.steps + 1):
                 losses.append(training.step(deal.batches(step), step))
@@ -140,10 +139,13 @@ class _Sharded:
 
 
 class _Deal:
-    """Deals the rows of each step through torch's own sampler, as the injection lets this rank see it."""
+    """Deals the rows of each step through torch's own sampler, as the injection lets this rank see it.
 
-    def __init__(self, start: Start, injection: Injection, ranks: int) -> None:
-        self._start, self._injection = start, injection
+    ``sampler``: the one that the observer knows; it is told each epoch, as scripts do.
+    """
+
+    def __init__(self, start: Start, injection: Injection, sampler: DistributedSampler[int]) -> None:
+        self._start, self._injection, self._sampler = start, injection, sampler
         self._me = dist.get_rank()
         self._shard = _shard(injection, self._me)
         setting = start.setting
@@ -152,6 +154,7 @@ class _Deal:
 
     def batches(self, step: int) -> list[Batch]:
         injection, me = self._injection, self._me
+        self._sampler.set_epoch((step - 1) // STEPS_PER_EPOCH)
         rows = self.rows_of(*(injection.rows(me, step) if injection.rows else (me, step)))
         content = self.rows_of(*injection.content(me, step)) if injection.content else rows
         size, known = self._start.setting.micro_batch, self._start.rows

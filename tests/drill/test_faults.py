@@ -23,6 +23,7 @@ KINDS = {
 STRIKE = Strike(rank=2, ranks=4, step=3)
 EVERYWHERE = {
     *("same-batch-everywhere", "same-batch-everywhere-without-ids", "parameter-trained-late"),
+    "pass-begun-anew",
     *("task-out-of-phase", "sampler-seed-every-rank", "sampler-world-size-one", "sampler-world-size-twice"),
     *("micro-batch-missing-everywhere", "bucket-dropped", "parameter-unreduced", "wrong-group", "division-forgotten"),
     *("bucket-stale", "bucket-tail-zeroed", "aggregate-noise", "aggregate-burst", "gradients-not-cleared"),
@@ -50,7 +51,7 @@ def a_batch() -> Batch:
 
 
 def test_the_catalogue_is_large_enough_and_speaks_of_known_events() -> None:
-    assert len(FAULTS) == 119
+    assert len(FAULTS) == 120
     assert {fault.strikes for fault in FAULTS.values()} == {
         *("data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss"),
         *("reduction", "update", "replica"),
@@ -98,12 +99,13 @@ def rows(name: str, me: int, step: int) -> list[int]:
 
 @pytest.mark.parametrize("me", range(4))
 def test_rows_are_the_samplers_before_the_strike_and_wrong_from_it_on(me: int) -> None:
-    for name in ("same-batch-everywhere", "same-batch-pair", "repeated-batch"):
+    for name in ("same-batch-everywhere", "same-batch-pair", "repeated-batch", "pass-begun-anew"):
         assert rows(name, me, 2) == rows_of(me, 2).tolist()
     for step in (3, 4, 9):
         assert rows("same-batch-everywhere", me, step) == rows_of(0, step).tolist()
         assert rows("same-batch-pair", me, step) == rows_of(3 if me == 2 else me, step).tolist()
         assert rows("repeated-batch", me, step) == rows_of(me, 2 if me == 2 else step).tolist()
+        assert rows("pass-begun-anew", me, step) == rows_of(me, step - 2).tolist()
 
 
 def test_content_under_other_ids() -> None:

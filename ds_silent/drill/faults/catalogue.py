@@ -79,6 +79,8 @@ _DATA = (
           "one rank computes on its neighbour's rows under ids of its own: only the gradients can tell"),
     _chance(12, Fault("repeated-batch", _ORDER, "the rank", "data", one(from_on(inputs.repeated_rows)),
           "one rank's loader is stuck: the same rows again and again")),
+    Fault("pass-begun-anew", _ORDER, "all ranks", "data", from_on(inputs.pass_begun_anew),
+          "every rank begins the epoch's rows anew in the middle of it, as after a resume that forgets its place"),
     _chance(40, Fault("sampler-seed-one-rank", _ORDER, "the rank or all", "data", one(inputs.other_seed),
           "one rank shuffles with another seed under a sharded sampler", first_step=1)),
     _chance(40, Fault("sampler-seed-every-rank", _ORDER, "all ranks", "data", inputs.seed_of_its_own,

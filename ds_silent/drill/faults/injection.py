@@ -17,6 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+STEPS_PER_EPOCH = 16
+
 
 @dataclass(frozen=True)
 class Strike:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_silent.drill.faults.damage import flip_bit, noise_like, top_exponent_bit
-from ds_silent.drill.faults.injection import Batch, Config, Injection, Shard, Strike
+from ds_silent.drill.faults.injection import STEPS_PER_EPOCH, Batch, Config, Injection, Shard, Strike
 from ds_silent.practice.model import IGNORED, LAST_LAYER, VOCABULARY
 
 Change = Callable[[Any, float], Any]
@@ -52,6 +52,12 @@ def neighbours_content(strike: Strike, me: int) -> Injection:
 def repeated_rows(strike: Strike, me: int) -> Injection:
     """Those of the step before the strike, again and again."""
     return Injection(rows=lambda me, step: (me, strike.step - 1))
+
+
+def pass_begun_anew(strike: Strike, me: int) -> Injection:
+    """The epoch's first rows come again, as after a resume that forgets how far the pass was."""
+    behind = (strike.step - 1) % STEPS_PER_EPOCH
+    return Injection(rows=lambda me, step: (me, step - behind))
 
 
 def other_seed(strike: Strike, me: int) -> Injection:
