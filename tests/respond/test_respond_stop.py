@@ -22,10 +22,13 @@ from tests.repairs import (
     block,
     corrupted,
     drifted,
+    missing,
     noise,
     trained,
 )
 from tests.training import Case, Probe, one_step
+
+STOP = block(respond={"on_aggregation_error": "stop"}, integrity={"replica_interval": 1})
 
 
 def stopped(directory: str, stage: int, settings: dict[str, Any], always: bool) -> dict[str, Any]:
@@ -77,6 +80,38 @@ def test_stop_saves_a_suspect_checkpoint_and_ends_all_ranks(
     folder = tmp_path / "suspect" / f"suspect_step{FAULT}"
     assert why in (folder / "SUSPECT").read_text()
     assert any(path.suffix == ".pt" for path in folder.iterdir())
+
+
+def stopped_among_many(directory: str) -> list[int | None]:
+    """Of 4 ranks as of very many; see :func:`stopped`."""
+    status: list[int | None] = []
+    for limit in (1, 0):
+        config = Case().config(Path(directory), enabled=False)
+        config["silent_consistency"] = {**STOP, "output_dir": str(Path(directory, str(limit)))}
+        torch.manual_seed(1234)
+        model, patches = Probe(None), Patches()
+        engine, *_ = ds_silent.initialize(
+            model=model, model_parameters=model.parameters(), config=config, _gather_limit=limit
+        )
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        missing(engine, patches)
+        try:
+            for _ in range(FAULT):
+                one_step(engine, generator)
+            status.append(None)
+        except SystemExit as end:
+            status.append(end.code if isinstance(end.code, int) else None)
+        finally:
+            patches.undo()
+            engine.destroy()
+    return status
+
+
+def test_above_the_gather_limit_the_rank_is_named_before_the_training_ends(tmp_path: Path) -> None:
+    assert run_distributed(stopped_among_many, RANKS, (str(tmp_path),), timeout=240) == [[3, 3]] * RANKS
+    for limit in (1, 0):
+        errors = [e for e in read_events(tmp_path / f"{limit}" / "events.jsonl") if e["severity"] == "error"]
+        assert (errors[0]["kind"], errors[0]["step"], errors[0]["ranks"]) == ("aggregation-error", FAULT, [ODD])
 
 
 def killed(directory: str, response: str) -> None:
