@@ -383,7 +383,7 @@ class Trial:
         block = config["silent_consistency"]
         # not 1 or 2 steps behind a checkpoint: a resume times those by the count before it, and leaves them out
         block["direction"] |= {"per_layer": True, "exact_interval": 2 * SAVE_EVERY}
-        block |= {"integrity": {"aggregation": True, "replica_interval": 2}, "tensorboard": False}
+        block |= {"integrity": {"aggregation": True, "replica_interval": SAVE_EVERY}, "tensorboard": False}
         self._config = directory / "ds_config.json"
         self._config.write_text(json.dumps(config, indent=2), encoding="utf-8")
 

@@ -77,7 +77,7 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, setting: Setting
     if setting.random:
         return Effect("warning" if large else "info", size)
     if setting.own_past:
-        fault = setting.sudden and (_changed_by_no_data(seen, sizes) or _beyond_all(setting, sizes))
+        fault = setting.sudden and (_changed_by_no_data(seen, where, sizes) or _beyond_all(setting, sizes))
         return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large)
     compared = seen.ranks > 2 and seen.loss is not None
     high = setting.first_loss is not None and setting.first_loss >= HIGH and _log(seen.loss) >= HIGH
@@ -85,11 +85,11 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, setting: Setting
     return Effect("warning" if fault else "info", size, of_data=not fault)
 
 
-def _changed_by_no_data(seen: Symptoms, sizes: EffectsConfig) -> bool:
-    """The gradient changed, and the loss did not."""
+def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig) -> bool:
+    """The gradient changed, and the loss did not. A norm beside a direction that was found is as it comes."""
     if seen.loss is None:
         return False
-    longer = _log(seen.norm) >= math.log1p(sizes.changed_norm)
+    longer = where != "gradient direction" and _log(seen.norm) >= math.log1p(sizes.changed_norm)
     if longer and _log(seen.loss) <= PLAIN_SHARE * _log(seen.norm):
         return True
     usual, cosine = seen.usual_cosine, seen.cosine

@@ -260,12 +260,10 @@ class OutlierTest:
         seen = (
             self._recent.spread(rank, others, since) if spread else self._recent.symptoms(rank, others, since, own_past)
         )
-        effect = effect_of(
-            seen,
-            flag["where"],
-            self._sizes,
-            self._setting(rank, others, since, own_past, flag["weighed"] - since <= SUDDEN),
-        )
+        sudden = flag["weighed"] - since <= SUDDEN
+        if own_past and sudden and not spread:
+            sudden = not self._recent.gradual(rank, others, since, flag["where"])
+        effect = effect_of(seen, flag["where"], self._sizes, self._setting(rank, others, since, own_past, sudden))
         self._level.unlearn(rank, since)
         if self._change is not None:
             self._change.unlearn(rank, since)

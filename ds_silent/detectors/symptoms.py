@@ -114,6 +114,26 @@ class Recent:
             )
         return Symptoms(loss=told[0], norm=told[1], ranks=self._ranks, spread=True)
 
+    def gradual(self, rank: int, others: Sequence[int], since: int, where: str) -> bool:
+        """Whether a statistic of a rank came to what it is step by step, and not from one step to the next.
+
+        Against the others' median, from BEFORE steps before ``since`` on: a line that bends somewhere leaves smaller
+        squares than a jump somewhere does.
+        """
+        index = (_LOSS, _NORM, _COSINE)[("loss", "gradient norm", "gradient direction").index(where)]
+        peers, rows = list(others), [row[index] for step, row in self._steps if step < since][-BEFORE:]
+        rows += [row[index] for step, row in self._steps if step >= since]
+        values = np.array(rows).reshape(-1, self._ranks)
+        with np.errstate(all="ignore"):
+            values = values if index == _COSINE else np.log(values)
+            apart = values[:, rank] - np.median(values[:, peers], axis=1)
+        apart = apart[np.isfinite(apart)]
+        if len(apart) < 2 * FEWEST:
+            return False
+        steps, bends = np.arange(len(apart)), np.arange(len(apart) - 1)
+        jump = np.heaviside(steps - bends[:, None] - 0.5, 0.0)
+        return _left(apart, np.maximum(steps - bends[:, None], 0.0)) < _left(apart, jump)
+
     def loss(self, rank: int, since: int) -> float | None:
         """The rank's median loss since then."""
         rows = [row[_LOSS, rank] for step, row in self._steps if step >= since]
@@ -195,6 +215,13 @@ def _constant(norms: Array, rank: int, others: list[int]) -> bool:
         spread = logs.std(axis=0) if len(logs) == STEADY_STEPS else np.full(norms.shape[1], math.nan)
     usual = float(np.median(spread[others]))
     return 0.0 < usual < math.inf and bool(spread[rank] <= STEADY * usual)
+
+
+def _left(values: Array, shapes: Array) -> float:
+    """The least sum of squares that (K, T) shapes, each with a mean and a size of its own, leave of (T,) values."""
+    centred, shapes = values - values.mean(), shapes - shapes.mean(axis=1, keepdims=True)
+    explained = np.square(shapes @ centred) / np.square(shapes).sum(axis=1)
+    return float(np.square(centred).sum() - explained.max())
 
 
 def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, float]:

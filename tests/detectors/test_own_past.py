@@ -17,6 +17,7 @@ from ds_silent.detectors.finding import LayerValues
 from ds_silent.detectors.likely_causes import Symptoms
 from ds_silent.detectors.own_past import FEWEST, OwnPast
 from ds_silent.detectors.sequential import SequentialTest
+from ds_silent.detectors.symptoms import Recent
 from ds_silent.records import Event
 from tests.made_records import make
 
@@ -165,6 +166,44 @@ def test_a_gradient_that_changes_beside_a_plain_loss_is_an_alarm(factor: float, 
     assert any(event.message.startswith("Ended") for event in ended)
 
 
+def test_a_gradient_that_grows_step_by_step_is_a_note() -> None:
+    """A jump is told apart from it most of the time."""
+    told = {"grows": 0, "jumps": 0}
+    for seed in range(4):
+        grows, jumps = Shards(8, seed), Shards(8, seed)
+        assert alarms(grows.steps(120) + jumps.steps(120)) == []
+        told["grows"] += bool(alarms([e for k in range(100) for e in grows.step(norm=3.0 ** min(1.0, k / 60))]))
+        told["jumps"] += bool(alarms(jumps.steps(30, norm=2.0)))
+    assert told["grows"] <= 1, told
+    assert told["jumps"] == 4, told
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient norm", "gradient direction"])
+def test_gradual_is_where_a_bent_line_leaves_smaller_squares_than_a_jump(where: str) -> None:
+    """Against least squares with every place for the bend, or the jump, in its turn."""
+    random, said = np.random.default_rng(11), []
+    for case in range(60):
+        since, count = 41, int(random.integers(3, 40))
+        steps, recent = np.arange(1, since + count), Recent(3)
+        course = 0.02 * (steps - since).clip(0) if case % 2 else 0.4 * (steps >= since)
+        values = 0.1 * random.standard_normal((len(steps), 3))
+        values[:, 1] += course * random.uniform(0.3, 1.5)
+        for step, row in zip(steps.tolist(), values, strict=True):
+            columns = [np.exp(row) if where == name else np.ones(3) for name in ("loss", "gradient norm")]
+            recent.append(make(step, *columns, row if where == "gradient direction" else np.zeros(3)), OWN)
+        seen = (values[:, 1] - np.median(values[:, [0, 2]], axis=1))[since - 33 :]
+        left = {"bend": math.inf, "jump": math.inf}
+        for place in range(len(seen) - 1):
+            past = np.arange(len(seen)) - place
+            for shape, column in (("bend", past.clip(0)), ("jump", past > 0)):
+                known = np.stack([np.ones(len(seen)), column.astype(float)], axis=1)
+                fit = np.linalg.lstsq(known, seen, rcond=None)[0]
+                left[shape] = min(left[shape], float(np.square(seen - known @ fit).sum()))
+        assert recent.gradual(1, [0, 2], since, where) == (left["bend"] < left["jump"]), case
+        said.append(left["bend"] < left["jump"])
+    assert 15 < sum(said) < 45
+
+
 def test_a_loss_that_changes_with_the_gradient_is_a_note_that_speaks_of_data() -> None:
     run = Shards(8, seed=2)
     run.steps(200)
@@ -275,6 +314,12 @@ ALWAYS = Setting(random=False)
 )
 def test_size_decides(changes: dict[str, float], setting: Setting, severity: str) -> None:
     assert effect_of(replace(PLAIN, **changes), "gradient norm", EffectsConfig(), setting).severity == severity
+
+
+def test_a_norm_that_was_not_found_to_differ_does_not_decide() -> None:
+    """Where rows are few, norms scatter as far."""
+    assert effect_of(replace(PLAIN, norm=1.45), "gradient direction", EffectsConfig(), CHANGED).severity == "info"
+    assert effect_of(replace(PLAIN, norm=1.45), "gradient norm", EffectsConfig(), CHANGED).severity == "warning"
 
 
 def test_sizes_are_the_users() -> None:
