@@ -134,13 +134,13 @@ class Observer:
         if not recorder.writes:
             return {}
         state = recorder.state_dict(self._capture.rows_waiting)
-        return {**state, "records": self._home.identity(), "weights": self._replicas.weights()}
+        return {**state, "records": self._home.identity(), "weights_checksum": self._replicas.weights()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
-        self._replicas.loaded(state.get("weights"))
+        self._replicas.loaded(state.get("weights_checksum"))  # "weights", of older versions, was made otherwise
         if isinstance(self._capture.framework, Counts) and isinstance(state.get("counted"), dict):
             self._capture.framework.count_on(state["counted"])
         self._published.recorder.load_state_dict(state)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_silent.device import module_of
 from ds_silent.maths import sketch_triton as kernel
 from ds_silent.maths.sketch import SHIFTS, SketchPlan
-from ds_silent.replicas.checksums import ROW, keys_of
+from ds_silent.replicas.checksums import PAIR, ROW, keys_of, word_keys
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,7 +73,7 @@ class Reader:
         self.plan, self._device = plan, plan.signs.device
         self.blocks = -(-plan.width // (8 * kernel.OCTETS))
         self._words = kernel.packed(plan.signs, plan.width)
-        self._keys = keys_of(max(keys, 1)).to(self._device)
+        self._keys = torch.cat([word_keys()[::2], keys_of(max(keys, 1))]).to(self._device)
         self._nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._addresses: dict[Launch, tuple[tuple[int, ...], Tensor]] = {}
 
@@ -148,6 +148,7 @@ class Reader:
                 WIDTH=self.plan.width,
                 SHIFTS=SHIFTS,
                 WORDS_ROW=ROW,
+                PAIR=PAIR,
                 ROWS=kernel.ROWS,
                 STEP=kernel.STEP_ROWS[4 if checking else max(first.element_size(), before.element_size())],
                 OCTETS=kernel.OCTETS,

@@ -68,12 +68,13 @@ def read(
     non_finite,  # int32, the same shape: number of NaN and infinite elements
     largest,  # fp32, the same shape: largest magnitude of the finite ones
     checks,  # int64, the same shape: of the bits, as ds_silent.replicas.checksums
-    keys,  # int64: of its rows
+    keys,  # int64: of the pairs of words in a row, then of the rows
     weight,  # fp32, of what is added to the tables
     length,
     WIDTH: tl.constexpr,  # T
     SHIFTS: tl.constexpr,
     WORDS_ROW: tl.constexpr,  # 64-bit words of a row of the checksum
+    PAIR: tl.constexpr,  # the key of a pair's second word is that of the first times this
     ROWS: tl.constexpr,  # of a tile
     STEP: tl.constexpr,  # rows that are loaded at once
     OCTETS: tl.constexpr,
@@ -169,12 +170,16 @@ def read(
             if CHECK:
                 here = row * WIDTH + start_of_group
                 present = (here >= low) & (here < high) & (start_of_group < WIDTH)
-                key = tl.load(keys + (offset + here) // (WORDS_ROW * 64 // ITEM), mask=present, other=0)
+                pair = (offset + here) // GROUP
+                key = tl.load(keys + WORDS_ROW // 2 + pair // (WORDS_ROW // 2), mask=present, other=0)
+                key *= tl.load(keys + pair % (WORDS_ROW // 2), mask=present, other=0)
                 if ITEM == 16:
                     bits = held.to(tl.uint16, bitcast=True).to(tl.int64)
                 else:
                     bits = held.to(tl.uint32, bitcast=True).to(tl.int64)
                 bits = bits << (tl.arange(0, GROUP) * ITEM % 64).to(tl.int64)[None, None, :]
+                second = tl.arange(0, GROUP)[None, None, :] >= GROUP // 2
+                bits = tl.where(second, bits * PAIR, bits)
                 check += tl.sum(tl.sum(bits, axis=2, keep_dims=True) * key, axis=0)
 
         result = (slot * SPLITS + split) * BLOCKS + block

@@ -5,11 +5,10 @@
     values = bits(items)                         # int64 (n,): of a list of names and tensors, planned once
     combined(values)                             # int64 (): of all of them, in their order
 
-It reads the bits as 64-bit words and adds up rows of them (one pass at the speed of a sum), each row times an
-odd key of its own, modulo 2^64. One changed bit always changes it: the change is 2^b times an odd number. Several
-changes cancel with a probability of about 2^-64, unless they sit in the same row and add up to exactly nothing, as two
-swapped words would. :mod:`ds_silent.maths.fingerprint` sees swaps too, by a key for each word: that is for once, before
-the training, where ranks may hold the same numbers in another order; what drifts later does not swap.
+It reads the bits as 64-bit words, ROW of them a row, and adds them up modulo 2^64, each times an odd key of its place
+in the row and an odd key of the row. One changed bit always changes the sum: the change is 2^b times an odd number.
+Several changes cancel with a probability of about 2^-64, equal and opposite ones too, as replicas in bf16 have them
+that an update has left apart.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from torch import Tensor
 from ds_silent.exchange.row_ids import mix64
 
 ROW = 8192  # 64-bit words
+PAIR = -7046029254386353131  # odd: the key of a pair's second word is that of the first times this
+SCRATCH = 128  # rows that are multiplied by their keys at once, where a device has no such product
 Items = Sequence[tuple[str, Tensor]]
 
 
@@ -69,6 +70,8 @@ class Checksums:
         keys = keys_of(max(numbers, default=0) + 1)
         self._row_keys = keys[numbers].to(device)
         self._owners = torch.tensor(owners, dtype=torch.int64, device=device)
+        self._words = word_keys().to(device)
+        self._scratch: Tensor | None = None
         self._rows = torch.zeros(len(owners), dtype=torch.int64, device=device)
         self._last_words = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         self._last_key = int(keys[0])
@@ -99,11 +102,24 @@ class Checksums:
         in_words = (whole * ROW + rest) * 8 // flat.element_size()
         words = flat[:in_words].view(torch.int64)
         if whole:
-            torch.sum(words[: whole * ROW].view(whole, ROW), 1, out=self._rows[first : first + whole])
+            self._add_up(words[: whole * ROW].view(whole, ROW), self._rows[first : first + whole])
         if rest:
-            torch.sum(words[whole * ROW :], 0, out=self._rows[first + whole])
+            self._add_up(words[whole * ROW :].view(1, rest), self._rows[first + whole : first + whole + 1])
         if in_words < flat.numel():
             self._last_words[index : index + 1].view(flat.dtype)[: flat.numel() - in_words].copy_(flat[in_words:])
+
+    def _add_up(self, rows: Tensor, sums: Tensor) -> None:
+        """(n, words) to (n,), each word times its key."""
+        keys = self._words[: rows.shape[1]]
+        if rows.device.type == "cpu":
+            torch.mv(rows, keys, out=sums)
+            return
+        if self._scratch is None or len(self._scratch) < min(len(rows), SCRATCH):
+            self._scratch = torch.empty(min(len(rows), SCRATCH), ROW, dtype=torch.int64, device=rows.device)
+        for begin in range(0, len(rows), SCRATCH):
+            part = rows[begin : begin + SCRATCH]
+            product = torch.mul(part, keys, out=self._scratch[: len(part), : len(keys)])
+            torch.sum(product, 1, out=sums[begin : begin + SCRATCH])
 
 
 def _new_together(sizes: Sequence[int], device: torch.device) -> Callable[[Sequence[Tensor | None]], Taken] | None:
@@ -180,6 +196,15 @@ def combined(values: Tensor) -> Tensor:
 @lru_cache(maxsize=32)
 def _device_keys(count: int, device: torch.device) -> Tensor:
     return keys_of(count).to(device)
+
+
+@lru_cache(maxsize=1)
+def word_keys() -> Tensor:
+    """int64 (ROW,) odd keys of a row's words: of pairs, which lie in 16 bytes."""
+    pairs = torch.from_numpy(
+        (mix64(np.arange(ROW // 2, dtype=np.uint64) + np.uint64(1 << 32)) | np.uint64(1)).view(np.int64)
+    )
+    return torch.stack([pairs, pairs * PAIR], 1).view(-1)
 
 
 def keys_of(count: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from ds_silent.capture import fused
 from ds_silent.capture.accumulator import Accumulator
 from ds_silent.maths.sketch import SHIFTS, make_plan, offsets_of
-from ds_silent.replicas.checksums import ROW
+from ds_silent.replicas.checksums import PAIR, ROW
 
 CPU = torch.device("cpu")
 
@@ -88,6 +88,7 @@ def compiled(arch: int, dtype: str, switches: dict[str, bool], folder: Path) -> 
         "WIDTH": 131_048,
         "SHIFTS": SHIFTS,
         "WORDS_ROW": ROW,
+        "PAIR": PAIR,
         "ROWS": kernel.ROWS,
         "OCTETS": kernel.OCTETS,
         "SPLITS": kernel.SPLITS,
