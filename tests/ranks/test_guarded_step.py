@@ -28,7 +28,7 @@ def run(directory: Path, broken: int | None, where: str, limit: int) -> dict[str
     gathers = limit >= dist.get_world_size()
     observer = ds_silent.observer_of(engine)
     if observer is not None and where == "weights":
-        observer.load_state_dict({"weights": "0" * 16})  # a resume: verified at the first step
+        observer.load_state_dict({"weights_checksum": "0" * 16})  # a resume: verified at the first step
     if observer is not None and dist.get_rank() == broken:
         owner, name = {
             "pack": (packing if gathers else constant_size, "pack_scalars"),
