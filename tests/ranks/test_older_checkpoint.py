@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
-from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe
+from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, build, one_step
 
 WIDTH, STEPS = 8, 4
 
@@ -136,3 +136,27 @@ def test_an_engine_that_is_elsewhere_when_the_observer_comes(tmp_path: Path) -> 
     assert [(e["kind"], e["ranks"], e["step"]) for e in found] == [("initial-weights-mismatch", [1], 21)], older
     assert older["steps"] == healthy["steps"] == [21, 24, 27]
     assert healthy["events"] == []
+
+
+def resumed(directory: str) -> None:
+    """Three times from a state with a checksum: of other weights, of these, and of an older version."""
+    for name, key, other in (
+        ("other", "weights_checksum", True),
+        ("same", "weights_checksum", False),
+        ("old", "weights", True),
+    ):
+        engine = build(Case(), Path(directory, name))
+        observer, generator = ds_silent.observer_of(engine), torch.Generator().manual_seed(dist.get_rank())
+        assert observer is not None
+        state = observer.state_dict()
+        observer.load_state_dict({**state, "weights_checksum": None, key: "0" * 16 if other else state.get(key)})
+        for _ in range(3):
+            one_step(engine, generator)
+        engine.destroy()
+
+
+def test_a_checksum_of_other_weights_is_told_and_one_of_an_older_version_is_left(tmp_path: Path) -> None:
+    run_distributed(resumed, 2, (str(tmp_path),))
+    for name, expected in (("other", ["initial-weights-mismatch"]), ("same", []), ("old", [])):
+        events = [e for e in read_events(tmp_path / name / "events.jsonl") if e["severity"] != "info"]
+        assert [e["kind"] for e in events] == expected, name
