@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -302,3 +303,13 @@ def test_facts_hold_no_address_of_an_alert() -> None:
 
     assert "secret" not in run_text(WithAlerts(), "torch", 2, {}, {})
     assert to_json(facts) == facts
+
+
+@pytest.mark.parametrize(("minutes", "lost"), [(50, ""), (70, "silent")])
+def test_a_run_of_another_host_is_lost_after_an_hour_without_a_record(minutes: int, lost: str, tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    facts = {"version": 1, "ended": None, "process": {"host": "another", "pid": 1, "pid_namespace": "x", "began": 1}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    for path in tmp_path.glob("*.json*"):
+        os.utime(path, (time.time() - 60 * minutes,) * 2)
+    assert RunReader(tmp_path).finish().lost == lost
