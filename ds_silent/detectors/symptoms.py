@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ds_silent.detectors.comparisons import STATISTICS
 from ds_silent.detectors.finding import Evidence
 from ds_silent.detectors.likely_causes import SURE, Symptoms
 from ds_silent.detectors.sequential import Array
@@ -120,7 +121,7 @@ class Recent:
         Against the others' median, from BEFORE steps before ``since`` on: a line that bends somewhere leaves smaller
         squares than a jump somewhere does.
         """
-        index = (_LOSS, _NORM, _COSINE)[("loss", "gradient norm", "gradient direction").index(where)]
+        index = STATISTICS.index(where)
         peers, rows = list(others), [row[index] for step, row in self._steps if step < since][-BEFORE:]
         rows += [row[index] for step, row in self._steps if step >= since]
         values = np.array(rows).reshape(-1, self._ranks)

@@ -71,6 +71,7 @@ class Checksums:
         self._row_keys = keys[numbers].to(device)
         self._owners = torch.tensor(owners, dtype=torch.int64, device=device)
         self._words = word_keys().to(device)
+        self._multiplies = device.type == "cpu"  # int64 matrices
         self._scratch: Tensor | None = None
         self._rows = torch.zeros(len(owners), dtype=torch.int64, device=device)
         self._last_words = torch.zeros(len(sizes), dtype=torch.int64, device=device)
@@ -111,7 +112,7 @@ class Checksums:
     def _add_up(self, rows: Tensor, sums: Tensor) -> None:
         """(n, words) to (n,), each word times its key."""
         keys = self._words[: rows.shape[1]]
-        if rows.device.type == "cpu":
+        if self._multiplies:
             torch.mv(rows, keys, out=sums)
             return
         if self._scratch is None or len(self._scratch) < min(len(rows), SCRATCH):
@@ -201,12 +202,10 @@ def _device_keys(count: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=1)
 def word_keys() -> Tensor:
     """int64 (ROW,) odd keys of a row's words: of pairs, which lie in 16 bytes."""
-    pairs = torch.from_numpy(
-        (mix64(np.arange(ROW // 2, dtype=np.uint64) + np.uint64(1 << 32)) | np.uint64(1)).view(np.int64)
-    )
+    pairs = keys_of(ROW // 2, first=1 << 32)  # none of the rows'
     return torch.stack([pairs, pairs * PAIR], 1).view(-1)
 
 
-def keys_of(count: int) -> Tensor:
-    """int64 (count,) odd keys."""
-    return torch.from_numpy((mix64(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)).view(np.int64))
+def keys_of(count: int, first: int = 1) -> Tensor:
+    """int64 (count,) odd keys, those of the numbers from ``first`` on."""
+    return torch.from_numpy((mix64(np.arange(first, first + count, dtype=np.uint64)) | np.uint64(1)).view(np.int64))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.ranks.parts import parts_of
-from ds_silent.replicas.checksums import ROW, checksum, combined, keys_of, word_keys
+from ds_silent.replicas.checksums import ROW, SCRATCH, Checksums, checksum, combined, keys_of, word_keys
 from ds_silent.replicas.history import Replicas
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed
@@ -66,6 +66,14 @@ def test_changes_that_are_equal_and_opposite_are_seen(numel: int) -> None:
         words = values.clone().view(torch.int64)
         words[[one, other]] = words[[other, one]]
         assert torch.equal(words, values.view(torch.int64)) or int(checksum(words)) != right
+
+
+def test_a_device_without_products_of_int64_matrices_makes_the_same() -> None:
+    tensors = [torch.randn(numel) for numel in (6, 40_001, 2 * (SCRATCH + 3) * ROW)]
+    sums, pieces = (Checksums([4 * len(one) for one in tensors], torch.device("cpu")) for _ in range(2))
+    pieces._multiplies = False
+    assert torch.equal(pieces(tensors), sums(tensors))
+    assert torch.equal(pieces(tensors), sums(tensors))  # with what the first call has left
 
 
 def test_where_a_tensor_lies_in_memory_makes_no_difference() -> None:
