@@ -117,6 +117,8 @@ def observe(
     if home.sinks is not None and places is not None:
         observer.place(places)
     subject.held.__dict__[_ATTRIBUTE] = observer
+    # a model that is trained no more is freed: Megatron's optimizer reaches it in ways that Python cannot follow
+    observer.closing = partial(subject.held.__dict__.pop, _ATTRIBUTE, None)
     _observed.append(words.training)
     _close_at_exit(observer)
     ranks = dist.get_world_size(capture.group)

@@ -40,6 +40,7 @@ class Observer:
         self._steps = Steps(capture, config, home, self.close, first)
         self._published, self._replicas = self._steps.published, self._steps.replicas
         self._closed = False
+        self.closing: Callable[[], object] = list  # what is still to be done when it closes
         capture.connect(self._steps, self)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_leave_to_the_parent, weakref.ref(self)))
@@ -165,7 +166,7 @@ class Observer:
         """
         if not self._closed:
             self._closed = True
-            for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._steps.stop):
+            for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._steps.stop, self.closing):
                 self._together.tried(act)
             self._together.tried(self._published.recorder.close)
             self._together.tried(self._home.close, self._capture.step - 1, error)

@@ -363,7 +363,7 @@ def attach_and_close(directory: str) -> dict[str, Any]:
 
 def test_close_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     for result in run_distributed(attach_and_close, 2, (str(tmp_path),)):
-        assert result == {"left": ["_ds_silent_observer"], "hooks": True, "observer": None, "steps": [1]}
+        assert result == {"left": [], "hooks": True, "observer": None, "steps": [1]}
 
 
 def without_block(directory: str) -> list[Any]:
