@@ -8,7 +8,7 @@ do not make a lasting difference, and every one above a small size is a warning.
 own, data make nearly all: an easier shard has another loss, another norm and another direction, and a shard that
 changes has them from one step to the next. What data do not do is
 
-* change the length of the gradient, or turn it, and leave the loss as it was;
+* change the length of the gradient beyond what it has been, or turn it, and leave the loss as it was;
 * raise a rank's loss far above the highest that any rank has had in this run, the untrained model included;
 
 from one step to the next: what comes slowly is learnt, or forgotten.
@@ -43,6 +43,7 @@ class Setting:
         above_highest: the rank's loss over the highest that any other rank has had; None where not known.
         first_loss: log of the rank's first losses over the highest of the others', less UNLIKE times the others' range.
         sudden: the change was found soon after it began.
+        norm_beyond: how far its norm is outside of what it has been, against the others' (logarithm); None: not known.
     """
 
     random: bool
@@ -50,6 +51,7 @@ class Setting:
     above_highest: float | None = None
     first_loss: float | None = None
     sudden: bool = True
+    norm_beyond: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, setting: Setting
     if setting.random:
         return Effect("warning" if large else "info", size)
     if setting.own_past:
-        fault = setting.sudden and (_changed_by_no_data(seen, where, sizes) or _beyond_all(setting, sizes))
+        changed = _changed_by_no_data(seen, where, sizes, setting.norm_beyond)
+        fault = setting.sudden and (changed or _beyond_all(setting, sizes))
         return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large)
     compared = seen.ranks > 2 and seen.loss is not None
     high = setting.first_loss is not None and setting.first_loss >= HIGH and _log(seen.loss) >= HIGH
@@ -85,11 +88,12 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, setting: Setting
     return Effect("warning" if fault else "info", size, of_data=not fault)
 
 
-def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig) -> bool:
+def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_beyond: float | None) -> bool:
     """The gradient changed, and the loss did not. A norm beside a direction that was found is as it comes."""
     if seen.loss is None:
         return False
-    longer = where != "gradient direction" and _log(seen.norm) >= math.log1p(sizes.changed_norm)
+    changed = _log(seen.norm) if norm_beyond is None else min(_log(seen.norm), norm_beyond)
+    longer = where != "gradient direction" and changed >= math.log1p(sizes.changed_norm)
     if longer and _log(seen.loss) <= PLAIN_SHARE * _log(seen.norm):
         return True
     usual, cosine = seen.usual_cosine, seen.cosine

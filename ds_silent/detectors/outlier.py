@@ -306,7 +306,8 @@ class OutlierTest:
             first = np.log(self._first[0] / self._first[1])
             theirs = first[list(others)]
             unlike = float(first[rank] - theirs.max() - UNLIKE * np.ptp(theirs))
-        return Setting(bool(self._random), own_past, above, unlike if math.isfinite(unlike) else None, sudden)
+        beyond = self._recent.beyond(rank, others, since, "gradient norm") if own_past else None
+        return Setting(bool(self._random), own_past, above, unlike if math.isfinite(unlike) else None, sudden, beyond)
 
     def _weigh_again(self, step: int) -> None:
         """A note may have become a fault, as when a rank's labels are wrong and only the others learn."""

@@ -122,18 +122,34 @@ class Recent:
         squares than a jump somewhere does.
         """
         index = STATISTICS.index(where)
-        peers, rows = list(others), [row[index] for step, row in self._steps if step < since][-BEFORE:]
-        rows += [row[index] for step, row in self._steps if step >= since]
-        values = np.array(rows).reshape(-1, self._ranks)
-        with np.errstate(all="ignore"):
-            values = values if index == _COSINE else np.log(values)
-            apart = values[:, rank] - np.median(values[:, peers], axis=1)
-        apart = apart[np.isfinite(apart)]
+        before = self._against(rank, others, index, until=since)[-BEFORE:]
+        apart = np.concatenate([before, self._against(rank, others, index, since)])
         if len(apart) < 2 * FEWEST:
             return False
         steps, bends = np.arange(len(apart)), np.arange(len(apart) - 1)
         jump = np.heaviside(steps - bends[:, None] - 0.5, 0.0)
         return _left(apart, np.maximum(steps - bends[:, None], 0.0)) < _left(apart, jump)
+
+    def beyond(self, rank: int, others: Sequence[int], since: int, where: str) -> float | None:
+        """How far a statistic of a rank lies outside of what it has been, against the others' median.
+
+        What it has been: its medians over any BEFORE steps in a row before ``since``; None where fewer are remembered.
+        """
+        before = self._against(rank, others, STATISTICS.index(where), until=since)
+        after = _median(self._against(rank, others, STATISTICS.index(where), since))
+        if len(before) < BEFORE or after is None:
+            return None
+        usual = np.median(np.lib.stride_tricks.sliding_window_view(before, BEFORE), axis=1)
+        return float(max(after - usual.max(), usual.min() - after, 0.0))
+
+    def _against(self, rank: int, others: Sequence[int], index: int, since: float = 0, until: float = math.inf) -> Array:
+        """(T,) a rank's less the others' median, logarithms but of cosines, in the steps where it is known."""
+        values = np.array([row[index] for step, row in self._steps if since <= step < until]).reshape(-1, self._ranks)
+        with np.errstate(all="ignore"):
+            values = values if index == _COSINE else np.log(values)
+            apart = values[:, rank] - np.median(values[:, list(others)], axis=1)
+        known: Array = apart[np.isfinite(apart)]
+        return known
 
     def loss(self, rank: int, since: int) -> float | None:
         """The rank's median loss since then."""

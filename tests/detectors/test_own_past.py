@@ -204,6 +204,38 @@ def test_gradual_is_where_a_bent_line_leaves_smaller_squares_than_a_jump(where: 
     assert 15 < sum(said) < 45
 
 
+@pytest.mark.parametrize("where", ["loss", "gradient norm", "gradient direction"])
+def test_beyond_is_how_far_a_rank_is_from_what_it_has_been(where: str) -> None:
+    """Against the medians of every 32 steps in a row, one by one."""
+    random, since = np.random.default_rng(5), 101
+    for shift in (0.0, 0.3, 0.9, -0.9):
+        values, recent = 0.1 * random.standard_normal((120, 3)), Recent(3)
+        values[:, 1] += 0.4 * np.sin(np.arange(120) / 9.0) + shift * (np.arange(1, 121) >= since)
+        for step, row in enumerate(values, 1):
+            columns = [np.exp(row) if where == name else np.ones(3) for name in ("loss", "gradient norm")]
+            recent.append(make(step, *columns, row if where == "gradient direction" else np.zeros(3)), OWN)
+        apart = [float(row[1] - np.median(row[[0, 2]])) for row in values]
+        usual = [float(np.median(apart[start : start + 32])) for start in range(since - 1 - 32 + 1)]
+        now = float(np.median(apart[since - 1 :]))
+        wanted = max(now - max(usual), min(usual) - now, 0.0)
+        assert recent.beyond(1, [0, 2], since, where) == pytest.approx(wanted, abs=1e-12)
+        assert (wanted > 0.2) == (abs(shift) > 0.5), (shift, wanted)
+    assert recent.beyond(1, [0, 2], 32, where) is None  # 31 steps say little of what is usual
+
+
+def test_a_norm_that_comes_and_goes_is_a_note_at_most() -> None:
+    """As of rows that are learnt by heart, where what is usual for a moment is not what is usual."""
+    for seed in range(4):
+        run, random, level = Shards(4, seed), np.random.default_rng(seed), 0.0
+        events = run.steps(160)
+        for _ in range(10):
+            towards = float(random.choice([-0.35, 0.0, 0.35]))
+            for _ in range(24):
+                level += (towards - level) / 8.0
+                events += run.step(norm=math.exp(level))
+        assert alarms(events) == [], seed
+
+
 def test_a_loss_that_changes_with_the_gradient_is_a_note_that_speaks_of_data() -> None:
     run = Shards(8, seed=2)
     run.steps(200)
@@ -299,6 +331,8 @@ ALWAYS = Setting(random=False)
         ({"norm": 1.2}, CHANGED, "info"),
         ({"norm": 1.3}, CHANGED, "warning"),
         ({"norm": 0.7}, CHANGED, "warning"),
+        ({"norm": 0.7}, replace(CHANGED, norm_beyond=0.2), "info"),
+        ({"norm": 0.7}, replace(CHANGED, norm_beyond=0.3), "warning"),
         ({"norm": 1.3, "loss": 1.2}, CHANGED, "info"),
         ({"norm": 1.3, "loss": None}, CHANGED, "info"),
         ({"cosine": 0.05}, CHANGED, "warning"),
