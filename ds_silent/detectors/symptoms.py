@@ -142,7 +142,9 @@ class Recent:
         usual = np.median(np.lib.stride_tricks.sliding_window_view(before, BEFORE), axis=1)
         return float(max(after - usual.max(), usual.min() - after, 0.0))
 
-    def _against(self, rank: int, others: Sequence[int], index: int, since: float = 0, until: float = math.inf) -> Array:
+    def _against(
+        self, rank: int, others: Sequence[int], index: int, since: float = 0, until: float = math.inf
+    ) -> Array:
         """(T,) a rank's less the others' median, logarithms but of cosines, in the steps where it is known."""
         values = np.array([row[index] for step, row in self._steps if since <= step < until]).reshape(-1, self._ranks)
         with np.errstate(all="ignore"):
