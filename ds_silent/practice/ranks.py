@@ -140,6 +140,7 @@ def _main(task: Task, rank: int, ranks: int, directory: str) -> None:
     log = os.open(f"{directory}/rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks))
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     import torch
@@ -165,6 +166,14 @@ def _main(task: Task, rank: int, ranks: int, directory: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # a rank whose peer died must not wait for it in a destructor
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that has started it is gone, killed or not."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 # -- what becomes of them ----------------------------------------------------------------------------------------------

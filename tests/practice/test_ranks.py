@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +49,30 @@ def test_the_rank_that_broke_is_named_with_its_own_traceback(how: str, sentence:
 
 def test_a_rank_that_may_die_has_no_result_and_its_peers_have_theirs() -> None:
     assert results_of(one_breaks, ("dies",), 2, may_die=(0, 1))[1] is None
+
+
+def waits(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(300)
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """Killed, it has no time to end them."""
+    script = f"from tests.practice.test_ranks import *; results_of(waits, ({str(tmp_path)!r},), 2)"
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_for(lambda: len(list(tmp_path.iterdir())) == 2, 120.0)
+    finally:
+        parent.kill()
+    ranks = [int(file.name) for file in tmp_path.iterdir()]
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 60.0)
+
+
+def wait_for(true: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"not so after {seconds:.0f} s"
+        time.sleep(0.1)
 
 
 def test_every_bit_is_in_the_hash() -> None:
