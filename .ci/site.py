@@ -3,7 +3,7 @@
 * The pages stand in the order of the index, docs/README.md.
 * A page may link to any file of the project, as on GitHub. What lies outside docs/ becomes a page or a picture below
   ``project/``, and the links follow.
-* ``<!-- api: ds_silent.observer.Observer -->`` stands where the docstring of that name is to be.
+* ``<!-- api: ds_silent.observing.observer.Observer -->`` stands where the docstring of that name is to be.
 """
 
 from __future__ import annotations

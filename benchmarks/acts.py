@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ds_silent
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events
 
 ODD = 1

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ds_silent.capture import fused
-from ds_silent.capture.accumulator import Accumulator
+from ds_silent.kernels import fused
+from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.maths.sketch import make_plan, offsets_of
 
 CONSOLE = Console(width=120)

@@ -44,8 +44,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors import Judge
 from ds_silent.maths import statistics
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Dealt, DirectionStats, Event, StepRecord
 
 SKETCH = 16_384

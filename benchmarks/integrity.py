@@ -32,9 +32,9 @@ from ds_silent.finetune.data import Row
 from ds_silent.finetune.encoding import collate, encode
 from ds_silent.finetune.instructions import generate
 from ds_silent.finetune.models import load
+from ds_silent.kernels.checksums import Checksums, checksum
 from ds_silent.maths.rounding_bound import AggregateCheck, Arithmetic, check_aggregate, terms_of
 from ds_silent.maths.sketch import SketchPlan, make_plan, offsets_of, sketch_of
-from ds_silent.replicas.checksums import Checksums, checksum
 
 CONSOLE = Console(width=120)
 BATCH, SKETCH = 4, 16_384

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_silent.report import write_report
+from ds_silent.runs.report import write_report
 from ds_silent.sinks.per_rank import MAGIC, MARK, VERSION
 
 HOST = 8  # ranks on one

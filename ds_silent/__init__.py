@@ -12,16 +12,16 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 
 if TYPE_CHECKING:
-    from ds_silent.attaching import observer_of
     from ds_silent.config import ConfigError, SilentConsistencyConfig
     from ds_silent.frameworks.attach_any import attach, observe
     from ds_silent.frameworks.ddp.attach import attach_ddp
     from ds_silent.frameworks.deepspeed.attach import initialize
     from ds_silent.frameworks.megatron.attach import attach_megatron
-    from ds_silent.observer import Observer
+    from ds_silent.observing.attach import observer_of
+    from ds_silent.observing.observer import Observer
     from ds_silent.records import Event, StepRecord
     from ds_silent.sinks import SinkError
 

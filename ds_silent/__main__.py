@@ -31,7 +31,7 @@ from ds_silent.extras import is_first
 from ds_silent.integrations import BLOCK_FILE
 
 if TYPE_CHECKING:
-    from ds_silent.frameworks.patches import Patches
+    from ds_silent.patches import Patches
 
 _CONFIG = "--silent-consistency-config"
 _USAGE = f"usage: python -m ds_silent [{_CONFIG} FILE] [-m package.module | train.py] [args]"
@@ -70,9 +70,9 @@ def _take_places(file: str | None, called: str) -> Patches:
     Args:
         called: what has named the file.
     """
-    from ds_silent.attaching import given_block
     from ds_silent.config import ConfigError
-    from ds_silent.frameworks.patches import Patches
+    from ds_silent.observing.attach import given_block
+    from ds_silent.patches import Patches
 
     try:
         block = given_block(file, called)
@@ -99,7 +99,7 @@ def _take_places(file: str | None, called: str) -> Patches:
 
 def _say_if_nothing_was_observed(missed: Callable[[], list[str]]) -> None:
     """Silence would look like health."""
-    from ds_silent.attaching import anything_observed
+    from ds_silent.observing.attach import anything_observed
 
     if is_first() and not anything_observed():
         why = "; ".join(missed()) or (

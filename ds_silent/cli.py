@@ -68,12 +68,12 @@ def check(
     # Inside the command, because they import torch: `ds-silent --help` need not wait for that.
     from ds_silent.commands.forecast import forecast_lines
     from ds_silent.config import ConfigError, parse
+    from ds_silent.config_file import load_ds_config
+    from ds_silent.distributed.places import read_groups
     from ds_silent.extras import installed, missing_sentence
-    from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
     from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
-    from ds_silent.frameworks.refusals import refuse_too_few_ranks, refuse_too_many_ranks
-    from ds_silent.ranks.places import read_groups
+    from ds_silent.observing.refusals import refuse_too_few_ranks, refuse_too_many_ranks
 
     refused = False
     for number, source in enumerate(ds_config):
@@ -274,7 +274,7 @@ def watch(
 
     Exit status: 0 healthy, 1 warnings, 3 errors, 4 stale, 5 no records yet, 2 a mistake in what was typed.
     """
-    from ds_silent.watch.command import watch_command
+    from ds_silent.runs.watch.command import watch_command
 
     raise typer.Exit(watch_command(run, once, as_json, stale, every, alert or []))
 
@@ -337,6 +337,6 @@ def report(
 
     Exit status: 0 the page was written, whatever it says; 2 a mistake in what was typed, or nothing to read.
     """
-    from ds_silent.report.command import report_command
+    from ds_silent.runs.report.command import report_command
 
     raise typer.Exit(report_command(runs, output))

@@ -1,6 +1,6 @@
 """The ``silent_consistency`` block of a ``ds_config``: what may stand in it, and one sentence for what may not.
 
-    ds_config = load_ds_config("ds_config.json")     # ds_silent.frameworks.deepspeed.ds_config
+    ds_config = load_ds_config("ds_config.json")     # ds_silent.config_file
     config = parse(ds_config)                        # None when the block is absent or "enabled": false
 
 Every mistake is a :class:`ConfigError` with one sentence that names the key, the bound, the value and the remedy.
@@ -20,7 +20,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from ds_silent.alerts.destination import MUST, WrongDestination, environment_name, masked, parse_destination
+from ds_silent.destination import MUST, WrongDestination, environment_name, masked, parse_destination
 
 BLOCK = "silent_consistency"
 _SHORT_NAMES = ("silent", "dssilent")

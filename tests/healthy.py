@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_silent
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, WIDTH, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.repairs import state_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors import Judge
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import DirectionStats, Event, GradNormStats, LossStats, StepRecord
 
 NOTHING = Evidence(dealt="random")

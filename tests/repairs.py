@@ -22,7 +22,7 @@ from ds_silent.drill.faults.reduction import flip_some
 from ds_silent.drill.faults.update import skipped
 from ds_silent.drill.faults.when import Maker, once, one
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from ds_silent.practice.hashing import hash_of
 from tests.training import Case, Probe, one_step
 

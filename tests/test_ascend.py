@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.capture.accumulator import Accumulator
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.layout import Shape, layout_of
 from ds_silent.exchange.observation import Local, Observation
 from ds_silent.exchange.packing import pack
+from ds_silent.kernels.accumulator import Accumulator
+from ds_silent.kernels.checksums import Bits, LayerChecksums, combined
 from ds_silent.maths.sketch import make_plan, offsets_of
-from ds_silent.replicas.checksums import Bits, LayerChecksums, combined
 from tests.device_like_ascend import AscendLike
 
 NUMELS = [5000, 64, 17]

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from ds_silent.deferred import DeferredRecorder
 from ds_silent.measure.evidence import Told
-from ds_silent.recorder import WritingRecorder
+from ds_silent.observing.deferred import DeferredRecorder
+from ds_silent.observing.recorder import WritingRecorder
 from ds_silent.records import Event
 
 

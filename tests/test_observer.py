@@ -20,11 +20,11 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.measure.rows import RowTracker
 from ds_silent.practice.probe import LENGTH, VOCABULARY
-from ds_silent.reading import read_run, verdict_of
 from ds_silent.records import Event
+from ds_silent.runs import read_run, verdict_of
+from ds_silent.runs.watch.once import HEALTHY, WARNING, status_of
+from ds_silent.runs.watch.watched import Watched
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from ds_silent.watch.once import HEALTHY, WARNING, status_of
-from ds_silent.watch.watched import Watched
 from tests.collectives import Call, check_collectives, record_collectives
 from tests.ddp_training import DDPCase
 from tests.ddp_training import build as build_ddp

@@ -182,13 +182,10 @@ def test_as_it_stands(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.readme
 def test_tensorboard_opens_on_a_run(tmp_path: Path) -> None:
-    from ds_silent.config import parse
-    from ds_silent.sinks import open_sinks
+    from ds_silent.sinks import open_files
     from tests.sinks.example_records import full_record
 
-    config = parse({"silent_consistency": {"output_dir": str(tmp_path)}})
-    assert config is not None
-    sinks = open_sinks(config, monitor_write=None)
+    sinks = open_files(tmp_path, tensorboard=True)
     sinks.write(full_record())
     sinks.close()
     with socket.socket() as free:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_silent.ranks.places import Places
-from ds_silent.recorder import WritingRecorder
+from ds_silent.distributed.places import Places
+from ds_silent.observing.recorder import WritingRecorder
 from ds_silent.records import Event, Place
 from ds_silent.sinks import Background, FanOut
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records

@@ -136,7 +136,7 @@ def test_what_a_module_says_of_its_use_is_true(name: str) -> None:
 
 
 def test_a_wrong_synopsis_is_seen() -> None:
-    from ds_silent.ranks import parts
+    from ds_silent.distributed import parts
 
     told = "Ranks.\n\n    parts = parts_of(values)\n    {}\n\nProse (with a call) is no usage."
     assert wrong_usage(parts, told.format("outvoted(parts)  # ((1,),)")) == []

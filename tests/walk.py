@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent import deferred
+from ds_silent.observing import deferred
 from ds_silent.sinks.jsonl import read_events
 from tests.training import Case, Probe, one_step
 from tests.training import _hash_weights as hash_weights

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from tests.healthy import Fault
 
 FAULTY = 3  # the step

@@ -28,7 +28,7 @@ import ds_silent.exchange.gather
 import ds_silent.exchange.rows
 from ds_silent.drill.deepspeed.seams import Seams
 from ds_silent.drill.faults.injection import Injection
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from ds_silent.practice.hashing import hash_of
 
 from .errors import Error, Errors

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ds_silent.alerts.destination import is_secret, masked
+from ds_silent.destination import is_secret, masked
 
 
 @contextmanager

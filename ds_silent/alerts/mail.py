@@ -16,8 +16,8 @@ from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 from time import monotonic
 
-from ds_silent.alerts.destination import Mail
 from ds_silent.alerts.failure import NotSent, why_of
+from ds_silent.destination import Mail
 
 
 def send_mail(mail: Mail, subject: str, text: str, seconds: float) -> None:

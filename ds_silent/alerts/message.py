@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ds_silent.alerts.destination import Form
-from ds_silent.printable import one_line
-from ds_silent.ranks.parts import SHOWN_RANKS, listed, ranks_of
+from ds_silent.destination import Form
+from ds_silent.distributed.parts import SHOWN_RANKS, listed, ranks_of
 from ds_silent.records import Event, Severity
+from ds_silent.text import one_line
 
 LONGEST = 1_500
 """Characters of a message and of a remedy: every service takes both together."""

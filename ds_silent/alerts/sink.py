@@ -17,7 +17,6 @@ from time import monotonic
 from typing import Protocol
 
 from ds_silent.alerts.delivery import END, Delivery, Send
-from ds_silent.alerts.destination import TRACKERS, Destination, WrongDestination, resolve
 from ds_silent.alerts.episodes import ToldFaults
 from ds_silent.alerts.mail import send_mail
 from ds_silent.alerts.message import Alert, alert_of, payload, plain_text, reaches
@@ -25,6 +24,7 @@ from ds_silent.alerts.program import run_command
 from ds_silent.alerts.trackers import run_of
 from ds_silent.alerts.webhook import post
 from ds_silent.config import BLOCK, ConfigError
+from ds_silent.destination import TRACKERS, Destination, WrongDestination, resolve
 from ds_silent.extras import installed
 from ds_silent.records import ENDED, Event, Scores, Severity, StepRecord
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ds_silent.alerts.destination import TRACKERS, Form
 from ds_silent.alerts.failure import NotSent
 from ds_silent.alerts.message import Alert, plain_text
+from ds_silent.destination import TRACKERS, Form
 
 Send = Callable[[Alert], None]
 LONGEST_TITLE = 63

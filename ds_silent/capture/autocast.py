@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 
 _TRACES = (
     "_enter_autocast"  # of torch.amp.autocast_mode (2.4 to 2.13): what torch.compile calls, and puts into its code

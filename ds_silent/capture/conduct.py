@@ -39,9 +39,11 @@ from ds_silent.capture.same_objective import SameObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Untrained, reported
 from ds_silent.capture.untrained import Unlike as Unlike
 from ds_silent.device import generator_state
+from ds_silent.distributed.parts import Parts, outvoted, parts_of, ranks_of
+from ds_silent.distributed.together import Together
 from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.observation import Code, Gathered
-from ds_silent.frameworks.base import Covers
+from ds_silent.framework import Covers
 from ds_silent.maths.fingerprint import short_hash
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.compare import Item, item_of, read_item
@@ -54,10 +56,8 @@ from ds_silent.preflight.settings import (
     holding_items,
     holdings_of,
 )
-from ds_silent.ranks.parts import Parts, outvoted, parts_of, ranks_of
-from ds_silent.ranks.together import Together
 from ds_silent.records import Event, EventKind
-from ds_silent.words import Words
+from ds_silent.text import Words
 
 HYPER_PARAMETERS = {
     "lr": "learning rate",

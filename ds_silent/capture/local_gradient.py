@@ -12,7 +12,6 @@ micro-batch is reduced and freed, each is added to the sketch: sketches add up, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -21,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.capture.accumulator import Accumulator
-from ds_silent.capture.fused import new_accumulator
-from ds_silent.capture.streams import stream_order
 from ds_silent.config import DirectionConfig
+from ds_silent.distributed.together import SparseGradientError, Together
 from ds_silent.exchange.exact import copy_overlap, exact_gram
+from ds_silent.kernels.accumulator import Accumulator
+from ds_silent.kernels.fused import new_accumulator
+from ds_silent.kernels.streams import stream_order
 from ds_silent.maths import sketch
-from ds_silent.ranks.together import SparseGradientError, Together
 
 Accumulated = Callable[[int], Tensor | None]
 """``accumulated(index)``: what the framework has accumulated of a parameter's gradient in this step, if anything."""
@@ -249,17 +248,6 @@ def sample_of(gradients: Iterable[Tensor | None], stride: int, device: torch.dev
             part = gradient.detach().reshape(-1)[::stride].float()
             total += torch.stack((part.square().sum(), part.new_tensor(float(part.numel()))))
     return total.cpu()
-
-
-def layers_of(names: list[str]) -> tuple[tuple[str, ...], list[int]]:
-    """Layer of each parameter: the path up to the first number (``model.layers.3``), else the module's own name."""
-    order: dict[str, int] = {}
-    groups = []
-    for name in names:
-        match = re.match(r"(.*?\.\d+)\.", name)
-        layer = match.group(1) if match else name.rpartition(".")[0] or name
-        groups.append(order.setdefault(layer, len(order)))
-    return tuple(order), groups
 
 
 def loss_in(output: Any) -> Tensor | None:

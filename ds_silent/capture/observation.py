@@ -7,7 +7,7 @@
     collector.apply(parts)                               # from inside the optimizer's step: what it is about to use
     collector.end_step(observed=True)                    # the comparison of the two travels with the next one
 
-Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.ranks.together`: the next observation says
+Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.distributed.together`: the next observation says
 "failed", and all ranks switch off together.
 """
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_silent.capture.handed import Remembered, differs, moved, remember
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.capture.row_ids import RowIds
+from ds_silent.distributed.together import Together
 from ds_silent.exchange.observation import (
     BROKE,
     LEFT_OUT,
@@ -35,9 +36,8 @@ from ds_silent.exchange.observation import (
     Reduced,
     Status,
 )
-from ds_silent.frameworks.base import Part
+from ds_silent.framework import Part
 from ds_silent.maths.rounding_bound import multiple_of
-from ds_silent.ranks.together import Together
 
 _Taken = tuple[Tensor, Tensor]  # sketches and squared norms by layer
 
@@ -133,7 +133,7 @@ class StepCollector:
         Args:
             aggregated: this rank's share of the aggregated gradient; None where it is hidden.
             known: what is known without it.
-            hashes: int64, see :mod:`ds_silent.replicas.checksums`; the first is the replica's, where that is due.
+            hashes: int64, see :mod:`ds_silent.kernels.checksums`; the first is the replica's, where that is due.
         """
         self._before = self._together.alone(self._before_reduction, known)
         return self._completed(aggregated, hashes, self._reduced)

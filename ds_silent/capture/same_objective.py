@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_silent.capture.objective import MEAN
+from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.observation import Gathered
-from ds_silent.ranks.parts import Parts, parts_of
 
 UNCHANGED = 8  # micro-batches
 MOST_TURNS = 3

@@ -26,19 +26,19 @@ from ds_silent.capture.conduct import Conduct
 from ds_silent.capture.data_facts import Walk
 from ds_silent.capture.listener import Listener, Owner
 from ds_silent.capture.loaders import LoaderWatch
-from ds_silent.capture.local_gradient import LocalGradient, layers_of, loss_in, sample_of
+from ds_silent.capture.local_gradient import LocalGradient, loss_in, sample_of
 from ds_silent.capture.mean_loss import mean_of, times_its_share
 from ds_silent.capture.observation import Known, Sends, StepCollector
 from ds_silent.capture.row_ids import RowIds, id_capacity
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.distributed.together import Together
 from ds_silent.exchange.layout import GATHER_LIMIT, Shape
 from ds_silent.exchange.observation import Code, Objective, Observation
 from ds_silent.exchange.row_ids import Sampling
-from ds_silent.frameworks.base import Covers, Framework, HasPeers, LeavesOut, Moments, Part, Repeats
-from ds_silent.frameworks.patches import Patches
+from ds_silent.framework import Covers, Framework, HasPeers, LeavesOut, Moments, Part, Repeats, layers_of
+from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
-from ds_silent.ranks.together import Together
-from ds_silent.replicas.checksums import LayerChecksums
+from ds_silent.patches import Patches
 
 
 class Keeping(Enum):
@@ -236,7 +236,7 @@ class StepCapture:
     # -- connecting and disconnecting ---------------------------------------------------------------------------
 
     def connect(self, listener: Listener, owner: Owner) -> None:
-        """Every moment is one of three, see :mod:`ds_silent.ranks.together`: alone, tried, or played."""
+        """Every moment is one of three, see :mod:`ds_silent.distributed.together`: alone, tried, or played."""
         self._listener, self._owner = listener, owner
         self._patches.add(self.loaders.connect())
         self.conduct.autocast.connect(self._patches)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.frameworks.base import Covers
-from ds_silent.ranks.parts import listed
+from ds_silent.distributed.parts import listed
+from ds_silent.framework import Covers
 from ds_silent.records import EventKind, Severity
 
 SHOWN_PARAMETERS = 3

@@ -9,11 +9,11 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from ds_silent.alerts.destination import TRACKERS, Destination, WrongDestination
 from ds_silent.alerts.failure import NotSent
 from ds_silent.alerts.message import Alert
 from ds_silent.alerts.sink import sender_of, usable
-from ds_silent.printable import one_line
+from ds_silent.destination import TRACKERS, Destination, WrongDestination
+from ds_silent.text import one_line
 
 SENT, NOT_SENT, WRONG = 0, 1, 2
 """Exit statuses."""

@@ -32,10 +32,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ds_silent.commands.json_file import refuse_unwritable, write_json
-from ds_silent.commands.units import size_text
 from ds_silent.config import ConfigError
 from ds_silent.extras import version_of
-from ds_silent.printable import one_line
+from ds_silent.text import one_line, size_text
 
 State = Literal["ok", "doubtful", "missing"]
 CODES: Mapping[State, int] = {"ok": 0, "doubtful": 1, "missing": 2}

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_silent.alerts.destination import masked
 from ds_silent.capture.row_ids import id_capacity
-from ds_silent.commands.units import size_text
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
+from ds_silent.config_file import section, switched_on, zero_section
+from ds_silent.destination import masked
 from ds_silent.exchange.layout import LAYERS_TOGETHER, WORDS, Layout, Shape, gathers_sketches, layout_of, place_size
 from ds_silent.exchange.row_ids import Sampling, sampling_of
 from ds_silent.exchange.rows import DECIDE
-from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
 from ds_silent.maths.sketch import make_plan
+from ds_silent.text import size_text
 
 
 def forecast_lines(

@@ -27,7 +27,7 @@ from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors import broken, conduct, duplicates
 from ds_silent.detectors.batch_size import BatchSizeTest, LabelTokensTest
 from ds_silent.detectors.episodes import Episodes
-from ds_silent.detectors.finding import Coverage, Evidence, Finding, with_odds
+from ds_silent.detectors.finding import Finding, with_odds
 from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.layers import LayerTest
 from ds_silent.detectors.order import OrderTest
@@ -37,10 +37,11 @@ from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.detectors.result import bounds, notes, reduction, replicas
 from ds_silent.detectors.same_order import SameOrderTest
 from ds_silent.detectors.sampled_rows import SampledRowsTest
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Scores, StepRecord
-from ds_silent.words import TORCH, Words
+from ds_silent.text import TORCH, Words
 
-__all__ = ["Coverage", "Evidence", "Finding", "Judge"]
+__all__ = ["Finding", "Judge"]
 
 _BY_CHANCE = 4  # detectors that share the false-alarm rate
 _VERSION = 2  # of the state
@@ -59,7 +60,7 @@ class Judge:
         config: ``enabled`` is the caller's business.
         interval: optimizer steps between measurements; the rate is per million *optimizer* steps.
         words: the framework's, for what is said of it.
-        alike: see :class:`ds_silent.frameworks.base.Ranks`; else no rank is compared with the others.
+        alike: see :class:`ds_silent.framework.Ranks`; else no rank is compared with the others.
         effects: sizes below which a finding is a note; None: the defaults.
 
     Attributes:

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.finding import Evidence, Finding, named
+from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.sequential import others
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
-from ds_silent.words import TORCH, Words
+from ds_silent.text import TORCH, Words, named
 
 STEPS = 4
 _ROOM = 1.5  # the number of different rows is an estimate

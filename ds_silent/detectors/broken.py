@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.detectors.finding import Evidence, Finding, named
+from ds_silent.detectors.finding import Finding
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
+from ds_silent.text import named
 
 Array = npt.NDArray[Any]
 _LABELS = "Drop rows without label tokens (cut before their response, or empty)."

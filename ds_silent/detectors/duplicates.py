@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.detectors.finding import Evidence, Finding, named
+from ds_silent.detectors.finding import Finding
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
+from ds_silent.text import named
 
 COSINE_GAP = 2.0**-16
 """1 - cosine that bf16 gradients of the same rows can have when a device adds in another order (u^2, u = 2^-8)."""

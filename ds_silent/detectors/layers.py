@@ -48,9 +48,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.config import EffectsConfig
-from ds_silent.detectors.finding import Finding, LayerValues, named
+from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.own_past import OwnPast
+from ds_silent.measure.evidence import LayerValues
 from ds_silent.records import Event, Score, Severity
+from ds_silent.text import named
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_silent.words import TORCH, Words
+from ds_silent.text import TORCH, Words
 
 SAME_FACTOR = 1.35  # loss and norm, each against other rows' loss and norm, agree on one factor no better than that
 NEAR = 1.25  # a factor this near to a count is that count

@@ -36,7 +36,7 @@ _UNSURE = 4
 _OF_ROWS = ("data-order-mismatch", "low-coverage")  # whose fault it is, is often not known from rows
 _OF_UPDATES = ("learning rate", "weight decay", "betas", "eps", "optimizer", "hyper-parameters", "clipping", "schedul")
 ELSEWHERE = ("checkpoint", "optimizer step")
-"""The place of an event about ranks that go on from another state, see :mod:`ds_silent.ranks.lockstep`."""
+"""The place of an event about ranks that go on from another state, see :mod:`ds_silent.observing.lockstep`."""
 _OF_FORWARDS = ("settings of", "training mode", "autocast")
 _HOLDINGS = "optimizer's parameters"  # what no optimizer holds is not cleared by it either
 

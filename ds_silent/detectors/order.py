@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.finding import Coverage, Evidence, Finding
+from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.sequential import Array
+from ds_silent.measure.evidence import Coverage, Evidence
 from ds_silent.records import Score, StepRecord
 
 TOLERATED, TOLERATED_BY_CONTENT = 0.01, 0.1

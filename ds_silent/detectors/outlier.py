@@ -32,12 +32,13 @@ from ds_silent.config import EffectsConfig
 from ds_silent.detectors.at_once import LASTING, AtOnce, StandsOut
 from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast, Strongest
 from ds_silent.detectors.effects import PLAIN_LOSS, UNLIKE, Setting, effect_of
-from ds_silent.detectors.finding import Evidence, Finding, named
+from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, either_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, Flags, strongest_tilt
 from ds_silent.detectors.symptoms import Recent
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, StepRecord
-from ds_silent.words import TORCH, Words
+from ds_silent.text import TORCH, Words, named
 
 AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
 WEIGHED_AGAIN, AT_MOST = 32, 8  # steps after which a note's size is looked at again; of so many ranks in one step

@@ -21,7 +21,7 @@ from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.sequential import SequentialTest
 from ds_silent.maths.causes import OwnWeights
 from ds_silent.records import Score, StepRecord
-from ds_silent.words import TORCH, Words
+from ds_silent.text import TORCH, Words
 
 Array = npt.NDArray[np.float64]
 RECENT = 64  # steps whose weights are averaged

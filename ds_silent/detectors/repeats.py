@@ -20,10 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.finding import Evidence, Finding, named
+from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.order import TOLERATED
 from ds_silent.detectors.sequential import Array
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Score, StepRecord
+from ds_silent.text import named
 
 _RATES = np.array([0.5, 0.99])  # who is stuck repeats all rows, or those of one of two workers
 _MEMORY = 64  # measured steps

@@ -10,16 +10,16 @@ import dataclasses
 import math
 import statistics
 
-from ds_silent.detectors.finding import Finding, named
+from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.linked import APPLIED
+from ds_silent.distributed.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
 from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
-from ds_silent.ranks.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
-from ds_silent.words import TORCH, Words
+from ds_silent.text import TORCH, Words, named
 
 SHOWN_LAYERS = 3
 MANY_RANKS = 64  # above, each cause is a long sentence already: one of other layers is told

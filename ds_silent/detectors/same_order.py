@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_silent.detectors.finding import Evidence, Finding
+from ds_silent.detectors.finding import Finding
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Score, StepRecord
-from ds_silent.words import TORCH, Words
+from ds_silent.text import TORCH, Words
 
 
 class SameOrderTest:

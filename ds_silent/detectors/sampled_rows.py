@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.duplicates import groups, shared_findings
-from ds_silent.detectors.finding import Evidence, Finding
+from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.sequential import Array
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 
 FORGET = 32

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.comparisons import STATISTICS
-from ds_silent.detectors.finding import Evidence
 from ds_silent.detectors.likely_causes import SURE, Symptoms
 from ds_silent.detectors.sequential import Array
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 
 REMEMBERED, NUMBERS = 256, 16_384  # steps; of more ranks fewer, down to 8

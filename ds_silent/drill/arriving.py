@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 
 
 class _Arriving:

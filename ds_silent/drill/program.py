@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_silent.config import ConfigError
+from ds_silent.config_file import load_ds_config
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import WARM, Fault
 from ds_silent.drill.faults.injection import Strike
@@ -27,7 +28,6 @@ from ds_silent.drill.setting import Dtype, Setting
 from ds_silent.drill.training import Trial
 from ds_silent.drill.verdicts.found import Verdict, due, judge, judge_healthy, loss_shift
 from ds_silent.drill.verdicts.repaired import RepairVerdict, judge_repair
-from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from ds_silent.practice.ranks import RankBroke, on_ranks
 
 __all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trial_of", "trials_of"]

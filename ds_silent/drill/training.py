@@ -27,7 +27,7 @@ from ds_silent.drill.faults.damage import local_of
 from ds_silent.drill.faults.fault import Fault
 from ds_silent.drill.faults.injection import Batch, Injection, Strike
 from ds_silent.drill.faults.responses import Response
-from ds_silent.observer import Observer
+from ds_silent.observing.observer import Observer
 from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.model import PracticeModel
 

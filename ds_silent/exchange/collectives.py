@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.ranks.together import Once, at_once
+from ds_silent.distributed.together import Once, at_once
 
 # torch 2.13 renamed the flat all-gather and warns at the old name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.distributed.together import Once, Together
 from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.exchange.landing import Landing
@@ -33,7 +34,6 @@ from ds_silent.exchange.observation import FIELDS, LEFT, Gathered, Late, Observa
 from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack, with_sums
 from ds_silent.exchange.rows import digit_of, failures_in, make_rows
 from ds_silent.maths.sketch import fold
-from ds_silent.ranks.together import Once, Together
 
 _COSINE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketch_squared")
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.ranks.together import at_once
+from ds_silent.distributed.together import at_once
 
 Fill = Callable[[int, int, Tensor], None]
 """``fill(begin, end, out)`` copies elements begin..end of the long vector into the zeroed fp32 ``out``."""
@@ -38,7 +38,7 @@ def exact_gram(
         fill: see :data:`Fill`.
         numel: D, the same on every rank.
         memory_mb: bound of the extra memory in MiB; smaller means more rounds.
-        alone, once: of :class:`ds_silent.ranks.together.Together`, so that an error leaves nobody in the all-to-all.
+        alone, once: of :class:`~ds_silent.distributed.together.Together`: an error leaves nobody in the all-to-all.
 
     Returns:
         (N, N) fp32.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.distributed.together import Once, Together
 from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.collectives import all_gather
 from ds_silent.exchange.constant_size import ConstantSizeExchange
@@ -23,7 +24,6 @@ from ds_silent.exchange.landing import Landing
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import EachRank, Gathered, Observation
 from ds_silent.exchange.packing import FailedRows, pack, unpack, with_sums
-from ds_silent.ranks.together import Once, Together
 
 
 class GatherExchange:

@@ -36,7 +36,7 @@ class Layout:
     gram: int = 0  # N * N when exact inner products may travel too, else 0
     layer_aggregates: bool = False  # per-layer sketches of the aggregate too
     layer_records: bool = False  # layers are measured for the record, not only for finding a fault's place
-    hashes: int = 0  # bit hashes of 64 bits, see ds_silent.replicas.checksums
+    hashes: int = 0  # bit hashes of 64 bits, see ds_silent.kernels.checksums
     gathers: bool = True  # everybody gets everybody's whole sketch
     units: int = 0  # above the gather limit: numbers of the sum of the ranks' directions; 0 below it
     pairs: int = 0  # and of each rank's folded sketch, while there are few enough ranks

@@ -21,7 +21,7 @@ _0: Any = 0.0
 BROKE, LEFT, ASTRAY, UNSEEN, UNEVEN = 1.0, 2.0, 3.0, 4.0, 5.0
 """Values of ``failed``: an internal error; the observer was closed there; gradients were reduced and no step taken; a
 gradient that cannot be observed; ranks may take different numbers of steps. See
-:mod:`ds_silent.ranks.lockstep`."""
+:mod:`ds_silent.observing.lockstep`."""
 LEFT_OUT = -2.0
 """In :class:`Applied`: the script has cleared the reduced gradient, and no optimizer was to apply it."""
 
@@ -147,7 +147,7 @@ class Observation:
     layer_sketches: Tensor | None = None  # (L, k); sent folded to layer_size
     gram: Tensor | None = None  # (N, N) this rank's part of the exact inner products
     layer_aggregates: Tensor | None = None  # (L, k) of the owned part of the aggregate; sent folded
-    hashes: Tensor | None = None  # int64 (H,) bit hashes, see ds_silent.replicas.checksums
+    hashes: Tensor | None = None  # int64 (H,) bit hashes, see ds_silent.kernels.checksums
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from ds_silent.distributed.together import SparseGradientError, UnevenInputsError, Unobservable
 from ds_silent.exchange.layout import WORDS, Layout
 from ds_silent.exchange.observation import (
     BROKE,
@@ -27,7 +28,6 @@ from ds_silent.exchange.observation import (
     on_all,
 )
 from ds_silent.maths.sketch import fold
-from ds_silent.ranks.together import SparseGradientError, UnevenInputsError, Unobservable
 
 _values = attrgetter(*FIELDS)
 _ENDS = list(accumulate(len(fields(group)) for group in GROUPS.values()))

@@ -22,21 +22,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_silent.maths.mixing import GOLDEN, MIX
+
 Ids = npt.NDArray[np.int64]
 LIMB_BITS = 22  # fp32 holds integers below 2**24 exactly; three limbs hold 64 bits
 _LIMB = (1 << LIMB_BITS) - 1
 _HASH_BLOCK = 1 << 20  # elements hashed at once: bounds the int64 temporaries to a few times 8 MB
-GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers, Steele et al., OOPSLA 2014
-MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
-
-def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64 of each number: a bijection of 64 bits in which every input bit reaches every output bit."""
-    x = values + np.uint64(GOLDEN)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX[0])
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX[1])
-    mixed: npt.NDArray[np.uint64] = np.bitwise_xor(x, x >> np.uint64(31))
-    return mixed
 
 
 # -- ids that a script gives -----------------------------------------------------------------------------------------

@@ -117,8 +117,8 @@ def _ranks(script: str, stdout: int | None = None) -> Iterator[subprocess.Popen[
 
 def _write_page() -> None:
     """All scenarios side by side; what goes wrong with it is said, and the demonstration has still run."""
-    from ds_silent.reading.run import ReadingError
-    from ds_silent.report import write_report
+    from ds_silent.runs.report import write_report
+    from ds_silent.runs.run import ReadingError
 
     try:
         page, _ = write_report([OUTPUT / case.name for case in CASES], OUTPUT / "report.html")

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.attaching import Given, idle_observer, is_alone
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.recognised import is_deepspeed, is_fsdp1, is_fsdp2, is_megatron
-from ds_silent.observer import Observer
+from ds_silent.observing.attach import Given, idle_observer, is_alone
+from ds_silent.observing.observer import Observer
+from ds_silent.observing.recognised import is_deepspeed, is_fsdp1, is_fsdp2, is_megatron
 
 _EARLY_FSDP2 = "torch.distributed._composable.fsdp"
 """Where ``fully_shard`` was before it was public, in torch 2.4 and 2.5."""

@@ -29,7 +29,7 @@ class StepCounts:
 
 
 class CountsItself:
-    """Members of :class:`ds_silent.frameworks.base.Framework` and :class:`~ds_silent.frameworks.base.Counts`."""
+    """Members of :class:`ds_silent.framework.Framework` and :class:`~ds_silent.framework.Counts`."""
 
     _counts: StepCounts
     _data_ranks: int  # that consume rows of their own

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ds_silent.replicas.checksums import Items, Replica
+from ds_silent.kernels.checksums import Items, Replica
 
 
 def parameters_of(module: nn.Module) -> Items:

@@ -12,16 +12,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_silent.attaching import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.frameworks.base import Framework
-from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_few_ranks
-from ds_silent.observer import Observer
+from ds_silent.framework import Framework
+from ds_silent.observing.attach import Given, Subject, given_block, observe, told_in_a_sentence
+from ds_silent.observing.observer import Observer
+from ds_silent.observing.refusals import refuse_sparse_gradients, refuse_too_few_ranks
 from ds_silent.preflight.compare import Item
 from ds_silent.preflight.inventory import Training
 from ds_silent.preflight.settings import groups_of
-from ds_silent.words import TORCH, Words
+from ds_silent.text import TORCH, Words
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
 

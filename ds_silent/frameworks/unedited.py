@@ -23,13 +23,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ds_silent.attaching import observer_of
 from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.patches import Patches
-from ds_silent.frameworks.recognised import is_megatron
-from ds_silent.observer import Observer
+from ds_silent.observing.attach import observer_of
+from ds_silent.observing.observer import Observer
+from ds_silent.observing.recognised import is_megatron
+from ds_silent.patches import Patches
 
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
 

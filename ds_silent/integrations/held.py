@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.alerts.destination import is_secret
-from ds_silent.attaching import Given, given_block, say_alone
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
-from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
+from ds_silent.config_file import load_ds_config
+from ds_silent.destination import is_secret
+from ds_silent.observing.attach import Given, given_block, say_alone
 
 
 def alone(config: Given, launchers: str) -> bool:

@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from ds_silent.attaching import Given, observer_of, told_in_a_sentence
 from ds_silent.extras import needs
 from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.recognised import is_fsdp2
 from ds_silent.frameworks.torch_attach import rows_per_batch
 from ds_silent.integrations.held import alone, block_for
-from ds_silent.observer import Observer
+from ds_silent.observing.attach import Given, observer_of, told_in_a_sentence
+from ds_silent.observing.observer import Observer
+from ds_silent.observing.recognised import is_fsdp2
 
 
 def _callback_type() -> Any:

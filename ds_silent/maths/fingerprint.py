@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.device import generator_state
-from ds_silent.exchange.row_ids import GOLDEN, mix64
+from ds_silent.maths.mixing import GOLDEN, mix64
 
 Hash = tuple[int, int]
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.exchange.row_ids import Ids, mix64
+from ds_silent.exchange.row_ids import Ids
+from ds_silent.maths.mixing import mix64
 
 ALL_PAIRS = 64  # ranks that hold a row, up to which all pairs of them are counted; of more, each with the next one
 
@@ -231,15 +232,6 @@ def last_of_epoch(rows: Ids, places: Ids, epoch: EpochCoverage, left: int, dropp
     doubtful = (places >= least) & (places < left)
     again = places[doubtful][epoch.holds(rows[doubtful])]
     return int(again.min()) if len(again) else left
-
-
-def expected_coverage(ranks: int) -> float:
-    """Share of the epoch that is seen when each rank takes its share of a permutation of its own.
-
-    Each of N ranks takes 1/N of the rows of its own, independent permutation: a row is missed by one rank with
-    probability 1 - 1/N and by all with (1 - 1/N)^N. Seen: 1 - (1 - 1/N)^N, 0.684 for N = 4, and 1 - 1/e in the limit.
-    """
-    return 1.0 - (1.0 - 1.0 / ranks) ** ranks
 
 
 def _threshold(level: int) -> np.uint64:

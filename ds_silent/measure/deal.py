@@ -26,7 +26,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ds_silent.capture.data_facts import Deal
-from ds_silent.exchange.row_ids import Ids, mix64
+from ds_silent.exchange.row_ids import Ids
+from ds_silent.maths.mixing import mix64
 from ds_silent.records import DataDealt
 
 SLOTS = 1 << 14

@@ -7,14 +7,20 @@ stats, evidence = audit.step(gathered, drift, told)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+from ds_silent.capture.conduct import Unlike
+from ds_silent.distributed.parts import Parts
 from ds_silent.maths.causes import Cause, OwnWeights
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.ranks.parts import Parts
-from ds_silent.records import Repair
+from ds_silent.measure.recent_rows import OwnPasses
+from ds_silent.measure.same_order import OrderAgain
+from ds_silent.records import Dealt, Repair
 from ds_silent.replicas.compare import Drift
 
 
@@ -122,3 +128,57 @@ class ReductionEvidence:
     handed: tuple[float, ...] | None = None  # see :class:`Examined`
     changed: bool = False  # the script has changed the aggregate since the reduction
     own: OwnWeights | None = None  # above the gather limit: what each rank has found of its weight in the aggregate
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The current epoch so far, over all ranks; shares of the epoch's rows.
+
+    ``epoch`` is what was consumed (1.0 = as many rows as the epoch has), ``seen`` what was visited at least once,
+    ``repeated`` what was consumed although it had been seen in this epoch: epoch = seen + repeated, but for the rows
+    that a sampler fills the epoch up with.
+    """
+
+    epoch: float
+    seen: float
+    repeated: float
+    rows: int  # of one epoch
+    error: float = 0.0  # standard error of the shares, where they come from a sketch
+    told: bool = True  # by ids; else rows are known by their content, and those that the data hold twice are one
+    sampled: float = 1.0  # share of the rows that are known, by which the others are estimated
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """What the ranks' gradients are layer by layer; NaN where it is not known."""
+
+    names: tuple[str, ...]
+    log_norms: npt.NDArray[np.float64]  # (N, L), minus infinity for a layer without gradient
+    cosines: npt.NDArray[np.float64] | None  # (N, L) with the other ranks' mean; None where no sketches were sent
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a :class:`~ds_silent.records.StepRecord` lacks; None (or an empty mapping) is "not known" or "none"."""
+
+    duplicates: Mapping[tuple[int, int], int] | None = None  # rows that ranks i < j both hold in this step
+    rows_per_rank: tuple[int, ...] | None = None  # rows of this step
+    own_rows: tuple[int, ...] | None = None  # rows since the last measured step, per rank
+    own_repeats: tuple[int, ...] | None = None  # those of own_rows that the same rank had taken just before
+    passes: OwnPasses | None = None  # what tells those of a small shard of its own
+    rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that were not sent
+    rows_sampled: float = 1.0  # share of the rows that are sent: all counts of rows but rows_taken are of those
+    dealt: Dealt = "unknown"  # the ranks are exchangeable only where this is "random"
+    label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
+    coverage: Coverage | None = None
+    same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not
+    non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
+    zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
+    stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
+    reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
+    unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
+    layers: LayerValues | None = None  # of the ranks' own gradients
+    directions: npt.NDArray[np.float64] | None = None  # (N, P) a few numbers of each rank's, where no pairs are known
+    step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
+    update_skipped: bool = False  # the optimizer did not apply the step, whatever the reason
+    micro_batches: tuple[int, ...] | None = None  # losses that each rank took this step

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.exchange.row_ids import Ids, mix64
+from ds_silent.exchange.row_ids import Ids
+from ds_silent.maths.mixing import mix64
 
 REGISTERS = 64
 _POWERS = np.ldexp(1.0, -np.arange(64)).astype(np.float32)

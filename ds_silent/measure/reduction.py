@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import LEFT_OUT, Gathered, Sums, on_all
 from ds_silent.maths.causes import Cause, OwnWeights, Pieces, explain, own_weights
@@ -32,7 +33,6 @@ from ds_silent.maths.rounding_bound import (
     terms_of_sums,
 )
 from ds_silent.measure.evidence import AppliedCheck, Examined, ReductionEvidence, Told, factors_alike
-from ds_silent.ranks.parts import Parts, parts_of
 from ds_silent.records import IntegrityStats
 from ds_silent.replicas.compare import Drift
 

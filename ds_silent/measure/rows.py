@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ds_silent.capture.data_facts import Walk
-from ds_silent.detectors import Coverage, Evidence
-from ds_silent.detectors.finding import LayerValues
 from ds_silent.exchange.observation import Gathered, Sums, on_all
-from ds_silent.exchange.row_ids import Ids, Sampling, StepIds, mix64, unpack_ids
+from ds_silent.exchange.row_ids import Ids, Sampling, StepIds, unpack_ids
+from ds_silent.maths.mixing import mix64
 from ds_silent.measure.coverage import EpochCoverage, epoch_is_over, last_of_epoch, shared_rows
 from ds_silent.measure.deal import DealFollower
+from ds_silent.measure.evidence import Coverage, Evidence, LayerValues
 from ds_silent.measure.recent_rows import OwnPasses, RecentRows
 from ds_silent.measure.record import Context
 from ds_silent.measure.same_order import OrderAgain, SameOrder

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ds_silent.capture.step import StepCapture
+from ds_silent.distributed.parts import Parts
 from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.observation import Gathered, on_all, on_any
-from ds_silent.measure.context import Contexts
-from ds_silent.ranks.parts import Parts
-from ds_silent.ranks.whole_model import WholeModel
-from ds_silent.recorder import Recorder
+from ds_silent.exchange.whole_model import WholeModel
+from ds_silent.observing.context import Contexts
+from ds_silent.observing.recorder import Recorder
 from ds_silent.records import Event
 from ds_silent.replicas.compare import Drift
 from ds_silent.replicas.timing import ReplicaChecks

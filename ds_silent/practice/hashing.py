@@ -2,7 +2,7 @@
 
 hash_of(model.parameters())          # 64 hexadecimal digits; equal only where every bit is
 
-Who judges a repair must not believe it: replicas are compared by :mod:`ds_silent.replicas.checksums`.
+Who judges a repair must not believe it: replicas are compared by :mod:`ds_silent.kernels.checksums`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_silent
-from ds_silent.observer import Observer
+from ds_silent.observing.observer import Observer
 from ds_silent.practice.megatron_gpt import Shape, gpt_models, parallel, take_step
 from ds_silent.records import EventKind
 

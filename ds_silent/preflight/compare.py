@@ -31,14 +31,14 @@ import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
+from ds_silent.distributed.parts import SHOWN_RANKS, Parts, outvoted, parts_of_numbers, ranks_of
+from ds_silent.distributed.together import Once, at_once
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.maths.fingerprint import Hash, hash_bytes, hash_text
-from ds_silent.measure.coverage import expected_coverage
+from ds_silent.maths.statistics import expected_coverage
 from ds_silent.preflight.short import short_numbers
-from ds_silent.printable import one_line
-from ds_silent.ranks.parts import SHOWN_RANKS, Parts, outvoted, parts_of_numbers, ranks_of
-from ds_silent.ranks.together import Once, at_once
 from ds_silent.records import Event, EventKind, Severity
+from ds_silent.text import one_line
 
 Expectation = Literal["equal", "alike", "different", "passed", "free", "better different"]
 """``alike``: the same on all ranks, or another on every rank (generators: both are policies, a mixture is none).
@@ -251,7 +251,7 @@ def compare(
     Args:
         items: what this rank found; the others' lists should be alike, and it is an event when they are not.
         device: of the group's backend; buffers are int32.
-        once: see :mod:`ds_silent.ranks.together`.
+        once: see :mod:`ds_silent.distributed.together`.
     """
     kept = once(lambda: items)  # played again, what the first calls were about
     return compared(kept, _Group(group, device, once))

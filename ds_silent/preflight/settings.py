@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_silent.capture.local_gradient import layers_of
+from ds_silent.framework import layers_of
 from ds_silent.preflight.compare import JOINT, Item, item_of
 
 PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")

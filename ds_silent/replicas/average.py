@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.replicas.checksums import checksum
+from ds_silent.kernels.checksums import checksum
 from ds_silent.replicas.compare import equal_on_all
 
 BUCKET = 1 << 24  # elements that are averaged at once

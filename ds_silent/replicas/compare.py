@@ -6,7 +6,7 @@
     found.outvoted                               # (2,): ranks outside of a tensor's majority
     found.drift(names, since=12)                 # the same, as a sentence needs it
 
-What travels are checksums (:mod:`ds_silent.replicas.checksums`), 64 bits of everything first. Whether all ranks have
+What travels are checksums (:mod:`ds_silent.kernels.checksums`), 64 bits of everything first. Whether all ranks have
 the same is asked by one all-reduce (the largest and the smallest), 16 bytes whatever the number of ranks. When they
 differ, every rank has seen so, and all ranks ask the same of each tensor. Every rank's checksums are gathered of those
 tensors alone that differ: 8 bytes per rank and tensor, of as many as ``MIB`` MiB hold or ``FEWEST`` tensors. Where more
@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.distributed.parts import Parts, majority, outvoted, parts_of_numbers
+from ds_silent.distributed.together import Once, at_once
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
-from ds_silent.ranks.parts import Parts, majority, outvoted, parts_of_numbers
-from ds_silent.ranks.together import Once, at_once
-from ds_silent.replicas.checksums import Bits, Items, combined
+from ds_silent.kernels.checksums import Bits, Items, combined
 
 MIB, FEWEST = 4, 32
 """4 MiB hold 65,536 tensors of 8 ranks, 8,192 of 64 and 512 of 1,024; never fewer than 32, which are 4 MiB of 16,384

@@ -3,8 +3,9 @@
     duplicates = Duplicates("tensor-parallel duplicates", ranks=(0, 1), items=[("norm.weight", weight)], every=100)
     event = duplicates.compare(step)         # as each step begins, on each of them; on the first, where they differ
 
-Each data-parallel group is observed by itself. So each rank leaves its checksums on a :mod:`ds_silent.ranks.board`, and
-the first one looks whether all are there, at this call or at a later one. Nobody waits.
+Each data-parallel group is observed by itself. So each rank leaves its checksums on a
+:mod:`ds_silent.distributed.board`, and the first one looks whether all are there, at this call or at a later one.
+Nobody waits.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from ds_silent.ranks.board import KEPT, Board
-from ds_silent.ranks.parts import SHOWN_RANKS, listed, parts_of
+from ds_silent.distributed.board import KEPT, Board
+from ds_silent.distributed.parts import SHOWN_RANKS, listed, parts_of
+from ds_silent.kernels.checksums import Bits, Items
 from ds_silent.records import Event
-from ds_silent.replicas.checksums import Bits, Items
 
 SHOWN = 3
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.ranks.together import Once, at_once
-from ds_silent.replicas.checksums import Bits, Checksums, Items, bytes_of, combined
+from ds_silent.distributed.together import Once, at_once
+from ds_silent.kernels.checksums import Bits, Checksums, Items, bytes_of, combined
 from ds_silent.replicas.compare import Drift, compare_tensors, equal_on_all
 
 

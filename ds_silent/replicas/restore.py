@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.ranks.parts import majority
-from ds_silent.replicas.checksums import Items, checksum
+from ds_silent.distributed.parts import majority
+from ds_silent.kernels.checksums import Items, checksum
 from ds_silent.replicas.compare import Comparison
 
 

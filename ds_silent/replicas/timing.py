@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.distributed.together import Once
 from ds_silent.exchange.observation import Gathered, on_all
-from ds_silent.ranks.together import Once
+from ds_silent.kernels.checksums import Items
 from ds_silent.records import Event
-from ds_silent.replicas.checksums import Items
 from ds_silent.replicas.compare import Drift
 from ds_silent.replicas.history import Replicas
 

@@ -27,16 +27,16 @@ import torch.distributed as dist
 
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.distributed.parts import Parts
 from ds_silent.exchange.arrived import Arrived
 from ds_silent.exchange.gather import Exchange
 from ds_silent.exchange.observation import on_any
-from ds_silent.frameworks.base import HasReplica, Repeats
+from ds_silent.framework import HasReplica, Repeats
+from ds_silent.kernels.checksums import Bits, Replica
 from ds_silent.measure.evidence import Examined, Told
 from ds_silent.measure.reduction import Audit
-from ds_silent.ranks.parts import Parts
 from ds_silent.records import Repair, RepairMethod
 from ds_silent.replicas.average import Averaging, average
-from ds_silent.replicas.checksums import Bits, Replica
 from ds_silent.replicas.compare import Comparison, Drift, compare, gathered
 from ds_silent.replicas.restore import restore
 
@@ -117,7 +117,7 @@ class Responder:
 
         Args:
             step: the framework's own.
-            due: the same as all ranks count it, see :mod:`ds_silent.ranks.lockstep`.
+            due: the same as all ranks count it, see :mod:`ds_silent.observing.lockstep`.
         """
         if self._guard is not None:
             self.stop = self._guard.protect(step, self._notes)

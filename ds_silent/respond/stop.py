@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ds_silent.frameworks.base import SavesSuspect
+from ds_silent.framework import SavesSuspect
 from ds_silent.records import Event
 
 logger = logging.getLogger("ds_silent")

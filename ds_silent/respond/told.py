@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ds_silent.commands.units import size_text
-from ds_silent.detectors.finding import named
-from ds_silent.ranks.parts import listed
+from ds_silent.distributed.parts import listed
 from ds_silent.records import Event, EventKind, Repair
+from ds_silent.text import named, size_text
 
 SHOWN = 3
 _ATTEMPTS = {1: "once", 2: "twice"}

@@ -15,20 +15,36 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
-from ds_silent.printable import one_line
-from ds_silent.ranks.parts import ranks_of
+from ds_silent.distributed.parts import ranks_of
 from ds_silent.records import Event, Scores, Severity, StepRecord
-from ds_silent.sinks.tally import Tally
+from ds_silent.text import one_line
 
 _COLOURS: Mapping[Severity, str] = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "info": "\x1b[36m"}
 _PLAIN = "\x1b[0m"
 LONGEST_LINE = 200
 """Characters of an event up to which a terminal breaks its line itself; a longer one is hard to find one's way in."""
 _NARROWEST = 40  # columns: in a terminal of fewer every word would be a line
+
+
+class Summary(Protocol):
+    """What is said of a run when it ends: :class:`ds_silent.runs.summary.Tally`."""
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is something to say."""
+
+    def write(self, record: StepRecord) -> None:
+        """Count a measured step."""
+
+    def write_event(self, event: Event) -> None:
+        """Take up an event."""
+
+    def line(self, directory: str | None) -> str:
+        """Of the records in this directory; None where nothing was written."""
 
 
 class ConsoleSink:
@@ -39,31 +55,33 @@ class ConsoleSink:
     Args:
         every: measured records per line; 0: events only.
         label: which engine of the process the lines are about.
-        ends: print a line at the end.
+        summary: of the run, for a line at the end; None: no line.
 
     Attributes:
         directory: of the records, for the line at the end; None while nothing is written.
     """
 
-    def __init__(self, every: int = 10, label: str | None = None, ends: bool = False) -> None:
+    def __init__(self, every: int = 10, label: str | None = None, summary: Summary | None = None) -> None:
         if every < 0:
             raise ValueError(f"every must be at least 0, got {every}")
         self._every = every
         self._name = "[ds_silent]" if label is None else f"[ds_silent {label}]"
-        self._tally, self._ends = Tally(), ends
+        self._summary, self._written = summary, 0
         self.directory: str | None = None
 
     def write(self, record: StepRecord) -> None:
-        self._tally.write(record)
-        written = self._tally.steps
-        if self._every and (written == 1 or written % self._every == 0):
+        self._written += 1
+        if self._summary is not None:
+            self._summary.write(record)
+        if self._every and (self._written == 1 or self._written % self._every == 0):
             _print(self._named(step_line(record)))
 
     def write_scores(self, scores: Scores) -> None:
         """They are in scores.jsonl."""
 
     def write_event(self, event: Event) -> None:
-        self._tally.write_event(event)
+        if self._summary is not None:
+            self._summary.write_event(event)
         line = self._named(event_line(event))
         if is_terminal(sys.stdout):
             line = wrapped(line, shutil.get_terminal_size().columns, indent=len(self._name) + 1)
@@ -76,9 +94,9 @@ class ConsoleSink:
         sys.stdout.flush()
 
     def close(self) -> None:
-        if self._ends and self._tally.anything:
-            self._ends = False
-            _print(f"{self._name} {one_line(self._tally.line(self.directory))}")
+        summary, self._summary = self._summary, None
+        if summary is not None and summary.anything:
+            _print(f"{self._name} {one_line(summary.line(self.directory))}")
         self.flush()
 
 

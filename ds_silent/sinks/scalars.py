@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ds_silent.ranks.parts import SHOWN_RANKS
+from ds_silent.distributed.parts import SHOWN_RANKS
 from ds_silent.records import Event, StepRecord
 from ds_silent.sinks.written import quantiles_of
 

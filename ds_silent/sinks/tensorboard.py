@@ -15,8 +15,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_silent.printable import one_line
-from ds_silent.ranks.parts import ranks_of
+from ds_silent.distributed.parts import ranks_of
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.chart_layout import Categories, categories, layout_of
@@ -24,6 +23,7 @@ from ds_silent.sinks.drawn import is_drawn
 from ds_silent.sinks.files import make_directory
 from ds_silent.sinks.scalars import Curves
 from ds_silent.sinks.written import MOST_RANKS
+from ds_silent.text import one_line
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -18,11 +18,11 @@ import pytest
 
 from ds_silent.alerts import delivery
 from ds_silent.alerts.delivery import Delivery
-from ds_silent.alerts.destination import parse_destination
 from ds_silent.alerts.failure import NotSent
 from ds_silent.alerts.message import Alert, alert_of, payload, plain_text
 from ds_silent.alerts.sink import Alerts, open_alerts, sender_of
 from ds_silent.config import AlertConfig
+from ds_silent.destination import parse_destination
 from ds_silent.records import Event, Place
 from tests.alerts.servers import FINE, closes, drips, hangs, http_server, mail_server, slow, status
 from tests.sinks.example_records import event, full_record
@@ -329,7 +329,7 @@ def test_a_password(password: str, why: str | None) -> None:
 
 
 def test_a_password_is_not_sent_in_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_silent.alerts.destination._LOOPBACK", ())
+    monkeypatch.setattr("ds_silent.destination._LOOPBACK", ())
     with mail_server(authenticator=authenticator, auth_require_tls=False) as server:
         send = sender_of(parse_destination(f"smtp://me:{SECRET}@127.0.0.1:{server.port}/a@example.org"), 5.0)
         with pytest.raises(NotSent, match="a password is not sent without"):

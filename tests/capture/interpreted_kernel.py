@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.capture import fused
-from ds_silent.capture.accumulator import Accumulator
-from ds_silent.capture.fused import FusedAccumulator
-from ds_silent.capture.launches import Reader, Segment, Slots
+from ds_silent.kernels import fused
+from ds_silent.kernels.accumulator import Accumulator
+from ds_silent.kernels.checksums import Checksums, checksum
+from ds_silent.kernels.fused import FusedAccumulator
+from ds_silent.kernels.launches import Reader, Segment, Slots
 from ds_silent.maths import sketch
-from ds_silent.replicas.checksums import Checksums, checksum
 
 SIZE, WIDTH = 256, 2008
 ROUNDING = 3e-7  # of fp32 sums of some thousand elements, over their norm

@@ -17,14 +17,15 @@ from torch.utils.data.distributed import DistributedSampler
 import ds_silent
 from ds_silent.capture.data_facts import Deal, deal_of
 from ds_silent.capture.loaders import LoaderWatch
-from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors import Judge
 from ds_silent.finetune.sampler import Plan, ResumableSampler
 from ds_silent.measure.deal import DealFollower
-from ds_silent.reading.run import read_run
-from ds_silent.reading.verdict import verdict_of
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import DataDealt, Event, StepRecord
-from ds_silent.report.figures import view_of
-from ds_silent.report.tables import facts_of
+from ds_silent.runs.report.figures import view_of
+from ds_silent.runs.report.tables import facts_of
+from ds_silent.runs.run import read_run
+from ds_silent.runs.verdict import verdict_of
 from ds_silent.sinks.jsonl import read_events
 from tests.capture.test_own_loaders import Net, Pairs
 from tests.distributed import run_distributed

@@ -13,8 +13,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ds_silent.capture.data_facts import DataFacts, Walk
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors import Judge
 from ds_silent.exchange.row_ids import pack_ids
+from ds_silent.measure.evidence import Evidence
 from ds_silent.measure.rows import RowsOfStep, RowTracker
 from ds_silent.records import Event, StepRecord
 

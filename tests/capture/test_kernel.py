@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_silent.capture import fused
-from ds_silent.capture.accumulator import Accumulator
+from ds_silent.kernels import fused
+from ds_silent.kernels.accumulator import Accumulator
+from ds_silent.kernels.checksums import PAIR, ROW
 from ds_silent.maths.sketch import SHIFTS, make_plan, offsets_of
-from ds_silent.replicas.checksums import PAIR, ROW
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def compiled(arch: int, dtype: str, switches: dict[str, bool], folder: Path) -> 
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    from ds_silent.maths import sketch_triton as kernel
+    from ds_silent.kernels import sketch_triton as kernel
 
     pointers = {
         **dict.fromkeys(("values", "previous"), f"*{dtype}"),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_silent.capture import fused
-from ds_silent.capture.accumulator import Accumulator
+from ds_silent.kernels import fused
+from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.maths.sketch import make_plan, offsets_of
 
 META = torch.device("meta")
@@ -106,7 +106,7 @@ class Launches:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     pytest.importorskip("triton")
-    from ds_silent.capture import launches
+    from ds_silent.kernels import launches
 
     made = Launches()
     monkeypatch.setattr(launches.kernel, "read", made)

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from ds_silent.cli import app
 from ds_silent.commands.forecast import forecast_lines
-from ds_silent.commands.units import size_text
 from ds_silent.config import parse
 from ds_silent.exchange.observation import FIELDS
 from ds_silent.exchange.rows import DECIDE
+from ds_silent.text import size_text
 
 
 def told(block: dict[str, Any], parameters: int | None = None) -> str:

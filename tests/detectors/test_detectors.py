@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Coverage, Evidence, Judge, duplicates
+from ds_silent.detectors import Judge, duplicates
+from ds_silent.measure.evidence import Coverage, Evidence
 from ds_silent.records import Event, StepRecord
 from tests.made_records import NOTHING, Run, ids, kinds, make
 

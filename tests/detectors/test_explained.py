@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ds_silent.detectors import Evidence
 from ds_silent.detectors.explained import Explained
 from ds_silent.detectors.outlier import OutlierTest
+from ds_silent.measure.evidence import Evidence
 from tests.made_records import make
 
 LOG_STEPS = math.log(4e6)  # as at one false alarm per million steps

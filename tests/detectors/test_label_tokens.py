@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from ds_silent.detectors import Evidence
 from ds_silent.detectors.batch_size import TOKEN_STEPS, LabelTokensTest
 from ds_silent.detectors.sequential import others
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event
 from tests.made_records import Run
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Evidence, Judge
-from ds_silent.detectors.finding import LayerValues
+from ds_silent.detectors import Judge
 from ds_silent.detectors.layers import CLIP, WITHIN, LayerTest
 from ds_silent.exchange.observation import EachRank, Gathered
+from ds_silent.measure.evidence import Evidence, LayerValues
 from ds_silent.measure.rows import _layer_values
 from ds_silent.records import Event
 from tests.made_observations import gathered_of

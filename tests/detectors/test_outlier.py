@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors import Judge
 from ds_silent.detectors.explained import Explained
 from ds_silent.detectors.likely_causes import Symptoms, either_in_words, likely_causes
 from ds_silent.detectors.sequential import CLIP
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Dealt, DirectionStats, Event, LossStats
 from tests.made_records import NOTHING, Run, ids, kinds, make
 

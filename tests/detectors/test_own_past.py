@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from ds_silent.config import DetectorsConfig, EffectsConfig
-from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors import Judge
 from ds_silent.detectors.effects import HIGH, Setting, effect_of
-from ds_silent.detectors.finding import LayerValues
 from ds_silent.detectors.likely_causes import Symptoms
 from ds_silent.detectors.own_past import FEWEST, OwnPast
 from ds_silent.detectors.sequential import SequentialTest
 from ds_silent.detectors.symptoms import Recent
+from ds_silent.measure.evidence import Evidence, LayerValues
 from ds_silent.records import Event
 from tests.made_records import make
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Coverage, Evidence, Judge
+from ds_silent.detectors import Judge
 from ds_silent.detectors.repeats import RepeatTest, rate_of_others
 from ds_silent.measure.coverage import EpochCoverage
+from ds_silent.measure.evidence import Coverage, Evidence
 from ds_silent.measure.recent_rows import RecentRows
 from ds_silent.records import Event, StepRecord
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from ds_silent.detectors.finding import Evidence
 from ds_silent.detectors.likely_causes import likely_causes
 from ds_silent.detectors.symptoms import Recent
+from ds_silent.measure.evidence import Evidence
 from tests.made_records import make
 
 

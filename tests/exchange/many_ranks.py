@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import torch
 
+from ds_silent.distributed.together import Together, at_once
 from ds_silent.exchange import constant_size, rows
 from ds_silent.exchange.constant_size import ConstantSizeExchange
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered, Observation
-from ds_silent.ranks.together import Together, at_once
 
 
 class ManyRanks:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.distributed.communicator import own_group
+from ds_silent.distributed.together import Together, at_once
 from ds_silent.exchange.constant_size import ConstantSizeExchange
 from ds_silent.exchange.layout import Shape, layout_of
 from ds_silent.exchange.observation import BROKE, LEFT, Local, Loss, Observation, Status, Wishes
 from ds_silent.exchange.rows import digit_of, failures_in
-from ds_silent.ranks.communicator import own_group
-from ds_silent.ranks.together import Together, at_once
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.training import Case, build, one_step

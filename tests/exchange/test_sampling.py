@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds_silent.exchange.row_ids import MAX_BYTES, UNSENT, Sampling, mix64, pack_rows, sampling_of, unpack_ids
+from ds_silent.exchange.row_ids import MAX_BYTES, UNSENT, Sampling, pack_rows, sampling_of, unpack_ids
+from ds_silent.maths.mixing import mix64
 from ds_silent.measure.coverage import shared_rows
 
 

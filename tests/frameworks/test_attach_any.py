@@ -12,7 +12,7 @@ from torch import nn
 
 import ds_silent
 from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
-from ds_silent.observer import IdleObserver, Observer
+from ds_silent.observing.observer import IdleObserver, Observer
 from tests.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
 from tests.distributed import run_distributed
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from tests.distributed import run_distributed
 from tests.healthy import (
     AUTOCAST,

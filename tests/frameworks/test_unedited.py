@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ds_silent import __main__ as way_in
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
 ROOT = Path(__file__).parents[2]

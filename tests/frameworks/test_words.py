@@ -13,18 +13,18 @@ from torch import nn
 import ds_silent
 from ds_silent.capture.conduct import Conduct
 from ds_silent.config import ConfigError, DetectorsConfig
-from ds_silent.detectors import Evidence, Judge
+from ds_silent.detectors import Judge
 from ds_silent.detectors.likely_causes import Symptoms, likely_causes
 from ds_silent.exchange.observation import ASTRAY
 from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.maths.causes import Cause
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
+from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
 from ds_silent.measure.same_order import OrderAgain
-from ds_silent.ranks import start
-from ds_silent.ranks.lockstep import Lockstep
+from ds_silent.observing import start
+from ds_silent.observing.lockstep import Lockstep
 from ds_silent.records import Event
-from ds_silent.words import TORCH, Words
+from ds_silent.text import TORCH, Words
 from tests.made_observations import gathered_of
 from tests.made_records import make
 

@@ -109,7 +109,7 @@ def dropping(case: Case, drop: Drop, directory: str, steps: int, enabled: bool) 
         gathered += 1
         return gather_on_host(*arguments)
 
-    from ds_silent.observing import steps as observing
+    from ds_silent.observing import step_loop as observing
 
     observing.gather_on_host = counted
     generator = torch.Generator().manual_seed(99 + rank)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_silent.capture.accumulator import Accumulator
+from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.maths import sketch
 
 SIZE = 256

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from preflight_scale import FAULTS, TENSORS, SimulatedRanks, items_of_a_rank, measure
 
+from ds_silent.distributed.parts import parts_of, parts_of_numbers
 from ds_silent.exchange.collectives import same_on_all
 from ds_silent.preflight.compare import (
     Expectation,
@@ -27,7 +28,6 @@ from ds_silent.preflight.compare import (
     to_json,
     verdict,
 )
-from ds_silent.ranks.parts import parts_of, parts_of_numbers
 from tests.distributed import run_distributed
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.ranks import agreement
-from ds_silent.ranks.agreement import Statement, Verdict, agree
+from ds_silent.distributed import agreement
+from ds_silent.distributed.agreement import Statement, Verdict, agree
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from ds_silent.words import TORCH
+from ds_silent.text import TORCH
 from tests.distributed import run_distributed
 from tests.training import Case, Probe, one_step
 

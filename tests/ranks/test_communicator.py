@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_silent.ranks.communicator import own_group
+from ds_silent.distributed.communicator import own_group
 from tests.distributed import run_distributed
 
 

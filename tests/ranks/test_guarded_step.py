@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.exchange import constant_size, gather, packing
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.repairs import corrupted, noise

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, Gathered, Status
-from ds_silent.ranks.lockstep import Lockstep
+from ds_silent.observing.lockstep import Lockstep
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.made_observations import gathered_of

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.config import ConfigError
-from ds_silent.ranks import places as places_module
-from ds_silent.ranks.agreement import store_of_all
-from ds_silent.ranks.places import AT_ONCE, PlaceBoard, Places, own_place, read_groups, spot
+from ds_silent.distributed import places as places_module
+from ds_silent.distributed.agreement import store_of_all
+from ds_silent.distributed.places import AT_ONCE, PlaceBoard, Places, own_place, read_groups, spot
 from ds_silent.records import Event, Place, from_json
 from ds_silent.sinks.jsonl import read_event_records
 from tests.distributed import run_distributed
@@ -234,9 +234,9 @@ class Watched(PlaceBoard):
 
 
 def watched(directory: str) -> dict[str, Any]:
-    import ds_silent.attaching
+    import ds_silent.observing.attach
 
-    ds_silent.attaching.PlaceBoard = Watched  # type: ignore[misc]
+    ds_silent.observing.attach.PlaceBoard = Watched  # type: ignore[misc]
     return observed(directory)
 
 

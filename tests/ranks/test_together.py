@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_silent.ranks import together
-from ds_silent.ranks.together import BrokeOff, Together
+from ds_silent.distributed import together
+from ds_silent.distributed.together import BrokeOff, Together
 
 
 @pytest.fixture(autouse=True)

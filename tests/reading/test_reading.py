@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_silent.reading import RunReader, read_run, verdict_of
-from ds_silent.reading.run import ReadingError, find_runs
-from ds_silent.reading.spread import Envelope, RankSpread
 from ds_silent.records import Event, Place, Score, Scores, to_json
+from ds_silent.runs import RunReader, read_run, verdict_of
+from ds_silent.runs.run import ReadingError, find_runs
+from ds_silent.runs.spread import Envelope, RankSpread
 from ds_silent.sinks.jsonl import JsonlSink
 from ds_silent.sinks.per_rank import PerRankSink
 from tests.made_records import Run, make

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_silent.ranks.parts import outvoted, parts_of
-from ds_silent.replicas.checksums import Bits, Items
+from ds_silent.distributed.parts import outvoted, parts_of
+from ds_silent.kernels.checksums import Bits, Items
 from ds_silent.replicas.compare import FEWEST, Comparison, Drift, compare, compare_tensors
 from ds_silent.replicas.history import Replicas
 from tests.crowd import act

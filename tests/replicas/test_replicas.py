@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.ranks.parts import parts_of
-from ds_silent.replicas.checksums import ROW, SCRATCH, Checksums, checksum, combined, keys_of, word_keys
+from ds_silent.distributed.parts import parts_of
+from ds_silent.kernels.checksums import ROW, SCRATCH, Checksums, checksum, combined, keys_of, word_keys
 from ds_silent.replicas.history import Replicas
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.kernels.checksums import Bits, Replica
 from ds_silent.replicas import average as averages
 from ds_silent.replicas.average import Averaging, average
-from ds_silent.replicas.checksums import Bits, Replica
 from ds_silent.replicas.compare import compare
 from ds_silent.replicas.restore import restore
 from ds_silent.respond import responder as respond

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ds_silent.reading import read_run
-from ds_silent.reading.run import ReadingError
-from ds_silent.report import write_report
+from ds_silent.runs import read_run
+from ds_silent.runs.report import write_report
+from ds_silent.runs.run import ReadingError
 from ds_silent.sinks.per_rank import MAGIC, MARK, VERSION
 
 HTML = "</script></style><script>alert(1)</script><img src=x onerror=alert(1)>\"'><svg onload=alert(1)>"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_silent.report import write_report
+from ds_silent.runs.report import write_report
 from tests.report.test_report import bad_rank
 
 MODULES = os.environ.get("DS_SILENT_AXE", "")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ds_silent.cli import app
 from ds_silent.records import Event, Place, Score, Scores
-from ds_silent.report.page import gist
+from ds_silent.runs.report.page import gist
 from ds_silent.sinks.jsonl import JsonlSink
 from tests.made_records import Run
 

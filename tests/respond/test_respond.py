@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_silent.drill.faults.update import no_majority
 from ds_silent.drill.verdicts.found import tells
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.collectives import Call, check_collectives, record_collectives
 from tests.distributed import run_distributed

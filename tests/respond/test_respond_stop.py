@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 from tests.repairs import (

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_silent.config import parse
 from ds_silent.records import Event, Scores, StepRecord
-from ds_silent.sinks import Background, FanOut, SinkError, open_sinks
+from ds_silent.sinks import FanOut, SinkError, open_files
 from ds_silent.sinks.jsonl import JsonlSink, read_metrics
 from tests.sinks.example_records import empty_record, event, full_record
 
@@ -102,24 +101,17 @@ def test_a_fan_out_is_a_sink() -> None:
     assert inner.calls == ALL
 
 
-def make_config(directory: Path, **more: object) -> object:
-    return parse({"silent_consistency": {"output_dir": str(directory), **more}})
-
-
 def names(sinks: FanOut) -> list[str]:
-    found: list[str] = []
-    for sink in sinks.sinks:
-        found += [type(one).__name__ for one in sink.sinks] if isinstance(sink, Background) else [type(sink).__name__]
-    return found
+    return [type(sink).__name__ for sink in sinks.sinks]
 
 
 def test_the_configuration_decides_which_sinks_open(tmp_path: Path) -> None:
-    plain = open_sinks(make_config(tmp_path / "a", tensorboard=False))  # type: ignore[arg-type]
-    assert names(plain) == ["JsonlSink", "PerRankSink", "FactsSink", "ConsoleSink"]
+    plain = open_files(tmp_path / "a", tensorboard=False)
+    assert names(plain) == ["JsonlSink", "PerRankSink", "FactsSink"]
     plain.close()
     assert not (tmp_path / "a" / "tensorboard").exists()
-    every = open_sinks(make_config(tmp_path / "b"), monitor_write=lambda points: None)  # type: ignore[arg-type]
-    assert names(every) == ["JsonlSink", "PerRankSink", "FactsSink", "TensorBoardSink", "ConsoleSink", "MonitorSink"]
+    every = open_files(tmp_path / "b", tensorboard=True)
+    assert names(every) == ["JsonlSink", "PerRankSink", "FactsSink", "TensorBoardSink"]
     every.close()
     assert (tmp_path / "b" / "tensorboard").is_dir()
 
@@ -140,7 +132,7 @@ def test_an_output_dir_that_cannot_be_written_is_refused_at_the_start(
     spoil(tmp_path / "run")
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     with pytest.raises(SinkError, match=r"silent_consistency.output_dir: '.*' cannot be written \(File exists\)"):
-        open_sinks(make_config(tmp_path / "run"))  # type: ignore[arg-type]
+        open_files(tmp_path / "run", tensorboard=True)
     if before:
         assert len(os.listdir("/proc/self/fd")) == before
 

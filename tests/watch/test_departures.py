@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ds_silent.records import StepRecord, to_json
+from ds_silent.runs.watch.departures import MOST, Departures, values_of
 from ds_silent.sinks.written import written_record
-from ds_silent.watch.departures import MOST, Departures, values_of
 from tests.made_records import Run, make
 
 

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.watch.once import ERROR, HEALTHY, NOTHING, STALE, WARNING, status_of
-from ds_silent.watch.view import View
-from ds_silent.watch.watched import Watched
+from ds_silent.runs.watch.once import ERROR, HEALTHY, NOTHING, STALE, WARNING, status_of
+from ds_silent.runs.watch.view import View
+from ds_silent.runs.watch.watched import Watched
 from tests.sinks.example_records import event
 from tests.watch.runs import made, write, write_places
 
@@ -56,7 +56,7 @@ def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     watched = Watched(tmp_path)
     seen(watched)
     parsed: list[bytes] = []
-    from ds_silent.reading import follow
+    from ds_silent.runs import follow
 
     parse = follow.parsed_line
     monkeypatch.setattr(follow, "parsed_line", lambda line, keys: (parsed.append(line), parse(line, keys))[1])

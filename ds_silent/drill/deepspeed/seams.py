@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ds_silent.drill.arriving import damage_repairs
 from ds_silent.drill.faults.injection import Collective, Injection
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 
 
 class Seams:

@@ -19,7 +19,7 @@ from ds_silent.drill.deepspeed.state import state_hash
 from ds_silent.drill.faults.injection import Batch, Injection
 from ds_silent.drill.setting import Setting
 from ds_silent.drill.training import Script
-from ds_silent.observer import Observer
+from ds_silent.observing.observer import Observer
 
 
 class DeepSpeedTraining:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.drill.torch_loop.wrapped import LeftOut, Reduce
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 
 
 class _Done:

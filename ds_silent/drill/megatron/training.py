@@ -25,8 +25,8 @@ from ds_silent.drill.torch_loop.wrapped import LeftOut, Reduce
 from ds_silent.drill.training import Script
 from ds_silent.frameworks.megatron.attach import attach_megatron
 from ds_silent.frameworks.megatron.buffers import inner_optimizers
-from ds_silent.frameworks.patches import Patches
-from ds_silent.observer import Observer
+from ds_silent.observing.observer import Observer
+from ds_silent.patches import Patches
 from ds_silent.practice.megatron_gpt import parallel
 from ds_silent.practice.model import PracticeModel
 

@@ -22,8 +22,8 @@ from ds_silent.drill.setting import LEARNING_RATE, WEIGHT_DECAY
 from ds_silent.drill.torch_loop.setting import TorchSetting
 from ds_silent.drill.torch_loop.wrapped import Among, Wrapped, wrap
 from ds_silent.drill.training import Script, Trial, state_of
-from ds_silent.frameworks.patches import Patches
-from ds_silent.observer import Observer
+from ds_silent.observing.observer import Observer
+from ds_silent.patches import Patches
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "layer-without-gradient": {"find_unused_parameters": True},

@@ -26,8 +26,8 @@ from ds_silent.drill.torch_loop.setting import TorchSetting
 from ds_silent.frameworks.ddp.attach import attach_ddp
 from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
 from ds_silent.frameworks.fsdp2.modules import fsdp_modules, plain_parameters
-from ds_silent.frameworks.patches import Patches
-from ds_silent.observer import Observer
+from ds_silent.observing.observer import Observer
+from ds_silent.patches import Patches
 from ds_silent.practice.model import PracticeModel
 
 Among = Callable[[dist.ProcessGroup], object]

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.attaching import Given, idle_observer, is_alone
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.ddp.framework import DDPFramework
 from ds_silent.frameworks.ddp.reduction import hook_of
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped
-from ds_silent.observer import Observer
+from ds_silent.observing.attach import Given, idle_observer, is_alone
+from ds_silent.observing.observer import Observer
 
 
 def attach_ddp(

@@ -21,24 +21,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.distributed.communicator import own_group
+from ds_silent.distributed.together import Together, UnevenInputsError
+from ds_silent.framework import Covers, Moments, Part, Ranks
 from ds_silent.frameworks import replicated
-from ds_silent.frameworks.base import Covers, Moments, Part, Ranks
 from ds_silent.frameworks.counts import CountsItself
 from ds_silent.frameworks.ddp.reduction import WHOLE, arithmetic_of, hook_of, keeps_the_mean, reduced_parameters
-from ds_silent.frameworks.patches import Patches
 from ds_silent.frameworks.shares import Applied, cut, nth_share, row_of
 from ds_silent.frameworks.torch_loop import TorchLoop
+from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic
-from ds_silent.ranks.communicator import own_group
-from ds_silent.ranks.together import Together, UnevenInputsError
-from ds_silent.replicas.checksums import Items, Replica
-from ds_silent.words import TORCH
+from ds_silent.patches import Patches
+from ds_silent.text import TORCH
 
 logger = logging.getLogger("ds_silent")
 
 
 class DDPFramework(CountsItself, Covers):
-    """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
+    """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
-from ds_silent.frameworks.base import Part
+from ds_silent.framework import Part
 from ds_silent.frameworks.deepspeed.gradients import pieces_dealt
 from ds_silent.frameworks.shares import Slice
 

@@ -1,7 +1,7 @@
 """From ``deepspeed.initialize``, or from an engine that is there, to its observer.
 
 ``deepspeed.initialize`` communicates itself, so a rank that refuses remembers that, goes through it with the others,
-and all end together behind it (:mod:`ds_silent.attaching`).
+and all end together behind it (:mod:`ds_silent.observing.attach`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
 
 from ds_silent.alerts.hidden import hidden
-from ds_silent.attaching import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
+from ds_silent.config_file import load_ds_config
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.groups import engine_facts
 from ds_silent.frameworks.deepspeed.inventory import is_sharded, training_of
@@ -30,9 +29,10 @@ from ds_silent.frameworks.deepspeed.shapes import Shape, data_parallel_group, sh
 from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.frameworks.placed import placed
 from ds_silent.maths.fingerprint import Hash
-from ds_silent.observer import Observer
+from ds_silent.observing import start
+from ds_silent.observing.attach import Given, Subject, given_block, observe, told_in_a_sentence
+from ds_silent.observing.observer import Observer
 from ds_silent.preflight.inventory import weights_hash
-from ds_silent.ranks import start
 
 logger = logging.getLogger("ds_silent")
 
@@ -128,7 +128,7 @@ def _observe(
     before: Hash | None = None,
     gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """See :func:`ds_silent.attaching.observe`."""
+    """See :func:`ds_silent.observing.attach.observe`."""
     if not has_optimizer(engine):
         if dist.get_rank() == 0 and (config is not None or refusal is not None):
             logger.warning(

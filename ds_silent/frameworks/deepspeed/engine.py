@@ -21,7 +21,8 @@ from torch import Tensor
 from ds_silent.capture.local_gradient import loss_in
 from ds_silent.capture.mean_loss import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.frameworks.base import Covers, Moments, Part, Ranks
+from ds_silent.distributed.communicator import own_group
+from ds_silent.framework import Covers, Moments, Part, Ranks
 from ds_silent.frameworks.deepspeed.applied import applied_gradients, applied_places, base_optimizers
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
 from ds_silent.frameworks.deepspeed.gradients import (
@@ -38,18 +39,17 @@ from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
 from ds_silent.frameworks.deepspeed.shapes import data_parallel_group, duplicates_of, is_pipeline, shape_of
 from ds_silent.frameworks.deepspeed.words import OF_A_MESH, WORDS
-from ds_silent.frameworks.patches import Patches
+from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic
-from ds_silent.ranks.communicator import own_group
+from ds_silent.patches import Patches
 from ds_silent.records import Event
-from ds_silent.replicas.checksums import Items, Replica
 from ds_silent.replicas.duplicates import compared
 
 logger = logging.getLogger("ds_silent")
 
 
 class DeepSpeedFramework(Covers):
-    """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
+    """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
     model = in_norm = None  # what is applied is not observed where the model's norm is that of several groups
 
@@ -207,7 +207,7 @@ class DeepSpeedFramework(Covers):
         return self._kept.bytes
 
     def beside(self, step: int) -> list[Event]:
-        """See :class:`ds_silent.frameworks.base.HasPeers`."""
+        """See :class:`ds_silent.framework.HasPeers`."""
         return compared(self._duplicates, step)
 
     # -- connecting and disconnecting ----------------------------------------------------------------------------

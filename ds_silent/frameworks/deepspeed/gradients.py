@@ -11,7 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 from ds_silent.capture.local_gradient import Accumulated
-from ds_silent.frameworks.base import Part
+from ds_silent.framework import Part
 from ds_silent.frameworks.deepspeed.shapes import Shape
 from ds_silent.frameworks.shares import Slice, cut, nth_share, row_of
 

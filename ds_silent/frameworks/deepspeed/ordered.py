@@ -26,11 +26,11 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
-from ds_silent.frameworks.patches import Patches
 from ds_silent.frameworks.shares import Slice
 from ds_silent.ordered.exchange import LongVector, OrderedExchange, covers, gather_runs, joined
 from ds_silent.ordered.norm import global_norm
 from ds_silent.ordered.tree import Gradients, LocalTree
+from ds_silent.patches import Patches
 
 Look = Callable[[], bool | None]
 """``look()``: all gradients of a micro-batch are there; whether the ranks' inner products are wanted."""

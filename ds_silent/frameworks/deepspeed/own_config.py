@@ -22,9 +22,9 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ds_silent.config import BLOCK, LARGEST, ConfigError, shown
+from ds_silent.distributed.parts import listed
 from ds_silent.extras import installed
 from ds_silent.frameworks.deepspeed.refusals import ONE_BIT_OPTIMIZERS
-from ds_silent.ranks.parts import listed
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 DEEPEST = 64

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, shown
-from ds_silent.frameworks.deepspeed.ds_config import section, switched_on, zero_section
+from ds_silent.config_file import section, switched_on, zero_section
 from ds_silent.frameworks.deepspeed.shapes import is_pipeline, shape_of
-from ds_silent.frameworks.refusals import refuse_sparse_gradients, refuse_too_few_ranks
+from ds_silent.observing.refusals import refuse_sparse_gradients, refuse_too_few_ranks
 
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 

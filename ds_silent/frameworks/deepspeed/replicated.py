@@ -8,7 +8,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_silent.frameworks import replicated
 from ds_silent.frameworks.deepspeed.shapes import expert_group
-from ds_silent.replicas.checksums import Items, Replica
+from ds_silent.kernels.checksums import Items, Replica
 
 
 def replicated_parameters(engine: Any) -> Items:

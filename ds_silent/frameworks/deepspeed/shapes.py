@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_silent.frameworks.placed import Place, label_of
-from ds_silent.replicas.checksums import Items
+from ds_silent.kernels.checksums import Items
 from ds_silent.replicas.duplicates import Duplicates
 
 

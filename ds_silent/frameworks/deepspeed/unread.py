@@ -15,8 +15,8 @@ import deepspeed
 import torch
 
 from ds_silent.config import BLOCK, ConfigError, parse
+from ds_silent.config_file import load_ds_config
 from ds_silent.extras import is_first
-from ds_silent.frameworks.deepspeed.ds_config import load_ds_config
 from ds_silent.frameworks.deepspeed.refusals import has_optimizer
 
 logger = logging.getLogger("ds_silent")
@@ -50,7 +50,7 @@ def _look_at(engine: Any) -> None:
         return
 
     def forward_begins(module: Any, inputs: Any) -> None:
-        from ds_silent.attaching import observer_of
+        from ds_silent.observing.attach import observer_of
 
         if not (torch.is_grad_enabled() and module.training):
             return

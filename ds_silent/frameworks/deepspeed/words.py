@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_silent.words import Words
+from ds_silent.text import Words
 
 WORDS = Words(
     framework="DeepSpeed",

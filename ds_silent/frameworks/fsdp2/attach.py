@@ -7,14 +7,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ds_silent.attaching import Given, idle_observer, is_alone
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.fsdp2.framework import FSDP2Framework
 from ds_silent.frameworks.fsdp2.modules import group_of, mesh_of, reshard
 from ds_silent.frameworks.torch_attach import Wrapped, attach_wrapped
-from ds_silent.observer import Observer
+from ds_silent.observing.attach import Given, idle_observer, is_alone
+from ds_silent.observing.observer import Observer
 
 
 def attach_fsdp2(

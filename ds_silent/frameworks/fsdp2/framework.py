@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.frameworks.base import Covers, Moments, Part, Ranks
+from ds_silent.distributed.communicator import own_group
+from ds_silent.framework import Covers, Moments, Part, Ranks
 from ds_silent.frameworks.counts import CountsItself
 from ds_silent.frameworks.fsdp2.modules import fsdp_modules, group_of, mesh_of, plain_parameters, share_of, synchronises
 from ds_silent.frameworks.shares import Applied
 from ds_silent.frameworks.torch_loop import TorchLoop
+from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
-from ds_silent.ranks.communicator import own_group
-from ds_silent.replicas.checksums import Items
-from ds_silent.words import TORCH
+from ds_silent.text import TORCH
 
 
 class FSDP2Framework(CountsItself, Covers):
-    """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
+    """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
     def __init__(
         self,

@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.distributed.communicator import own_group
+from ds_silent.framework import Moments, Part, Ranks
 from ds_silent.frameworks import replicated
-from ds_silent.frameworks.base import Moments, Part, Ranks
 from ds_silent.frameworks.counts import CountsItself, StepCounts
 from ds_silent.frameworks.megatron.buffers import Buffers, inner_optimizers, trained_by
 from ds_silent.frameworks.megatron.losses import watch_losses
 from ds_silent.frameworks.megatron.peers import Peers
-from ds_silent.frameworks.patches import Patches
 from ds_silent.frameworks.torch_loop import rows_in
+from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
-from ds_silent.ranks.communicator import own_group
+from ds_silent.patches import Patches
 from ds_silent.records import Event
-from ds_silent.replicas.checksums import Items
-from ds_silent.words import Words
+from ds_silent.text import Words
 
 WORDS = Words(
     framework="Megatron-core",
@@ -46,7 +46,7 @@ WORDS = Words(
 
 
 class MegatronFramework(CountsItself):
-    """See :class:`ds_silent.frameworks.base.Framework`. Making one is a collective."""
+    """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
     def __init__(
         self, chunks: Sequence[Any], optimizer: Any, config: SilentConsistencyConfig, rows: int, accumulation: int
@@ -123,7 +123,7 @@ class MegatronFramework(CountsItself):
         return alike, lambda: replicated.rest_of(self.module, inner)
 
     def beside(self, step: int) -> list[Event]:
-        """See :class:`ds_silent.frameworks.base.HasPeers`."""
+        """See :class:`ds_silent.framework.HasPeers`."""
         return self._peers.compare(step)
 
     # -- connecting and disconnecting ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_silent.frameworks.patches import Patches
+from ds_silent.patches import Patches
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.distributed.parts import listed
+from ds_silent.exchange.whole_model import WholeModel
 from ds_silent.frameworks.megatron.buffers import Buffers
-from ds_silent.ranks.parts import listed
-from ds_silent.ranks.whole_model import WholeModel
 from ds_silent.records import Event
 from ds_silent.replicas.duplicates import SHOWN, Duplicates, compared
 

@@ -1,0 +1,189 @@
+"""One pass over a gradient, wherever its pieces turn up: its sketch and its squared norm.
+
+The norm itself, of all pieces together and without the loss scale, is made of it by :mod:`ds_silent.measure.record`.
+
+    accumulator = Accumulator(plan, offsets, numels)
+    accumulator.add(3, flat)                    # the whole gradient of tensor 3
+    accumulator.add(5, shard, start=1024)       # a part of tensor 5, e.g. what this rank owns of it
+    sketch, squared = accumulator.take()        # and start again
+
+Each block of the gradient is read twice in a row, the second time from the cache. Nothing of the gradient's size is
+allocated, and nothing at all in a step: products and sums of two tensors go through a scratch of one block. Nothing
+here waits for the device; a stream waits for another one that used the same tables before, see
+:mod:`ds_silent.kernels.streams`. :mod:`ds_silent.kernels.fused` does the same in one kernel, where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_silent.kernels.streams import StreamOrder
+from ds_silent.maths import sketch
+from ds_silent.maths.sketch import Place, SketchPlan
+
+Part = tuple[int, int, Tensor]
+"""(tensor, first element, values)."""
+
+EXACT = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which an accelerator multiplies elements by signs, which rounds nothing and writes no wider copy."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A piece and where its results go: views made once, so that a step creates as few as it can."""
+
+    begin: int  # first element, within the tensor
+    end: int
+    place: Place
+    square: Tensor  # 0-dim view of one slot: the squared norm, on an accelerator the norm
+
+
+class Accumulator:
+    """Sketch tables and squared norms of tensors that arrive piece by piece.
+
+    Args:
+        plan: of the sketch; ``plan.numel`` covers every tensor at its offset.
+        offsets: of the tensors in the long vector.
+        numels: of the tensors.
+        groups: the group (layer) of each tensor, 0..G-1; squares are kept per group.
+        sketch_groups: keep sketches per group too, at 4 T bytes each.
+        order: of the streams on which it is used; None where there is one only.
+        splits: tables that make up each one, for who writes to them side by side.
+    """
+
+    def __init__(
+        self,
+        plan: SketchPlan,
+        offsets: list[int],
+        numels: list[int],
+        groups: list[int] | None = None,
+        sketch_groups: bool = False,
+        order: StreamOrder | None = None,
+        splits: int = 1,
+    ):
+        self.plan, self._order, self._splits = plan, order, splits
+        self._offsets = offsets
+        self._groups = groups or [0] * len(numels)
+        self._count = max(self._groups, default=0) + 1
+        self._tables = plan.new_tables((self._count if sketch_groups else 1) * splits)
+        tables = self._tables.unbind()
+        self._table = [tables[group * splits if sketch_groups else 0] for group in self._groups]
+        self._blocks = plan.block_rows > 1  # an accelerator, where each kernel counts, and each byte that it writes
+        self._row = plan.new_tables()[0, : plan.width] if self._blocks else None
+        self._scratch: dict[tuple[torch.dtype, str], Tensor] = {}
+        self._signs = {torch.float32: plan.signs}
+        self._work: dict[tuple[int, int, int, torch.dtype], tuple[list[int], list[_Work]]] = {}
+        # One slot per piece of a whole tensor, and as many for its parts: squares are summed once, at the end.
+        block = plan.block_rows * plan.width
+        capacity = sum(2 * (numel // block + 4) for numel in numels)
+        self._squares = torch.zeros(capacity, device=self._tables.device)
+        self._square_groups = torch.zeros(capacity, dtype=torch.int64, device=self._tables.device)
+        self._slots: dict[tuple[int, int, int], slice] = {}
+        self._used = 0
+
+    def add(
+        self,
+        index: int,
+        values: Tensor,
+        previous: Tensor | None = None,
+        start: int = 0,
+        weight: float = 1.0,
+        square: bool = True,
+        sketching: bool = True,
+    ) -> None:
+        """Add ``weight * (previous + values)`` to the sketch, and its squared norm.
+
+        Args:
+            index: which tensor.
+            values: elements ``start`` to ``start + values.numel()`` of it, any shape, any floating dtype.
+            previous: the same elements accumulated so far; the sum is rounded to its dtype, as accumulation does.
+            square: False leaves the squared norm out.
+            sketching: False leaves the sketch out.
+        """
+        if self._order is not None:
+            self._order.enter()
+        if not values.numel():
+            return
+        flat = values.detach().reshape(-1)
+        before = None if previous is None else previous.detach().reshape(-1)
+        dtype = flat.dtype if before is None else before.dtype
+        own = dtype if self._blocks and dtype in EXACT else torch.float32
+        copied = dtype != own or flat.device != self._tables.device
+        lengths, works = self._work_of(index, start, flat.numel(), own)
+        for work, part in zip(works, flat.split_with_sizes(lengths), strict=True):
+            if before is not None:
+                part = torch.add(before[work.begin : work.end], part, out=self._memory(dtype, "sum")[: part.numel()])
+            if copied:
+                part = self._memory(own, "values")[: part.numel()].copy_(part, non_blocking=True)
+            if square and self._blocks:
+                torch.linalg.vector_norm(part, dtype=torch.float32, out=work.square)
+            elif square:
+                torch.dot(part, part, out=work.square)
+            if sketching:
+                product = self._memory(own, "product") if self._blocks else self._memory(own, "values")
+                sketch.add(work.place, part, product, weight, self._row)
+
+    def add_all(self, parts: Iterable[Part], square: bool = True, sketching: bool = True) -> None:
+        """Add each part, as :meth:`add` does; those that come together may be read together."""
+        for index, start, values in parts:
+            self.add(index, values, start=start, square=square, sketching=sketching)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """(G, k) or (1, k) sketches and (G,) squared norms since the last call; starts again from zero.
+
+        A piece counts its last addition in the squared norm: norms, unlike sketches, do not add up over additions.
+        """
+        if self._order is not None:
+            self._order.enter()
+        sketches = self._folded()
+        squares = torch.zeros(self._count, device=self._tables.device)
+        squares.index_add_(0, self._square_groups, self._squares.square() if self._blocks else self._squares)
+        self._tables.zero_()
+        self._squares.zero_()
+        return sketches, squares
+
+    def peek(self) -> Tensor:
+        """(k,) sketch of everything since the last :meth:`take`."""
+        if self._order is not None:
+            self._order.enter()
+        return self._folded().sum(0)
+
+    def _folded(self) -> Tensor:
+        """(tables, k)"""
+        return self.plan.fold(self._tables).view(-1, self._splits, self.plan.size).sum(1)
+
+    def _work_of(self, index: int, start: int, numel: int, dtype: torch.dtype) -> tuple[list[int], list[_Work]]:
+        """``dtype``: in which the elements are multiplied by their signs."""
+        key = (index, start, numel, dtype)
+        work = self._work.get(key)
+        if work is None:
+            if dtype not in self._signs:
+                self._signs[dtype] = self.plan.signs.to(dtype)
+            pieces = self.plan.pieces(self._offsets[index] + start, numel)
+            squares = self._squares[self._slots_of(index, start, numel, len(pieces))].unbind()
+            places = (sketch.place(self.plan, self._table[index], piece, self._signs[dtype]) for piece in pieces)
+            ends = [(piece.begin, piece.end) for piece in pieces]
+            works = [_Work(*end, at, square) for end, at, square in zip(ends, places, squares, strict=True)]
+            work = self._work[key] = [end - begin for begin, end in ends], works
+        return work
+
+    def _slots_of(self, index: int, start: int, numel: int, pieces: int) -> slice:
+        slots = self._slots.get((index, start, numel))
+        if slots is None:
+            slots = self._slots[index, start, numel] = slice(self._used, self._used + pieces)
+            if slots.stop > len(self._squares):
+                raise RuntimeError(f"tensor {index} arrived in more different parts than were planned for")
+            self._used = slots.stop
+            self._square_groups[slots].fill_(self._groups[index])
+        return slots
+
+    def _memory(self, dtype: torch.dtype, use: str) -> Tensor:
+        """(block_rows * T,) of working memory, made once; on the CPU, whose block is one row, one for all of fp32."""
+        key = (dtype, use if self._blocks or dtype != torch.float32 else "")
+        if key not in self._scratch:
+            self._scratch[key] = self.plan.new_scratch(dtype)
+        return self._scratch[key]

@@ -1,0 +1,211 @@
+"""Checksums of tensors' bits: of one, of each of a list, of a gradient's layers; on their device, waiting for nothing.
+
+    checksum(tensor)                             # int64 ()
+    bits = Bits()
+    values = bits(items)                         # int64 (n,): of a list of names and tensors, planned once
+    combined(values)                             # int64 (): of all of them, in their order
+
+It reads the bits as 64-bit words, ROW of them a row, and adds them up modulo 2^64, each times an odd key of its place
+in the row and an odd key of the row. One changed bit always changes the sum: the change is 2^b times an odd number.
+Several changes cancel with a probability of about 2^-64, equal and opposite ones too, as replicas in bf16 have them
+that an update has left apart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_silent.maths.mixing import mix64
+
+ROW = 8192  # 64-bit words
+PAIR = -7046029254386353131  # odd: the key of a pair's second word is that of the first times this
+SCRATCH = 128  # rows that are multiplied by their keys at once, where a device has no such product
+Items = Sequence[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Tensors that may be written, so that this rank holds what the others hold.
+
+    ``write_back``: to be called after writing, for what is no tensor but a number and is here as a copy.
+    """
+
+    items: Items
+    write_back: Callable[[], None]
+
+
+class Taken(NamedTuple):
+    """What one launch of a kernel has read of a list of tensors."""
+
+    which: frozenset[int]
+    mask: Tensor | None = None  # bool (n,): the same
+    values: Tensor | None = None  # int64 (n,): their checksums, anything elsewhere
+
+
+class Checksums:
+    """(n,) int64 checksums of n tensors of fixed sizes, in two kernels per tensor and a few for all.
+
+    Args:
+        sizes: bytes of each tensor.
+        device: where all of them are.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device):
+        self._places: list[tuple[int, int, int]] = []  # first row, whole rows, words of the last row
+        owners: list[int] = []
+        numbers: list[int] = []
+        for index, size in enumerate(sizes):
+            whole, rest = divmod(size // 8, ROW)
+            self._places.append((len(owners), whole, rest))
+            owners += [index] * (whole + (rest > 0))
+            numbers += range(whole + (rest > 0))
+        keys = keys_of(max(numbers, default=0) + 1)
+        self._row_keys = keys[numbers].to(device)
+        self._owners = torch.tensor(owners, dtype=torch.int64, device=device)
+        self._words = word_keys().to(device)
+        self._multiplies = device.type == "cpu"  # int64 matrices
+        self._scratch: Tensor | None = None
+        self._rows = torch.zeros(len(owners), dtype=torch.int64, device=device)
+        self._last_words = torch.zeros(len(sizes), dtype=torch.int64, device=device)
+        self._last_key = int(keys[0])
+        self._together = _new_together(sizes, device)
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Of these tensors, in the order and of the sizes that were planned for; 0 for None. Nobody waits for it."""
+        taken, mask, told = Taken(frozenset()) if self._together is None else self._together(tensors)
+        if len(taken) == len(self._places) and told is not None:
+            return told
+        for index, ((first, whole, rest), tensor) in enumerate(zip(self._places, tensors, strict=True)):
+            if index in taken:
+                continue
+            if tensor is None:
+                self._rows[first : first + whole + (rest > 0)].zero_()
+                self._last_words[index].zero_()
+            else:
+                self._read(tensor, index, first, whole, rest)
+        sums = torch.zeros_like(self._last_words).index_add_(0, self._owners, self._rows * self._row_keys)
+        sums += self._last_words * self._last_key
+        return sums if told is None or mask is None else torch.where(mask, told, sums)
+
+    def _read(self, tensor: Tensor, index: int, first: int, whole: int, rest: int) -> None:
+        flat = tensor.detach().contiguous().view(-1)
+        flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+        if flat.storage_offset() * flat.element_size() % 8:
+            flat = flat.clone()  # 64-bit words need an aligned beginning
+        in_words = (whole * ROW + rest) * 8 // flat.element_size()
+        words = flat[:in_words].view(torch.int64)
+        if whole:
+            self._add_up(words[: whole * ROW].view(whole, ROW), self._rows[first : first + whole])
+        if rest:
+            self._add_up(words[whole * ROW :].view(1, rest), self._rows[first + whole : first + whole + 1])
+        if in_words < flat.numel():
+            self._last_words[index : index + 1].view(flat.dtype)[: flat.numel() - in_words].copy_(flat[in_words:])
+
+    def _add_up(self, rows: Tensor, sums: Tensor) -> None:
+        """(n, words) to (n,), each word times its key."""
+        keys = self._words[: rows.shape[1]]
+        if self._multiplies:
+            torch.mv(rows, keys, out=sums)
+            return
+        if self._scratch is None or len(self._scratch) < min(len(rows), SCRATCH):
+            self._scratch = torch.empty(min(len(rows), SCRATCH), ROW, dtype=torch.int64, device=rows.device)
+        for begin in range(0, len(rows), SCRATCH):
+            part = rows[begin : begin + SCRATCH]
+            product = torch.mul(part, keys, out=self._scratch[: len(part), : len(keys)])
+            torch.sum(product, 1, out=sums[begin : begin + SCRATCH])
+
+
+def _new_together(sizes: Sequence[int], device: torch.device) -> Callable[[Sequence[Tensor | None]], Taken] | None:
+    """Many tensors in one launch, where there is a kernel for it."""
+    if device.type != "cuda" and not os.environ.get("DS_SILENT_KERNEL"):
+        return None
+    from ds_silent.kernels.fused_checksums import new_checksums
+
+    return new_checksums(sizes, device)
+
+
+class Bits:
+    """(n,) int64 checksums of a list of tensors, planned once for their sizes and devices."""
+
+    def __init__(self) -> None:
+        self._sizes: tuple[tuple[int, torch.device], ...] = ()
+        self._plans: list[tuple[list[int], Checksums]] = []
+
+    def __call__(self, items: Items) -> Tensor:
+        """On the first tensor's device."""
+        tensors = [tensor for _, tensor in items]
+        sizes = tuple((tensor.numel() * tensor.element_size(), tensor.device) for tensor in tensors)
+        if sizes != self._sizes:
+            self._sizes, self._plans = sizes, []
+            for device in dict.fromkeys(device for _, device in sizes):
+                places = [place for place, (_, own) in enumerate(sizes) if own == device]
+                self._plans.append((places, Checksums([sizes[place][0] for place in places], device)))
+        values = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+        for places, checksums in self._plans:
+            found = checksums([tensors[place] for place in places])
+            values[torch.tensor(places, device=values.device)] = found.to(values.device)
+        return values
+
+
+class LayerChecksums:
+    """(L,) int64 checksums of the layers of a gradient, from those of its tensors.
+
+    Args:
+        numels: elements of each tensor.
+        layers: layer of each tensor, from 0.
+        device: where the tensors are.
+    """
+
+    def __init__(self, numels: Sequence[int], layers: Sequence[int], device: torch.device):
+        self._numels, self._device = list(numels), device
+        self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
+        self._keys = keys_of(len(layers)).to(device)
+        self._count = max(layers, default=-1) + 1
+        self._checksums: Checksums | None = None  # made when the tensors' dtype is known
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """An absent tensor counts as 0, which no gradient is likely to have."""
+        if self._checksums is None:
+            size = next((values.element_size() for values in tensors if values is not None), 4)
+            self._checksums = Checksums([size * numel for numel in self._numels], self._device)
+        layers = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        return layers.index_add_(0, self._layers, self._checksums(tensors) * self._keys)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """int64 () checksum of a tensor's bits, on its device; see the module docstring. Does not know dtype or shape."""
+    return Checksums([bytes_of(tensor)], tensor.device)([tensor])[0]
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def combined(values: Tensor) -> Tensor:
+    """(..., n) checksums to (...) int64, in their order."""
+    return (values * _device_keys(values.shape[-1], values.device)).sum(-1)
+
+
+@lru_cache(maxsize=32)
+def _device_keys(count: int, device: torch.device) -> Tensor:
+    return keys_of(count).to(device)
+
+
+@lru_cache(maxsize=1)
+def word_keys() -> Tensor:
+    """int64 (ROW,) odd keys of a row's words: of pairs, which lie in 16 bytes."""
+    pairs = keys_of(ROW // 2, first=1 << 32)  # none of the rows'
+    return torch.stack([pairs, pairs * PAIR], 1).view(-1)
+
+
+def keys_of(count: int, first: int = 1) -> Tensor:
+    """int64 (count,) odd keys, those of the numbers from ``first`` on."""
+    return torch.from_numpy((mix64(np.arange(first, first + count, dtype=np.uint64)) | np.uint64(1)).view(np.int64))

@@ -1,0 +1,215 @@
+"""The pass over a gradient in one kernel where Triton and a device for it are there, else in torch's own operations.
+
+    accumulator = new_accumulator(plan, offsets, numels, groups)    # the right one of the two
+
+``DS_SILENT_KERNEL`` is ``triton`` or ``torch`` to have it so; otherwise Triton is taken on a CUDA device (which ROCm's
+are too) where it is installed and a first launch succeeds. Both give the same sketch by definition, so ranks that
+choose differently can be compared, and a rank may change over in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_silent.config import ConfigError
+from ds_silent.kernels.accumulator import Accumulator, Part
+from ds_silent.kernels.streams import StreamOrder
+from ds_silent.maths.sketch import SketchPlan, make_plan
+
+if TYPE_CHECKING:
+    from ds_silent.kernels.launches import Launch, Segment
+
+logger = logging.getLogger("ds_silent")
+
+VARIABLE = "DS_SILENT_KERNEL"
+TOGETHER = 1 << 24  # elements that share a launch: what is handed over piece by piece may be temporary
+
+
+class Choice(NamedTuple):
+    """Which of the two, and why, in words."""
+
+    triton: bool
+    reason: str
+
+
+def choice(device: torch.device) -> Choice:
+    """For gradients on this kind of device; found out once.
+
+    Raises:
+        ConfigError: the variable has another value, or asks for Triton where there is none.
+    """
+    return _choice(device.type, os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _choice(kind: str, told: str) -> Choice:
+    if told not in ("", "triton", "torch"):
+        raise ConfigError(f"{VARIABLE} must be triton, torch or not set, got {told!r}")
+    if told == "torch":
+        return Choice(False, f"{VARIABLE}=torch")
+    if not told and kind != "cuda":
+        return Choice(False, f"there is no kernel for {kind}")
+    why_not = _why_not(torch.device(kind))
+    if told and why_not:
+        raise ConfigError(f"{VARIABLE}=triton, but its kernel does not run here ({why_not}); unset it or say torch")
+    return Choice(not why_not, why_not or "Triton's kernel")
+
+
+def _why_not(device: torch.device) -> str:
+    """What keeps the kernel from running: it is compiled and launched once, on nothing of importance."""
+    try:
+        launches = importlib.import_module("ds_silent.kernels.launches")
+        plan = make_plan(4096, 256, device)
+        reader = launches.Reader(plan)
+        launch = reader.launch([launches.Segment(0, 4096, 0, 0)])
+        squares = torch.zeros(1, reader.splits * reader.blocks, device=device)
+        reader(launch, [torch.ones(4096, device=device)], plan.new_tables(reader.splits), launches.Slots(squares))
+        return "" if float(squares.sum()) == 4096.0 else "a first launch gave a wrong sum"
+    except Exception as error:  # no Triton, no compiler, a device that it does not know
+        return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+
+
+def new_accumulator(
+    plan: SketchPlan,
+    offsets: list[int],
+    numels: list[int],
+    groups: list[int] | None = None,
+    sketch_groups: bool = False,
+    order: StreamOrder | None = None,
+) -> Accumulator:
+    """An :class:`Accumulator` for the plan's device."""
+    kind = FusedAccumulator if choice(plan.signs.device).triton else Accumulator
+    return kind(plan, offsets, numels, groups, sketch_groups, order)
+
+
+class FusedAccumulator(Accumulator):
+    """The same by one launch for each tensor, or for many where they come together.
+
+    What the kernel does not take (other dtypes, elements that do not lie one behind the other) goes the other way.
+
+    Attributes:
+        refused: why the kernel is used no more: what Triton said at a launch; None as long as it is used.
+    """
+
+    def __init__(
+        self,
+        plan: SketchPlan,
+        offsets: list[int],
+        numels: list[int],
+        groups: list[int] | None = None,
+        sketch_groups: bool = False,
+        order: StreamOrder | None = None,
+    ):
+        from ds_silent.kernels import launches
+
+        self._launches = launches
+        self._reader = launches.Reader(plan)
+        super().__init__(plan, offsets, numels, groups, sketch_groups, order, splits=self._reader.splits)
+        self._sketch_groups = sketch_groups
+        self._planned: dict[tuple[tuple[int, int, int], ...], Launch] = {}
+        self._told_of: dict[tuple[int, int, int], int] = {}
+        self._told = self._new_told(len(numels) + 1)  # squares, a row for each part
+        self._groups_told: list[int] = []
+        self._membership: Tensor | None = None  # bool (G, rows of _told)
+        self.refused: str | None = None
+
+    def add(
+        self,
+        index: int,
+        values: Tensor,
+        previous: Tensor | None = None,
+        start: int = 0,
+        weight: float = 1.0,
+        square: bool = True,
+        sketching: bool = True,
+    ) -> None:
+        """See :meth:`Accumulator.add`."""
+        taken = self._takes(values) and (previous is None or self._takes(previous))
+        if not (taken and self._read([(index, start, values)], square, sketching, previous, weight)):
+            super().add(index, values, previous, start, weight, square, sketching)
+
+    def add_all(self, parts: Iterable[Part], square: bool = True, sketching: bool = True) -> None:
+        """See :meth:`Accumulator.add_all`."""
+        waiting: dict[torch.dtype, list[Part]] = {}
+        elements = 0
+        for index, start, values in parts:
+            if not self._takes(values):
+                self.add(index, values, start=start, square=square, sketching=sketching)
+                continue
+            waiting.setdefault(values.dtype, []).append((index, start, values))
+            elements += values.numel()
+            if elements >= TOGETHER:
+                self._read_all(waiting, square, sketching)
+                elements = 0
+        self._read_all(waiting, square, sketching)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`Accumulator.take`."""
+        sketches, squares = super().take()
+        used = len(self._groups_told)
+        if used:
+            if self._membership is None or self._membership.shape[1] != used:
+                groups = torch.tensor(self._groups_told)
+                self._membership = (groups == torch.arange(self._count)[:, None]).to(self._told.device)
+            # sums in a fixed order: index_add_ has none on a GPU
+            squares += torch.where(self._membership, self._told[:used].sum(1), 0.0).sum(1)
+            self._told[:used].zero_()
+        return sketches, squares
+
+    def _takes(self, values: Tensor) -> bool:
+        return (
+            self.refused is None
+            and values.dtype in self._launches.DTYPES
+            and values.device == self._told.device
+            and values.is_contiguous()
+            and values.numel() > 0
+        )
+
+    def _read_all(self, waiting: dict[torch.dtype, list[Part]], square: bool, sketching: bool) -> None:
+        for parts in waiting.values():
+            if not self._read(parts, square, sketching):
+                for index, start, values in parts:
+                    super().add(index, values, start=start, square=square, sketching=sketching)
+        waiting.clear()
+
+    def _read(
+        self, parts: list[Part], square: bool, sketching: bool, previous: Tensor | None = None, weight: float = 1.0
+    ) -> bool:
+        """Whether the kernel has read them."""
+        if self._order is not None:
+            self._order.enter()
+        key = tuple((index, start, values.numel()) for index, start, values in parts)
+        launch = self._planned.get(key)
+        if launch is None:
+            launch = self._planned[key] = self._reader.launch([self._segment(place) for place in key])
+        slots = self._launches.Slots(self._told if square else None)
+        tables = self._tables if sketching else None
+        try:
+            self._reader(launch, [values.detach() for _, _, values in parts], tables, slots, previous, weight)
+        except Exception as error:  # a launch that fails has written nothing
+            self.refused = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            logger.warning("gradients are read by torch from now on: Triton's kernel failed (%s)", self.refused)
+            return False
+        return True
+
+    def _segment(self, place: tuple[int, int, int]) -> Segment:
+        index, start, numel = place
+        slot = self._told_of.get(place)
+        if slot is None:
+            slot = self._told_of[place] = len(self._groups_told)
+            self._groups_told.append(self._groups[index])
+            if slot == len(self._told):
+                self._told = torch.cat((self._told, self._new_told(len(self._told))))
+        begin = self._offsets[index] + start
+        return self._launches.Segment(begin, begin + numel, self._groups[index] if self._sketch_groups else 0, slot)
+
+    def _new_told(self, count: int) -> Tensor:
+        return torch.zeros(count, self._reader.splits * self._reader.blocks, device=self.plan.signs.device)

@@ -1,0 +1,198 @@
+"""What programs a launch of the kernel has, and the launch: from tensors that lie somewhere to numbers of each.
+
+    reader = Reader(plan)                                       # imports Triton
+    launch = reader.launch([Segment(begin, end, table, slot)])  # once: which program reads what, in which order
+    reader(launch, [tensor, ...], tables, slots)                # in each step; nobody waits for it
+
+See :mod:`ds_silent.kernels.sketch_triton` for the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_silent.device import module_of
+from ds_silent.kernels import sketch_triton as kernel
+from ds_silent.kernels.checksums import PAIR, ROW, keys_of, word_keys
+from ds_silent.maths.sketch import SHIFTS, SketchPlan
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+_HOST = ("cpu", "meta")  # neither streams nor pinned memory
+
+
+class Segment(NamedTuple):
+    """Elements [begin, end) of the long vector, added to one table; their numbers go to one row of the slots."""
+
+    begin: int
+    end: int
+    table: int
+    slot: int
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Which program reads what, on the device."""
+
+    segments: Tensor  # int64 (n, 3)
+    programs: Tensor  # int32 (P, 4)
+    order: Tensor  # int32
+    aligned: bool  # all begins and ends
+    elements: int
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What the kernel tells of each segment: (slots, SPLITS * blocks); None is not asked for."""
+
+    squares: Tensor | None = None  # fp32
+    non_finite: Tensor | None = None  # int32
+    largest: Tensor | None = None  # fp32, both or none of the two
+    checks: Tensor | None = None  # int64
+
+
+class Reader:
+    """Launches the kernel for one plan and device.
+
+    Args:
+        plan: of the sketch.
+        keys: of the checksum's rows, as many as its longest tensor has; 0 where none is asked for.
+    """
+
+    splits = kernel.SPLITS
+
+    def __init__(self, plan: SketchPlan, keys: int = 0):
+        self.plan, self._device = plan, plan.signs.device
+        self.blocks = -(-plan.width // (8 * kernel.OCTETS))
+        self._words = kernel.packed(plan.signs, plan.width)
+        self._keys = torch.cat([word_keys()[::2], keys_of(max(keys, 1))]).to(self._device)
+        self._nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._addresses: dict[Launch, tuple[tuple[int, ...], Tensor]] = {}
+
+    def launch(self, segments: Sequence[Segment]) -> Launch:
+        """A launch of these segments; it adds those of one table in this order."""
+        columns, rows = 8 * kernel.OCTETS, kernel.ROWS * self.plan.width
+        places, owners = [], []
+        for number, (begin, end, table, _) in enumerate(segments):
+            top, bottom = begin // rows, -(-end // rows)
+            for split in range(self.splits):
+                low = max(begin, (top + (bottom - top) * split // self.splits) * rows)
+                high = min(end, (top + (bottom - top) * (split + 1) // self.splits) * rows)
+                touched = _touched(low, high, self.plan.width, columns)
+                places.append((table * self.splits + split) * self.blocks + touched)
+                owners.append(np.full(len(touched), number))
+        place, owner = np.concatenate(places), np.concatenate(owners)
+        order = np.argsort(place, kind="stable")
+        found, first, count = np.unique(place[order], return_index=True, return_counts=True)
+        programs = np.stack((found // self.blocks, found % self.blocks, first, first + count), axis=1)
+        aligned = all(begin % 8 == 0 and end % 8 == 0 for begin, end, _, _ in segments)
+        return Launch(
+            self._there([(begin, end, slot) for begin, end, _, slot in segments], torch.int64),
+            self._there(programs, torch.int32),
+            self._there(owner[order], torch.int32),
+            aligned,
+            sum(end - begin for begin, end, _, _ in segments),
+        )
+
+    def __call__(
+        self,
+        launch: Launch,
+        values: Sequence[Tensor],
+        tables: Tensor | None,
+        slots: Slots,
+        previous: Tensor | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        """Read ``values``, or their sum with ``previous``.
+
+        Args:
+            launch: of tensors of these sizes.
+            values: contiguous, of one of :data:`DTYPES`, the same for all; several, or one.
+            tables: (tables * splits, length) fp32, added to; None leaves the sketch out.
+            slots: written, of what this launch touches.
+            previous: with one tensor only: contiguous, of one of :data:`DTYPES`; the sum is rounded to its dtype.
+            weight: of what is added to the tables.
+
+        Raises:
+            Whatever Triton raises where it cannot compile for this device; nothing has been written then.
+        """
+        many = len(values) > 1
+        first, before = values[0], values[0] if previous is None else previous
+        aligned = launch.aligned and all(tensor.data_ptr() % 16 == 0 for tensor in (*values, before))
+        nothing, checking = self._nothing, slots.checks is not None
+        with _on(self._device):
+            kernel.read[(len(launch.programs),)](
+                first,
+                before,
+                self._addresses_of(launch, values) if many else nothing,
+                launch.segments,
+                launch.programs,
+                launch.order,
+                self._words,
+                nothing if tables is None else tables,
+                nothing if slots.squares is None else slots.squares,
+                nothing if slots.non_finite is None else slots.non_finite,
+                nothing if slots.largest is None else slots.largest,
+                nothing if slots.checks is None else slots.checks,
+                self._keys,
+                weight,
+                0 if tables is None else tables.shape[-1],
+                WIDTH=self.plan.width,
+                SHIFTS=SHIFTS,
+                WORDS_ROW=ROW,
+                PAIR=PAIR,
+                ROWS=kernel.ROWS,
+                STEP=kernel.STEP_ROWS[4 if checking else max(first.element_size(), before.element_size())],
+                OCTETS=kernel.OCTETS,
+                SPLITS=kernel.SPLITS,
+                MANY=many,
+                PREVIOUS=previous is not None,
+                ALIGNED=aligned,
+                SKETCH=tables is not None,
+                SQUARE=slots.squares is not None,
+                FACTS=slots.largest is not None,
+                CHECK=checking,
+                num_warps=kernel.WARPS,
+                maxnreg=kernel.REGISTERS,
+            )
+
+    def _addresses_of(self, launch: Launch, values: Sequence[Tensor]) -> Tensor:
+        """int64 (n,) on the device; most tensors stay where they are from step to step."""
+        now = tuple(tensor.data_ptr() for tensor in values)
+        known = self._addresses.get(launch)
+        if known is None or known[0] != now:
+            self._addresses[launch] = known = (now, self._there(now, torch.int64))
+        return known[1]
+
+    def _there(self, values: object, dtype: torch.dtype) -> Tensor:
+        """On the device; from pinned memory, so that the host does not wait."""
+        host = torch.as_tensor(np.asarray(values), dtype=dtype)
+        if self._device.type in _HOST:
+            return host.to(self._device)
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the process's current device."""
+    return contextlib.nullcontext() if device.type in _HOST else module_of(device.type).device(device)
+
+
+def _touched(low: int, high: int, width: int, columns: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Blocks of columns that elements [low, high) lie in."""
+    last = (width - 1) // columns
+    if high <= low:
+        return np.arange(0)
+    if high - low >= width:
+        return np.arange(last + 1)
+    left, right = low % width // columns, (high - 1) % width // columns
+    if low % width <= (high - 1) % width:
+        return np.arange(left, right + 1)
+    return np.unique(np.concatenate((np.arange(right + 1), np.arange(left, last + 1))))

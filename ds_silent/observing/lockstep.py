@@ -1,0 +1,157 @@
+"""Do all ranks send their observations at the same place of the training? Counted here, compared when one is read.
+
+    lockstep = Lockstep(step, words=words)       # the same step on every rank: rank 0's
+    lockstep.scheduled                           # the step by which everything that communicates is timed
+    lockstep.status(step, own)                   # travels with every observation
+    lockstep, event = lockstep.of(arrived)       # why all ranks stop observing, or that some count other steps, or None
+
+A framework's own step is one rank's affair: a checkpoint loaded there, a step left out. What pairs between ranks, by
+itself, is the training's reductions. So what communicates is timed by their number, and where the steps of all ranks
+have moved together, by what all have read of each other. Where one rank alone counts another step than the others, as
+with an older checkpoint, that is an error, and observation goes on by rank 0's step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ds_silent.distributed.parts import outvoted, parts_of, ranks_of
+from ds_silent.exchange.arrived import Arrived
+from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, Gathered, Status
+from ds_silent.records import Event, EventKind
+from ds_silent.text import TORCH, Words
+
+EXACT = 1 << 24  # whole numbers below it are exact in fp32
+
+
+@dataclass(frozen=True)
+class Lockstep:
+    """Where this rank is, as a value: what happens gives another one. See the module docstring.
+
+    ``next_base`` and ``next_allowed`` are what was read; they are valid from the next boundary on, whenever a rank has
+    read them.
+    """
+
+    base: int
+    count: int = 0
+    reductions: int = 0  # since the last step
+    allowed: int = 1  # of them, by all ranks alike
+    astray: bool = False
+    next_base: int | None = None
+    next_allowed: int = 1
+    ahead_of_first: tuple[int, ...] = ()  # steps by which each rank counts more than the first; empty where none does
+    words: Words = TORCH
+
+    @property
+    def scheduled(self) -> int:
+        """The step under way."""
+        return self.base + self.count
+
+    @property
+    def whole(self) -> bool:
+        """Whether the step under way has been observed from its beginning; not after a step that was left out."""
+        return self.reductions <= self.allowed
+
+    def reduction(self) -> Lockstep:
+        """The gradients of a boundary are about to be reduced."""
+        more = replace(self, reductions=self.reductions + 1)
+        return replace(more, astray=self.astray or not more.whole)
+
+    def passed(self) -> Lockstep:
+        """The observation of the step under way has been sent, if it was due: the next one begins."""
+        base = self.base if self.next_base is None else self.next_base
+        return replace(self, count=self.count + 1, base=base, allowed=self.next_allowed)
+
+    def stepped(self) -> Lockstep:
+        """The optimizer has run, or what was reduced since it did was never to be a step."""
+        return replace(self, reductions=0)
+
+    def told(self) -> Lockstep:
+        """The :meth:`status` has been sent."""
+        return replace(self, astray=False)
+
+    def status(self, step: int, own: Status[float | Tensor]) -> Status[float | Tensor]:
+        """Travels with an observation whose status so far is ``own``; ``step`` is the framework's own."""
+        failed = own.failed if own.failed or not self.astray else ASTRAY
+        return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.count % EXACT))
+
+    def of(self, arrived: Arrived) -> tuple[Lockstep, Event | None]:
+        """:meth:`read`, by what all ranks know; who knows more says it more exactly."""
+        known, apart = self.read(arrived.known)
+        return known, apart and ((arrived.make and self.read(arrived.all)[1]) or apart)
+
+    def read(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
+        """What the ranks' observations say; every rank reads all of them, in the same order."""
+        status = gathered.status
+        failed, steps, boundaries = (values.tolist() for values in (status.failed, status.step, status.boundary))
+        if all(word == ASTRAY for word in failed):  # all alike: several backward passes make one step here
+            return replace(self, next_allowed=self.allowed + 1), None
+        if any(failed):
+            return self, stopping(gathered.step, failed, self.words)
+        if len(set(boundaries)) > 1:
+            return self, apart(gathered.step, steps, boundaries)
+        ahead = (int(steps[0]) - int(boundaries[0]) - self.base) % EXACT  # not 0 where all have moved together
+        after = replace(self, next_base=self.base + (ahead - EXACT if ahead > EXACT // 2 else ahead))
+        others = tuple(int(step - steps[0]) for step in steps) if len(set(steps)) > 1 else ()
+        if others in ((), self.ahead_of_first):
+            return replace(after, ahead_of_first=others), None
+        return replace(after, ahead_of_first=others), elsewhere(gathered.step, steps, boundaries)
+
+
+def stopping(step: int, failed: list[float], words: Words) -> Event:
+    """The event of the worst that some ranks have said."""
+    code = next(code for code in (BROKE, UNSEEN, UNEVEN, ASTRAY, LEFT) if code in failed or code == LEFT)
+    ranks = tuple(rank for rank, word in enumerate(failed) if word == code)
+    names = ranks_of(ranks)
+    remedy = "The training is not affected; please report the warning that the rank printed."
+    if code == LEFT:
+        message = f"The observer was closed on {names} and not on the others; all stop observing at step {step}."
+        remedy = "Close it on every rank at the same step, or on none: it closes itself at the end."
+    elif code == ASTRAY:
+        message = f"At step {step} gradients were reduced on {names} without a step after it; all stop observing."
+        remedy = f"Call {words.step} after every backward, on every rank."
+    elif code == UNSEEN:
+        message = f"On {names} a gradient at step {step} is sparse, which cannot be observed; all stop observing."
+        remedy = "Make the module with sparse=False, if it is to be observed."
+    elif code == UNEVEN:
+        message = f"From step {step} on the ranks may take different numbers of steps (join()); all stop observing."
+        remedy = "Give every rank the same number of batches, if it is to be observed: drop the last, or fill it up."
+    else:
+        message = f"ds_silent broke on {names} at step {step} and stopped observing."
+    return Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy)
+
+
+def apart(step: int, steps: list[float], boundaries: list[float]) -> Event:
+    """The event of ranks that have reduced gradients another number of times: what they send does not pair."""
+    odd = outvoted(parts_of(boundaries))
+    named = _named(odd, "have", "reduced gradients another number of times", boundaries)
+    message = f"At step {step} {named}, so their gradients do not belong together; all stop observing."
+    remedy = "Load the same checkpoint and take the same steps on every rank."
+    return Event(step, "observer-off", "error", odd, None, None, None, message, remedy)
+
+
+def elsewhere(step: int, steps: list[float], boundaries: list[float]) -> Event:
+    """The event of ranks that count another step, after as many reductions: their gradients pair, their states do not
+    belong together. Before the first step a checkpoint is what can have brought that about."""
+    odd = outvoted(parts_of(steps))
+    named = _named(odd, "are", "at another step", steps)
+    kind: EventKind
+    if any(boundaries):
+        message = f"At step {step} {named}: a checkpoint was loaded, or a step taken, there alone."
+        kind, where = "config-mismatch", "optimizer step"
+    else:
+        message = f"At step {step} {named}: another checkpoint was loaded there, or none."
+        kind, where = "initial-weights-mismatch", "checkpoint"
+    message += " The ranks' weights, optimizers and schedules need not be the same any more."
+    remedy = "Load the same checkpoint and take the same steps on every rank."
+    return Event(step, kind, "error", odd, where, None, None, message, remedy)
+
+
+def _named(odd: tuple[int, ...], verb: str, what: str, counts: list[float]) -> str:
+    shown = ", ".join(f"{int(count)} on {counts.count(count)} of them" for count in sorted(set(counts))[:3])
+    if len(odd) == 1:
+        verb = {"are": "is", "have": "has"}[verb]
+    named = f"{ranks_of(odd)} {verb} {what} than the others" if odd else f"some ranks {verb} {what}"
+    return f"{named} ({shown})"

@@ -1,0 +1,248 @@
+"""What a training script holds of its observation, and the order of its end.
+
+    backward -> capture -> Observation -> exchange -> measure -> judge -> respond -> sinks
+
+:mod:`ds_silent.observing.step_loop` is that line, one step in the order of time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ds_silent.capture.step import StepCapture
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.distributed.places import Places
+from ds_silent.exchange.row_ids import as_ids
+from ds_silent.framework import Counts
+from ds_silent.observing.recorder import make_recorder
+from ds_silent.observing.run_directory import RunDirectory
+from ds_silent.observing.step_loop import Steps
+from ds_silent.records import Event, StepRecord
+from ds_silent.sinks.scalars import scalars
+
+logger = logging.getLogger("ds_silent")
+
+
+class Observer:
+    """Watches one training. Made by :func:`ds_silent.initialize` or :func:`ds_silent.attach`, on every rank."""
+
+    def __init__(
+        self, capture: StepCapture, config: SilentConsistencyConfig, home: RunDirectory, first: int | None = None
+    ):
+        """``first``: the step of rank 0, by which all begin to count."""
+        self._capture, self._home = capture, home
+        self._together = capture.together
+        self._steps = Steps(capture, config, home, self.close, first)
+        self._published, self._replicas = self._steps.published, self._steps.replicas
+        self._closed = False
+        self.closing: Callable[[], object] = list  # what is still to be done when it closes
+        capture.connect(self._steps, self)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_leave_to_the_parent, weakref.ref(self)))
+
+    # -- for the training script -----------------------------------------------------------------------------------
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Rows of one epoch over all ranks, for ``epoch`` in the records; None: the loader that feeds the training is
+        to say. May be set."""
+        return self._published.contexts.rows_in_epoch
+
+    @samples_per_epoch.setter
+    def samples_per_epoch(self, rows: int | None) -> None:
+        self._published.contexts.rows_in_epoch = rows
+
+    @property
+    def shuffles(self) -> bool | None:
+        """Whether each epoch has an order of its own; None likewise. May be set."""
+        return self._published.contexts.shuffles
+
+    @shuffles.setter
+    def shuffles(self, shuffles: bool | None) -> None:
+        self._published.contexts.shuffles = shuffles
+
+    @property
+    def output_dir(self) -> str:
+        """Where the writing rank writes, on every rank; in a directory that was in use, from step 1 on."""
+        return self._home.directory
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The newest record, on the rank that writes."""
+        return self._published.recorder.last_record
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The newest record's numbers by the tags of TensorBoard's curves, for a tracker of the script's own; empty on
+        the ranks that do not write."""
+        return {} if self.last_record is None else dict(scalars(self.last_record))
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has run."""
+        return self._closed
+
+    def measures(self, step: int) -> bool:
+        """Whether ``step`` is measured."""
+        return self._steps.measures(step)
+
+    def observe_batch(self, sample_ids: Any) -> None:
+        """Tell which rows this rank's next micro-batch holds, before its forward.
+
+        Args:
+            sample_ids: one integer per row that means the same row on every rank, such as the row's place in the data
+                set: a list, a tuple, a numpy array or a 1-D tensor, of any integer dtype and on any device.
+
+        Raises:
+            TypeError, ValueError: they are something else (:func:`ds_silent.exchange.row_ids.as_ids`).
+        """
+        ids = as_ids(sample_ids)
+        if self._steps.observing:
+            self._capture.observe_batch(ids)
+
+    def on_event(self, function: Callable[[Event], None]) -> None:
+        """Call ``function(event)`` for every event from now on, on the writing rank, between two optimizer steps."""
+        self._published.recorder.on_event(function)
+
+    def report(self, event: Event) -> None:
+        """Write an event and tell the callbacks; on the writing rank."""
+        self._published.report(event)
+
+    def place(self, places: Places) -> None:
+        """Write ``ranks.json``, and name hosts and devices from now on; on the writing rank."""
+        if places.places:
+            self._home.write_file("ranks.json", places.text())
+            self._published.recorder.places = places
+
+    # -- in a checkpoint -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, so it is that rank's
+        which must be kept. Steps and samples are in the framework's own counters, and here where it has none."""
+        self._together.tried(self._publish_early)
+        state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
+        if isinstance(self._capture.framework, Counts):
+            state["counted"] = self._capture.framework.counted()
+        return state | (self._together.alone(self._own_state) or {})
+
+    def _own_state(self) -> dict[str, Any]:
+        recorder = self._published.recorder
+        if not recorder.writes:
+            return {}
+        state = recorder.state_dict(self._capture.rows_waiting)
+        return {**state, "records": self._home.identity(), "weights_checksum": self._replicas.weights()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
+        self._steps.records_loaded = state.get("records")
+        self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
+        self._replicas.loaded(state.get("weights_checksum"))  # "weights", of older versions, was made otherwise
+        if isinstance(self._capture.framework, Counts) and isinstance(state.get("counted"), dict):
+            self._capture.framework.count_on(state["counted"])
+        self._published.recorder.load_state_dict(state)
+
+    def before_checkpoint(self) -> None:
+        """A checkpoint is being written, by all ranks: what it holds is compared at the next measured step."""
+        self._replicas.due = True
+        self.flush()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Publish what is under way and put it on disk. No collective; every rank may call it at the same step."""
+        self._together.tried(self._publish_early)
+        self._together.tried(self._published.recorder.flush)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Publish what is under way, close the sinks and leave the framework as it was. No collective.
+
+        Args:
+            error: what has ended the training, for ``run.json``; None where nothing has.
+        """
+        if not self._closed:
+            self._closed = True
+            for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._steps.stop, self.closing):
+                self._together.tried(act)
+            self._together.tried(self._published.recorder.close)
+            self._together.tried(self._home.close, self._capture.step - 1, error)
+
+    def _publish_early(self) -> None:
+        self._steps.publish_early(self._closed)
+
+    def _last_words(self) -> None:
+        self._published.last_words(self._capture.step)
+
+    def forked(self) -> None:
+        """This is a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""
+        self._steps.observing, self._closed, self._published.recorder = False, True, make_recorder(None)
+
+    def stand_down(self, event: Event) -> None:
+        """Observe nothing and say why; the same call on every rank, before the first step."""
+        self._steps.stop()
+        if self._published.recorder.writes:
+            logger.warning("ds_silent: %s", event.message)
+            self.report(event)
+
+
+class IdleObserver(Observer):
+    """What a script calls where there is nothing to observe, so that the same lines run in one process.
+
+    Args:
+        output_dir: that of the block, in which nothing is written.
+    """
+
+    samples_per_epoch: int | None = None
+    shuffles: bool | None = None
+    output_dir = ""
+    last_record = None
+    closed = False
+
+    def __init__(self, output_dir: str):
+        self.output_dir = output_dir
+
+    def measures(self, step: int) -> bool:
+        return False
+
+    def observe_batch(self, sample_ids: Any) -> None:
+        as_ids(sample_ids)
+
+    def on_event(self, function: Callable[[Event], None]) -> None:
+        pass
+
+    def report(self, event: Event) -> None:
+        pass
+
+    def place(self, places: Places) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def before_checkpoint(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self, error: BaseException | None = None) -> None:
+        self.closed = True
+
+    def forked(self) -> None:
+        self.closed = True
+
+    def stand_down(self, event: Event) -> None:
+        pass
+
+
+def _leave_to_the_parent(reference: weakref.ref[Observer]) -> None:
+    observer = reference()
+    if observer is not None:
+        observer.forked()

@@ -1,0 +1,325 @@
+"""On the writing rank: what was gathered becomes a record, the record events, and both are handed to the sinks.
+
+recorder = make_recorder(sinks, config, audit, layout, members, words)
+recorder.step(gathered, context, drift, told, wait=False)    # gathered(): once per measured step, in order
+recorder.report(event)                                       # what others have found
+recorder.ends                                                # the event that is to end the training, if any
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ds_silent.capture.conduct import Unlike
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.detectors import Judge
+from ds_silent.detectors.linked import ELSEWHERE
+from ds_silent.distributed.parts import ranks_of
+from ds_silent.distributed.places import Places
+from ds_silent.exchange.layout import Layout
+from ds_silent.exchange.observation import Gathered
+from ds_silent.measure.evidence import Evidence, Told
+from ds_silent.measure.record import Context, measure
+from ds_silent.measure.reduction import Audit
+from ds_silent.measure.rows import RowTracker, testimony
+from ds_silent.records import STILL, Dealt, Event, EventKind, Repair, Severity, StepRecord, declared
+from ds_silent.replicas.compare import Drift
+from ds_silent.respond.told import repair_event
+from ds_silent.sinks import Sink
+from ds_silent.text import TORCH, Words
+
+logger = logging.getLogger("ds_silent")
+PARTING: tuple[EventKind, ...] = ("aggregation-error", "unreduced-gradient", "update-mismatch", "config-mismatch")
+"""After these the replicas are compared, whatever the interval says."""
+_ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
+
+
+def make_recorder(
+    sinks: Sink | None,
+    config: SilentConsistencyConfig | None = None,
+    audit: Audit | None = None,
+    layout: Layout | None = None,
+    members: Sequence[int] = (),
+    words: Words = TORCH,
+    alike: bool = True,
+) -> Recorder:
+    """What writes into ``sinks``; without them, on all ranks but one, what does nothing.
+
+    Args:
+        members: of the group, as the whole training counts its ranks.
+        alike: see :class:`ds_silent.framework.Ranks`.
+    """
+    if sinks is None or config is None or audit is None or layout is None:
+        return NullRecorder()
+    judge = Judge(config.detectors, config.interval, words, alike, config.effects) if config.detectors.enabled else None
+    return WritingRecorder(
+        sinks, judge, audit, layout, members, config.detectors.stop_on, alike, config.detectors.dealt
+    )
+
+
+class Recorder(Protocol):
+    """What an observer tells of a step."""
+
+    writes: bool  # this is the rank that writes
+    unlike: tuple[Unlike, ...]
+    places: Places | None  # where the ranks run
+
+    @property
+    def last_record(self) -> StepRecord | None: ...
+    @property
+    def ends(self) -> Event | None: ...
+    @property
+    def wants_micro_batches(self) -> bool: ...
+    def take_parted(self) -> bool: ...
+    def step(
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+    ) -> None: ...
+    def settle(self, drift: Drift | None, step: int | None = None) -> None: ...
+    def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None: ...
+    def repairs(self, repairs: tuple[Repair, ...]) -> None: ...
+    def report(self, event: Event) -> None: ...
+    def on_event(self, function: Callable[[Event], None]) -> None: ...
+    def finish(self) -> None: ...
+    def deliver(self) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+    def state_dict(self, rows_waiting: bool) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NullRecorder:
+    """On the ranks that do not write."""
+
+    writes = False
+    last_record: StepRecord | None = None
+    ends: Event | None = None
+    places: Places | None = None
+    wants_micro_batches = False
+
+    def __init__(self) -> None:
+        self.unlike: tuple[Unlike, ...] = ()
+
+    def _nothing(self, *args: Any, **named: Any) -> None:
+        pass
+
+    step = settle = end_unlike = repairs = report = on_event = finish = deliver = flush = close = load_state_dict = (
+        _nothing
+    )
+
+    def take_parted(self) -> bool:
+        """Nothing is found here."""
+        return False
+
+    def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
+
+
+class WritingRecorder:
+    """Keeps what judging needs from step to step: baselines, rows seen, and a record that waits for more.
+
+    Attributes:
+        last_record: the newest one.
+        ends: the event that is to end the training; None while there is none.
+        unlike: what ranks do not do alike, as all ranks have agreed when they came together last.
+        places: where the ranks run, for the events; None where that is not known.
+    """
+
+    writes = True
+
+    def __init__(
+        self,
+        sink: Sink,
+        judge: Judge | None,
+        audit: Audit,
+        layout: Layout,
+        members: Sequence[int],
+        stop_on: str,
+        alike: bool = True,
+        dealt: Dealt | None = None,
+    ):
+        self.last_record: StepRecord | None = None
+        self.ends: Event | None = None
+        self.places: Places | None = None
+        self._sink, self._judge, self._audit = sink, judge, audit
+        self._layout, self._members, self._stop_on = layout, tuple(members), stop_on
+        self._alike = alike
+        self._tracker = RowTracker()
+        self._tracker.deal.declared = declared(dealt)
+        self._listeners: list[Callable[[Event], None]] = []
+        self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
+        self.unlike: tuple[Unlike, ...] = ()
+        self._ranks_before: int | None = None  # of a checkpoint with another number, until that was said
+        self._parted = False
+
+    def step(
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+    ) -> None:
+        """Write one step's record and judge it.
+
+        Args:
+            gathered: gives the observations of all ranks.
+            context: what this rank knows of the step by itself.
+            drift: the tensors that differ between the replicas, if known.
+            told: what the responses have found and done.
+            wait: judge when :meth:`settle` brings the tensors.
+        """
+        self._step(gathered(), context, drift, told, wait)
+
+    def _step(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
+        record = measure(gathered, self._layout, context)
+        if not self._alike:  # it compares gradients of one rank's rows with those of all
+            record = dataclasses.replace(record, noise_scale=None)
+        coverage, evidence = testimony(gathered, self._tracker, context)
+        stats, seen = self._audit.step(gathered, drift, told)
+        evidence = dataclasses.replace(evidence, reduction=seen, unlike=self.unlike)
+        data = self._tracker.deal.newest
+        self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats, data=data)
+        self._sink.write(self.last_record)
+        if self._ranks_before is not None:
+            self.report(ranks_changed(record.step, self._ranks_before, len(self._members)))
+            self._ranks_before = None
+        if wait or self._unjudged:  # judged in order
+            self._unjudged.append((self.last_record, evidence))
+        else:
+            self._judged(self.last_record, evidence)
+        self.repairs(told.repairs)
+
+    def settle(self, drift: Drift | None, step: int | None = None) -> None:
+        """Judge the records that waited, up to ``step``, to which ``drift`` belongs; None: the tensors stay unknown."""
+        while self._unjudged and (step is None or self._unjudged[0][0].step <= step):
+            record, evidence = self._unjudged.pop(0)
+            reduction = evidence.reduction
+            if drift is not None and reduction is not None and record.step == step:
+                reduction = dataclasses.replace(reduction, drift=drift)
+            self._judged(record, dataclasses.replace(evidence, reduction=reduction))
+
+    def _judged(self, record: StepRecord, evidence: Evidence) -> None:
+        if self._judge is None:
+            return
+        events = self._judge.step(record, evidence)
+        self._sink.write_scores(self._judge.scores)
+        for event in events:
+            self.report(event)
+
+    def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
+        """What was seen in the last observation of all, and not told before."""
+        for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
+            self.report(event)
+
+    def repairs(self, repairs: tuple[Repair, ...]) -> None:
+        """Write what the responses have done."""
+        for repair in repairs:
+            self.report(repair_event(repair, len(self._members)))
+
+    def report(self, event: Event) -> None:
+        """Write an event and tell the callbacks, which find an error on disk."""
+        event = in_whole(event, self._members)
+        event = event if self.places is None else self.places.told(event)
+        if event.severity in _ENDS[self._stop_on]:
+            self.ends = event
+        self._parted |= event.kind in PARTING and event.severity != "info" and not event.message.startswith(STILL)
+        others = event.step == 0 or (event.severity == "error" and event.where in ELSEWHERE)
+        if others and self._judge is not None:  # of the preflight, of a resume
+            self._judge.told(event)
+        self._sink.write_event(event)
+        for listener in self._listeners:
+            self.call(listener, event)
+
+    @staticmethod
+    def call(listener: Callable[[Event], None], event: Event) -> None:
+        """Somebody else's code: it must not end the observation."""
+        try:
+            listener(event)
+        except Exception as error:
+            logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
+
+    @property
+    def wants_micro_batches(self) -> bool:
+        """Whether the sketches of single micro-batches would tell more."""
+        return self._audit.wants_micro_batches
+
+    def take_parted(self) -> bool:
+        """Whether something was found, since this was asked last, that can part the replicas."""
+        parted, self._parted = self._parted, False
+        return parted
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def deliver(self) -> None:
+        """Nothing waits: callbacks were called at once."""
+
+    def on_event(self, function: Callable[[Event], None]) -> None:
+        """Call ``function(event)`` for every event from now on."""
+        self._listeners.append(function)
+
+    def flush(self) -> None:
+        """Everything written is on disk."""
+        self._sink.flush()
+
+    def close(self) -> None:
+        """The end of the records."""
+        self._sink.close()
+
+    def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
+        """JSON values, for a checkpoint, whose records are on disk then."""
+        self.flush()
+        judge = None if self._judge is None else self._judge.state_dict()
+        return {"rows": self._tracker.state_dict(rows_waiting), "judge": judge, "ranks": len(self._members)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew.
+
+        What was learned of another number of ranks is left too: their spreads are not those of these, and rank 3 may be
+        another device or none. The rows that were seen are the data's, whoever took them.
+        """
+        try:
+            if "rows" in state:
+                self._tracker.load_state_dict(state["rows"])
+            if self._judge is not None and state.get("judge") is not None:
+                ranks = _ranks_of(state)
+                if ranks in (None, len(self._members)):
+                    self._judge.load_state_dict(state["judge"])
+                else:
+                    self._ranks_before = ranks
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", error)
+
+
+def _ranks_of(state: dict[str, Any]) -> int | None:
+    """Whose state it is; one of before does not say it, but where its detectors have compared ranks."""
+    compared = state["judge"].get("outlier") or {}
+    ranks = state.get("ranks", compared.get("ranks"))
+    return None if ranks is None else int(ranks)
+
+
+def ranks_changed(step: int, before: int, now: int) -> Event:
+    """A resume with another number of ranks: said once, with the first record after it."""
+    message = (
+        f"The training goes on with {now} ranks, its checkpoint is from {before}: what the detectors have learned of "
+        f"{before} ranks is not used, they start anew."
+    )
+    remedy = (
+        f"If that was meant, do nothing: the records go on, faults that were told before are told again. Else start "
+        f"{before} ranks."
+    )
+    return Event(step, "ranks-changed", "info", (), "checkpoint", None, None, message, remedy)
+
+
+def in_whole(event: Event, members: tuple[int, ...]) -> Event:
+    """An event of a group that is a part of the training says which ranks of the whole it names.
+
+    Args:
+        members: of the group, as the whole training counts its ranks.
+    """
+    if not event.ranks or members == tuple(range(len(members))):
+        return event
+    whole = tuple(members[rank] for rank in event.ranks)
+    is_one = "is" if len(whole) == 1 else "are"
+    those = ranks_of(event.ranks).capitalize()
+    said = f"{those} of this data-parallel group {is_one} {ranks_of(whole)} of the whole training."
+    return dataclasses.replace(event, global_ranks=whole, message=f"{event.message} {said}")

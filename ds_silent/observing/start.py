@@ -1,0 +1,165 @@
+"""The start of an observation: all ranks agree on the block, and then on the sizes that follow from it and the model.
+
+    config = agree_on_block(group, facts, words, config, refusal)  # None: nobody observes; raises on all ranks or none
+    capture, unlike = agree_on_layout(group, facts, words, config, make)  # unlike: why nothing is to be observed
+
+A block is refused where ranks differ, because somebody meant something else. A training whose ranks are unlike in what
+would run without an observer - another number of micro-batches - goes on without one: its collectives would not meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_silent.capture.step import StepCapture
+from ds_silent.config import BLOCK, WRITERS_ALONE, ConfigError, SilentConsistencyConfig, WriterError
+from ds_silent.distributed.agreement import Statement, Verdict, agree, flat
+from ds_silent.distributed.parts import ranks_of
+from ds_silent.exchange.layout import layout_of
+from ds_silent.records import Event
+from ds_silent.text import Words
+
+Facts = Callable[[], dict[str, Any]]
+"""What the ranks' collectives follow from, by the names that a person would look for; JSON values."""
+_WRITERS_OWN = ("output_dir", "tensorboard")  # only the rank that writes looks at them
+
+
+def alone() -> bool:
+    """Whether there is nobody to agree with: a refusal need not wait for what the framework does itself."""
+    if dist.is_initialized():
+        return dist.get_world_size() == 1
+    return os.environ.get("WORLD_SIZE", "1") == "1" and "OMPI_COMM_WORLD_SIZE" not in os.environ
+
+
+def agree_on_block(
+    group: dist.ProcessGroup | None,
+    facts: Facts,
+    words: Words,
+    config: SilentConsistencyConfig | None,
+    refusal: ConfigError | None,
+) -> SilentConsistencyConfig | None:
+    """This rank's block, when every rank of the group has the same one; None when nobody has.
+
+    Args:
+        group: the ranks that average their gradients; None where the framework has no such group.
+        facts: asked for what their collectives follow from.
+        words: the framework's.
+        config: this rank's block; None without one.
+        refusal: why this rank cannot honour its block.
+
+    Raises:
+        ConfigError: on every rank, with one sentence that says who has what.
+    """
+    present = config is not None or refusal is not None
+    if group is None:
+        if present:
+            raise refusal or ConfigError(f"{BLOCK} cannot find the data-parallel group of this {words.training}")
+        return None
+    values = {} if config is None else _compared(facts, config)
+    mine = Statement(
+        present=present,
+        absent="" if present else f'no {BLOCK} block, or "enabled": false',
+        version=_version(),
+        refusal=None if refusal is None else str(refusal),
+        writers=isinstance(refusal, WriterError),
+        values=values,
+    )
+    verdict = agree(group, "block", mine, words)
+    if verdict.sentence is not None:
+        _refuse(verdict, group, refusal, f"give every rank the same {words.config} and the same version of ds_silent")
+    return config
+
+
+def agree_on_layout(
+    group: dist.ProcessGroup,
+    facts: Facts,
+    words: Words,
+    config: SilentConsistencyConfig,
+    make: Callable[[], StepCapture],
+) -> tuple[StepCapture, Event | None]:
+    """The capture, and where the ranks are unlike in what they would send, the event that says so.
+
+    Raises:
+        ConfigError: on every rank, when one of them could not make its capture.
+    """
+    capture, refusal = None, None
+    values = facts()
+    try:
+        capture = make()
+        layout = asdict(layout_of(config, capture.shape))
+        values |= {"layout": hashlib.sha256(repr(layout).encode()).hexdigest()[:8]}
+    except ConfigError as error:
+        refusal = error
+    except Exception as error:  # our own bug: all ranks end with it, and none waits for this one
+        refusal = ConfigError(f"{BLOCK} cannot observe this {words.training} ({type(error).__name__}: {error})")
+        refusal.__cause__ = error
+    mine = Statement(True, refusal=None if refusal is None else str(refusal), values=values, version=_version())
+    verdict = agree(group, "layout", mine, words)
+    if verdict.sentence is None:
+        assert capture is not None
+        return capture, None
+    if capture is None or verdict.refused or verdict.missing:
+        _refuse(verdict, group, refusal, f"give every rank the same model and {words.config}")
+    assert capture is not None
+    return capture, _unlike(verdict, capture.step)
+
+
+def first_step(capture: StepCapture) -> int:
+    """The step of rank 0, whatever this rank counts. A collective."""
+    mine = capture.step if dist.get_rank(capture.group) == 0 else 0
+    steps = torch.tensor([mine], dtype=torch.int32, device=capture.device)
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=capture.group)
+    return int(steps)
+
+
+def tells(error: BaseException, default: bool) -> bool:
+    """Whether this rank says the refusal to the user: one does, and where nothing was agreed, ``default`` decides."""
+    return bool(getattr(error, "teller", default))
+
+
+def _refuse(verdict: Verdict, group: dist.ProcessGroup, mine: ConfigError | None, remedy: str) -> None:
+    if mine is not None and str(mine) == verdict.sentence:
+        error = mine  # all ranks refuse alike
+    elif verdict.missing or verdict.agreed:
+        error = ConfigError(str(verdict.sentence))
+    else:
+        error = ConfigError(f"the ranks do not agree on {BLOCK}, so none of them starts: {verdict.sentence}; {remedy}")
+    error.teller = verdict.teller == dist.get_rank(group)  # type: ignore[attr-defined]
+    raise error
+
+
+def _unlike(verdict: Verdict, step: int) -> Event:
+    named = f" ({ranks_of(verdict.odd)} unlike the others)" if verdict.odd else ""
+    message = f"Nothing is observed, because the ranks would not send the same{named}: {verdict.sentence}."
+    remedy = "The training goes on as it is without ds_silent; start every rank with the same configuration."
+    return Event(step, "observer-off", "error", verdict.odd, "start", None, None, message, remedy)
+
+
+def _compared(facts: Facts, config: SilentConsistencyConfig) -> dict[str, Any]:
+    """What all ranks must have alike, by dotted names."""
+    values = flat(config.model_dump(mode="json"), f"{BLOCK}.")
+    for name in WRITERS_ALONE:
+        del values[f"{BLOCK}.{name}"]
+    if "stop" not in (
+        config.respond.on_aggregation_error,
+        config.respond.on_failed_retry,
+        config.respond.on_replica_drift,
+    ):
+        for name in _WRITERS_OWN:  # else every rank writes its part of a suspect checkpoint there
+            del values[f"{BLOCK}.{name}"]
+    if config.reduction == "ordered":  # the training's own arithmetic, which cannot be left out
+        values |= facts()
+    return values
+
+
+def _version() -> str:
+    import ds_silent  # not at the top: it imports this module
+
+    return ds_silent.__version__

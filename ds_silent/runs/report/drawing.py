@@ -1,0 +1,256 @@
+"""Curves as SVG that fits any width: the drawing is stretched, text and lines are not. Pure.
+
+figure = chart(axis, [Series("mean", curve)], label="Loss of each step")
+figure.markup      # <svg>, safe to put into a page
+figure.data        # what hovering shows: {"series": [{"name", "mean", "low", "high"}]}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from markupsafe import Markup, escape
+
+from ds_silent.runs.report.axis import Axis, Curve, Floats, shown, ticks
+
+WIDTH, HEIGHT = 1000, 100
+"""Of the stretched drawing's own units."""
+_LARGEST, _SMALLEST = 1e300, 1e-290
+Style = Literal["line", "thin", "dash", "band"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve; a ``band`` lies between its ``low`` and ``high``, a line has these two as a shade.
+
+    Attributes:
+        tone: a class of the style sheet: "a", "b", "c", "ok", "bad", "quiet".
+        told: whether hovering gives its numbers.
+    """
+
+    name: str
+    curve: Curve
+    style: Style = "line"
+    tone: str = "a"
+    told: bool = True
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A step that something was told at."""
+
+    step: int
+    severity: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Markup, and the numbers behind it."""
+
+    markup: Markup
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def chart(
+    axis: Axis,
+    series: Sequence[Series],
+    label: str,
+    *,
+    log: bool = False,
+    zero: bool = False,
+    height: int = 150,
+    level: float | None = None,
+    marks: Sequence[Mark] = (),
+    y_count: int = 4,
+    between: tuple[float, float] | None = None,
+) -> Figure:
+    """A chart of some curves over the steps.
+
+    Args:
+        label: for those who do not see it.
+        log: a logarithmic scale; what is not above 0 is left out.
+        zero: 0 belongs to the picture.
+        level: a horizontal line.
+        between: the scale's ends, whatever the values are.
+    """
+    shapes = [_scaled(one.curve, log) for one in series]
+    low, high = between or _range(shapes, [one.style for one in series], zero, level, log)
+    parts = [_mark(axis, mark) for mark in marks]
+    clipped: list[str] = []
+    for one, curve in zip(series, shapes, strict=True):
+        parts += _shape(axis, one, curve, low, high)
+        clipped += _clipped(axis, one, curve, low, high, height)
+    if level is not None:
+        y = _y(math.log10(level) if log else level, low, high)
+        parts.append(f'<line class="level" x1="0" x2="{WIDTH}" y1="{y:.2f}" y2="{y:.2f}"/>')
+    grid, labels = [], []
+    for tick, text in _y_ticks(low, high, log, y_count):
+        share = 1 - (tick - low) / (high - low)
+        grid.append(f'<line class="grid" x1="0" x2="{WIDTH}" y1="{share * HEIGHT:.2f}" y2="{share * HEIGHT:.2f}"/>')
+        labels.append(f'<text class="y" x="-8" y="{share * height + 3.5:.1f}">{escape(text)}</text>')
+    body = f"<svg {_plot(height)}>{''.join(grid)}{''.join(parts)}</svg>{''.join(clipped)}"
+    markup = f'<svg class="chart" role="img" aria-label="{escape(label)}" height="{height + 20}">{body}'
+    markup += f"{''.join(labels)}{x_labels(axis, height, 3 if height < 100 else 6)}{cursor(height)}</svg>"
+    return Figure(Markup(markup), {"series": [_told(one) for one in series if one.told]})
+
+
+def x_labels(axis: Axis, height: int, count: int = 6) -> str:
+    """The steps below a drawing."""
+    parts = []
+    for step in axis.ticks(count):
+        share = axis.at(step)
+        anchor = "start" if share < 0.03 else ("end" if share > 0.97 else "middle")
+        parts.append(f'<text class="x {anchor}" x="{share * 100:.2f}%" y="{height + 14}">{step:,}</text>')
+    return "".join(parts)
+
+
+def cursor(height: int) -> str:
+    """What the page's script moves: the step under the pointer, and the marked one."""
+    return "".join(f'<line class="{name}" x1="-9999" x2="-9999" y1="0" y2="{height}"/>' for name in ("pin", "at"))
+
+
+def _plot(height: int) -> str:
+    return f'class="plot" width="100%" height="{height}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"'
+
+
+def _scaled(curve: Curve, log: bool) -> Curve:
+    if not log:
+        return Curve(_drawable(curve.low), _drawable(curve.mean), _drawable(curve.high), curve.broken)
+    with np.errstate(all="ignore"):
+        low, mean, high = (
+            np.log10(np.where(values > 0, values, np.nan)) for values in (curve.low, curve.mean, curve.high)
+        )
+    return Curve(low, mean, high, curve.broken)
+
+
+def _drawable(values: Floats) -> Floats:
+    """Within what can be subtracted and divided."""
+    return np.where(np.abs(values) < _SMALLEST, 0.0, np.clip(values, -_LARGEST, _LARGEST))
+
+
+def _range(
+    curves: Sequence[Curve], styles: Sequence[Style], zero: bool, level: float | None, log: bool
+) -> tuple[float, float]:
+    """From the lowest to the highest; where few bins lie far off, what the others need. Those are marked."""
+    each = [
+        values[np.isfinite(values)]
+        for curve, style in zip(curves, styles, strict=True)
+        for values in ((curve.low, curve.high) if style != "dash" else (curve.mean,))
+    ]
+    every = np.concatenate([*each, np.zeros(0)])
+    if not len(every):
+        return 0.0, 1.0
+    low, high = float(every.min()), float(every.max())
+    usual_low, usual_high = (float(value) for value in np.quantile(every, (0.02, 0.98)))
+    room = max(usual_high - usual_low, 1e-12 * max(abs(usual_low), abs(usual_high)))
+    low, high = max(low, usual_low - 2.5 * room), min(high, usual_high + 2.5 * room)
+    if level is not None:
+        at = math.log10(level) if log else level
+        low, high = min(low, at), max(high, at)
+    if zero and not log:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if not high > low:
+        extra = abs(low) * 0.1 or 1.0
+        low, high = low - extra, high + extra
+    margin = (high - low) * 0.06
+    return low - (0.0 if zero and low == 0.0 else margin), high + margin
+
+
+def _y(value: float, low: float, high: float) -> float:
+    return HEIGHT * (1 - (min(max(value, low), high) - low) / (high - low))
+
+
+def _shape(axis: Axis, one: Series, curve: Curve, low: float, high: float) -> list[str]:
+    parts = []
+    if one.style in ("band", "line"):
+        wide = bool(np.nanmax(curve.high - curve.low, initial=0.0) > 0)
+        if wide:
+            parts += [f'<polygon class="{one.style} {one.tone}" points="{p}"/>' for p in _areas(axis, curve, low, high)]
+    if one.style != "band":
+        for run in _runs(curve.mean):
+            points = [(axis.centre(n) * WIDTH, _y(float(curve.mean[n]), low, high)) for n in run]
+            if len(points) == 1:  # a dot: a line of no length with round ends
+                points = [points[0], (points[0][0] + 0.01, points[0][1])]
+            line = " ".join(f"{x:.1f},{y:.2f}" for x, y in points)
+            dot = " dot" if len(run) == 1 else ""
+            parts.append(f'<polyline class="{one.style} {one.tone}{dot}" points="{line}"/>')
+    return parts
+
+
+def _areas(axis: Axis, curve: Curve, low: float, high: float) -> list[str]:
+    found = []
+    for run in _runs(curve.low + curve.high):
+        half = 0.5 / axis.bins if len(run) == 1 else 0.0
+        ends = [(n, axis.centre(n)) for n in run]
+        upper = [(x, _y(float(curve.high[n]), low, high)) for n, x in ends]
+        lower = [(x, _y(float(curve.low[n]), low, high)) for n, x in reversed(ends)]
+        if half:
+            (x, top), (_, bottom) = upper[0], lower[0]
+            upper, lower = [(x - half, top), (x + half, top)], [(x + half, bottom), (x - half, bottom)]
+        found.append(" ".join(f"{x * WIDTH:.1f},{y:.2f}" for x, y in upper + lower))
+    return found
+
+
+def _runs(values: Floats) -> list[list[int]]:
+    """Neighbouring bins that hold something; an empty one between two counts as no gap where bins are often empty."""
+    known = np.flatnonzero(np.isfinite(values))
+    if not len(known):
+        return []
+    gaps = np.diff(known)
+    usual = max(1, round(float(np.median(gaps)))) if len(gaps) else 1
+    cuts = np.flatnonzero(gaps > 4 * usual) + 1
+    return [part.tolist() for part in np.split(known, cuts)]
+
+
+def _clipped(axis: Axis, one: Series, curve: Curve, low: float, high: float, height: int) -> list[str]:
+    """Where a value lies outside the picture, or is none: a mark at the edge. Outside of what is stretched."""
+    if one.style == "band":
+        return []
+    parts = []
+    with np.errstate(invalid="ignore"):
+        above, below = np.flatnonzero(curve.high > high), np.flatnonzero(curve.low < low)
+    for bins, y, sign in ((above, 7, "▲"), (below, height - 1, "▼")):
+        for n in bins.tolist():
+            parts.append(f'<text class="off {one.tone}" x="{axis.centre(n) * 100:.2f}%" y="{y}">{sign}</text>')
+    for n in curve.broken.tolist():
+        parts.append(f'<text class="off broken" x="{axis.centre(n) * 100:.2f}%" y="8">✕</text>')
+    return parts
+
+
+def _mark(axis: Axis, mark: Mark) -> str:
+    x = axis.at(mark.step) * WIDTH
+    return f'<line class="told {escape(mark.severity)}" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"/>'
+
+
+def _y_ticks(low: float, high: float, log: bool, count: int) -> list[tuple[float, str]]:
+    if not log:
+        return [(tick, shown(tick if abs(tick) > 1e-12 * (high - low) else 0.0)) for tick in ticks(low, high, count)]
+    first, last = math.ceil(low), math.floor(high)
+    if last - first >= 2:
+        every = -(-(last - first) // count)
+        return [(float(n), f"1e{n}".replace("-", "−")) for n in range(first, last + 1, every)]
+    # within a decade or two, round numbers of the values themselves
+    return [(math.log10(tick), shown(tick)) for tick in ticks(10**low, 10**high, count) if tick > 0]
+
+
+def _told(one: Series) -> dict[str, Any]:
+    curve = one.curve
+    told: dict[str, Any] = {"name": one.name, "tone": one.tone}
+    if one.style == "band":
+        return told | {"low": rounded(curve.low), "high": rounded(curve.high)}
+    if np.array_equal(curve.low, curve.high, equal_nan=True):
+        told["mean"] = rounded(curve.mean)
+    else:
+        told |= {"low": rounded(curve.low), "mean": rounded(curve.mean), "high": rounded(curve.high)}
+    if len(curve.broken):
+        told["broken"] = curve.broken.tolist()
+    return told
+
+
+def rounded(values: Any) -> list[float | None]:
+    """For JSON: four digits, null for what is no number."""
+    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]

@@ -1,0 +1,225 @@
+"""What is told in words: events, facts, the preflight, repairs; and the events on a line of time. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from ds_silent.runs import Run
+from ds_silent.runs.events import EventGroup
+from ds_silent.runs.values import number, of, text, whole
+from ds_silent.runs.verdict import who_of
+from ds_silent.runs.report.axis import shown
+from ds_silent.runs.report.drawing import Figure, cursor, x_labels
+from ds_silent.runs.report.figures import Panel, View, batch_of
+
+MOST_ROWS = 300
+_TIMELINE = 24
+_ROW = 18
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault."""
+
+    kind: str
+    severity: str
+    who: str
+    when: str
+    step: int
+    message: str
+    remedy: str
+    where: str
+    figures: str
+    count: int
+    follows: bool
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the preflight."""
+
+    name: str
+    values: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Items that are not as expected, and how many are, by group."""
+
+    wrong: tuple[Item, ...]
+    more: int
+    passed: tuple[tuple[str, int], ...]
+    total: int
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """One act."""
+
+    step: int
+    message: str
+    severity: str
+
+
+def event_rows(view: View) -> list[Row]:
+    """Worst first; above ``MOST_ROWS`` the others are one row for each kind and severity, and all are counted."""
+    groups = view.run.events.groups()
+    rows = [_row(group, view.run) for group in groups[:MOST_ROWS]]
+    rest: Counter[tuple[str, str]] = Counter()
+    for group in groups[MOST_ROWS:]:
+        rest[group.kind, group.severity] += group.count
+    for (kind, severity), count in rest.most_common():
+        rows.append(
+            Row(
+                kind, severity, "several", "see events.jsonl", 0, f"{count:,} further events.", "", "", "", count, False
+            )
+        )
+    return rows
+
+
+def _row(group: EventGroup, run: Run) -> Row:
+    first, last = group.since, group.last
+    if group.first == 0 and last == 0:
+        when = "before step 1"
+    elif first == last:
+        when = f"step {first:,}"
+    else:
+        when = f"steps {first:,} to {last:,}" if group.ended else f"since step {first:,}, last told at {last:,}"
+    figures = ""
+    if group.score is not None:
+        figures = f"score {shown(group.score)}"
+        figures += f", threshold {shown(group.threshold)}" if group.threshold is not None else ""
+    spans = len(group.spans)
+    when += f", {spans} times" if spans > 1 and last else ""
+    return Row(
+        group.kind,
+        group.severity,
+        who_of(group, run),
+        when,
+        first,
+        group.message,
+        group.remedy,
+        group.where,
+        figures,
+        group.count,
+        group.follows,
+    )
+
+
+def timeline(view: View) -> Panel | None:
+    """A row for each fault, worst first; further ones share the last row."""
+    groups = [group for group in view.run.events.groups() if group.last > 0]
+    if not groups:
+        return None
+    shown_groups, rest = groups[:_TIMELINE], groups[_TIMELINE:]
+    if len(groups) == _TIMELINE + 1:
+        shown_groups, rest = groups, []
+    parts, labels = [], []
+    for at, group in enumerate(shown_groups):
+        parts += [_span(view, group.severity, at, *span) for span in group.spans]
+        who = ", ".join(str(rank) for rank in group.ranks[:3]) + ("…" if len(group.ranks) > 3 else "")
+        labels.append(f"{group.kind}{f' · {who}' if who and len(group.ranks) < view.run.world_size else ''}"[:26])
+    if rest:
+        at = len(shown_groups)
+        where = {group.severity: set() for group in rest}  # type: dict[str, set[int]]
+        for group in rest:
+            for step in group.steps:
+                where[group.severity].add(int(view.axis.at(step) * 200))
+        for severity, bins in where.items():
+            parts += [_bar(n / 2, n / 2 + 0.5, severity, at) for n in sorted(bins)]
+        labels.append(f"{sum(group.count for group in rest):,} more events")
+    height = _ROW * len(labels)
+    lines = "".join(
+        f'<text class="y" x="-8" y="{(n + 0.5) * _ROW + 4:.0f}">{escape(one)}</text>' for n, one in enumerate(labels)
+    )
+    stripes = "".join(
+        f'<line class="grid" x1="0" x2="100%" y1="{(n + 0.5) * _ROW:.0f}" y2="{(n + 0.5) * _ROW:.0f}"/>'
+        for n in range(len(labels))
+    )
+    markup = f'<svg class="chart timeline" role="img" aria-label="When each event was told" height="{height + 20}">'
+    markup += f"{stripes}{''.join(parts)}{lines}{x_labels(view.axis, height)}{cursor(height)}</svg>"
+    keys = tuple((one, one) for one in ("error", "warning", "info") if any(group.severity == one for group in groups))
+    return Panel(Figure(Markup(markup), {"series": []}), "", keys)
+
+
+def _span(view: View, severity: str, row: int, first: int, last: int, ended: int) -> str:
+    return _bar(view.axis.at(first) * 100, view.axis.at(last) * 100, severity, row, bool(ended))
+
+
+def _bar(first: float, last: float, severity: str, row: int, ended: bool = False) -> str:
+    y = row * _ROW + 5
+    width = f'width="{last - first:.2f}%"' if last - first > 0.6 else 'width="6"'
+    x = min(first, 99.2)
+    return f'<rect class="span {severity}{" ended" * ended}" x="{x:.2f}%" y="{y}" {width} height="{_ROW - 10}" rx="2"/>'
+
+
+def facts_of(view: View) -> tuple[tuple[str, str], ...]:
+    """What kind of run it is, in a few pairs."""
+    run, facts = view.run, view.run.facts
+    hosts = run.hosts
+    found = [("ranks", f"{run.world_size:,}" if run.world_size else "unknown")]
+    if hosts:
+        found.append(("hosts", f"{len(hosts):,}") if len(hosts) > 1 else ("host", hosts[0]))
+    framework = " ".join(part for key in ("framework", "framework_version") if (part := text(of(facts, key), 40)))
+    stage = whole(of(facts, "training", "ZeRO stage"), 9)
+    if framework:
+        found.append(("framework", framework + (f", ZeRO {stage}" if stage is not None else "")))
+    dtype = text(of(facts, "training", "the dtype of the reduction"), 20)
+    if dtype:
+        found.append(("reduced in", dtype))
+    if run.data:
+        found.append(("data", run.data))
+    steps = run.steps.step
+    found.append(
+        (
+            "measured",
+            f"{len(steps):,} step{'s' * (len(steps) != 1)}"
+            + (f", {steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else ""),
+        )
+    )
+    batch = batch_of(view)
+    if batch is not None:
+        found.append(("rows a step", shown(batch)))
+    counts = run.events.counts
+    found.append(("events", ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"))
+    started = text(of(facts, "started"), 40)
+    if started:
+        found.append(("started", started.replace("T", " ").replace("+00:00", " UTC")))
+    return tuple(found)
+
+
+def preflight_of(run: Run) -> Preflight | None:
+    """What was compared before step 1; None where nothing was."""
+    items = run.preflight.get("items")
+    if not isinstance(items, list):
+        return None
+    wrong, passed = [], Counter[str]()
+    for one in items:
+        if not isinstance(one, dict):
+            continue
+        if one.get("ok") is True:
+            passed[text(one.get("group"), 60) or "other"] += 1
+            continue
+        wrong.append(Item(text(one.get("name"), 200) or "without a name", _values(one), text(one.get("verdict"), 300)))
+    return Preflight(tuple(wrong[:100]), max(len(wrong) - 100, 0), tuple(passed.most_common(40)), len(items))
+
+
+def _values(item: dict[str, Any]) -> str:
+    values = item.get("values")
+    if not isinstance(values, list):
+        return ""
+    listed = [text(value, 120) if isinstance(value, str) else shown(number(value)) for value in values[:4]]
+    more = f" | and {len(values) - 4:,} more" if len(values) > 4 else ""
+    return " | ".join(listed) + more
+
+
+def repairs_of(run: Run) -> tuple[Repaired, ...]:
+    """What the responses have done, and what it cost: as their events say."""
+    groups = [group for group in run.events.groups() if group.kind == "repaired"]
+    groups.sort(key=lambda one: one.first)
+    return tuple(Repaired(group.first, group.message, group.severity) for group in groups[:100])

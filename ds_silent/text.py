@@ -1,0 +1,59 @@
+"""How things are said to people: text from outside on one line, ranks, sizes, and each framework's own terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def one_line(text: str) -> str:
+    """``text`` with a blank for whatever could begin a line or a header, or move a terminal's cursor."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def named(ranks: tuple[int, ...], world_size: int | None = None) -> str:
+    """``rank 3``, ``ranks 0 and 2``, ``ranks 0, 1 and 2``, ``all 4 ranks``."""
+    if world_size is not None and len(ranks) == world_size > 1:
+        return f"all {world_size} ranks"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ranks if len(ranks) <= 8 else ranks[:7]
+    last = str(shown[-1]) if len(ranks) <= 8 else f"{len(ranks) - 7} more"
+    first = shown[:-1] if len(ranks) <= 8 else shown
+    return f"ranks {', '.join(map(str, first))} and {last}"
+
+
+def size_text(number: float) -> str:
+    """Bytes, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.4g} {unit}"
+
+
+@dataclass(frozen=True)
+class Words:
+    """A framework's own names, each of which completes a sentence. The defaults are those of plain torch.
+
+    What is found and what is advised is the same for every framework; what a user has called, set and may try instead
+    has another name in each.
+    """
+
+    framework: str = "torch"
+    training: str = "training"  # what is observed: "this training"
+    config: str = "configuration"  # what ranks must be given alike: "the same configuration"
+    begin: str = "ds_silent.attach"  # what every rank must call
+    step: str = "optimizer.step()"  # what must follow a backward
+    another_reduction: str = "try another torch version"  # where gradients are reduced wrongly
+    not_reduced: str = "Call the wrapper itself in every training forward, not its .module"  # what to do first
+    not_cleared: str = "Clear the gradients with zero_grad() between a step and the next backward"  # what to do first
+    nobody_named: str = ""  # what else to do where no rank can be named
+    update_settings: str = "clipping and the loss scale"  # what multiplies the gradient that is applied
+    batch_size: str = "the batch size"  # setting of one rank's rows per micro-batch
+    accumulation: str = "the number of micro-batches"  # setting of how many make a step
+    hidden_writes: str = "tensor.data"  # ways to write to a gradient that cannot be followed
+    own_sampler: str = ""  # where the sampler is of a loader that the framework has made: " (...)"
+    same_draws: str = "layers that are skipped"  # where ranks must draw the same random numbers
+
+
+TORCH = Words()
