@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo demo-megatron nodes test test-matrix test-real-bugs test-package test-versions scale unchanged works readme docs lint format clean
+.PHONY: help demo demo-megatron nodes test test-matrix test-real-bugs test-package test-versions scale unchanged house works readme docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -49,6 +49,9 @@ scale: $(READY) ## what observing costs and finds at 8 to 16,384 simulated ranks
 
 unchanged: $(READY) ## whether records are what they were before code was moved (3 minutes; --keep first, see the file)
 	@$(PYTHON_IN_VENV) benchmarks/unchanged.py
+
+house: $(READY) ## the shape of the package in numbers: lines, files, floors, circles
+	@$(PYTHON_IN_VENV) benchmarks/house.py
 
 works: $(READY) ## write the page of what works where, from trainings (half an hour)
 	@$(PYTHON_IN_VENV) benchmarks/works.py

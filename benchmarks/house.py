@@ -22,7 +22,18 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ds_silent"
-FLOORS: tuple[str, ...] = ()
+FLOORS = (
+    *("text", "records", "extras", "device", "patches", "destination"),
+    *("config", "config_file", "maths"),
+    *("distributed", "kernels"),
+    *("exchange", "replicas", "framework"),
+    *("ordered", "sinks", "alerts", "runs"),
+    *("preflight", "capture", "measure", "detectors", "respond"),
+    "observing",
+    *("frameworks", "__init__", "integrations"),
+    *("finetune", "practice", "commands", "drill", "numerics"),
+    *("__main__", "cli"),
+)
 """Rooms, lowest first."""
 LONGEST_FILE, LONGEST_CLASS = 400, 200
 

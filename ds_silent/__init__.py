@@ -12,6 +12,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from ds_silent.extras import VERSION
 from ds_silent.patches import Patches
 
 if TYPE_CHECKING:
@@ -39,12 +40,12 @@ __all__ = [
     "observe",
     "observer_of",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _MODULES = {
     "ConfigError": "config",
     "Event": "records",
-    "Observer": "observer",
+    "Observer": "observing.observer",
     "SilentConsistencyConfig": "config",
     "SinkError": "sinks",
     "StepRecord": "records",
@@ -53,7 +54,7 @@ _MODULES = {
     "attach": "frameworks.attach_any",
     "initialize": "frameworks.deepspeed.attach",
     "observe": "frameworks.attach_any",
-    "observer_of": "attaching",
+    "observer_of": "observing.attach",
 }
 
 

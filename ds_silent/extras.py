@@ -15,6 +15,8 @@ from collections.abc import Callable
 from importlib import metadata
 from types import TracebackType
 
+VERSION = "0.1.0"  # of ds_silent, as pyproject.toml says
+
 EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "megatron": ("megatron.core",),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_silent.kernels.checksums import ROW, Taken
 from ds_silent.kernels.fused import choice, logger
+from ds_silent.kernels.keys import ROW, Taken
 from ds_silent.maths.sketch import make_plan, offsets_of
 
 if TYPE_CHECKING:

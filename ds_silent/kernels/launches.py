@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_silent.device import module_of
 from ds_silent.kernels import sketch_triton as kernel
-from ds_silent.kernels.checksums import PAIR, ROW, keys_of, word_keys
+from ds_silent.kernels.keys import PAIR, ROW, keys_of, word_keys
 from ds_silent.maths.sketch import SHIFTS, SketchPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

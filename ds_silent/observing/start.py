@@ -23,6 +23,7 @@ from ds_silent.config import BLOCK, WRITERS_ALONE, ConfigError, SilentConsistenc
 from ds_silent.distributed.agreement import Statement, Verdict, agree, flat
 from ds_silent.distributed.parts import ranks_of
 from ds_silent.exchange.layout import layout_of
+from ds_silent.extras import VERSION
 from ds_silent.records import Event
 from ds_silent.text import Words
 
@@ -66,7 +67,7 @@ def agree_on_block(
     mine = Statement(
         present=present,
         absent="" if present else f'no {BLOCK} block, or "enabled": false',
-        version=_version(),
+        version=VERSION,
         refusal=None if refusal is None else str(refusal),
         writers=isinstance(refusal, WriterError),
         values=values,
@@ -100,7 +101,7 @@ def agree_on_layout(
     except Exception as error:  # our own bug: all ranks end with it, and none waits for this one
         refusal = ConfigError(f"{BLOCK} cannot observe this {words.training} ({type(error).__name__}: {error})")
         refusal.__cause__ = error
-    mine = Statement(True, refusal=None if refusal is None else str(refusal), values=values, version=_version())
+    mine = Statement(True, refusal=None if refusal is None else str(refusal), values=values, version=VERSION)
     verdict = agree(group, "layout", mine, words)
     if verdict.sentence is None:
         assert capture is not None
@@ -157,9 +158,3 @@ def _compared(facts: Facts, config: SilentConsistencyConfig) -> dict[str, Any]:
     if config.reduction == "ordered":  # the training's own arithmetic, which cannot be left out
         values |= facts()
     return values
-
-
-def _version() -> str:
-    import ds_silent  # not at the top: it imports this module
-
-    return ds_silent.__version__

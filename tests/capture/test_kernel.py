@@ -14,7 +14,7 @@ import torch
 
 from ds_silent.kernels import fused
 from ds_silent.kernels.accumulator import Accumulator
-from ds_silent.kernels.checksums import PAIR, ROW
+from ds_silent.kernels.keys import PAIR, ROW
 from ds_silent.maths.sketch import SHIFTS, make_plan, offsets_of
 
 CPU = torch.device("cpu")

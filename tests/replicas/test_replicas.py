@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.distributed.parts import parts_of
-from ds_silent.kernels.checksums import ROW, SCRATCH, Checksums, checksum, combined, keys_of, word_keys
+from ds_silent.kernels.checksums import SCRATCH, Checksums, checksum, combined
+from ds_silent.kernels.keys import ROW, keys_of, word_keys
 from ds_silent.replicas.history import Replicas
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,13 @@ from ds_silent.config import BLOCK
 from ds_silent.drill.arriving import damage_repairs
 from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective
 from ds_silent.drill.setting import LEARNING_RATE, WEIGHT_DECAY
-from ds_silent.drill.torch_loop.setting import TorchSetting
 from ds_silent.drill.torch_loop.wrapped import Among, Wrapped, wrap
 from ds_silent.drill.training import Script, Trial, state_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
+
+if TYPE_CHECKING:
+    from ds_silent.drill.torch_loop.setting import TorchSetting
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "layer-without-gradient": {"find_unused_parameters": True},

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.drill.setting import LARGEST_BUCKET
-from ds_silent.drill.torch_loop.setting import TorchSetting
 from ds_silent.frameworks.ddp.attach import attach_ddp
 from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
 from ds_silent.frameworks.fsdp2.modules import fsdp_modules, plain_parameters
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 from ds_silent.practice.model import PracticeModel
+
+if TYPE_CHECKING:
+    from ds_silent.drill.torch_loop.setting import TorchSetting
 
 Among = Callable[[dist.ProcessGroup], object]
 Reduce = Callable[[Tensor, Tensor, Callable[[], object], Among], None]

@@ -1,0 +1,44 @@
+"""The package has one direction: a room imports from the floors below it only, and nothing runs in a circle."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import house
+
+
+def test_rooms_import_from_the_floors_below_them_only() -> None:
+    found = house.imports()
+    assert len(found) > 1000  # it reads them
+    assert [f"{one.file} -> {one.target}: {one.names}" for one in house.upward(found)] == []
+    assert {room for one in found for room in one.rooms} == set(house.FLOORS), "a room that FLOORS does not name"
+
+
+def test_nothing_runs_in_a_circle() -> None:
+    assert house.circles(house.between_rooms(house.imports())) == []
+    assert house.circles(house.between_files(house.imports(types=False))) == []
+
+
+def test_an_import_that_runs_up_and_a_circle_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, text in {
+        "text.py": "def f():\n    from ds_silent.maths.sums import total\n",
+        "maths/__init__.py": "",
+        "maths/sums.py": "from ds_silent.text import f\nfrom ds_silent.maths import parts\n",
+        "maths/parts.py": "import ds_silent.maths.sums\n",
+    }.items():
+        (tmp_path / "ds_silent" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "ds_silent" / file).write_text(text)
+    monkeypatch.setattr(house, "PACKAGE", tmp_path / "ds_silent")
+    found = house.imports()
+    assert [(one.file, one.target, one.names) for one in house.upward(found)] == [
+        ("text.py", "maths/sums.py", ("total",))
+    ]
+    assert house.circles(house.between_rooms(found)) == [["maths", "text"]]
+    assert house.circles({"maths/parts.py": {"maths/sums.py"}, "maths/sums.py": {"maths/parts.py", "text.py"}}) == [
+        ["maths/parts.py", "maths/sums.py"]
+    ]
