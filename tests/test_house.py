@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import house
+from benchmarks import house
 
 
 def test_rooms_import_from_the_floors_below_them_only() -> None:

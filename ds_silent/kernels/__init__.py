@@ -1,0 +1,1 @@
+"""Read a gradient once: norm, sketch, checksum; by PyTorch's operations or one Triton kernel."""
