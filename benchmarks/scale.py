@@ -35,7 +35,7 @@ from simulated_ranks import Fault, SimulatedRanks
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
 from ds_silent.distributed.together import Together
-from ds_silent.exchange.arrived import Arrived
+from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import WORDS, Layout, Shape, layout_of
 from ds_silent.exchange.observation import Local, Loss, Observation, Reduced, Status
@@ -43,8 +43,8 @@ from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.measure.evidence import Told
 from ds_silent.measure.reduction import Audit
-from ds_silent.observing.context import Context
 from ds_silent.observing.lockstep import Lockstep
+from ds_silent.observing.published import Context
 from ds_silent.observing.recorder import WritingRecorder, make_recorder
 from ds_silent.records import Event, Seconds
 from ds_silent.sinks.base import FanOut

@@ -204,7 +204,7 @@ def _sharded(model: nn.Module, dtype: str) -> Any:
 
 
 def _leaves(model: Any) -> list[Tensor]:
-    from ds_silent.frameworks.fsdp2.modules import fsdp_modules, plain_parameters
+    from ds_silent.frameworks.fsdp2 import fsdp_modules, plain_parameters
 
     return plain_parameters(model, fsdp_modules(model), [name for name, _ in model.named_parameters()])
 

@@ -18,7 +18,7 @@ from ds_silent.patches import Patches
 if TYPE_CHECKING:
     from ds_silent.config import ConfigError, SilentConsistencyConfig
     from ds_silent.frameworks.attach_any import attach, observe
-    from ds_silent.frameworks.ddp.attach import attach_ddp
+    from ds_silent.frameworks.ddp import attach_ddp
     from ds_silent.frameworks.deepspeed.attach import initialize
     from ds_silent.frameworks.megatron.attach import attach_megatron
     from ds_silent.observing.attach import observer_of

@@ -73,7 +73,7 @@ def check(
     from ds_silent.extras import installed, missing_sentence
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
     from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
-    from ds_silent.observing.refusals import refuse_too_few_ranks, refuse_too_many_ranks
+    from ds_silent.observing.start import refuse_too_few_ranks, refuse_too_many_ranks
 
     refused = False
     for number, source in enumerate(ds_config):

@@ -93,7 +93,7 @@ class LossStats:
     """The ranks' losses of one step; each is the unscaled mean over the rank's micro-batches.
 
     ``quantiles`` and ``extremes``, here and below: what is written instead of ``per_rank`` where the ranks are many,
-    see :mod:`ds_silent.sinks.written`.
+    see :mod:`ds_silent.sinks.files`.
     """
 
     mean: float | None = None

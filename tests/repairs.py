@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import ds_silent
-from ds_silent.drill.deepspeed.state import state_hash
+from ds_silent.drill.deepspeed.training import state_hash
 from ds_silent.drill.faults.damage import add_noise
 from ds_silent.drill.faults.injection import Strike
 from ds_silent.drill.faults.reduction import flip_some

@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.drill.deepspeed.state import full_parameters
+from ds_silent.drill.deepspeed.training import full_parameters
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.layout import Shape, layout_of
+from ds_silent.exchange.layout import Shape, layout_of, pack
 from ds_silent.exchange.observation import Local, Observation
-from ds_silent.exchange.packing import pack
 from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.kernels.checksums import Bits, LayerChecksums, combined
 from ds_silent.maths.sketch import make_plan, offsets_of

@@ -17,9 +17,9 @@ from ds_silent.capture.untrained import Missed, reported
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge, broken, conduct, duplicates, result
 from ds_silent.detectors.batch_size import BatchSizeTest
-from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.jump import JumpTest
+from ds_silent.detectors.lifecycle import Episodes
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.detectors.same_order import SameOrderTest
@@ -31,7 +31,7 @@ from ds_silent.maths.causes import Cause, Kind
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, Coverage, Evidence, ReductionEvidence
-from ds_silent.measure.same_order import OrderAgain
+from ds_silent.measure.row_history import OrderAgain
 from ds_silent.observing.lockstep import apart, elsewhere, stopping
 from ds_silent.observing.recorder import in_whole, ranks_changed
 from ds_silent.preflight import compare as preflight
@@ -39,8 +39,8 @@ from ds_silent.records import Event, EventKind, Place, Repair, to_json
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
 from ds_silent.sinks.console import event_line
+from ds_silent.sinks.files import written_event
 from ds_silent.sinks.tensorboard import event_markdown
-from ds_silent.sinks.written import written_event
 from ds_silent.text import TORCH
 from tests.made_records import make
 

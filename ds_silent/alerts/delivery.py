@@ -22,8 +22,37 @@ from dataclasses import replace
 from time import monotonic
 
 from ds_silent.alerts.failure import NotSent, why_of
-from ds_silent.alerts.hourly import Hourly
 from ds_silent.alerts.message import Alert, summary_of
+
+HOUR = 3_600.0
+
+
+class Hourly:
+    """Remembers when the last ``most`` were taken."""
+
+    def __init__(self, most: int) -> None:
+        self._taken: deque[float] = deque(maxlen=most)
+
+    def free_at(self, now: float) -> float:
+        """Seconds of the clock from which on one more may be taken; ``now`` where it may be at once."""
+        if len(self._taken) < (self._taken.maxlen or 0):
+            return now
+        return max(now, self._taken[0] + HOUR)
+
+    def take(self, now: float) -> None:
+        """One is taken now."""
+        self._taken.append(now)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One destination: a queue with a bound, and a thread that sends, repeats and counts what it must leave out.
+#
+# Each destination has its own thread, so that one that hangs delays no other, and no step: ``put`` appends to a
+# queue. What does not fit into it, or is more than the hour's number, is counted, and the next alert says how many;
+# when the hour is over and nothing else was to be told, one that says only that. A send that fails is repeated where
+# that may help, after 1, 2, 4 ... seconds or what the server asks for; then one sentence in the log says why, without
+# a secret.
+
 
 logger = logging.getLogger("ds_silent")
 LONGEST = 64

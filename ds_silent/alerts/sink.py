@@ -14,19 +14,49 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 from ds_silent.alerts.delivery import END, Delivery, Send
-from ds_silent.alerts.episodes import ToldFaults
 from ds_silent.alerts.mail import send_mail
 from ds_silent.alerts.message import Alert, alert_of, payload, plain_text, reaches
 from ds_silent.alerts.program import run_command
 from ds_silent.alerts.trackers import run_of
 from ds_silent.alerts.webhook import post
-from ds_silent.config import BLOCK, ConfigError
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.destination import TRACKERS, Destination, WrongDestination, resolve
 from ds_silent.extras import installed
-from ds_silent.records import ENDED, Event, Scores, Severity, StepRecord
+from ds_silent.records import ENDED, STILL, Event, Scores, Severity, StepRecord, from_json
+
+
+class ToldFaults:
+    """Faults that go on and were told. An end is news where its beginning was; a reminder, where it was not."""
+
+    def __init__(self) -> None:
+        self._open: set[tuple[str, str | None]] = set()
+        self._last: Event | None = None
+
+    def is_news(self, event: Event) -> bool:
+        """Whether to tell it; remembers that it was."""
+        key = (event.kind, event.where)
+        if event.message.startswith(ENDED):
+            known = key in self._open
+            self._open.discard(key)
+            return known
+        if event.message.startswith(STILL) and key in self._open:
+            return False
+        if event == self._last:
+            return False
+        self._open.add(key)
+        self._last = event
+        return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sink that tells: which events reach which destination, on the writing rank.
+#
+# Who follows the files of a run uses the same: ``open_alerts([AlertConfig(to=...)], run=...)`` and ``write_event`` of
+# each new event. Nothing here waits: see :mod:`ds_silent.alerts.delivery`.
+
 
 MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
 
@@ -177,3 +207,54 @@ def sender_of(destination: Destination, seconds: float) -> Send:
 
 def _mail_of(alert: Alert) -> tuple[str, str]:
     return f"[ds_silent] {alert.title}", plain_text(alert)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Alerts from beside a run: the lines that come into its ``events.jsonl`` while somebody follows them.
+
+
+_Identity = tuple[int, str, tuple[int, ...], str | None, str]
+
+
+class FollowedEvents:
+    """Args:
+        to: destinations, as in the block.
+        run: what the messages call it.
+        level: events of this severity or worse.
+
+    Raises:
+        ConfigError: one of them is none; one sentence without a secret.
+    """
+
+    def __init__(self, to: Sequence[str], run: str, level: Severity = "warning") -> None:
+        config = parse({BLOCK: {"alerts": [{"to": each, "level": level} for each in to]}}, "what was typed")
+        assert isinstance(config, SilentConsistencyConfig)
+        refuse_unusable_alerts(config.alerts)
+        self._alerts = open_alerts(config.alerts, lambda: run)
+        self._known: set[_Identity] = set()  # a resumed run writes some again, a rotated file all
+        self._new = False
+
+    def line(self, line: Mapping[str, Any] | None) -> None:
+        """A line of the file; what is no event is nobody's business here."""
+        if line is None:
+            return
+        try:
+            event = from_json(Event, dict(line))
+        except ValueError:
+            return
+        identity = (event.step, event.kind, event.ranks, event.where, event.severity)
+        if identity in self._known:
+            return
+        self._known.add(identity)
+        if self._new:
+            self._alerts.write_event(event)
+        else:
+            self._alerts.note(event)
+
+    def caught_up(self) -> None:
+        """From now on lines are new."""
+        self._new = True
+
+    def close(self) -> None:
+        """Waits for what is under way, a few seconds at most."""
+        self._alerts.close()

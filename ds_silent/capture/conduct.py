@@ -41,7 +41,7 @@ from ds_silent.capture.untrained import Unlike as Unlike
 from ds_silent.device import generator_state
 from ds_silent.distributed.parts import Parts, outvoted, parts_of, ranks_of
 from ds_silent.distributed.together import Together
-from ds_silent.exchange.arrived import Arrived
+from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.framework import Covers
 from ds_silent.maths.fingerprint import short_hash

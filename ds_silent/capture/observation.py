@@ -13,14 +13,13 @@ Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.distributed
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_silent.capture.handed import Remembered, differs, moved, remember
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.capture.row_ids import RowIds
 from ds_silent.distributed.together import Together
@@ -38,6 +37,109 @@ from ds_silent.exchange.observation import (
 )
 from ds_silent.framework import Part
 from ds_silent.maths.rounding_bound import multiple_of
+
+
+class Listener(Protocol):
+    """The observer's steps; the last four are played."""
+
+    @property
+    def scheduled(self) -> int:
+        """The step under way as all ranks count it, by which ``measures`` is asked."""
+
+    def measures(self, step: int) -> bool:
+        """Whether a step is measured; the same answer on every rank."""
+
+    def measures_exactly(self, step: int) -> bool:
+        """Whether a measured step is also measured exactly; the same answer on every rank."""
+
+    def before_reduction(self) -> None:
+        """A boundary's gradients are there, and reduced next where reductions come behind the backward."""
+
+    def before_step(self) -> None:
+        """The gradients are aggregated, the optimizer has not run."""
+
+    def dropped(self) -> None:
+        """What was reduced since the last step belongs to none."""
+
+    def after_step(self) -> None:
+        """The optimizer has run and the framework's counters have advanced."""
+
+
+class Owner(Protocol):
+    """The observer, as a training sees it that saves and ends."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it ended for good, and not because it broke."""
+
+    def before_checkpoint(self) -> None:
+        """A checkpoint is about to be written: put on disk what is known."""
+
+    def close(self) -> None:
+        """The training ends."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether a script changed gradients between the reduction and the step, told without reading them again.
+#
+# Clipping and its like are the script's own business: what is reduced is looked at before, what is applied after
+# them.
+
+
+FEW = 8  # elements of each tensor
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Of pieces of a gradient, which are not kept."""
+
+    places: tuple[tuple[int, int], ...]  # where each lies, and how often torch has seen it written to
+    few: Tensor | None  # elements of all, one after the other
+
+
+def remember(values: Sequence[Tensor]) -> Remembered:
+    """Pieces of any shape and floating dtype, on one device."""
+    return Remembered(_places(values), _few(values))
+
+
+def moved(before: Remembered, values: Sequence[Tensor]) -> bool:
+    """Whether the pieces are others, or were written to since; ``tensor.data`` hides from this."""
+    return _places(values) != before.places
+
+
+def differs(before: Remembered, values: Sequence[Tensor]) -> Tensor | None:
+    """fp32 (): 1 where a few elements differ, else 0; NaN differs from itself. None where there are no pieces.
+
+    Scaling shows in every element that is not zero; what is written behind autograd's back to single elements may not.
+    """
+    few = _few(values)
+    if few is None or before.few is None:
+        return None
+    return (few != before.few).any().float()
+
+
+def _places(values: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((value.data_ptr(), 0 if value.is_inference() else value._version) for value in values)
+
+
+def _few(values: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat([_some(value) for value in values]) if values else None
+
+
+def _some(value: Tensor) -> Tensor:
+    """Elements that are spread evenly: one view of a contiguous tensor, because this is done for each at every step."""
+    step, count = max(1, value.numel() // FEW), min(FEW, value.numel())
+    if value.is_contiguous() and not value.requires_grad:
+        return value.as_strided((count,), (step,))
+    return value.detach().reshape(-1)[::step][:FEW]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one rank knows of the step under way, made into one observation: no framework here.
+#
+# Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.distributed.together`: the next observation
+# says "failed", and all ranks switch off together.
+
 
 _Taken = tuple[Tensor, Tensor]  # sketches and squared norms by layer
 

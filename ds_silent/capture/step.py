@@ -24,12 +24,10 @@ from torch import Tensor
 
 from ds_silent.capture.conduct import Conduct
 from ds_silent.capture.data_facts import Walk
-from ds_silent.capture.listener import Listener, Owner
-from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_gradient import LocalGradient, loss_in, sample_of
 from ds_silent.capture.mean_loss import mean_of, times_its_share
-from ds_silent.capture.observation import Known, Sends, StepCollector
-from ds_silent.capture.row_ids import RowIds, id_capacity
+from ds_silent.capture.observation import Known, Listener, Owner, Sends, StepCollector
+from ds_silent.capture.row_ids import LoaderWatch, RowIds, id_capacity
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.together import Together
 from ds_silent.exchange.layout import GATHER_LIMIT, Shape

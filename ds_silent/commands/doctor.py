@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ds_silent.commands.json_file import refuse_unwritable, write_json
+from ds_silent.commands.measuring import refuse_unwritable, write_json
 from ds_silent.config import ConfigError
 from ds_silent.extras import version_of
 from ds_silent.text import one_line, size_text

@@ -7,16 +7,41 @@ Shared by ``ds-silent drill`` and ``ds-silent numerics``.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
 
-from ds_silent.commands.json_file import refuse_unwritable, write_json
 from ds_silent.config import ConfigError
 from ds_silent.practice.ranks import RankBroke
+
+
+def refuse_unwritable(path: str | None) -> None:
+    """Minutes later is too late to find that out.
+
+    Raises:
+        ConfigError: there is a path, and nothing can be written there.
+    """
+    if path is not None and (os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)):
+        raise ConfigError(f"--json {path!a} cannot be written; give a file in a directory that can")
+
+
+def write_json(path: str | None, value: Any) -> None:
+    """``value`` holds JSON's own types and finite numbers; without a path nothing is written."""
+    if path is not None:
+        Path(path).write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A command that measures for a while: how it shows its progress, what it leaves behind, and how its mistakes end.
+#
+# Shared by ``ds-silent drill`` and ``ds-silent numerics``.
+
 
 BROKEN, USER_MISTAKE = 1, 2
 WIDTH = 120  # of what goes into a file or a pipe

@@ -26,10 +26,10 @@ from ds_silent.capture.conduct import Unlike
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors import broken, conduct, duplicates
 from ds_silent.detectors.batch_size import BatchSizeTest, LabelTokensTest
-from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.finding import Finding, with_odds
 from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.layers import LayerTest
+from ds_silent.detectors.lifecycle import Episodes
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.detectors.own_weight import OwnWeightTest

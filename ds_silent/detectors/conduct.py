@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_silent.capture.conduct import Unlike
 from ds_silent.detectors.finding import Finding
-from ds_silent.detectors.linked import effects_of_settings
+from ds_silent.detectors.lifecycle import effects_of_settings
 
 
 def unlike(found: tuple[Unlike, ...]) -> list[Finding]:

@@ -11,7 +11,7 @@ import math
 import statistics
 
 from ds_silent.detectors.finding import Finding
-from ds_silent.detectors.linked import APPLIED
+from ds_silent.detectors.lifecycle import APPLIED
 from ds_silent.distributed.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
 from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches

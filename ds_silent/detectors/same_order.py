@@ -16,7 +16,7 @@ from ds_silent.text import TORCH, Words
 
 
 class SameOrderTest:
-    """Follows what :mod:`ds_silent.measure.same_order` sees.
+    """Follows what :mod:`ds_silent.measure.row_history` sees.
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms.

@@ -26,8 +26,7 @@ from ds_silent.drill.faults.responses import ORDERED, Response
 from ds_silent.drill.rehearsal import Run, prepare, rehearse
 from ds_silent.drill.setting import Dtype, Setting
 from ds_silent.drill.training import Trial
-from ds_silent.drill.verdicts.found import Verdict, due, judge, judge_healthy, loss_shift
-from ds_silent.drill.verdicts.repaired import RepairVerdict, judge_repair
+from ds_silent.drill.verdicts import RepairVerdict, Verdict, due, judge, judge_healthy, judge_repair, loss_shift
 from ds_silent.practice.ranks import RankBroke, on_ranks
 
 __all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trial_of", "trials_of"]

@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler
 from ds_silent.drill.faults.injection import NOTHING, STEPS_PER_EPOCH, Batch, Injection, Shard
 from ds_silent.drill.setting import Setting
 from ds_silent.drill.training import SEED, Script, Trial
-from ds_silent.drill.verdicts.found import alarms, judge
+from ds_silent.drill.verdicts import alarms, judge
 from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
 from ds_silent.sinks.jsonl import read_events, read_metrics
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ds_silent.drill.faults.fault import Fault
 from ds_silent.drill.program import Outcome, Result
-from ds_silent.drill.verdicts.found import due
+from ds_silent.drill.verdicts import due
 
 _REPAIR_NOTE = (
     "repaired: weights and optimizer state were hashed after every step. retry and majority: from the repair on they "

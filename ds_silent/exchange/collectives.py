@@ -1,12 +1,18 @@
-"""Collectives by themselves: what has another name in another torch, and the rare exchange that everybody waits for."""
+"""Communicate with all ranks: what has another name in another torch, what lands on the host later, what came."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.device import SideStream, pinned
 from ds_silent.distributed.together import Once, at_once
+from ds_silent.exchange.observation import Gathered
 
 # torch 2.13 renamed the flat all-gather and warns at the old name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,3 +37,78 @@ def same_on_all(mine: Tensor, group: dist.ProcessGroup, once: Once = at_once) ->
     once(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group))
     largest, smallest = both.cpu().chunk(2)
     return (largest == ~smallest).view(mine.shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A collective's result on its way to the host, beside the training.
+
+
+class Landing:
+    """Brings one collective's result to the host beside the training: no stream of the training waits for it."""
+
+    def __init__(self, source: Tensor):
+        self._source = source
+        self._on_host = source.device.type == "cpu"
+        self._work: dist.Work | None = None
+        self._copying = False
+        if not self._on_host:
+            self._host = pinned(source)
+            self._side = SideStream(source.device)
+
+    def start(self, work: dist.Work | None) -> None:
+        """``work`` is under way; on a device, its result is copied as soon as it is there."""
+        self._work, self._copying = work, False
+        if not self._on_host:
+            self._copy()
+
+    def _copy(self) -> None:
+        with self._side.working():
+            if self._work is not None:
+                self._work.wait()  # orders the side stream after the collective; the host goes on
+            self._host.copy_(self._source, non_blocking=True)
+        self._copying = True
+
+    def result(self) -> Tensor:
+        """The landed fp32 values; the copy was started a step ago."""
+        if not self._on_host:
+            if not self._copying:  # starting it broke
+                self._copy()
+            self._side.wait()
+            return self._host
+        if self._work is not None:
+            self._work.wait()
+        return self._source
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What came of one step: at once what all ranks act by, and the rest when somebody wants it.
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A step's observations.
+
+    Attributes:
+        known: what every rank has alike, of each rank; of very many the smallest and the largest of their values
+            instead, as if there were two ranks (:mod:`ds_silent.exchange.rows`).
+        make: everything, with the sketches or their sums. None where this rank knows no more than ``known``.
+    """
+
+    known: Gathered
+    make: Callable[[], Gathered] | None
+
+    @property
+    def step(self) -> int:
+        """Of the observations."""
+        return self.known.step
+
+    @cached_property
+    def all(self) -> Gathered:
+        """Everything; on the writing rank at any time, on others before the next observation is sent.
+
+        Raises:
+            LookupError: this rank does not have it.
+        """
+        if self.make is None:
+            raise LookupError("the rows of all ranks are on the writing rank only")
+        return self.make()

@@ -26,12 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.distributed.together import Once, Together
-from ds_silent.exchange.arrived import Arrived
-from ds_silent.exchange.collectives import gather_on_host
-from ds_silent.exchange.landing import Landing
-from ds_silent.exchange.layout import Layout
+from ds_silent.exchange.collectives import Arrived, Landing, gather_on_host
+from ds_silent.exchange.layout import FailedRows, Layout, pack_scalars, unpack, with_sums
 from ds_silent.exchange.observation import FIELDS, LEFT, Gathered, Late, Observation, Sums, Weights, on_any
-from ds_silent.exchange.packing import FailedRows, pack_scalars, unpack, with_sums
 from ds_silent.exchange.rows import digit_of, failures_in, make_rows
 from ds_silent.maths.sketch import fold
 

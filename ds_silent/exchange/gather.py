@@ -17,13 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.distributed.together import Once, Together
-from ds_silent.exchange.arrived import Arrived
-from ds_silent.exchange.collectives import all_gather
+from ds_silent.exchange.collectives import Arrived, Landing, all_gather
 from ds_silent.exchange.constant_size import ConstantSizeExchange
-from ds_silent.exchange.landing import Landing
-from ds_silent.exchange.layout import Layout
+from ds_silent.exchange.layout import FailedRows, Layout, pack, unpack, with_sums
 from ds_silent.exchange.observation import EachRank, Gathered, Observation
-from ds_silent.exchange.packing import FailedRows, pack, unpack, with_sums
 
 
 class GatherExchange:

@@ -24,8 +24,7 @@ from torch import Tensor
 from ds_silent.device import SideStream
 from ds_silent.distributed.communicator import own_part
 from ds_silent.distributed.together import Once
-from ds_silent.exchange.collectives import all_gather
-from ds_silent.exchange.landing import Landing
+from ds_silent.exchange.collectives import Landing, all_gather
 from ds_silent.exchange.layout import DIGIT, DIGITS, WORDS, Layout
 from ds_silent.exchange.observation import FIELDS, Code, Wishes
 

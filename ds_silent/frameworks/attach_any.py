@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.observing.attach import Given, idle_observer, is_alone
+from ds_silent.observing.attach import Given, idle_observer, is_alone, is_deepspeed, is_fsdp1, is_fsdp2, is_megatron
 from ds_silent.observing.observer import Observer
-from ds_silent.observing.recognised import is_deepspeed, is_fsdp1, is_fsdp2, is_megatron
 
 _EARLY_FSDP2 = "torch.distributed._composable.fsdp"
 """Where ``fully_shard`` was before it was public, in torch 2.4 and 2.5."""
@@ -62,13 +61,13 @@ def attach(
         ConfigError, SinkError: see :func:`ds_silent.initialize`.
     """
     if isinstance(training, DistributedDataParallel):
-        from ds_silent.frameworks.ddp.attach import attach_ddp
+        from ds_silent.frameworks.ddp import attach_ddp
 
         return attach_ddp(
             training, optimizer, config, loader=loader, accumulation=accumulation or 1, _gather_limit=_gather_limit
         )
     if is_fsdp2(training):
-        from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
+        from ds_silent.frameworks.fsdp2 import attach_fsdp2
 
         return attach_fsdp2(
             training, optimizer, config, loader=loader, accumulation=accumulation or 1, _gather_limit=_gather_limit

@@ -23,12 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ds_silent.capture.loaders import LoaderMemory
+from ds_silent.capture.row_ids import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks.attach_any import attach
-from ds_silent.observing.attach import observer_of
+from ds_silent.observing.attach import is_megatron, observer_of
 from ds_silent.observing.observer import Observer
-from ds_silent.observing.recognised import is_megatron
 from ds_silent.patches import Patches
 
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
@@ -154,7 +153,7 @@ class Unedited:
             made = [(list(chunks), one) for one, chunks in self._of_megatron if any(own is module for own in chunks)]
             return made[-1] if made else (module, None)
         if not isinstance(module, DistributedDataParallel):
-            from ds_silent.frameworks.fsdp2.modules import reshard
+            from ds_silent.frameworks.fsdp2 import reshard
 
             reshard(module)
         own = _trainable(module)

@@ -10,20 +10,59 @@ The norm itself, of all pieces together and without the loss scale, is made of i
 Each block of the gradient is read twice in a row, the second time from the cache. Nothing of the gradient's size is
 allocated, and nothing at all in a step: products and sums of two tensors go through a scratch of one block. Nothing
 here waits for the device; a stream waits for another one that used the same tables before, see
-:mod:`ds_silent.kernels.streams`. :mod:`ds_silent.kernels.fused` does the same in one kernel, where there is one.
+:class:`StreamOrder`. :mod:`ds_silent.kernels.fused` does the same in one kernel, where there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_silent.kernels.streams import StreamOrder
 from ds_silent.maths import sketch
 from ds_silent.maths.sketch import Place, SketchPlan
+
+
+class StreamOrder:
+    """See the module docstring.
+
+    Args:
+        current_stream: gives the calling thread's stream, which compares by ``!=`` and has ``wait_stream(other)``.
+    """
+
+    def __init__(self, current_stream: Callable[[], Any]):
+        self._current_stream = current_stream
+        self._last: Any = None
+
+    def enter(self) -> None:
+        """What the current stream does from here on comes after all earlier uses."""
+        current = self._current_stream()
+        if self._last is not None and current != self._last:
+            current.wait_stream(self._last)
+        self._last = current
+
+
+def stream_order(device: torch.device) -> StreamOrder | None:
+    """For memory on a device; None on the CPU, where everything is in order."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return StreamOrder(getattr(torch, device.type).current_stream)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One pass over a gradient, wherever its pieces turn up: its sketch and its squared norm.
+#
+# The norm itself, of all pieces together and without the loss scale, is made of it by
+# :mod:`ds_silent.measure.record`.
+#
+# Each block of the gradient is read twice in a row, the second time from the cache. Nothing of the gradient's size is
+# allocated, and nothing at all in a step: products and sums of two tensors go through a scratch of one block. Nothing
+# here waits for the device; a stream waits for another one that used the same tables before, see
+# :mod:`ds_silent.kernels.accumulator`. :mod:`ds_silent.kernels.fused` does the same in one kernel, where there is one.
+
 
 Part = tuple[int, int, Tensor]
 """(tensor, first element, values)."""

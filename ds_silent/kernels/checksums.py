@@ -115,7 +115,7 @@ def _new_together(sizes: Sequence[int], device: torch.device) -> Callable[[Seque
     """Many tensors in one launch, where there is a kernel for it."""
     if device.type != "cuda" and not os.environ.get("DS_SILENT_KERNEL"):
         return None
-    from ds_silent.kernels.fused_checksums import new_checksums
+    from ds_silent.kernels.fused import new_checksums
 
     return new_checksums(sizes, device)
 

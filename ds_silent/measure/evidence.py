@@ -18,8 +18,7 @@ from ds_silent.distributed.parts import Parts
 from ds_silent.maths.causes import Cause, OwnWeights
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.recent_rows import OwnPasses
-from ds_silent.measure.same_order import OrderAgain
+from ds_silent.measure.row_history import OrderAgain, OwnPasses
 from ds_silent.records import Dealt, Repair
 from ds_silent.replicas.compare import Drift
 

@@ -26,9 +26,8 @@ from ds_silent.maths.mixing import mix64
 from ds_silent.measure.coverage import EpochCoverage, epoch_is_over, last_of_epoch, shared_rows
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Coverage, Evidence, LayerValues
-from ds_silent.measure.recent_rows import OwnPasses, RecentRows
 from ds_silent.measure.record import Context
-from ds_silent.measure.same_order import OrderAgain, SameOrder
+from ds_silent.measure.row_history import OrderAgain, OwnPasses, RecentRows, SameOrder
 from ds_silent.records import CoverageStats
 
 

@@ -39,9 +39,8 @@ from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observing import start
 from ds_silent.observing.observer import IdleObserver, Observer
-from ds_silent.observing.recognised import is_fsdp1
-from ds_silent.observing.refusals import refuse_metrics_without_library, refuse_too_many_ranks
 from ds_silent.observing.run_directory import RunDirectory
+from ds_silent.observing.start import refuse_metrics_without_library, refuse_too_many_ranks
 from ds_silent.preflight import compare as preflight
 from ds_silent.preflight.inventory import Training, local_items, sampler_facts
 from ds_silent.records import DataDealt, declared, to_json
@@ -50,6 +49,37 @@ from ds_silent.sinks import SinkError
 from ds_silent.sinks.monitor import MonitorWrite
 from ds_silent.sinks.run_facts import run_text
 from ds_silent.text import Words
+
+
+def is_fsdp2(module: Any) -> bool:
+    """Whether ``fully_shard`` was called on it; its class is public from torch 2.6 on."""
+    return issubclass(type(module), getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+
+
+def is_fsdp1(module: Any) -> bool:
+    """Whether it is a ``FullyShardedDataParallel``."""
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ()))
+
+
+def is_deepspeed(training: Any) -> bool:
+    """Whether it is an engine."""
+    return isinstance(training, getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ()))
+
+
+def is_megatron(training: Any) -> bool:
+    """Whether it is one of Megatron-core's wrappers of a model, or a list whose first is."""
+    first = training[0] if isinstance(training, (list, tuple)) and training else training
+    base: Any = sys.modules.get("megatron.core.distributed.data_parallel_base")
+    return isinstance(first, getattr(base, "_BaseDataParallel", ()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From a training of any framework to its observer: what all ranks agree on, open and compare before the first step.
+#
+# A refusal reaches every rank, whichever rank it comes from: before anything communicates, all ranks agree on the
+# block and then on what follows from it and the model (:mod:`ds_silent.distributed.agreement`). What only rank 0 can
+# know (is the output directory writable, does it hold records?) is agreed with one small all-reduce.
+
 
 logger = logging.getLogger("ds_silent")
 _ATTRIBUTE = "_ds_silent_observer"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ds_silent.distributed.parts import outvoted, parts_of, ranks_of
-from ds_silent.exchange.arrived import Arrived
+from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, Gathered, Status
 from ds_silent.records import Event, EventKind
 from ds_silent.text import TORCH, Words

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ds_silent.capture.conduct import Unlike
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.linked import ELSEWHERE
+from ds_silent.detectors.lifecycle import ELSEWHERE
 from ds_silent.distributed.parts import ranks_of
 from ds_silent.distributed.places import Places
 from ds_silent.exchange.layout import Layout

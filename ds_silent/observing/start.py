@@ -11,21 +11,98 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, WRITERS_ALONE, ConfigError, SilentConsistencyConfig, WriterError
 from ds_silent.distributed.agreement import Statement, Verdict, agree, flat
 from ds_silent.distributed.parts import ranks_of
 from ds_silent.exchange.layout import layout_of
-from ds_silent.extras import VERSION
+from ds_silent.extras import VERSION, installed, missing_sentence
 from ds_silent.records import Event
 from ds_silent.text import Words
+
+EXACT_RANKS = 1024
+"""Up to which all pairs of ranks are compared exactly. Every rank reduces the matrix of all pairs at every measurement:
+4 MiB there, 32 times a sketch and as much as all else that is sent together; 64 MiB at 4,096 ranks, 1 GiB at 16,384."""
+
+
+def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
+    """Raise :class:`ConfigError` where two ranks would have to outvote each other."""
+    if config.respond.on_replica_drift == "majority" and ranks < 3:
+        raise ConfigError(
+            f'{BLOCK}.respond.on_replica_drift "majority" needs at least 3 ranks to outvote one, got {ranks}; use '
+            '"mean" or "stop"'
+        )
+
+
+def refuse_too_many_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
+    """Raise :class:`ConfigError` where the exact comparison would cost more than it can tell."""
+    direction = config.direction
+    checked = direction.method == "sketch" and direction.exact_interval > 0
+    if ranks <= EXACT_RANKS or not (checked or direction.method == "exact"):
+        return
+    key, remedy = (
+        ('method "exact"', 'use "sketch"')
+        if direction.method == "exact"
+        else (f"exact_interval {direction.exact_interval}", "set it to 0")
+    )
+    raise ConfigError(
+        f"{BLOCK}.direction.{key} needs at most {EXACT_RANKS} ranks, got {ranks}: the matrix of all pairs would be "
+        f"{4 * ranks * ranks / 1e6:,.0f} MB that every rank reduces at every measurement; {remedy}"
+    )
+
+
+def refuse_metrics_without_library(config: SilentConsistencyConfig) -> None:
+    """Raise :class:`ConfigError` where metrics are to be served and prometheus_client is not there. Writing rank."""
+    if config.metrics_port and not installed("prometheus_client"):
+        what = f"{BLOCK}.metrics_port {config.metrics_port}"
+        raise ConfigError(f"{missing_sentence(what, ['prometheus_client'], 'prometheus')} on the host of rank 0")
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Modules made with ``sparse=True`` (``torch.nn.Embedding``, ``EmbeddingBag``): some rows only have a gradient."""
+    for name, module in model.named_modules():
+        own = module.parameters(recurse=False)
+        if getattr(module, "sparse", False) is True and any(parameter.requires_grad for parameter in own):
+            raise ConfigError(
+                f"silent_consistency cannot observe {name or 'the model'} ({type(module).__name__} with sparse=True), "
+                "because its gradient holds only some rows; make it with sparse=False, freeze it, or set "
+                '"silent_consistency": {"enabled": false}'
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where the records of a data-parallel group go: each has a directory of its own, where there are several.
+
+
+Place = tuple[int, int]
+"""(this rank's place, how many ranks)."""
+
+
+def label_of(places: Mapping[str, Place]) -> str:
+    """Of this rank's data-parallel group, from its place among the parts of the model; empty where there is one."""
+    return "-".join(f"{name}{at}" for name, (at, of) in places.items() if of > 1)
+
+
+def placed(config: SilentConsistencyConfig, label: str) -> SilentConsistencyConfig:
+    """With that group's directory."""
+    return config.model_copy(update={"output_dir": f"{config.output_dir}/{label}"}) if label else config
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The start of an observation: all ranks agree on the block, and then on the sizes that follow from it and the model.
+#
+# A block is refused where ranks differ, because somebody meant something else. A training whose ranks are unlike in
+# what would run without an observer - another number of micro-batches - goes on without one: its collectives would
+# not meet.
+
 
 Facts = Callable[[], dict[str, Any]]
 """What the ranks' collectives follow from, by the names that a person would look for; JSON values."""

@@ -25,8 +25,7 @@ from torch import Tensor
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
-from ds_silent.exchange.arrived import Arrived
-from ds_silent.exchange.collectives import gather_on_host
+from ds_silent.exchange.collectives import Arrived, gather_on_host
 from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
@@ -38,7 +37,7 @@ from ds_silent.observing.published import Published
 from ds_silent.observing.recorder import WritingRecorder, make_recorder
 from ds_silent.observing.run_directory import RunDirectory
 from ds_silent.records import Event
-from ds_silent.replicas.timing import ReplicaChecks
+from ds_silent.replicas.compare import ReplicaChecks
 from ds_silent.respond.responder import Responder
 from ds_silent.respond.stop import end_by_event, end_suspect, save_suspect
 from ds_silent.sinks.monitor import MonitorSink

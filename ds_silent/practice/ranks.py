@@ -153,7 +153,7 @@ def _main(task: Task, rank: int, ranks: int, directory: str) -> None:
     try:
         dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
         if installed("deepspeed"):
-            from ds_silent.frameworks.deepspeed.groups import join
+            from ds_silent.frameworks.deepspeed.state import join
 
             join()
         task()

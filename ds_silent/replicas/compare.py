@@ -15,7 +15,7 @@ differ, one checksum of all the others says which ranks hold the same of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.parts import Parts, majority, outvoted, parts_of_numbers
 from ds_silent.distributed.together import Once, at_once
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
-from ds_silent.kernels.checksums import Bits, Items, combined
+from ds_silent.exchange.observation import Gathered, on_all
+from ds_silent.kernels.checksums import Bits, Checksums, Items, bytes_of, combined
+from ds_silent.records import Event
 
 MIB, FEWEST = 4, 32
 """4 MiB hold 65,536 tensors of 8 ranks, 8,192 of 64 and 512 of 1,024; never fewer than 32, which are 4 MiB of 16,384
@@ -131,3 +134,175 @@ def gathered(values: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> 
     """(n,) int64 of every rank, (N, n) on the host; travels as int32, which every backend has."""
     flat = values.contiguous().reshape(-1)
     return gather_on_host(flat.view(torch.int32), group, once).view(torch.int64)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Since when do replicas differ? Their checksums, remembered at every step and compared now and then.
+#
+# From what is remembered since the last comparison follows the first step after which the replicas differed, or a few
+# steps in which that one is.
+
+
+class Replicas:
+    """Checksums of one rank's replica.
+
+    Args:
+        parameters: names and tensors that are remembered.
+        others: called at a comparison: names and tensors of everything else that is replicated then.
+        history: how many steps are remembered.
+    """
+
+    def __init__(self, parameters: Items, others: Callable[[], Items], history: int):
+        self._parameters, self._others = list(parameters), others
+        device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
+        self._checksums = Checksums([bytes_of(tensor) for _, tensor in self._parameters], device)
+        self._bits_of_others = Bits()
+        self._history = torch.zeros(max(1, history), len(self._parameters), dtype=torch.int64, device=device)
+        self._steps = [-1] * len(self._history)
+        self._newest = -1  # slot
+        self._apart_since: tuple[int, int] | None = None  # as found first: later, no equal checksum is remembered
+        self._checked: tuple[int, list[str], Tensor] | None = None
+
+    def remember(self, step: int) -> None:
+        """Checksums of the parameters as optimizer step ``step`` finds them."""
+        self._newest = (self._newest + 1) % len(self._steps)
+        self._history[self._newest] = self._now()
+        self._steps[self._newest] = step
+
+    def check(self, step: int) -> Tensor:
+        """int64 () checksum of everything that is replicated. :meth:`remember` was called for this step."""
+        others = list(self._others())
+        rest = [self._bits_of_others(others).to(self._history.device)] if others else []
+        values = torch.cat((self._history[self._newest], *rest))
+        self._checked = (step, [name for name, _ in [*self._parameters, *others]], values)
+        return combined(values)
+
+    def weights(self) -> str:
+        """Checksum of the parameters as they are now, as 16 hexadecimal digits. Waits for the device."""
+        return f"{int(combined(self._now())) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+    def _now(self) -> Tensor:
+        return self._checksums([tensor for _, tensor in self._parameters])
+
+    def localise(self, group: dist.ProcessGroup, once: Once = at_once) -> Drift | None:
+        """The tensors that differ at the last :meth:`check`. A collective: every rank calls it at the same step."""
+        assert self._checked is not None
+        step, names, values = self._checked
+        own = torch.tensor([len(values), -len(values)], dtype=torch.int32, device=values.device)
+        count = once(lambda: own)  # played again, the buffer that was reduced
+        once(lambda: dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group))
+        if int(count[0]) != -int(count[1]):  # not even the same tensors
+            return None
+        found = compare_tensors(values, group, once)
+        different = ~equal_on_all(combined(self._history), group, once)
+        since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
+        if not since:
+            return found.drift(names, None)
+        if self._apart_since is None:  # the checksum that step s finds is what the update of step s - 1 has left
+            agreed = [s for s in self._steps if 0 <= s < min(since)]
+            self._apart_since = min(since) - 1, max(agreed, default=min(since) - 1)
+        return found.drift(names, *self._apart_since)
+
+    def equal(self) -> None:
+        """They are, at the last :meth:`check`."""
+        self._apart_since = None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# When the replicas are compared, and whether the weights are those of the checkpoint that was loaded.
+#
+# Whether anything is compared depends on the step, on checkpoints, which all ranks write together, and on what all
+# ranks have read: a rank that alone was asked (a resume) asks the others first, with its next observation.
+
+
+REMEMBERED = 10
+"""Times between two comparisons of the replicas at which checksums are remembered, to find the first bad step by."""
+
+
+class ReplicaChecks:
+    """One rank's part.
+
+    Attributes:
+        due: compare at the next opportunity, whatever the interval says; the same on every rank.
+        wanted: this rank wants all ranks to compare.
+        after_updates: a response compares them there, and not the observations.
+    """
+
+    def __init__(
+        self,
+        config: SilentConsistencyConfig,
+        replicated: tuple[Items, Callable[[], Items]],
+        group: dist.ProcessGroup,
+        after_updates: bool,
+    ):
+        parameters, others = replicated
+        self.due = self.wanted = False
+        self.after_updates = after_updates
+        self._every, self._interval, self._group = config.integrity.replica_interval, config.interval, group
+        compares = bool(self._every and parameters)
+        self._replicas = Replicas(parameters, others, history=REMEMBERED + 2) if compares else None
+        self._loaded: str | None = None  # checksum in the checkpoint that was loaded
+
+    def take_due(self) -> bool:
+        """Whether a comparison is due; it is not any more."""
+        due, self.due = self.due, False
+        return due
+
+    def capture(self, step: int, scheduled: int) -> Tensor | None:
+        """The replica's checksum where it is to be compared, and memories on the way there.
+
+        Args:
+            step: the framework's own, by which it is remembered.
+            scheduled: the same on every rank.
+        """
+        if self._replicas is None or self.after_updates:
+            return None
+        due = self.take_due() or self._passed(scheduled, self._every)
+        if due or self._passed(scheduled, -(-self._every // REMEMBERED)):
+            self._replicas.remember(step)
+        return self._replicas.check(step) if due else None
+
+    def _passed(self, step: int, every: int) -> bool:
+        """Whether a multiple of ``every`` lies behind the last measured step, and not behind this one."""
+        return step // every != (step - self._interval) // every
+
+    def differ(self, gathered: Gathered) -> bool:
+        """Whether the replicas were compared and hold different bits."""
+        if self._replicas is None or gathered.hashes is None or not on_all(gathered.reduced.replica_seen):
+            return False
+        replicas = gathered.hashes[:, 0]
+        apart = bool((replicas != replicas[0]).any())
+        if not apart:
+            self._replicas.equal()
+        return apart
+
+    def localise(self, once: Once) -> Drift | None:
+        """The tensors that differ, where :meth:`differ`. A collective."""
+        assert self._replicas is not None
+        return self._replicas.localise(self._group, once)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def weights(self) -> str | None:
+        """Checksum of the weights, for a checkpoint; None where they are not replicated or not compared."""
+        return None if self._replicas is None else self._replicas.weights()
+
+    def loaded(self, weights: str | None) -> None:
+        """A checkpoint was loaded that held this checksum."""
+        self._loaded = weights
+        if self.after_updates:
+            self.wanted = True  # this rank alone may have been asked: all hear of it first
+        else:
+            self.due = True
+
+    def verify(self, step: int) -> Event | None:
+        """Once after a resume: the weights that ``step`` starts from. The comparison speaks for the other ranks."""
+        due, self._loaded = self._loaded, None
+        if due is None or self._replicas is None:
+            return None
+        found = self._replicas.weights()
+        if found == due:
+            return None
+        message = f"The weights that step {step} starts from ({found}) are not those of the checkpoint ({due})."
+        remedy = "Load the checkpoint again, compare its files with their source, and do not go on from here."
+        return Event(step, "initial-weights-mismatch", "error", (), "checkpoint", None, None, message, remedy)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.parts import Parts
-from ds_silent.exchange.arrived import Arrived
+from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.gather import Exchange
 from ds_silent.exchange.observation import on_any
 from ds_silent.framework import HasReplica, Repeats

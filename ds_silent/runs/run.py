@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ds_silent.records import FORMAT, DataDealt, newer_version
 from ds_silent.runs.events import EventLog, Place, places
 from ds_silent.runs.follow import Follower
 from ds_silent.runs.scores import ScoreTable
 from ds_silent.runs.spread import Envelope, RankSpread
 from ds_silent.runs.steps import Steps
 from ds_silent.runs.values import MOST_RANKS, number, numbers, of, text, whole
-from ds_silent.records import FORMAT, DataDealt, newer_version
 from ds_silent.sinks.jsonl import newer_lines
 from ds_silent.sinks.per_rank import PerRankError, read_per_rank
 from ds_silent.sinks.run_facts import is_gone

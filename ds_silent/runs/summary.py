@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+
 from ds_silent.records import Event, StepRecord, to_json
 from ds_silent.runs.run import Run
 from ds_silent.runs.verdict import verdict_of
-from ds_silent.sinks.written import written_event
+from ds_silent.sinks.files import written_event
 
 _WORDS = {"error": "error", "warning": "warning", "info": "note"}
 

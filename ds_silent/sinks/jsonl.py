@@ -10,7 +10,7 @@
 A file is only ever appended to. A run that resumes at step s writes the steps after s again: the readers keep what was
 written last. With ``direction.per_layer`` the layers go to ``layers.jsonl``, one object per step. That file,
 ``matrices.jsonl`` and ``scores.jsonl`` come with their first line. Where the ranks are many a line says less of each
-(:mod:`ds_silent.sinks.written`), and every rank's values go to ``per_rank.bin`` (:mod:`ds_silent.sinks.per_rank`).
+(:mod:`ds_silent.sinks.files`), and every rank's values go to ``per_rank.bin`` (:mod:`ds_silent.sinks.per_rank`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import Any, BinaryIO, TypeVar
 from ds_silent.records import FORMAT, CosineMatrix, Event, Scores, StepRecord, from_json, newer_version, to_json
 from ds_silent.sinks.base import logger
 from ds_silent.sinks.drawn import is_drawn
-from ds_silent.sinks.files import LineFile, make_directory
-from ds_silent.sinks.written import written_event, written_record
+from ds_silent.sinks.files import LineFile, make_directory, written_event, written_record
 
 
 class JsonlSink:

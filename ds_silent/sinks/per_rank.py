@@ -30,8 +30,7 @@ import numpy.typing as npt
 
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import logger
-from ds_silent.sinks.files import AppendedFile
-from ds_silent.sinks.written import MOST_RANKS
+from ds_silent.sinks.files import MOST_RANKS, AppendedFile
 
 MAGIC, VERSION = b"dssranks", 1
 MARK = b"STEP"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ds_silent.distributed.parts import SHOWN_RANKS
 from ds_silent.records import Event, StepRecord
-from ds_silent.sinks.written import quantiles_of
+from ds_silent.sinks.files import quantiles_of
 
 MAX_RANKS_DRAWN = 16
 """Ranks up to which each has curves of its own: nobody can read more, and every viewer crawls."""

@@ -20,9 +20,8 @@ from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.chart_layout import Categories, categories, layout_of
 from ds_silent.sinks.drawn import is_drawn
-from ds_silent.sinks.files import make_directory
+from ds_silent.sinks.files import MOST_RANKS, make_directory
 from ds_silent.sinks.scalars import Curves
-from ds_silent.sinks.written import MOST_RANKS
 from ds_silent.text import one_line
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_silent.alerts.hidden import hidden
+from ds_silent.alerts.failure import hidden
 from tests.distributed import run_distributed
 
 SECRET = "s3cr3t-T0k3n"

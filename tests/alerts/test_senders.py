@@ -211,7 +211,7 @@ def test_at_most_n_an_hour_and_the_next_one_counts_what_was_left_out() -> None:
 
 
 def test_what_was_left_out_is_told_when_the_hour_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_silent.alerts.hourly.HOUR", 0.4)
+    monkeypatch.setattr("ds_silent.alerts.delivery.HOUR", 0.4)
     sent: list[Alert] = []
     one = Delivery("somewhere", 1)
     for step in range(1, 14):

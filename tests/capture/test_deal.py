@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
 from ds_silent.capture.data_facts import Deal, deal_of
-from ds_silent.capture.loaders import LoaderWatch
+from ds_silent.capture.row_ids import LoaderWatch
 from ds_silent.detectors import Judge
 from ds_silent.finetune.sampler import Plan, ResumableSampler
 from ds_silent.measure.deal import DealFollower

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
 from ds_silent.capture.data_facts import DataFacts, data_facts
-from ds_silent.capture.loaders import LoaderWatch
+from ds_silent.capture.row_ids import LoaderWatch
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed
 

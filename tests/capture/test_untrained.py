@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.frameworks.ddp.reduction import reduced_parameters
+from ds_silent.frameworks.ddp import reduced_parameters
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed

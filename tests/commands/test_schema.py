@@ -17,8 +17,8 @@ from ds_silent.cli import app
 from ds_silent.commands.schema import DRAFT, NAMES, Name, schema_of, written
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.records import Event, EventKind, StepRecord, to_json
+from ds_silent.sinks.files import written_event, written_record
 from ds_silent.sinks.jsonl import read_event_records, read_records
-from ds_silent.sinks.written import written_event, written_record
 from tests.distributed import run_distributed
 from tests.pages import DOCS, ROOT
 from tests.sinks.example_records import empty_record, event, full_record

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.lifecycle import Episodes
 from ds_silent.records import Event, EventKind, Severity
 
 PREFLIGHT = Event(0, "config-mismatch", "error", (2,), "learning rate", None, None, "lr differs.", "Start alike.")

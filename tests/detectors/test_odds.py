@@ -12,8 +12,8 @@ import torch
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Finding, Judge, log_steps
-from ds_silent.detectors.episodes import Episodes
 from ds_silent.detectors.finding import with_odds
+from ds_silent.detectors.lifecycle import Episodes
 from ds_silent.detectors.order import OrderTest
 from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.maths.rounding_bound import Arithmetic, check_aggregate, rounding_tolerance, terms_of

@@ -12,7 +12,7 @@ from ds_silent.detectors import Judge
 from ds_silent.detectors.repeats import RepeatTest, rate_of_others
 from ds_silent.measure.coverage import EpochCoverage
 from ds_silent.measure.evidence import Coverage, Evidence
-from ds_silent.measure.recent_rows import RecentRows
+from ds_silent.measure.row_history import RecentRows
 from ds_silent.records import Event, StepRecord
 
 

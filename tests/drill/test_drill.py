@@ -22,7 +22,7 @@ from ds_silent.drill.program import Outcome, exit_code, judged, to_json
 from ds_silent.drill.rehearsal import Run, rehearse
 from ds_silent.drill.report import print_report, sentence
 from ds_silent.drill.training import Trial
-from ds_silent.drill.verdicts.found import due, first_compared, first_measured, judge, judge_healthy, loss_shift
+from ds_silent.drill.verdicts import due, first_compared, first_measured, judge, judge_healthy, loss_shift
 from ds_silent.practice.ranks import RankBroke, on_ranks
 from ds_silent.records import Event, StepRecord
 from tests.drill.cold_start import cold_start

@@ -23,7 +23,7 @@ from ds_silent.drill.rehearsal import Run, rehearse
 from ds_silent.drill.report import print_report, sentence
 from ds_silent.drill.setting import Dtype, Setting
 from ds_silent.drill.training import Trial
-from ds_silent.drill.verdicts.repaired import judge_repair
+from ds_silent.drill.verdicts import judge_repair
 from ds_silent.practice.ranks import on_ranks
 from ds_silent.records import Repair
 from tests.drill.cold_start import cold_start

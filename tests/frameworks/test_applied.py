@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_silent
-from ds_silent.frameworks.deepspeed.applied import base_optimizers
+from ds_silent.frameworks.deepspeed.state import base_optimizers
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed
 from tests.matrix import FP32_ACCUMULATION, OFFLOAD

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_silent
-from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
+from ds_silent.frameworks.fsdp2 import attach_fsdp2
 from ds_silent.observing.observer import IdleObserver, Observer
 from tests.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
 from tests.distributed import run_distributed

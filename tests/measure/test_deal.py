@@ -12,7 +12,7 @@ import torch
 
 from ds_silent.capture.data_facts import Deal
 from ds_silent.measure.deal import SLOTS, DealFollower, RowOwners
-from ds_silent.measure.recent_rows import RecentRows
+from ds_silent.measure.row_history import RecentRows
 
 Deals = Iterator[list[Any]]
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.ordered.exchange import CPU_MEMORY_MB, LongVector, OrderedExchange, covers, gather_runs, joined
-from ds_silent.ordered.norm import exponent_of, global_norm, norm_of, square_sums
-from ds_silent.ordered.tree import LocalTree, sum_rows
+from ds_silent.ordered.tree import LocalTree, exponent_of, global_norm, norm_of, square_sums, sum_rows
 from ds_silent.practice.hashing import hash_of
 from tests.distributed import run_distributed
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange import constant_size, gather, packing
+from ds_silent.exchange import constant_size, gather
+from ds_silent.exchange import layout as packing
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.distributed import run_distributed

@@ -11,8 +11,7 @@ import torch
 
 from ds_silent.distributed.parts import outvoted, parts_of
 from ds_silent.kernels.checksums import Bits, Items
-from ds_silent.replicas.compare import FEWEST, Comparison, Drift, compare, compare_tensors
-from ds_silent.replicas.history import Replicas
+from ds_silent.replicas.compare import FEWEST, Comparison, Drift, Replicas, compare, compare_tensors
 from tests.crowd import act
 
 GROUP: Any = None

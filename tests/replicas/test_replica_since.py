@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ds_silent.detectors.result import replicas as replicas_differ
-from ds_silent.replicas.compare import Drift
-from ds_silent.replicas.history import Replicas
+from ds_silent.replicas.compare import Drift, Replicas
 from tests.distributed import run_distributed
 from tests.made_records import Run
 

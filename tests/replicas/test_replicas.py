@@ -14,7 +14,7 @@ import ds_silent
 from ds_silent.distributed.parts import parts_of
 from ds_silent.kernels.checksums import SCRATCH, Checksums, checksum, combined
 from ds_silent.kernels.keys import ROW, keys_of, word_keys
-from ds_silent.replicas.history import Replicas
+from ds_silent.replicas.compare import Replicas
 from ds_silent.sinks.jsonl import read_events
 from tests.distributed import run_distributed
 from tests.training import Case

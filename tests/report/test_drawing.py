@@ -13,9 +13,8 @@ import pytest
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.runs.report import heat
 from ds_silent.runs.report.axis import Axis, binned, rebinned, shown, ticks
-from ds_silent.runs.report.drawing import Series, chart
+from ds_silent.runs.report.drawing import Series, chart, diverging
 from ds_silent.runs.report.figures import view_of
-from ds_silent.runs.report.png import diverging
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.drill.faults.update import no_majority
-from ds_silent.drill.verdicts.found import tells
+from ds_silent.drill.verdicts import tells
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.collectives import Call, check_collectives, record_collectives

@@ -24,9 +24,9 @@ from ds_silent.records import (
     to_json,
 )
 from ds_silent.sinks import open_files
+from ds_silent.sinks.files import quantiles_of, written_event
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records, read_metrics, read_records
 from ds_silent.sinks.per_rank import MAGIC, PerRankError, PerRankSink, RanksOfStep, read_per_rank
-from ds_silent.sinks.written import quantiles_of, written_event
 from tests.sinks.example_records import empty_record, event, full_record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ds_silent.config import ConfigError, parse
-from ds_silent.observing.refusals import refuse_metrics_without_library
+from ds_silent.observing.start import refuse_metrics_without_library
 from ds_silent.records import IntegrityStats, LossStats
 from ds_silent.sinks.prometheus import PrometheusSink, Seen, open_prometheus
 from tests.sinks.example_records import empty_record, event, full_record
@@ -148,7 +148,7 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
 
 
 def test_a_missing_library_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_silent.observing.refusals.installed", lambda package: False)
+    monkeypatch.setattr("ds_silent.observing.start.installed", lambda package: False)
     config = parse({"silent_consistency": {"metrics_port": 9400}})
     assert config is not None
     with pytest.raises(ConfigError, match=r'metrics_port 9400 needs prometheus_client, .* "ds_silent\[prometheus\]"'):

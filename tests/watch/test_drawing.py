@@ -10,10 +10,9 @@ import pytest
 from rich.cells import cell_len
 
 from ds_silent.runs.watch.departures import METRICS, Departure
-from ds_silent.runs.watch.drawing import SORTS, Wishes, draw, most_scroll, rows_of
-from ds_silent.runs.watch.glyphs import BLOCKS, PLAIN, glyphs_for
-from ds_silent.runs.watch.keys import keys_of, wished
-from ds_silent.runs.watch.view import Said, Standing, View
+from ds_silent.runs.watch.drawing import BLOCKS, PLAIN, SORTS, Wishes, draw, glyphs_for, most_scroll, rows_of
+from ds_silent.runs.watch.terminal import keys_of, wished
+from ds_silent.runs.watch.watched import Said, Standing, View
 
 NOW = 1_000_000.0
 

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from ds_silent.cli import app
 from ds_silent.runs.watch.once import ERROR, HEALTHY, NOTHING, STALE, WARNING, status_of
-from ds_silent.runs.watch.view import View
-from ds_silent.runs.watch.watched import Watched
+from ds_silent.runs.watch.watched import View, Watched
 from tests.sinks.example_records import event
 from tests.watch.runs import made, write, write_places
 

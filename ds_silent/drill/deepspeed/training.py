@@ -11,15 +11,38 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
+from torch import Tensor
 
 import ds_silent
 from ds_silent.config import BLOCK
 from ds_silent.drill.deepspeed.seams import Seams, reach_below
-from ds_silent.drill.deepspeed.state import state_hash
 from ds_silent.drill.faults.injection import Batch, Injection
 from ds_silent.drill.setting import Setting
-from ds_silent.drill.training import Script
+from ds_silent.drill.training import Script, state_of
 from ds_silent.observing.observer import Observer
+
+
+def state_hash(engine: Any) -> str:
+    """Of what this rank holds: parameters, frozen ones too, buffers, fp32 masters, the optimizer's state.
+
+    Under ZeRO the masters and the optimizer's state are this rank's own shard, and differ from rank to rank.
+    """
+    return state_of(engine.module, engine.basic_optimizer)
+
+
+def full_parameters(engine: Any) -> list[Tensor]:
+    """Clones of every parameter, whole, in their training dtype."""
+    parameters = []
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
+            parameters.append(parameter.detach().clone())
+    return parameters
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A training of the drill under DeepSpeed.
+#
+# What strikes behind the capture goes through :mod:`ds_silent.drill.deepspeed.seams`.
 
 
 class DeepSpeedTraining:

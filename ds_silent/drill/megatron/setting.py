@@ -10,20 +10,53 @@ fp32 and the optimizer updates fp32 copies, as Megatron's own training script ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import Fault
-from ds_silent.drill.faults.injection import NOTHING, Injection, Strike
-from ds_silent.drill.setting import Dtype
+from ds_silent.drill.faults.injection import NOTHING, Batch, Injection, Strike
+from ds_silent.drill.setting import Dtype, Setting
 from ds_silent.drill.torch_loop.setting import TorchSetting, read
-from ds_silent.drill.training import Script, Training
+from ds_silent.drill.training import Script, Training, state_of
 from ds_silent.extras import installed, missing_sentence
-from ds_silent.practice.megatron_scenarios import SCENARIOS, Scenario
+from ds_silent.frameworks.megatron.buffers import inner_optimizers
+from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.megatron_scenarios import SCENARIOS, Scenario, ScenarioTraining, training_of
+
+
+class PublicTraining:
+    """See :class:`ds_silent.drill.training.Training`."""
+
+    def __init__(self, training: ScenarioTraining) -> None:
+        self.observer = training.observer
+        self._training = training
+
+    def step(self, batches: list[Batch], step: int) -> float:
+        return self._training.step()
+
+    def state(self) -> str:
+        module = self._training.chunk.module
+        return hash_of(state_of(module, inner) for _, inner in inner_optimizers(self._training.optimizer))
+
+
+@contextmanager
+def train(setting: Setting, script: Script) -> Iterator[PublicTraining]:
+    """The training with its observer, until it is over."""
+    block = {**setting.config[BLOCK], "output_dir": str(script.output_dir)}
+    with training_of(SCENARIOS[script.trial.name], block) as training:
+        yield PublicTraining(training)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The configuration that the drill trains Megatron-core under, and what cannot be had there.
+#
+# Stage 0 is Megatron's plain optimizer, stage 1 its distributed one. In bf16 gradients are accumulated and reduced in
+# fp32 and the optimizer updates fp32 copies, as Megatron's own training script has it.
+
 
 NAME = "Megatron-core"
 RANKS = 4  # of the public faults' groups
@@ -109,7 +142,8 @@ class MegatronSetting(TorchSetting):
         return None if self.ranks == RANKS else f"its groups are of {RANKS} ranks"
 
     def training(self, script: Script) -> AbstractContextManager[Training]:
-        from ds_silent.drill.megatron import public, training
+        from ds_silent.drill.megatron import setting as public
+        from ds_silent.drill.megatron import training
 
         train = public.train if script.trial.name in SCENARIOS else training.train
         return train(self, script)

@@ -22,9 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.drill.setting import LARGEST_BUCKET
-from ds_silent.frameworks.ddp.attach import attach_ddp
-from ds_silent.frameworks.fsdp2.attach import attach_fsdp2
-from ds_silent.frameworks.fsdp2.modules import fsdp_modules, plain_parameters
+from ds_silent.frameworks.ddp import attach_ddp
+from ds_silent.frameworks.fsdp2 import attach_fsdp2, fsdp_modules, plain_parameters
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 from ds_silent.practice.model import PracticeModel

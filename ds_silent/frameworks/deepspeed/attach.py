@@ -17,21 +17,21 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
 
-from ds_silent.alerts.hidden import hidden
+from ds_silent.alerts.failure import hidden
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.config_file import load_ds_config
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
-from ds_silent.frameworks.deepspeed.groups import engine_facts
 from ds_silent.frameworks.deepspeed.inventory import is_sharded, training_of
 from ds_silent.frameworks.deepspeed.refusals import has_optimizer, refuse_unsupported_config, refuse_unsupported_engine
 from ds_silent.frameworks.deepspeed.shapes import Shape, data_parallel_group, shape_of
+from ds_silent.frameworks.deepspeed.state import engine_facts
 from ds_silent.frameworks.deepspeed.words import WORDS
-from ds_silent.frameworks.placed import placed
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observing import start
 from ds_silent.observing.attach import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.observing.observer import Observer
+from ds_silent.observing.start import placed
 from ds_silent.preflight.inventory import weights_hash
 
 logger = logging.getLogger("ds_silent")

@@ -23,7 +23,6 @@ from ds_silent.capture.mean_loss import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
 from ds_silent.framework import Covers, Moments, Part, Ranks
-from ds_silent.frameworks.deepspeed.applied import applied_gradients, applied_places, base_optimizers
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
 from ds_silent.frameworks.deepspeed.gradients import (
     accumulated_gradients,
@@ -33,11 +32,18 @@ from ds_silent.frameworks.deepspeed.gradients import (
     share_of,
     whole_on_every_rank,
 )
-from ds_silent.frameworks.deepspeed.groups import parameters_held
-from ds_silent.frameworks.deepspeed.kept_gradients import KeptGradients
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
-from ds_silent.frameworks.deepspeed.replicated import replica_of, replicated_parameters, replicated_state
 from ds_silent.frameworks.deepspeed.shapes import data_parallel_group, duplicates_of, is_pipeline, shape_of
+from ds_silent.frameworks.deepspeed.state import (
+    KeptGradients,
+    applied_gradients,
+    applied_places,
+    base_optimizers,
+    parameters_held,
+    replica_of,
+    replicated_parameters,
+    replicated_state,
+)
 from ds_silent.frameworks.deepspeed.words import OF_A_MESH, WORDS
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic

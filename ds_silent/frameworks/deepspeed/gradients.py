@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_silent.capture.local_gradient import Accumulated
 from ds_silent.framework import Part
 from ds_silent.frameworks.deepspeed.shapes import Shape
-from ds_silent.frameworks.shares import Slice, cut, nth_share, row_of
+from ds_silent.frameworks.torch_common import Slice, cut, nth_share, row_of
 
 
 def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:

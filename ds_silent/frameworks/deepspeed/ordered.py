@@ -26,10 +26,9 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
-from ds_silent.frameworks.shares import Slice
+from ds_silent.frameworks.torch_common import Slice
 from ds_silent.ordered.exchange import LongVector, OrderedExchange, covers, gather_runs, joined
-from ds_silent.ordered.norm import global_norm
-from ds_silent.ordered.tree import Gradients, LocalTree
+from ds_silent.ordered.tree import Gradients, LocalTree, global_norm
 from ds_silent.patches import Patches
 
 Look = Callable[[], bool | None]

@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_silent.frameworks.placed import Place, label_of
 from ds_silent.kernels.checksums import Items
+from ds_silent.observing.start import Place, label_of
 from ds_silent.replicas.duplicates import Duplicates
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_silent.frameworks.shares import Slice, cut, nth_share
+from ds_silent.frameworks.torch_common import Slice, cut, nth_share
 
 
 class Buffers:

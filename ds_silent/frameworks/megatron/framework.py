@@ -11,6 +11,7 @@ never from the bucket's own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -23,17 +24,65 @@ from torch.autograd.graph import increment_version
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
 from ds_silent.framework import Moments, Part, Ranks
-from ds_silent.frameworks import replicated
-from ds_silent.frameworks.counts import CountsItself, StepCounts
+from ds_silent.frameworks import torch_common as replicated
 from ds_silent.frameworks.megatron.buffers import Buffers, inner_optimizers, trained_by
-from ds_silent.frameworks.megatron.losses import watch_losses
 from ds_silent.frameworks.megatron.peers import Peers
+from ds_silent.frameworks.torch_common import CountsItself, StepCounts
 from ds_silent.frameworks.torch_loop import rows_in
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 from ds_silent.patches import Patches
 from ds_silent.records import Event
 from ds_silent.text import Words
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def watch_losses(patches: Patches, chunks: Sequence[Any], tell: Callable[[Tensor], object]) -> None:
+    """Call ``tell`` with the loss of each micro-batch of these chunks, on the ranks that compute one."""
+    own = {id(chunk) for chunk in chunks}
+
+    def forward_step(original: Callable[..., Any], script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = args[1] if len(args) > 1 else kwargs.get("model")
+        return original(_told(script, tell) if id(model) in own else script, *args, **kwargs)
+
+    schedules = sys.modules.get(_SCHEDULES)
+    if hasattr(schedules, "forward_step"):
+        patches.wrap(schedules, "forward_step", forward_step)
+
+
+def _told(script: Callable[..., Any], tell: Callable[[Tensor], object]) -> Callable[..., Any]:
+    """The script's ``forward_step``, whose loss function tells what it returns."""
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        output, loss_function = script(*args, **kwargs)
+        if loss_function is None or not torch.is_grad_enabled():
+            return output, loss_function
+
+        def told(*given: Any, **named: Any) -> Any:
+            result = loss_function(*given, **named)
+            if isinstance(result, tuple) and isinstance(result[0], Tensor) and result[0].numel() == 1:
+                tell(_mean(result))
+            return result
+
+        return output, told
+
+    return forward_step
+
+
+def _mean(result: tuple[Any, ...]) -> Tensor:
+    """(mean, ..), or (sum over tokens, tokens, ..): a copy, because the schedule divides it in place."""
+    loss: Tensor = result[0].detach().clone()
+    return loss / torch.as_tensor(result[1], device=loss.device).clamp(min=1) if len(result) == 3 else loss
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The chunks of one model in Megatron-core's ``DistributedDataParallel``: what they answer, and where the hooks are.
+#
+# Gradients accumulate in ``parameter.main_grad``, where fused kernels write too: so each is looked at once per step,
+# whole, as the reduction of its bucket starts. The factor that it should be reduced with follows from the
+# configuration, never from the bucket's own.
+
 
 WORDS = Words(
     framework="Megatron-core",

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ds_silent.runs.run import ReadingError
 from ds_silent.runs.report.page import write_report
+from ds_silent.runs.run import ReadingError
 
 
 def report_command(runs: Sequence[str], output: str | None) -> int:

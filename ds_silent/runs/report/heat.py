@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup, escape
 
-from ds_silent.runs.spread import QUANTITIES
 from ds_silent.runs.report.axis import rebinned, shown
-from ds_silent.runs.report.drawing import Figure, cursor, rounded, x_labels
+from ds_silent.runs.report.drawing import Figure, cursor, data_uri, diverging, rounded, sequential, x_labels
 from ds_silent.runs.report.figures import Panel, View
-from ds_silent.runs.report.png import data_uri, diverging, sequential
+from ds_silent.runs.spread import QUANTITIES
 
 MOST_ROWS = 64
 OF_MANY = 32

@@ -22,10 +22,19 @@ import jinja2
 from markupsafe import Markup
 
 from ds_silent.runs import Run, Verdict, read_run, verdict_of
-from ds_silent.runs.run import ReadingError, find_runs
 from ds_silent.runs.report import heat
 from ds_silent.runs.report.figures import CURVES, FURTHER, Panel, View, scores, view_of
-from ds_silent.runs.report.tables import Preflight, Repaired, Row, event_rows, facts_of, preflight_of, repairs_of, timeline
+from ds_silent.runs.report.tables import (
+    Preflight,
+    Repaired,
+    Row,
+    event_rows,
+    facts_of,
+    preflight_of,
+    repairs_of,
+    timeline,
+)
+from ds_silent.runs.run import ReadingError, find_runs
 
 MOST_RUNS = 12
 """Of one page."""

@@ -10,11 +10,11 @@ from markupsafe import Markup, escape
 
 from ds_silent.runs import Run
 from ds_silent.runs.events import EventGroup
-from ds_silent.runs.values import number, of, text, whole
-from ds_silent.runs.verdict import who_of
 from ds_silent.runs.report.axis import shown
 from ds_silent.runs.report.drawing import Figure, cursor, x_labels
 from ds_silent.runs.report.figures import Panel, View, batch_of
+from ds_silent.runs.values import number, of, text, whole
+from ds_silent.runs.verdict import who_of
 
 MOST_ROWS = 300
 _TIMELINE = 24

@@ -52,7 +52,7 @@ def watch_command(
 
 
 def _alerting(run: str, every: float, stale: float | None, alert: Sequence[str]) -> int:
-    from ds_silent.alerts.following import FollowedEvents  # slow: only who wants it pays
+    from ds_silent.alerts.sink import FollowedEvents  # slow: only who wants it pays
     from ds_silent.config import ConfigError
 
     try:

@@ -16,12 +16,9 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from ds_silent.runs.watch.drawing import Wishes, draw, most_scroll
-from ds_silent.runs.watch.glyphs import Glyphs, glyphs_for
-from ds_silent.runs.watch.keys import Keyboard, wished
-from ds_silent.runs.watch.screen import Screen
-from ds_silent.runs.watch.view import View
-from ds_silent.runs.watch.watched import Watched
+from ds_silent.runs.watch.drawing import Glyphs, Wishes, draw, glyphs_for, most_scroll
+from ds_silent.runs.watch.terminal import Keyboard, Screen, wished
+from ds_silent.runs.watch.watched import View, Watched
 
 TICK = 0.5
 """Seconds after which the size of the terminal is looked at again."""

@@ -14,7 +14,7 @@ from typing import Any
 from ds_silent.records import to_json
 from ds_silent.runs.watch.departures import METRICS
 from ds_silent.runs.watch.drawing import Wishes, ago, rows_of
-from ds_silent.runs.watch.view import View
+from ds_silent.runs.watch.watched import View
 
 FORMAT = 1
 """Of the JSON; keys are added without a new number, none changes its meaning."""

@@ -19,20 +19,122 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.config import SilentConsistencyConfig
+from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
 from ds_silent.distributed.together import Together, UnevenInputsError
+from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Covers, Moments, Part, Ranks
-from ds_silent.frameworks import replicated
-from ds_silent.frameworks.counts import CountsItself
-from ds_silent.frameworks.ddp.reduction import WHOLE, arithmetic_of, hook_of, keeps_the_mean, reduced_parameters
-from ds_silent.frameworks.shares import Applied, cut, nth_share, row_of
+from ds_silent.frameworks import torch_common as replicated
+from ds_silent.frameworks.torch_common import Applied, CountsItself, Wrapped, attach_wrapped, cut, nth_share, row_of
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.kernels.checksums import Items, Replica
-from ds_silent.maths.rounding_bound import Arithmetic
+from ds_silent.maths.rounding_bound import Arithmetic, coarsest
+from ds_silent.observing.attach import Given, idle_observer, is_alone
+from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 from ds_silent.text import TORCH
+
+_NARROW = {
+    "fp16_compress_hook": torch.float16,
+    "fp16_compress_wrapper": torch.float16,
+    "FP16_COMPRESS": torch.float16,
+    "bf16_compress_hook": torch.bfloat16,
+    "bf16_compress_wrapper": torch.bfloat16,
+}
+_MARK = "ds_silent"
+WHOLE = ("", "allreduce_hook", "ALLREDUCE")
+
+
+def hook_of(ddp: Any) -> str:
+    """Name of the communication hook; empty without one.
+
+    Python hooks stand in ``_comm_hooks``; a built-in one only in the logging data (torch 2.4 to 2.13).
+    """
+    hooks = getattr(ddp, "_comm_hooks", None) or []
+    if hooks:
+        hook = hooks[-1][0]
+        return str(getattr(hook, "__name__", None) or type(hook).__name__)
+    named = ddp._get_ddp_logging_data().get("comm_hook", "") if hasattr(ddp, "_get_ddp_logging_data") else ""
+    return str(named).rpartition(".")[2] if named else ""
+
+
+def keeps_the_mean(ddp: Any) -> bool:
+    """Whether what comes out should be the mean but for rounding; hooks of unknown name may be lossy by design."""
+    return hook_of(ddp) in (*WHOLE, *_NARROW)
+
+
+def arithmetic_of(ddp: Any, dtypes: set[torch.dtype], elements: int, width: int) -> Arithmetic:
+    """The reducer multiplies by 1/N (which rounds too) and adds up, in the gradients' own dtype or that of a hook.
+
+    ``mixed_precision`` casts parameters and gradients to ``reduce_dtype``, and the result back.
+    """
+    own = coarsest(dtypes)
+    precision = getattr(ddp, "mixed_precision", None)
+    narrowed = _NARROW.get(hook_of(ddp)) or getattr(precision, "reduce_dtype", None) or own
+    communication = coarsest((own, narrowed))
+    return Arithmetic(
+        communication,
+        before=2 + (communication != own),
+        after=(communication, own) if communication != own else (),
+        accumulation=own,
+        applied=own,
+        norm=own,
+        elements=elements,
+        width=width,
+        handed_unscaled=True,
+    )
+
+
+def reduced_parameters(ddp: Any) -> set[int] | None:
+    """``id`` of each parameter that lies in a bucket; None where that is not known.
+
+    The reducer keeps the nodes alive that accumulate its parameters' gradients, and keeps the list of them to itself
+    (torch 2.4 to 2.13): a node that is the same object a moment later has another owner than this function. That the
+    owner is the reducer, and not a graph that the script holds, follows from their number.
+    """
+    count = ddp._get_ddp_logging_data().get("num_parameter_tensors") if hasattr(ddp, "logger") else None
+    parameters = list(ddp.module.parameters())
+    try:
+        kept = {id(parameter) for parameter in parameters if _accumulated_elsewhere(parameter)}
+    except Exception:  # whatever a tensor subclass of somebody else's raises
+        kept = set()
+    if len(kept) == count:
+        return kept
+    trainable = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    return trainable if len(trainable) == count else None
+
+
+def _accumulated_elsewhere(parameter: Any) -> bool:
+    needed = parameter.requires_grad
+    if (
+        not parameter.is_leaf
+        or parameter.is_inference()
+        or not (parameter.is_floating_point() or parameter.is_complex())
+    ):
+        return False
+    parameter.requires_grad_(True)
+    try:
+        _accumulator(parameter).metadata[_MARK] = True
+        return _accumulator(parameter).metadata.pop(_MARK, False) is True
+    finally:
+        parameter.requires_grad_(needed)
+
+
+def _accumulator(parameter: Any) -> Any:
+    with torch.enable_grad():
+        return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One model in ``DistributedDataParallel``: what it answers, and where its hooks are.
+#
+# No communication hook is registered: torch allows one, which is the user's. The local gradient is what a leaf hook
+# sees and what ``parameter.grad`` holds of earlier micro-batches; where a parameter may take part in an earlier
+# micro-batch only (``find_unused_parameters``), each micro-batch is looked at by itself.
+
 
 logger = logging.getLogger("ds_silent")
 
@@ -173,3 +275,59 @@ class DDPFramework(CountsItself, Covers):
     def close(self, ended: bool) -> None:
         self._patches.undo()
         self._loop.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From a module in ``DistributedDataParallel`` and its optimizer to an observer.
+
+
+def attach_ddp(
+    model: DistributedDataParallel,
+    optimizer: Any,
+    config: Given = None,
+    *,
+    loader: Any = None,
+    accumulation: int = 1,
+    _gather_limit: int = GATHER_LIMIT,
+) -> Observer | None:
+    """Observe a ``DistributedDataParallel`` training; ``observer.close()`` undoes it. Every rank calls it.
+
+    Args:
+        model: the wrapped module, before its first step.
+        optimizer: the torch optimizer, or several, that step its parameters.
+        config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
+            all defaults.
+        loader: this rank's DataLoader or sampler, for the preflight and the size of an epoch. The rows are followed
+            without it too.
+        accumulation: micro-batches per step, where the script accumulates.
+        _gather_limit: for tests: a few ranks can be above it.
+
+    Returns:
+        the observer, or None when the block says ``"enabled": false``.
+
+    Raises:
+        ConfigError: the block cannot be honoured; the same on every rank.
+        SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
+    """
+    if not isinstance(model, DistributedDataParallel) and is_alone(model):
+        return idle_observer(config)
+    if not isinstance(model, DistributedDataParallel):
+        print_without_traceback(ConfigError, tells=lambda _: is_first())
+        raise ConfigError(
+            f"attach_ddp takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the "
+            "module first"
+        )
+    wrapped = Wrapped(
+        name="DistributedDataParallel",
+        held=model,
+        module=model.module,
+        group=lambda: model.process_group,
+        framework=lambda optimizers, config, rows, steps: DDPFramework(model, optimizers, config, rows, steps),
+        facts=lambda: {
+            "find_unused_parameters": bool(model.find_unused_parameters),
+            "static_graph": bool(model.static_graph),
+            "the communication hook": hook_of(model),
+        },
+        sharded=False,
+    )
+    return attach_wrapped(wrapped, optimizer, config, loader, accumulation, _gather_limit)

@@ -1,1 +1,0 @@
-"""Was a fault found, and was it repaired? Pure: events and states in, a judgement out."""

@@ -1,1 +1,0 @@
-"""The adapter of torch's ``DistributedDataParallel``: the only folder that touches its inside."""

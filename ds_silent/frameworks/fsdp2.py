@@ -1,0 +1,280 @@
+"""One model under ``fully_shard``: what it answers, and where its hooks are.
+
+framework = FSDP2Framework(model, optimizers, config, micro_batch_rows=4, accumulation=1)
+framework.connect(moments)
+framework.close(ended=True)          # the modules and their optimizers are as they were
+
+A backward sees plain, whole parameters, whose hooks give each micro-batch's local gradient; it is reduced and freed at
+once. What comes out is this rank's rows of ``parameter.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.distributed.communicator import own_group
+from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.extras import is_first, print_without_traceback
+from ds_silent.framework import Covers, Moments, Part, Ranks
+from ds_silent.frameworks.torch_common import Applied, CountsItself, Slice, Wrapped, attach_wrapped
+from ds_silent.frameworks.torch_loop import TorchLoop
+from ds_silent.kernels.checksums import Items
+from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
+from ds_silent.observing.attach import Given, idle_observer, is_alone
+from ds_silent.observing.observer import Observer
+from ds_silent.text import TORCH
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The wrapped modules, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Back to the parameters that optimizers hold: behind a forward without gradients the root's are whole."""
+    for module in reversed(fsdp_modules(model)):
+        module.reshard()
+
+
+def synchronises(modules: Sequence[Any]) -> bool:
+    """Whether a backward reduces now: what ``set_requires_gradient_sync`` was given last, maybe before the attach."""
+    groups: list[Any] = []
+    for state in (module._get_fsdp_state() for module in modules):
+        held = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13; one or none before
+        groups += [state._fsdp_param_group] if held is None else held
+    return all(group.reduce_grads for group in groups if group is not None)
+
+
+def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
+    """The one device mesh of all trainable parameters.
+
+    Raises:
+        ConfigError: there are others, or a parameter is not sharded over its first dimension alone.
+    """
+    meshes = []
+    for name, parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"silent_consistency cannot observe parameter {name}, which no fully_shard holds; call fully_shard on "
+                "the root module too"
+            )
+        *outer, last = parameter.placements
+        if not (isinstance(last, Shard) and last.dim == 0 and all(isinstance(one, Replicate) for one in outer)):
+            raise ConfigError(
+                f"silent_consistency cannot observe parameter {name}, which is placed as {parameter.placements}; it "
+                "needs Shard(0), with replicas of it at most"
+            )
+        if parameter.device_mesh not in meshes:
+            meshes.append(parameter.device_mesh)
+    if len(meshes) != 1:
+        raise ConfigError(
+            f"silent_consistency needs one device mesh for all trainable parameters, got {len(meshes)}; observe each "
+            "part of the model by itself"
+        )
+    return meshes[0]
+
+
+def group_of(mesh: Any) -> dist.ProcessGroup:
+    """All ranks of a mesh: those whose gradients make one aggregate.
+
+    Raises:
+        ConfigError: the mesh has replicas and does not span all ranks.
+    """
+    if mesh.ndim == 1:
+        group: dist.ProcessGroup = mesh.get_group()
+        return group
+    if mesh.size() != dist.get_world_size():
+        raise ConfigError(
+            f"silent_consistency needs a mesh of replicas that spans all {dist.get_world_size()} ranks, got one of "
+            f"{mesh.size()}"
+        )
+    return dist.distributed_c10d._get_default_group()
+
+
+def share_of(parameters: list[Any], mesh: Any) -> list[Slice]:
+    """What of the reduced gradient this rank answers for: its rows; nothing on ranks that hold a replica of them."""
+    place = mesh.get_coordinate()
+    if place is None or any(place[:-1]):
+        return []
+    rank, ranks = place[-1], mesh.size(mesh.ndim - 1)
+    slices = []
+    for index, parameter in enumerate(parameters):
+        rows = parameter.shape[0] if parameter.ndim else 1
+        size = -(-rows // ranks)  # as torch.chunk cuts
+        begin, end = min(rank * size, rows), min((rank + 1) * size, rows)
+        width = parameter.numel() // rows if rows else 0
+        if end > begin and width:
+            slices.append(Slice(index, begin * width, (end - begin) * width))
+    return slices
+
+
+def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> list[Tensor]:
+    """The parameters that forward and backward see: whole, and the same objects in every step."""
+    for module in modules:
+        module.unshard()
+    try:
+        held = dict(model.named_parameters())
+        return [held[name] for name in names]
+    finally:
+        reshard(model)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One model under ``fully_shard``: what it answers, and where its hooks are.
+#
+# A backward sees plain, whole parameters, whose hooks give each micro-batch's local gradient; it is reduced and freed
+# at once. What comes out is this rank's rows of ``parameter.grad``.
+
+
+class FSDP2Framework(CountsItself, Covers):
+    """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        config: SilentConsistencyConfig,
+        micro_batch_rows: int,
+        accumulation: int,
+    ):
+        self.words, self.module = TORCH, model
+        self._optimizers, self._modules = list(optimizers), fsdp_modules(model)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names, self._shards = [name for name, _ in named], [p for _, p in named]
+        self.numels = [p.numel() for p in self._shards]
+        mesh = mesh_of(named)
+        group = own_group(group_of(mesh))
+        self.ranks = Ranks(group, group, torch.device(self._local(self._shards[0]).device))
+        self._data_ranks = dist.get_world_size(group)
+        self.micro_batches = self.boundaries = accumulation
+        self.micro_batch_rows = micro_batch_rows
+        self.additive = self.overlapped = self.whole_at_hook = True
+        self.aggregate_replicated, self.clip = False, 0.0
+        self.observes_applied = config.integrity.aggregation and config.direction.method != "off"
+        self._share = share_of(self._shards, mesh)
+        self._applied = Applied([(self._shards[piece.index], piece) for piece in self._share], self._optimizers)
+        self._plain = plain_parameters(model, self._modules, self.names)
+        self._loop = TorchLoop(model, self._optimizers, lambda: synchronises(self._modules))
+        self._counts = self._loop.counts
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def arithmetic(self, elements: int, width: int) -> Arithmetic:
+        """Gradients travel in the policy's ``reduce_dtype``, else in that of the forward, else in their own."""
+        own = coarsest(p.dtype for p in self._shards)
+        policies = [module._get_fsdp_state()._mp_policy for module in self._modules]  # torch 2.6 to 2.13
+        travelling = [policy.reduce_dtype or policy.param_dtype or own for policy in policies]
+        seen = [policy.param_dtype or own for policy in policies]
+        communication = coarsest(travelling)
+        narrows = UNIT_ROUNDOFF[communication] > min(UNIT_ROUNDOFF[dtype] for dtype in seen)
+        after = (communication, *((own,) if UNIT_ROUNDOFF[own] > UNIT_ROUNDOFF[communication] else ()))
+        return Arithmetic(
+            communication,
+            before=1 + narrows,
+            after=after,
+            reductions=self.micro_batches,
+            accumulation=own,
+            applied=own,
+            norm=own,
+            elements=elements,
+            width=width,
+            handed_unscaled=True,
+            writes_hidden=True,  # neither a DTensor's version nor its shard's moves when it is clipped
+        )
+
+    def is_boundary(self) -> bool:
+        return self._loop.is_boundary()
+
+    def accumulated(self, index: int) -> Tensor | None:
+        return None
+
+    def reduced(self, index: int) -> Tensor | None:
+        return None
+
+    @staticmethod
+    def _local(tensor: Any) -> Tensor:
+        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return local
+
+    def aggregated(self) -> Iterator[Part] | None:
+        held = ((piece, self._shards[piece.index].grad) for piece in self._share)
+        return (
+            (piece.index, piece.start, self._local(grad).detach().reshape(-1)[: piece.numel])
+            for piece, grad in held
+            if grad is not None
+        )
+
+    def applied(self, optimizer: Any) -> Iterator[Part]:
+        for parameter, piece in self._applied.by(optimizer):
+            if parameter.grad is not None:
+                yield piece.index, piece.start, self._local(parameter.grad).detach().reshape(-1)[: piece.numel]
+
+    def optimizers(self) -> list[Any]:
+        return self._optimizers
+
+    def held(self) -> list[list[Tensor]]:
+        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def replicated(self) -> tuple[Items, Callable[[], Items]]:
+        """Each number has one owner, or replicas that only some ranks hold."""
+        return [], list
+
+    # -- connecting and disconnecting ----------------------------------------------------------------------------
+
+    def connect(self, moments: Moments) -> None:
+        self._loop.connect(moments, self._plain)
+
+    def close(self, ended: bool) -> None:
+        self._loop.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From a module under ``fully_shard`` and its optimizer to an observer.
+
+
+def attach_fsdp2(
+    model: nn.Module,
+    optimizer: Any,
+    config: Given = None,
+    *,
+    loader: Any = None,
+    accumulation: int = 1,
+    _gather_limit: int = GATHER_LIMIT,
+) -> Observer | None:
+    """Observe an FSDP2 training; ``observer.close()`` undoes it. Every rank calls it. A collective: it unshards once.
+
+    Args:
+        model: the root module that ``fully_shard`` has returned, before its first step.
+        optimizer, config, loader, accumulation, _gather_limit: as :func:`ds_silent.attach_ddp` takes them.
+
+    Returns:
+        the observer, or None when the block says ``"enabled": false``.
+
+    Raises:
+        ConfigError: the block or the model's layout cannot be honoured; the same on every rank.
+        SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
+    """
+    if not isinstance(model, FSDPModule) and is_alone(model):
+        return idle_observer(config)
+    if not isinstance(model, FSDPModule):
+        print_without_traceback(ConfigError, tells=lambda _: is_first())
+        raise ConfigError(f"attach_fsdp2 takes a module under fully_shard, got {type(model).__name__}")
+    reshard(model)
+    wrapped = Wrapped(
+        name="fully_shard",
+        held=model,
+        module=model,
+        group=lambda: group_of(mesh_of([(name, p) for name, p in model.named_parameters() if p.requires_grad])),
+        framework=lambda optimizers, config, rows, steps: FSDP2Framework(model, optimizers, config, rows, steps),
+        facts=dict,
+        sharded=True,
+    )
+    return attach_wrapped(wrapped, optimizer, config, loader, accumulation, _gather_limit)

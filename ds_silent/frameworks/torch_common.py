@@ -1,0 +1,378 @@
+"""Attach what PyTorch itself trains data-parallel, and what DDP, FSDP2 and Megatron-core answer alike."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
+from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.framework import Framework
+from ds_silent.kernels.checksums import Items, Replica
+from ds_silent.maths.sketch import offsets_of
+from ds_silent.observing.attach import Given, Subject, given_block, observe, told_in_a_sentence
+from ds_silent.observing.observer import Observer
+from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks
+from ds_silent.preflight.compare import Item
+from ds_silent.preflight.inventory import Training
+from ds_silent.preflight.settings import groups_of
+from ds_silent.text import TORCH, Words
+
+ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A model that torch trains data-parallel."""
+
+    name: str  # of what wraps it
+    held: Any  # what the script holds
+    module: nn.Module  # whose parameters are trained
+    group: Callable[[], dist.ProcessGroup]  # that reduces; raises ConfigError where there is no single one
+    framework: Callable[[Sequence[Any], SilentConsistencyConfig, int, int], Framework]  # optimizers, .., rows, steps
+    facts: Callable[[], dict[str, Any]]  # what else the ranks' collectives follow from
+    sharded: bool  # no rank holds a whole parameter
+    words: Words = TORCH
+    repairs: bool = True  # whole replicas can be written between two steps
+    others: Callable[[Tensor], bool] = lambda tensor: False  # not every rank has this one: experts
+    config: Callable[[], list[Item]] = list  # of what the user has configured, which every rank must have alike
+
+
+def attach_wrapped(
+    wrapped: Wrapped, optimizer: Any, config: Given, loader: Any, accumulation: int, gather_limit: int = GATHER_LIMIT
+) -> Observer | None:
+    """See :func:`ds_silent.attach_ddp`. Every rank calls it."""
+    optimizers = [torch_optimizer(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    block, refusal = None, None
+    try:
+        refuse_strange_optimizers(wrapped.name, optimizers)
+        block = given_block(config)
+    except ConfigError as error:
+        refusal = error
+    with told_in_a_sentence():
+        rows = rows_per_batch(loader) or ROWS
+        subject = Subject(
+            held=wrapped.held,
+            words=wrapped.words,
+            group=wrapped.group(),
+            facts=lambda: {"the number of micro-batches": accumulation, **parameter_facts(wrapped), **wrapped.facts()},
+            refuse=partial(refuse_unsupported, wrapped),
+            framework=lambda own: wrapped.framework(optimizers, own, rows, accumulation),
+            training=lambda: Training(
+                wrapped.words.framework,
+                wrapped.module,
+                optimizers[0],
+                config=wrapped.config,
+                sharded=lambda tensor: wrapped.sharded or wrapped.others(tensor),
+                groups=partial(groups_of, optimizers),
+            ),
+            loader=loader,
+            gather_limit=gather_limit,
+        )
+        return observe(subject, block, refusal)
+
+
+def torch_optimizer(optimizer: Any) -> Any:
+    """What an ``AcceleratedOptimizer`` holds, which is a torch optimizer in name only; else the optimizer itself."""
+    accelerated = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
+    return optimizer.optimizer if isinstance(optimizer, accelerated) else optimizer
+
+
+def rows_per_batch(loader: Any) -> int | None:
+    """Rows that a loader, its iterator, or the batch sampler in it, gives at once; None where it does not say."""
+    held = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "_index_sampler", None))
+    sizes = (getattr(one, "batch_size", None) for one in held)
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def refuse_strange_optimizers(name: str, optimizers: Sequence[Any]) -> None:
+    """Raise :class:`ConfigError` for what does not step parameters as torch's optimizers do."""
+    for optimizer in optimizers or [None]:
+        if not hasattr(optimizer, "register_step_pre_hook"):
+            raise ConfigError(
+                f"ds_silent needs the torch optimizer that steps this {name} model, got {type(optimizer).__name__}; "
+                "give it as the second argument, or several as a list"
+            )
+
+
+def refuse_unsupported(wrapped: Wrapped, config: SilentConsistencyConfig) -> None:
+    """Raise :class:`ConfigError` for what only other frameworks can do."""
+    refuse_too_few_ranks(config, wrapped.group().size())
+    refuse_sparse_gradients(wrapped.module)
+    respond, resync = config.respond, config.resync
+    if config.reduction == "ordered":
+        raise ConfigError(f'{BLOCK}.reduction "ordered" is for DeepSpeed; use "native" with {wrapped.name}')
+    if respond.on_aggregation_error != "report":
+        raise ConfigError(
+            f'{BLOCK}.respond.on_aggregation_error "{respond.on_aggregation_error}" is for DeepSpeed; use "report" '
+            f'with {wrapped.name}, and detectors.stop_on "error" to end the training'
+        )
+    if respond.on_replica_drift == "stop":
+        raise ConfigError(
+            f'{BLOCK}.respond.on_replica_drift "stop" writes a checkpoint of DeepSpeed; use "report" with '
+            f'{wrapped.name}, and detectors.stop_on "error" to end the training'
+        )
+    writes = respond.on_replica_drift != "report" or resync.mode != "off"
+    if writes and not wrapped.repairs:
+        raise ConfigError(
+            f"{BLOCK}.respond.on_replica_drift and {BLOCK}.resync write weights, which ds_silent does not do with "
+            f'{wrapped.name} yet; use "report" and "off"'
+        )
+    if wrapped.sharded and writes:
+        raise ConfigError(
+            f"{BLOCK}.respond.on_replica_drift and {BLOCK}.resync need whole replicas, and {wrapped.name} shards "
+            'them; use "report" and "off"'
+        )
+
+
+def parameter_facts(wrapped: Wrapped) -> dict[str, Any]:
+    """What all ranks must have alike, by the names that a person would look for; JSON values."""
+    named = [(name, p) for name, p in wrapped.module.named_parameters() if p.requires_grad]
+    listed = hashlib.sha256(repr([(name, p.numel()) for name, p in named]).encode()).hexdigest()[:8]
+    return {
+        "the dtypes of the trainable parameters": sorted({str(p.dtype) for _, p in named}),
+        "the list of trainable parameters": f"{len(named)} [{listed}]",
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a framework answers alike whose training script writes the loop: nobody but the adapter counts its steps.
+
+
+@dataclass
+class StepCounts:
+    """On this rank."""
+
+    step: int = 1  # the optimizer step under way
+    rows: int = 0  # consumed until the last step
+    batch: int = 0  # rows of the step that was taken last
+    skipped: bool = False  # the optimizer left that step out, for infinities
+    left_out: bool = False  # the script did, by clearing its gradient
+
+    def take(self, rows: int, skipped: bool, left_out: bool = False) -> None:
+        """A step of that many rows has been taken, or left out."""
+        self.step, self.rows, self.batch = self.step + 1, self.rows + rows, rows
+        self.skipped, self.left_out = skipped, left_out
+
+
+class CountsItself:
+    """Members of :class:`ds_silent.framework.Framework` and :class:`~ds_silent.framework.Counts`."""
+
+    _counts: StepCounts
+    _data_ranks: int  # that consume rows of their own
+
+    @property
+    def step(self) -> int:
+        return self._counts.step
+
+    @property
+    def samples(self) -> int:
+        return self._counts.rows * self._data_ranks
+
+    @property
+    def batch(self) -> float:
+        return float(self._counts.batch)
+
+    @property
+    def update_skipped(self) -> bool:
+        return self._counts.skipped or self._counts.left_out
+
+    @property
+    def left_out(self) -> bool:
+        return self._counts.left_out
+
+    def skipped(self, applied: bool | None) -> bool:
+        return self._counts.skipped
+
+    def counted(self) -> dict[str, int]:
+        return {"step": self._counts.step, "rows": self._counts.rows}
+
+    def count_on(self, counted: dict[str, int]) -> None:
+        self._counts.step, self._counts.rows = int(counted["step"]), int(counted["rows"])
+
+    def scale(self, seen: Tensor | None) -> float | Tensor:
+        return 1.0 if seen is None else seen
+
+    def gram(self) -> Tensor | None:
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one rank answers for where every rank holds the whole aggregated gradient: an N-th of it, so that the ranks'
+# shares make up the whole, once.
+#
+# A share begins and ends between two rows, so that each piece is a view of the gradient, however that lies in memory
+# (``channels_last``, transposed, expanded). A copy would have another address at each look, which says that a script
+# has written to the gradient.
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A run of one parameter's elements that this rank answers for."""
+
+    index: int  # of the parameter
+    start: int
+    numel: int
+
+
+def row_of(parameter: Tensor) -> int:
+    """Elements behind one index of the first dimension that has several."""
+    return parameter.numel() // _first_long(parameter)[1]
+
+
+def _first_long(values: Tensor) -> tuple[int, int]:
+    """(dimension, its size), (0, 1) without one."""
+    return next(((dim, size) for dim, size in enumerate(values.shape) if size > 1), (0, 1))
+
+
+def nth_share(numels: Sequence[int], rank: int, ranks: int, rows: Sequence[int] = ()) -> list[Slice]:
+    """Of all parameters one after the other: elements ``rank * D / ranks`` to ``(rank + 1) * D / ranks``.
+
+    Args:
+        numels: elements of each parameter.
+        rank, ranks: whose share, and of how many.
+        rows: elements of a row of each, which is never divided; by default one.
+    """
+    offsets, total = offsets_of(list(numels))
+    begin, end = rank * total // ranks, (rank + 1) * total // ranks
+    slices = []
+    for index, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
+        row = max(rows[index], 1) if rows else 1
+        low, high = (
+            numel if bound >= offset + numel else max(bound - offset, 0) // row * row for bound in (begin, end)
+        )
+        if low < high:
+            slices.append(Slice(index, low, high - low))
+    return slices
+
+
+def cut(values: Tensor | None, piece: Slice) -> Tensor | None:
+    """The elements of a piece, a view where it consists of whole rows or the values are contiguous; None stays None."""
+    if values is None:
+        return None
+    values = values.detach()
+    if not values.is_contiguous():
+        dim, size = _first_long(values)
+        row = values.numel() // size
+        if piece.start % row == 0 and piece.numel % row == 0:
+            return values.narrow(dim, piece.start // row, piece.numel // row)
+    return values.reshape(-1)[piece.start : piece.start + piece.numel]
+
+
+class Applied:
+    """Which pieces each optimizer applies.
+
+    What no optimizer holds goes with the first, as if it applied its gradient as it is: another optimizer, which the
+    observer was not given, may hold it, and if nobody does, that is a finding of its own.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[Tensor, Slice]], optimizers: Sequence[Any]):
+        """``pieces``: with the parameters that they are of."""
+        self._pieces, self._optimizers = pieces, optimizers
+        self._groups: tuple[tuple[int, int], ...] = ()
+        self._of: dict[int, list[tuple[Tensor, Slice]]] = {}
+
+    def by(self, optimizer: Any) -> Iterable[tuple[Tensor, Slice]]:
+        """Found once for as long as the groups stay."""
+        held = [group["params"] for one in self._optimizers for group in one.param_groups]
+        groups = tuple((id(parameters), len(parameters)) for parameters in held)
+        if groups != self._groups:
+            self._groups, self._of = groups, {id(one): [] for one in self._optimizers}
+            owner = {id(p): id(one) for one in self._optimizers for group in one.param_groups for p in group["params"]}
+            for parameter, piece in self._pieces:
+                self._of[owner.get(id(parameter), id(self._optimizers[0]))].append((parameter, piece))
+        return self._of.get(id(optimizer), ())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What every rank of a plain data-parallel training holds whole, from the module and its optimizers alone.
+
+
+def parameters_of(module: nn.Module) -> Items:
+    """Every parameter, trainable or not."""
+    return list(module.named_parameters())
+
+
+def rest_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
+    """Buffers, masters and the optimizers' own state."""
+    return [*buffers_of(module), *masters_of(module, optimizers), *states_of(optimizers)]
+
+
+def buffers_of(module: nn.Module) -> Items:
+    """Without running statistics of a batch, which are each rank's own unless they are synchronised."""
+    own = {
+        id(buffer)
+        for inner in module.modules()
+        if isinstance(inner, _NormBase) and not isinstance(inner, nn.SyncBatchNorm)
+        for buffer in inner.buffers(recurse=False)
+    }
+    return [(f"buffer {name}", buffer) for name, buffer in module.named_buffers() if id(buffer) not in own]
+
+
+def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
+    """Parameters that only the optimizers have: fp32 masters."""
+    own = {id(parameter) for parameter in module.parameters()}
+    groups = _groups(optimizers)
+    return [
+        (f"master weights {g}.{p}", parameter)
+        for g, group in enumerate(groups)
+        for p, parameter in enumerate(group["params"])
+        if id(parameter) not in own
+    ]
+
+
+def states_of(optimizers: Sequence[Any]) -> Items:
+    """The optimizers' own tensors."""
+    places = ((g, p, state) for g, p, state in _states(optimizers))
+    return [
+        (f"optimizer {key} {g}.{p}", value)
+        for g, p, state in places
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def replica_of(module: nn.Module, optimizers: Sequence[Any], optimizer_state: bool, buffers: bool) -> Replica:
+    """All that makes one replica; without the optimizers' own state, or buffers, if they are not wanted.
+
+    Some optimizers count their steps in ``param_groups[...]["step"]`` or ``state[...]["step"]`` as plain numbers:
+    these travel as a tensor and are written back.
+    """
+    items = [*parameters_of(module), *(buffers_of(module) if buffers else ()), *masters_of(module, optimizers)]
+    if not optimizer_state:
+        return Replica(items, lambda: None)
+    numbers = _step_numbers(optimizers)
+    counts = torch.tensor([int(where[key]) for where, key in numbers], dtype=torch.int64)
+
+    def write_back() -> None:
+        for (where, key), count in zip(numbers, counts.tolist(), strict=True):
+            where[key] = type(where[key])(count)
+
+    items += states_of(optimizers)
+    return Replica([*items, ("optimizer step numbers", counts)] if numbers else items, write_back)
+
+
+def _groups(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+
+
+def _states(optimizers: Sequence[Any]) -> list[tuple[int, int, dict[str, Any]]]:
+    found = []
+    for optimizer in optimizers:
+        for group in getattr(optimizer, "param_groups", ()):
+            found.append([optimizer.state.get(parameter, {}) for parameter in group["params"]])
+    return [(g, p, state) for g, states in enumerate(found) for p, state in enumerate(states)]
+
+
+def _step_numbers(optimizers: Sequence[Any]) -> list[tuple[dict[str, Any], str]]:
+    places = [*_groups(optimizers), *(state for _, _, state in _states(optimizers))]
+    return [(where, "step") for where in places if isinstance(where.get("step"), (int, float))]
