@@ -20,16 +20,23 @@ ranks are like each other: environments with rewards of 1, 10 and 100 have losse
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ds_silent.config import EffectsConfig
 from ds_silent.detectors.likely_causes import Symptoms
+from ds_silent.detectors.sequential import Array
 from ds_silent.records import Severity
 
 PLAIN_SHARE = 1 / 3  # of the norm's log ratio: a loss that moved by less has not made it
 PLAIN_LOSS = math.log(1.15)  # a loss that moved by less has not turned the gradient
 TURNED = 0.5  # of the cosine that is usual: below it the gradient is turned
 HIGH = math.log(3.0)  # a loss that no rows have at the beginning, where the others' losses are alike
+SUDDEN = 64  # steps within which a change that came from one step to the next is found
+BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
+ALONE, MOST = 2.0, 7 / 8  # times as far as so many of the others
 UNLIKE = 2.0  # times the others' own range, in logarithms
 
 
@@ -120,3 +127,56 @@ def _turned(seen: Symptoms) -> float:
 
 def _log(ratio: float | None) -> float:
     return abs(math.log(ratio)) if ratio is not None and 0.0 < ratio < math.inf else 0.0
+
+
+# -- over time ---------------------------------------------------------------------------------------------------------
+
+
+def is_gradual(before: Array, after: Array) -> bool:
+    """Whether values, (T,) each, came to what they are step by step, and not from one step to the next.
+
+    From BEFORE steps before the change on, a line that bends somewhere leaves smaller squares than a jump somewhere.
+    """
+    values = np.concatenate([before[-BEFORE:], after])
+    if len(values) < 2 * FEWEST:
+        return False
+    steps, bends = np.arange(len(values)), np.arange(len(values) - 1)
+    jump = np.heaviside(steps - bends[:, None] - 0.5, 0.0)
+    return _left(values, np.maximum(steps - bends[:, None], 0.0)) < _left(values, jump)
+
+
+def beyond(before: Array, after: Array) -> float | None:
+    """How far the median of values, (T,) each, lies outside of what they have been.
+
+    What they have been: their medians over any BEFORE steps in a row before the change; None where fewer are known.
+    """
+    if len(before) < BEFORE or not len(after):
+        return None
+    usual = np.median(np.lib.stride_tricks.sliding_window_view(before, BEFORE), axis=1)
+    now = np.median(after)
+    return float(max(now - usual.max(), usual.min() - now, 0.0))
+
+
+def moved_alone(before: Array, after: Array, rank: int, others: Sequence[int], common: float = 0.0) -> bool:
+    """Whether a rank moved by itself, of (T, N) values that are all known: farther than all ranks did together, and
+    ALONE times as far from that as most others.
+
+    While all learn fast, each rank moves as its own rows have it. Moves are those of medians.
+
+    Args:
+        common: how far all ranks moved in another statistic.
+    """
+    if not len(before) or not len(after):
+        return True
+    moves = np.median(after, axis=0) - np.median(before[-BEFORE:], axis=0)
+    theirs = moves[list(others)]
+    middle = float(np.median(theirs))
+    usual = np.quantile(np.abs(theirs - middle), MOST, method="higher")
+    return bool(abs(moves[rank] - middle) >= max(ALONE * usual, abs(middle), common))
+
+
+def _left(values: Array, shapes: Array) -> float:
+    """The least sum of squares that (K, T) shapes, each with a mean and a size of its own, leave of (T,) values."""
+    centred, shapes = values - values.mean(), shapes - shapes.mean(axis=1, keepdims=True)
+    explained = np.square(shapes @ centred) / np.square(shapes).sum(axis=1)
+    return float(np.square(centred).sum() - explained.max())

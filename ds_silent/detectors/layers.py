@@ -32,7 +32,8 @@ of the rank's label tokens, which can only lower it, and takes half of its logar
 
 Where it is not known that rows are dealt at random, both statistics are taken against the rank's own past, see
 :mod:`ds_silent.detectors.own_past`: which layers a rank's own rows train is no fault. A layer that changes while the
-rank's loss changes too is written once, as a note: other rows do that.
+rank's loss changes too, or step by step, or not beyond what it has been, or no further than the same layer of other
+ranks, is written once, as a note: other rows do that, as while a layer begins to learn.
 
 There may be 30,000 series x ranks, on the training thread of one rank: so powers of one exponential instead of many,
 products instead of sums of logarithms, sums of the past instead of the past.
@@ -41,6 +42,7 @@ products instead of sums of logarithms, sums of the past instead of the past.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -48,6 +50,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.config import EffectsConfig
+from ds_silent.detectors.effects import SUDDEN, beyond, is_gradual, moved_alone
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.own_past import OwnPast
 from ds_silent.measure.evidence import LayerValues
@@ -64,6 +67,7 @@ WITHIN, HISTORY = (0.25, 1.0, 4.0), (1.0, 4.0)
 CLIP = 4.0  # deviations beyond which all are equally extreme
 POOL, SCALES = 1024, 64  # residuals remembered, over all ranks; steps whose spread makes the scale
 FEW = 16  # ranks up to which each is compared with exactly the others
+HISTORY_STEPS, HISTORY_NUMBERS = 256, 1 << 20  # of the sizes, where a rank is compared with its past; down to 8 steps
 NEWEST = 8  # steps that say which layer it is, and by how much
 REST = math.log(1.5)  # from which on the rank's other layers are what is off
 ZERO = 20.0  # log of the ratio at which a layer without gradient is held
@@ -134,6 +138,7 @@ class LayerTest:
         healthy = np.array([rank not in self._flagged for rank in range(self.ranks)])
         tokens, slack = values[-1], None
         if self._own is not None:
+            self._sizes_before.append((step, values[: self._directions].astype(np.float32)))
             moved = self._own.moved(values)
             self._moves += (np.nan_to_num(moved[:-1]) - self._moves) / NEWEST
             change = self._own.step(moved, values, healthy)
@@ -175,6 +180,8 @@ class LayerTest:
     def _start(self, series: int) -> None:
         shape = (len(_WEIGHTS), series, self.ranks)
         self._series = series
+        steps = max(8, min(HISTORY_STEPS, HISTORY_NUMBERS // (series * self.ranks)))
+        self._sizes_before: deque[tuple[int, npt.NDArray[np.float32]]] = deque(maxlen=steps)  # (L, N) each
         self._moves: Array = np.zeros((series - 1, self.ranks))  # against the rank's own past, over the newest steps
         self._own = None
         if not self._random:
@@ -343,7 +350,7 @@ class LayerTest:
             "since": since,
             "score": float(score[rank]),
             "left": self._threshold,
-            "severity": self._severity(float(shift[layer]), direction, rank, since, plain),
+            "severity": self._severity(float(shift[layer]), direction, step, since, rank, layer, healthy, plain),
         }
         if self._own is not None and flag["severity"] == "info":
             self.notes = (self._note(step, rank, flag),)
@@ -358,14 +365,35 @@ class LayerTest:
         self._spreads[self._spread_steps >= since] = np.nan
 
     def _severity(
-        self, shift: float, direction: bool, rank: int, since: int, plain: Callable[[int, int], bool]
+        self,
+        shift: float,
+        direction: bool,
+        step: int,
+        since: int,
+        rank: int,
+        layer: int,
+        healthy: Flags,
+        plain: Callable[[int, int], bool],
     ) -> Severity:
         sizes = self._sizes
         if self._own is None:
             least = sizes.direction if direction else math.log1p(sizes.layer)
             return "warning" if abs(shift) >= least else "info"
         large = not direction and abs(shift) >= math.log1p(sizes.changed_norm)
-        return "warning" if large and plain(rank, since) else "info"
+        if not large or step - since > SUDDEN or not plain(rank, since):
+            return "info"
+        others = healthy & (np.arange(self.ranks) != rank)
+        seen = np.array([sizes[layer] for _, sizes in self._sizes_before], dtype=np.float64)  # (T, N)
+        at = np.array([number for number, _ in self._sizes_before])
+        known = np.isfinite(seen[:, rank]) & np.isfinite(seen[:, others]).all(axis=1)
+        before, after = seen[known & (at < since)], seen[known & (at >= since)]
+        if not moved_alone(before, after, rank, np.flatnonzero(others).tolist()):
+            return "info"
+        apart = [part[:, rank] - np.median(part[:, others], axis=1) for part in (before, after)]
+        further = beyond(*apart)
+        if is_gradual(*apart) or (further is not None and further < math.log1p(sizes.changed_norm)):
+            return "info"
+        return "warning"
 
     def _note(self, step: int, rank: int, flag: dict[str, Any]) -> Event:
         more = f" and {flag['more']} more layer{'s' * (flag['more'] > 1)}" if flag["more"] else ""

@@ -31,7 +31,7 @@ import numpy as np
 from ds_silent.config import EffectsConfig
 from ds_silent.detectors.at_once import LASTING, AtOnce, StandsOut
 from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast, Strongest
-from ds_silent.detectors.effects import PLAIN_LOSS, UNLIKE, Setting, effect_of
+from ds_silent.detectors.effects import PLAIN_LOSS, SUDDEN, UNLIKE, Setting, effect_of
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, either_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, Flags, strongest_tilt
@@ -44,7 +44,6 @@ AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold
 WEIGHED_AGAIN, AT_MOST = 32, 8  # steps after which a note's size is looked at again; of so many ranks in one step
 HIGHEST_EVERY = 64  # steps between two looks at the highest losses so far
 NOTED_AGAIN = 256  # steps after which another change of a rank is noted: data that go on changing are one note
-SUDDEN = 64  # steps within which a change that came from one step to the next is found
 BEGINNING = 64  # steps; a rank that differs since then has always done so
 FIRST = 8  # losses of each rank that are its beginning
 _MEANING = {
@@ -308,6 +307,8 @@ class OutlierTest:
             theirs = first[list(others)]
             unlike = float(first[rank] - theirs.max() - UNLIKE * np.ptp(theirs))
         beyond = self._recent.beyond(rank, others, since, "gradient norm") if own_past else None
+        if own_past and not self._recent.norm_moved_alone(rank, others, since):
+            beyond = 0.0
         return Setting(bool(self._random), own_past, above, unlike if math.isfinite(unlike) else None, sudden, beyond)
 
     def _weigh_again(self, step: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.comparisons import STATISTICS
+from ds_silent.detectors.effects import BEFORE, FEWEST, beyond, is_gradual, moved_alone
 from ds_silent.detectors.likely_causes import SURE, Symptoms
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
@@ -22,7 +23,6 @@ from ds_silent.records import StepRecord
 
 REMEMBERED, NUMBERS = 256, 16_384  # steps; of more ranks fewer, down to 8
 KEPT, KEPT_NUMBERS = 32, 2048  # of them, in a checkpoint: it stays small
-BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
 FAR, FAR_LEAST = 3.0, math.log(1.5)  # of the others' distance from each other, and at least: less is another spread
 STEADY, STEADY_STEPS = 0.1, 3  # of the others' spread over time, a norm that is constant; over so many newest steps
 _NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches")
@@ -116,31 +116,31 @@ class Recent:
         return Symptoms(loss=told[0], norm=told[1], ranks=self._ranks, spread=True)
 
     def gradual(self, rank: int, others: Sequence[int], since: int, where: str) -> bool:
-        """Whether a statistic of a rank came to what it is step by step, and not from one step to the next.
-
-        Against the others' median, from BEFORE steps before ``since`` on: a line that bends somewhere leaves smaller
-        squares than a jump somewhere does.
-        """
-        index = STATISTICS.index(where)
-        before = self._against(rank, others, index, until=since)[-BEFORE:]
-        apart = np.concatenate([before, self._against(rank, others, index, since)])
-        if len(apart) < 2 * FEWEST:
-            return False
-        steps, bends = np.arange(len(apart)), np.arange(len(apart) - 1)
-        jump = np.heaviside(steps - bends[:, None] - 0.5, 0.0)
-        return _left(apart, np.maximum(steps - bends[:, None], 0.0)) < _left(apart, jump)
+        """Whether a statistic of a rank, against the others' median, came to what it is step by step."""
+        return is_gradual(*self._around(rank, others, since, where))
 
     def beyond(self, rank: int, others: Sequence[int], since: int, where: str) -> float | None:
-        """How far a statistic of a rank lies outside of what it has been, against the others' median.
+        """How far a statistic of a rank, against the others' median, lies outside of what it has been."""
+        return beyond(*self._around(rank, others, since, where))
 
-        What it has been: its medians over any BEFORE steps in a row before ``since``; None where fewer are remembered.
-        """
-        before = self._against(rank, others, STATISTICS.index(where), until=since)
-        after = _median(self._against(rank, others, STATISTICS.index(where), since))
-        if len(before) < BEFORE or after is None:
-            return None
-        usual = np.median(np.lib.stride_tricks.sliding_window_view(before, BEFORE), axis=1)
-        return float(max(after - usual.max(), usual.min() - after, 0.0))
+    def norm_moved_alone(self, rank: int, others: Sequence[int], since: int) -> bool:
+        """Whether the norm of a rank moved by itself, and farther than the others' losses did."""
+        with np.errstate(all="ignore"):
+            loss, norm = (
+                np.log(np.array([row[index, [rank, *others]] for _, row in self._steps]).reshape(-1, 1 + len(others)))
+                for index in (_LOSS, _NORM)
+            )
+        at = np.array([step for step, _ in self._steps])
+        before, after = (np.isfinite(loss + norm).all(axis=1) & part for part in (at < since, at >= since))
+        if not before.any() or not after.any():
+            return True
+        learnt = np.median(loss[after], axis=0) - np.median(loss[before][-BEFORE:], axis=0)
+        common = abs(float(np.median(learnt[1:])))
+        return moved_alone(norm[before], norm[after], 0, range(1, 1 + len(others)), common)
+
+    def _around(self, rank: int, others: Sequence[int], since: int, where: str) -> tuple[Array, Array]:
+        index = STATISTICS.index(where)
+        return self._against(rank, others, index, until=since), self._against(rank, others, index, since)
 
     def _against(
         self, rank: int, others: Sequence[int], index: int, since: float = 0, until: float = math.inf
@@ -234,13 +234,6 @@ def _constant(norms: Array, rank: int, others: list[int]) -> bool:
         spread = logs.std(axis=0) if len(logs) == STEADY_STEPS else np.full(norms.shape[1], math.nan)
     usual = float(np.median(spread[others]))
     return 0.0 < usual < math.inf and bool(spread[rank] <= STEADY * usual)
-
-
-def _left(values: Array, shapes: Array) -> float:
-    """The least sum of squares that (K, T) shapes, each with a mean and a size of its own, leave of (T,) values."""
-    centred, shapes = values - values.mean(), shapes - shapes.mean(axis=1, keepdims=True)
-    explained = np.square(shapes @ centred) / np.square(shapes).sum(axis=1)
-    return float(np.square(centred).sum() - explained.max())
 
 
 def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, float]:
