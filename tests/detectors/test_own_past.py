@@ -12,7 +12,7 @@ import pytest
 
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.effects import HIGH, Setting, effect_of
+from ds_silent.detectors.effects import HIGH, Setting, effect_of, moved_alone
 from ds_silent.detectors.likely_causes import Symptoms
 from ds_silent.detectors.own_past import FEWEST, OwnPast
 from ds_silent.detectors.sequential import SequentialTest
@@ -31,7 +31,7 @@ class Shards:
     def __init__(self, ranks: int = 4, seed: int = 0, walk: float = 0.0, rate: float = 1.0):
         self.ranks, self.number, self.walk = ranks, 0, walk
         self.random = np.random.default_rng(seed)
-        self.judge = Judge(DetectorsConfig(false_alarms_per_million_steps=rate))
+        self.judge, self.log_loss = Judge(DetectorsConfig(false_alarms_per_million_steps=rate)), 0.0
         self.offsets = self.random.standard_t(3, (3, ranks)) * np.array([[0.2], [0.5], [0.03]])
         self.scales = np.array([[0.08], [0.12], [0.02]]) * np.exp(0.4 * self.random.standard_normal((3, ranks)))
 
@@ -39,7 +39,11 @@ class Shards:
         self.number += 1
         self.offsets += self.walk * self.scales * self.random.standard_normal(self.offsets.shape)
         drawn = self.offsets + self.scales * self.random.standard_normal(self.offsets.shape)
-        losses, norms, cosines = 2.0 * np.exp(drawn[0]), np.exp(drawn[1]), np.clip(0.2 + drawn[2], -1.0, 1.0)
+        losses, norms, cosines = (
+            2.0 * np.exp(drawn[0] + self.log_loss),
+            np.exp(drawn[1]),
+            np.clip(0.2 + drawn[2], -1.0, 1.0),
+        )
         losses[bad] *= loss
         norms[bad] *= norm
         return self.judge.step(make(self.number, losses, norms, cosines), extras)
@@ -399,6 +403,47 @@ def test_a_layer_that_changes_beside_a_plain_loss_is_an_alarm() -> None:
     assert alarms(run.steps(150)) == []
     found = alarms(run.steps(40, factor=2.0))
     assert [(event.ranks, event.where) for event in found][:1] == [((2,), "layers.3")]
+
+
+def test_a_layer_that_begins_to_learn_on_all_ranks_is_a_note() -> None:
+    """On one of them more than on the others, as its rows are louder: once found by 3 of 3 healthy trainings."""
+    for seed in range(4):
+        run = OwnLayers(seed=seed)
+        events = run.steps(60)
+        moves = np.array([0.3, 0.55, 0.9, 0.0])
+        for k in range(60):
+            run.offsets[:, 3] += moves * (0.12 * 0.88**k)
+            events += run.steps(1)
+        events += run.steps(60)
+        assert alarms(events) == [], seed
+
+
+@pytest.mark.parametrize(("others", "common", "alone"), [(0.0, 0.0, True), (0.3, 0.0, False), (0.0, 0.8, False)])
+def test_a_rank_moves_alone_where_the_others_do_not(others: float, common: float, alone: bool) -> None:
+    """By 0.7; against twice the second largest move of the others, and what all ranks did in another statistic."""
+    random = np.random.default_rng(0)
+    before, after = (0.02 * random.standard_normal((count, 5)) for count in (80, 10))
+    before[:40] += 5.0  # long before: what counts are the 32 steps right before
+    after[:, 1] += 0.7
+    after[:, 3:] += others
+    after[:, 4] += others
+    moves = np.median(after, axis=0) - np.median(before[-32:], axis=0)
+    theirs = sorted(abs(move - np.median(moves[[0, 2, 3, 4]])) for move in moves[[0, 2, 3, 4]])
+    wanted = abs(moves[1] - np.median(moves[[0, 2, 3, 4]])) >= max(2.0 * theirs[-1], common)
+    assert moved_alone(before, after, 1, [0, 2, 3, 4], common) is bool(wanted) is alone
+    after += 0.9  # all ranks: farther than the one by itself
+    assert not moved_alone(before, after, 1, [0, 2, 3, 4], 0.0)
+
+
+def test_a_norm_that_changes_while_all_losses_fall_is_a_note() -> None:
+    """The same change once they stand is an alarm."""
+    for falls, found in ((2.0, 0), (0.0, 1)):
+        run = Shards(8, seed=1)
+        events = run.steps(150)
+        for k in range(60):
+            run.log_loss = -falls * min(1.0, k / 30)
+            events += run.step(norm=1.0 if k < 10 else 1.6)
+        assert (len(alarms(events)) > 0) == bool(found), falls
 
 
 def test_a_layer_that_changes_with_the_loss_is_a_note() -> None:
