@@ -410,9 +410,9 @@ def test_a_layer_that_begins_to_learn_on_all_ranks_is_a_note() -> None:
     for seed in range(4):
         run = OwnLayers(seed=seed)
         events = run.steps(60)
-        moves = np.array([0.3, 0.55, 0.9, 0.0])
+        moves = np.array([0.3, 0.7, 0.9, 0.0])
         for k in range(60):
-            run.offsets[:, 3] += moves * (0.12 * 0.88**k)
+            run.offsets[:, 3] += moves * 0.5 ** (k + 1)
             events += run.steps(1)
         events += run.steps(60)
         assert alarms(events) == [], seed
