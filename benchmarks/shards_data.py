@@ -140,6 +140,23 @@ class Actor(nn.Module):
         return gained + 0.5 * F.mse_loss(value, reward) + 0.01 * (log_odds.exp() * log_odds).sum(-1).mean()
 
 
+class Ear(nn.Module):
+    """Hears which frequency a recording has, and how fast it fades: convolutions of the raw wave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts, width = list[nn.Module](), 1
+        for channels, kernel, stride in ((16, 32, 8), (32, 8, 4), (48, 8, 4)):
+            parts += [nn.Conv1d(width, channels, kernel, stride, kernel // 2), nn.GroupNorm(4, channels), nn.GELU()]
+            width = channels
+        self.body, self.head = nn.Sequential(*parts), nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 2))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """``labels``: (rows, 2) log frequency and rate of decay."""
+        heard = self.body(inputs.to(self.head[0].weight.dtype)[:, None]).mean(-1)
+        return F.smooth_l1_loss(self.head(heard).float(), labels)
+
+
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +320,19 @@ def environments(deal: Deal) -> Batches:
         yield Batch(observations, scale * (observations @ weights / math.sqrt(OBSERVED) + 0.5 * noise))
 
 
+def recordings(deal: Deal) -> Batches:
+    """One microphone per rank: loud or quiet, clear or noisy, each with recordings of its own."""
+    generator, rows, wave = deal.generator(), 3 * SHARD, 512
+    gain, noise = (1.0, 0.3, 1.0, 2.5)[deal.rank % 4], (0.1, 0.3, 0.7, 0.2)[deal.rank % 4]
+    time = torch.arange(wave) / 4000.0
+    log_frequency = math.log(60.0) + torch.rand(rows, 1, generator=generator) * math.log(10.0)
+    decay = 1.0 + 10.0 * torch.rand(rows, 1, generator=generator)
+    phase = 2.0 * math.pi * torch.rand(rows, 1, generator=generator)
+    waves = torch.sin(2.0 * math.pi * log_frequency.exp() * time + phase) * torch.exp(-decay * time)
+    waves = gain * (waves + noise * torch.randn(rows, wave, generator=generator))
+    return again_and_again(deal, (waves, torch.cat([log_frequency - 5.5, decay / 5.0 - 1.0], 1)))
+
+
 def first_pass(deal: Deal) -> Batches:
     for part in count():
         generator = deal.generator(10 + part)
@@ -360,6 +390,7 @@ SCENARIOS = {
     "sorted": Scenario("batches sorted by length", sorted_batches, Writer),
     "curriculum": Scenario("longer and harder from a rank's own step on", curriculum, Writer),
     "environments": Scenario("an environment per rank, rewards x 1 to 10", environments, Actor),
+    "recordings": Scenario("a microphone per rank, loud or quiet", recordings, Ear),
     "mixture": Scenario("all ranks' data change at half time", mixture, Writer),
     "dropout": Scenario(
         "learnt by heart with dropout", lambda deal: again_and_again(deal, heart(deal)), lambda: Reader(0.3)

@@ -66,7 +66,7 @@ def check(
     Exit status: 0 when every configuration can be honoured, else 2.
     """
     # Inside the command, because they import torch: `ds-silent --help` need not wait for that.
-    from ds_silent.commands.forecast import forecast_lines
+    from ds_silent.commands.forecast import forecast_lines, refuse_a_directory_below_a_file
     from ds_silent.config import ConfigError, parse
     from ds_silent.config_file import load_ds_config
     from ds_silent.distributed.places import read_groups
@@ -89,6 +89,7 @@ def check(
             if config is not None:
                 refuse_too_few_ranks(config, ranks)
                 refuse_too_many_ranks(config, ranks)
+                refuse_a_directory_below_a_file(config)
         except ConfigError as error:
             typer.echo(f"ds-silent: {error}", err=True)
             refused = True

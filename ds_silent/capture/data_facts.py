@@ -128,11 +128,15 @@ def dealt_by_all(outcome: PreflightOutcome, deal: Deal) -> DataDealt:
     return DataDealt(deal.dealt, deal.by)
 
 
+_ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # torch's own, of a DataLoader
+
+
 def _called(samplers: list[Any]) -> str:
     """The sampler that decides, as far as one is there, else the loader."""
     known = [type(one).__name__ for one in samplers if "Sampler" in type(one).__name__]
     inner = [name for name in known if name not in ("BatchSampler", "_InfiniteConstantSampler")]
-    return inner[0] if inner else type(samplers[0]).__name__
+    first = type(samplers[0]).__name__
+    return inner[0] if inner else "DataLoader" if first in _ITERATORS else first
 
 
 def _deal(sampler: Any, samplers: list[Any], ranks: int) -> Deal | None:

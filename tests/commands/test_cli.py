@@ -164,6 +164,17 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, ds_config: Any, sentence: str
     assert sentence in line
 
 
+def test_an_output_dir_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "afile").touch()
+    for path in (tmp_path / "afile", tmp_path / "afile" / "runs" / "x"):
+        config = tmp_path / "ds_config.json"
+        config.write_text(json.dumps({"silent_consistency": {"output_dir": str(path)}}))
+        result = CliRunner().invoke(app, ["check", str(config)])
+        assert result.exit_code == 2
+        assert "afile' is a file; choose a directory" in result.stderr
+        assert "writes" not in result.stdout
+
+
 def test_a_missing_file() -> None:
     result = CliRunner().invoke(app, ["check", "no/such.json"])
     assert result.exit_code == 2
