@@ -6,6 +6,9 @@ is open. A cause that ends first says what it has left behind.
 A fault that comes and goes would fill the log; so each time the same one returns it must stay away twice as long as
 before to count as ended. Reminders and ends have the kind of the fault; an end has severity ``info`` and a message that
 begins with "Ended".
+
+While a rank whose gradient is wrong outweighs all others, the error of the sum is as well a factor of the whole: an
+explanation that names nobody else is the fault that goes on.
 """
 
 from __future__ import annotations
@@ -106,17 +109,6 @@ def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
     return ("replica-drift", "outlier-rank", APPLIED) if any(word in place for word in _OF_UPDATES) else ()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One event per fault: when it starts, reminders at doubling intervals while it lasts, and one when it has ended.
-#
-# What an open fault brings about by itself is no second alarm, see ``linked``: it has severity ``info`` while its
-# cause is open. A cause that ends first says what it has left behind.
-#
-# A fault that comes and goes would fill the log; so each time the same one returns it must stay away twice as long as
-# before to count as ended. Reminders and ends have the kind of the fault; an end has severity ``info`` and a message
-# that begins with "Ended".
-
-
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
 LONGEST_ABSENCE = 1024
 
@@ -134,6 +126,7 @@ class _Episode:
     severity: Severity = "error"
     effects: tuple[str, ...] = ()
     cause: str | None = None  # key of the fault that it follows from
+    family: str = ""  # see Finding
 
 
 class Episodes:
@@ -156,7 +149,7 @@ class Episodes:
     def update(self, step: int, findings: list[Finding]) -> list[Event]:
         """The events of this step, given everything that is wrong at this step."""
         events = []
-        present = {finding.key: finding for finding in findings}
+        present = {self._key(finding): finding for finding in findings}
         for key, finding in present.items():
             episode = self._active.get(key)
             if episode is None:
@@ -169,6 +162,7 @@ class Episodes:
                     step,
                     severity=finding.severity,
                     effects=finding.effects,
+                    family=finding.family,
                     cause=None if cause is None else cause.key,
                 )
                 events.append(self._event(step, finding, "") if cause is None else self._follows(step, finding, cause))
@@ -203,6 +197,15 @@ class Episodes:
                     Event(step, episode.kind, "info", episode.ranks, episode.where, None, None, message, remedy)
                 )
         return events
+
+    def _key(self, finding: Finding) -> str:
+        """Its own, or that of a fault that goes on and of which it is another explanation."""
+        if finding.key in self._active or not finding.family:
+            return finding.key
+        alike = [
+            (key, one) for key, one in self._active.items() if (one.family, one.kind) == (finding.family, finding.kind)
+        ]
+        return next((key for key, one in alike if one.ranks and set(finding.ranks) <= set(one.ranks)), finding.key)
 
     def _open(self) -> list[OpenFault]:
         """What may be a cause: what was told before, then what is going on and follows from nothing itself."""

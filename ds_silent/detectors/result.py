@@ -146,6 +146,7 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
         remedy=_distrust(words, ranks, what),
         since=record.step,
         effects=effects,
+        family="reduction",
         log_excess=excess,
     )
 

@@ -61,6 +61,42 @@ def test_a_setting_that_enters_no_update_explains_no_drift(where: str) -> None:
     assert episodes.update(100, [DRIFT])[0].severity == "error"
 
 
+WRONG = replace(finding("aggregation-error", (2,), "all 11 layers", 200), key="integrity weights", family="reduction")
+
+
+def test_another_explanation_of_a_wrong_reduction_that_names_nobody_else_is_the_same_fault() -> None:
+    """Once 14 errors of one rank's negated gradient, 9 of them without the rank, while it outweighed all others."""
+    whole = replace(WRONG, key="integrity scale", ranks=(), since=201)
+    elsewhere = replace(WRONG, key="integrity weights body.6", where="body.6", since=202)
+    episodes = Episodes()
+    assert [event.ranks for event in episodes.update(200, [WRONG])] == [(2,)]
+    for step, seen in enumerate([whole, elsewhere, whole, WRONG, whole], start=201):
+        assert episodes.update(step, [seen]) == []
+    [end] = episodes.update(206, [])
+    assert end.message == "Ended: aggregation-error, from step 200 to step 205."
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(WRONG, key="other", ranks=(1,)),
+        replace(WRONG, key="other", ranks=(1, 2)),
+        replace(WRONG, key="other", kind="unreduced-gradient", ranks=()),
+        replace(WRONG, key="other", family="", ranks=()),
+    ],
+)
+def test_a_wrong_reduction_of_another_rank_or_kind_is_another_fault(other: Finding) -> None:
+    episodes = Episodes()
+    episodes.update(200, [WRONG])
+    assert episodes.update(201, [other])[0].severity == "error"
+
+
+def test_who_is_named_later_is_told_then() -> None:
+    episodes = Episodes()
+    episodes.update(200, [replace(WRONG, key="integrity scale", ranks=())])
+    assert episodes.update(201, [WRONG])[0].ranks == (2,)
+
+
 def skipped(step: int) -> Finding:
     return replace(finding("aggregation-error", (2,), "applied gradient", step), effects=("replica-drift",))
 

@@ -181,9 +181,7 @@ def _topics(views: Sequence[View]) -> list[Topic]:
         topics.append(_collected(f"ranks-{name}", title, about, drawn))
     topics += [_topic(views, *one) for one in _BEHIND[:1]]
     near = [(n, title, panel) for n, view in enumerate(views) for title, panel in scores(view)]
-    about = (
-        "Score over threshold, nearest first. Below 1, the line, chance explains it; above, own rows may."
-    )
+    about = "Score over threshold, nearest first. Below 1, the line, chance explains it; above, own rows may."
     topics.append(Topic("scores", "How near each detector was", about, tuple(near), small=True))
     topics += [_topic(views, *one) for one in _BEHIND[1:]]
     for which, title in ((0, "Layers: dispersion of the norm"), (1, "Layers: mean cosine")):
