@@ -26,6 +26,7 @@ GRAVITY = ("info", "warning", "error")
 _EFFECTS: dict[EventKind, tuple[str, ...]] = {
     "initial-weights-mismatch": ("replica-drift", "outlier-rank"),
     "replica-drift": ("outlier-rank", APPLIED),
+    "unreduced-gradient": (APPLIED,),
     "objective-mismatch": ("outlier-rank",),
     "zero-gradient": ("outlier-rank",),
     "batch-size-mismatch": ("outlier-rank",),
@@ -38,7 +39,17 @@ _BY_COMPARISON: tuple[EventKind, ...] = ("config-mismatch", "initial-weights-mis
 _OF_NOBODY: tuple[EventKind, ...] = ("aggregation-error",)  # whose gradient it is, is not always known
 _UNSURE = 4
 _OF_ROWS = ("data-order-mismatch", "low-coverage")  # whose fault it is, is often not known from rows
-_OF_UPDATES = ("learning rate", "weight decay", "betas", "eps", "optimizer", "hyper-parameters", "clipping", "schedul")
+_OF_UPDATES = (
+    "learning rate",
+    "weight decay",
+    "betas",
+    "eps",
+    "optimizer",
+    "hyper-parameters",
+    "clipping",
+    "schedul",
+    "trainable",
+)
 ELSEWHERE = ("checkpoint", "optimizer step")
 """The place of an event about ranks that go on from another state, see :mod:`ds_silent.observing.lockstep`."""
 _OF_FORWARDS = ("settings of", "training mode", "autocast")

@@ -97,6 +97,22 @@ def test_who_is_named_later_is_told_then() -> None:
     assert episodes.update(201, [WRONG])[0].ranks == (2,)
 
 
+def test_a_parameter_that_is_not_reduced_is_clipped_and_applied_otherwise_on_each_rank() -> None:
+    episodes = Episodes()
+    episodes.update(40, [finding("unreduced-gradient", (), "temp", 40)])
+    applied = finding("aggregation-error", (), "applied gradient", 47)
+    unreduced = finding("unreduced-gradient", (), "temp", 40)
+    assert [event.severity for event in episodes.update(47, [unreduced, applied])] == ["info"]
+    elsewhere = replace(applied, key="elsewhere", where="all 11 layers")
+    assert [event.severity for event in episodes.update(48, [unreduced, applied, elsewhere])] == ["error"]
+
+
+def test_a_parameter_that_one_rank_alone_trains_parts_its_replica() -> None:
+    episodes = Episodes()
+    episodes.told(replace(PREFLIGHT, step=40, where="trainable flags of temp"))
+    assert [event.severity for event in episodes.update(41, [replace(DRIFT, since=40)])] == ["info"]
+
+
 def skipped(step: int) -> Finding:
     return replace(finding("aggregation-error", (2,), "applied gradient", step), effects=("replica-drift",))
 
