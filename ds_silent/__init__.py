@@ -49,7 +49,7 @@ _MODULES = {
     "SilentConsistencyConfig": "config",
     "SinkError": "sinks",
     "StepRecord": "records",
-    "attach_ddp": "frameworks.ddp.attach",
+    "attach_ddp": "frameworks.ddp",
     "attach_megatron": "frameworks.megatron.attach",
     "attach": "frameworks.attach_any",
     "initialize": "frameworks.deepspeed.attach",

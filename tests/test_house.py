@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import ds_silent
 from benchmarks import house
 
 
@@ -19,6 +20,10 @@ def test_rooms_import_from_the_floors_below_them_only() -> None:
 def test_nothing_runs_in_a_circle() -> None:
     assert house.circles(house.between_rooms(house.imports())) == []
     assert house.circles(house.between_files(house.imports(types=False))) == []
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(ds_silent, name) is not None for name in ds_silent.__all__)
 
 
 def test_an_import_that_runs_up_and_a_circle_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
