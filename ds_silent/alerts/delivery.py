@@ -44,16 +44,6 @@ class Hourly:
         self._taken.append(now)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One destination: a queue with a bound, and a thread that sends, repeats and counts what it must leave out.
-#
-# Each destination has its own thread, so that one that hangs delays no other, and no step: ``put`` appends to a
-# queue. What does not fit into it, or is more than the hour's number, is counted, and the next alert says how many;
-# when the hour is over and nothing else was to be told, one that says only that. A send that fails is repeated where
-# that may help, after 1, 2, 4 ... seconds or what the server asks for; then one sentence in the log says why, without
-# a secret.
-
-
 logger = logging.getLogger("ds_silent")
 LONGEST = 64
 """Alerts that wait for one destination."""

@@ -51,13 +51,6 @@ class ToldFaults:
         return True
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The sink that tells: which events reach which destination, on the writing rank.
-#
-# Who follows the files of a run uses the same: ``open_alerts([AlertConfig(to=...)], run=...)`` and ``write_event`` of
-# each new event. Nothing here waits: see :mod:`ds_silent.alerts.delivery`.
-
-
 MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
 
 

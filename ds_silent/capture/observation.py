@@ -134,13 +134,6 @@ def _some(value: Tensor) -> Tensor:
     return value.detach().reshape(-1)[::step][:FEW]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What one rank knows of the step under way, made into one observation: no framework here.
-#
-# Whatever breaks in here breaks on one rank only, see :mod:`ds_silent.distributed.together`: the next observation
-# says "failed", and all ranks switch off together.
-
-
 _Taken = tuple[Tensor, Tensor]  # sketches and squared norms by layer
 
 

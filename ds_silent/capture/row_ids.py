@@ -152,10 +152,6 @@ def _disconnect(watch: LoaderWatch | LoaderMemory) -> None:
         setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Which rows this rank's micro-batches hold, from ids that the script gives or else from the model's inputs.
-
-
 def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:
     """Rows of a rank that one observation looks at; 0 with ``coverage`` off. The same on every rank."""
     return min(config.interval * rows_per_step, MAX_ROWS) if config.coverage else 0

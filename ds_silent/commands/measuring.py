@@ -37,12 +37,6 @@ def write_json(path: str | None, value: Any) -> None:
         Path(path).write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A command that measures for a while: how it shows its progress, what it leaves behind, and how its mistakes end.
-#
-# Shared by ``ds-silent drill`` and ``ds-silent numerics``.
-
-
 BROKEN, USER_MISTAKE = 1, 2
 WIDTH = 120  # of what goes into a file or a pipe
 

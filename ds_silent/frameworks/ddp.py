@@ -28,11 +28,12 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Covers, Moments, Part, Ranks
 from ds_silent.frameworks import torch_common as replicated
+from ds_silent.frameworks.recognised import is_alone
 from ds_silent.frameworks.torch_common import Applied, CountsItself, Wrapped, attach_wrapped, cut, nth_share, row_of
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
-from ds_silent.observing.attach import Given, idle_observer, is_alone
+from ds_silent.observing.attach import Given, idle_observer
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 from ds_silent.text import TORCH
@@ -126,14 +127,6 @@ def _accumulated_elsewhere(parameter: Any) -> bool:
 def _accumulator(parameter: Any) -> Any:
     with torch.enable_grad():
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One model in ``DistributedDataParallel``: what it answers, and where its hooks are.
-#
-# No communication hook is registered: torch allows one, which is the user's. The local gradient is what a leaf hook
-# sees and what ``parameter.grad`` holds of earlier micro-batches; where a parameter may take part in an earlier
-# micro-batch only (``find_unused_parameters``), each micro-batch is looked at by itself.
 
 
 logger = logging.getLogger("ds_silent")

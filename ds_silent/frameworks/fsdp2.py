@@ -24,11 +24,12 @@ from ds_silent.distributed.communicator import own_group
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Covers, Moments, Part, Ranks
+from ds_silent.frameworks.recognised import is_alone
 from ds_silent.frameworks.torch_common import Applied, CountsItself, Slice, Wrapped, attach_wrapped
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
-from ds_silent.observing.attach import Given, idle_observer, is_alone
+from ds_silent.observing.attach import Given, idle_observer
 from ds_silent.observing.observer import Observer
 from ds_silent.text import TORCH
 
@@ -125,13 +126,6 @@ def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> 
         return [held[name] for name in names]
     finally:
         reshard(model)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One model under ``fully_shard``: what it answers, and where its hooks are.
-#
-# A backward sees plain, whole parameters, whose hooks give each micro-batch's local gradient; it is reduced and freed
-# at once. What comes out is this rank's rows of ``parameter.grad``.
 
 
 class FSDP2Framework(CountsItself, Covers):

@@ -26,7 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ds_silent.capture.row_ids import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks.attach_any import attach
-from ds_silent.observing.attach import is_megatron, observer_of
+from ds_silent.frameworks.recognised import is_megatron
+from ds_silent.observing.attach import observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 

@@ -25,8 +25,9 @@ from ds_silent.config_file import load_ds_config
 from ds_silent.destination import is_secret
 from ds_silent.extras import needs
 from ds_silent.frameworks.attach_any import attach
+from ds_silent.frameworks.recognised import is_fsdp2
 from ds_silent.frameworks.torch_common import rows_per_batch
-from ds_silent.observing.attach import Given, given_block, is_fsdp2, observer_of, say_alone, told_in_a_sentence
+from ds_silent.observing.attach import Given, given_block, observer_of, say_alone, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 
 
@@ -84,15 +85,6 @@ def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
     """A block whose ``"auto"`` values are left out: the defaults."""
     left = {key: value for key, value in block.items() if not (isinstance(value, str) and value == "auto")}
     return {key: without_auto(value) if isinstance(value, Mapping) else value for key, value in left.items()}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Lightning's Trainer, observed by a callback: one line of a script.
-#
-# ``lightning.pytorch`` and ``pytorch_lightning`` alike. Without any line:
-# :mod:`ds_silent.integrations.lightning_entry`.
-#
-# The observer's state is the callback's state in Lightning's checkpoints.
 
 
 def _callback_type() -> Any:

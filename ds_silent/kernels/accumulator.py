@@ -52,18 +52,6 @@ def stream_order(device: torch.device) -> StreamOrder | None:
     return StreamOrder(getattr(torch, device.type).current_stream)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One pass over a gradient, wherever its pieces turn up: its sketch and its squared norm.
-#
-# The norm itself, of all pieces together and without the loss scale, is made of it by
-# :mod:`ds_silent.measure.record`.
-#
-# Each block of the gradient is read twice in a row, the second time from the cache. Nothing of the gradient's size is
-# allocated, and nothing at all in a step: products and sums of two tensors go through a scratch of one block. Nothing
-# here waits for the device; a stream waits for another one that used the same tables before, see
-# :mod:`ds_silent.kernels.accumulator`. :mod:`ds_silent.kernels.fused` does the same in one kernel, where there is one.
-
-
 Part = tuple[int, int, Tensor]
 """(tensor, first element, values)."""
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 
 from ds_silent.alerts.sink import refuse_unusable_alerts
 from ds_silent.capture.data_facts import data_facts, deal_item, deal_of, dealt_by_all
@@ -49,37 +48,6 @@ from ds_silent.sinks import SinkError
 from ds_silent.sinks.monitor import MonitorWrite
 from ds_silent.sinks.run_facts import run_text
 from ds_silent.text import Words
-
-
-def is_fsdp2(module: Any) -> bool:
-    """Whether ``fully_shard`` was called on it; its class is public from torch 2.6 on."""
-    return issubclass(type(module), getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
-
-
-def is_fsdp1(module: Any) -> bool:
-    """Whether it is a ``FullyShardedDataParallel``."""
-    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ()))
-
-
-def is_deepspeed(training: Any) -> bool:
-    """Whether it is an engine."""
-    return isinstance(training, getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ()))
-
-
-def is_megatron(training: Any) -> bool:
-    """Whether it is one of Megatron-core's wrappers of a model, or a list whose first is."""
-    first = training[0] if isinstance(training, (list, tuple)) and training else training
-    base: Any = sys.modules.get("megatron.core.distributed.data_parallel_base")
-    return isinstance(first, getattr(base, "_BaseDataParallel", ()))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# From a training of any framework to its observer: what all ranks agree on, open and compare before the first step.
-#
-# A refusal reaches every rank, whichever rank it comes from: before anything communicates, all ranks agree on the
-# block and then on what follows from it and the model (:mod:`ds_silent.distributed.agreement`). What only rank 0 can
-# know (is the output directory writable, does it hold records?) is agreed with one small all-reduce.
-
 
 logger = logging.getLogger("ds_silent")
 _ATTRIBUTE = "_ds_silent_observer"
@@ -194,12 +162,6 @@ def given_block(config: Given, called: str = "config") -> SilentConsistencyConfi
         return config
     held = {} if config is None else load_ds_config(config, called)
     return parse(held if BLOCK in held else {BLOCK: held}, name_of(config, called))
-
-
-def is_alone(training: Any) -> bool:
-    """Whether the only process trains it, as a plain module: no framework has wrapped it, and no other rank waits."""
-    first = training[0] if isinstance(training, (list, tuple)) and training else training
-    return isinstance(first, nn.Module) and not is_fsdp1(first) and start.alone()
 
 
 def idle_observer(config: Given) -> Observer | None:

@@ -75,10 +75,6 @@ class Contexts:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What was gathered of a step: every rank acts by it, the writing rank judges and writes it.
-
-
 class Published:
     """Each step once, in order.
 

@@ -96,14 +96,6 @@ def placed(config: SilentConsistencyConfig, label: str) -> SilentConsistencyConf
     return config.model_copy(update={"output_dir": f"{config.output_dir}/{label}"}) if label else config
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The start of an observation: all ranks agree on the block, and then on the sizes that follow from it and the model.
-#
-# A block is refused where ranks differ, because somebody meant something else. A training whose ranks are unlike in
-# what would run without an observer - another number of micro-batches - goes on without one: its collectives would
-# not meet.
-
-
 Facts = Callable[[], dict[str, Any]]
 """What the ranks' collectives follow from, by the names that a person would look for; JSON values."""
 _WRITERS_OWN = ("output_dir", "tensorboard")  # only the rank that writes looks at them

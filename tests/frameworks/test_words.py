@@ -30,9 +30,8 @@ from tests.made_records import make
 
 PACKAGE = Path(ds_silent.__file__).parent
 SHARED = (
-    *("detectors", "measure", "respond", "preflight", "maths", "capture", "exchange", "replicas", "ranks"),
-    *("observing", "ordered", "observer.py", "recorder.py", "records.py"),
-    *("attaching.py", "frameworks/patches.py", "frameworks/refusals.py"),
+    *("detectors", "measure", "respond", "preflight", "maths", "capture", "exchange", "replicas", "distributed"),
+    *("observing", "ordered", "kernels", "records.py", "patches.py", "framework.py"),
 )
 NAMES = re.compile(
     r"[Dd]eep[Ss]peed|ZeRO|zero_optimization|\bds_(id|shape|config)\b|\bengine\b|_batch_size_per_gpu|overlap_comm"
@@ -157,6 +156,7 @@ def test_there_is_nobody_to_agree_with() -> None:
 def test_shared_rooms_name_no_framework() -> None:
     found = []
     files = [file for room in SHARED for file in sorted((PACKAGE / room).glob("**/*.py")) or [PACKAGE / room]]
+    files = [file for file in files if file.name != "run_directory.py"]  # several engines have one each
     assert len(files) > 70
     for file in files:
         tree = ast.parse(file.read_text(encoding="utf-8"))

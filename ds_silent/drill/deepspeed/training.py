@@ -39,12 +39,6 @@ def full_parameters(engine: Any) -> list[Tensor]:
     return parameters
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A training of the drill under DeepSpeed.
-#
-# What strikes behind the capture goes through :mod:`ds_silent.drill.deepspeed.seams`.
-
-
 class DeepSpeedTraining:
     """See :class:`ds_silent.drill.training.Training`."""
 

@@ -51,13 +51,6 @@ def train(setting: Setting, script: Script) -> Iterator[PublicTraining]:
         yield PublicTraining(training)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The configuration that the drill trains Megatron-core under, and what cannot be had there.
-#
-# Stage 0 is Megatron's plain optimizer, stage 1 its distributed one. In bf16 gradients are accumulated and reduced in
-# fp32 and the optimizer updates fp32 copies, as Megatron's own training script has it.
-
-
 NAME = "Megatron-core"
 RANKS = 4  # of the public faults' groups
 

@@ -2,6 +2,5 @@
 
 ``attach.py`` is the way in, ``engine.py`` hooks one engine's step; the others say where its optimizers keep what. Every
 touch of an internal says what it relies on; all were read in 0.16.9 and 0.19.8. What only reads a configuration
-(``ds_config.py``, ``refusals.py``, ``own_config.py``) or says something (``words.py``) is imported without DeepSpeed
-too.
+(``refusals.py``, ``own_config.py``) or says something (``words.py``) is imported without DeepSpeed too.
 """

@@ -76,14 +76,6 @@ def _mean(result: tuple[Any, ...]) -> Tensor:
     return loss / torch.as_tensor(result[1], device=loss.device).clamp(min=1) if len(result) == 3 else loss
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The chunks of one model in Megatron-core's ``DistributedDataParallel``: what they answer, and where the hooks are.
-#
-# Gradients accumulate in ``parameter.main_grad``, where fused kernels write too: so each is looked at once per step,
-# whole, as the reduction of its bucket starts. The factor that it should be reduced with follows from the
-# configuration, never from the bucket's own.
-
-
 WORDS = Words(
     framework="Megatron-core",
     begin="ds_silent.attach_megatron",

@@ -66,10 +66,6 @@ def _png(index: npt.NDArray[np.uint8], shades: list[tuple[int, int, int, int]]) 
     return held.getvalue()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Curves as SVG that fits any width: the drawing is stretched, text and lines are not. Pure.
-
-
 WIDTH, HEIGHT = 1000, 100
 """Of the stretched drawing's own units."""
 _LARGEST, _SMALLEST = 1e300, 1e-290
