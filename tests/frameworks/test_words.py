@@ -31,7 +31,7 @@ from tests.made_records import make
 PACKAGE = Path(ds_silent.__file__).parent
 SHARED = (
     *("detectors", "measure", "respond", "preflight", "maths", "capture", "exchange", "replicas", "distributed"),
-    *("observing", "ordered", "kernels", "records.py", "patches.py", "framework.py"),
+    *("observing", "ordered", "kernels", "records.py", "patches.py"),
 )
 NAMES = re.compile(
     r"[Dd]eep[Ss]peed|ZeRO|zero_optimization|\bds_(id|shape|config)\b|\bengine\b|_batch_size_per_gpu|overlap_comm"
