@@ -113,7 +113,7 @@ def compiled(arch: int, dtype: str, switches: dict[str, bool], folder: Path) -> 
 
 def test_torch_is_chosen_on_the_cpu_and_triton_is_not_imported() -> None:
     code = (
-        "import sys, torch; from ds_silent.capture import fused; from ds_silent.capture.local_gradient import *;"
+        "import sys, torch; from ds_silent.kernels import fused; from ds_silent.capture.local_gradient import *;"
         "print(fused.choice(torch.device('cpu')).triton, 'triton' in sys.modules)"
     )
     environment = {key: value for key, value in os.environ.items() if key != fused.VARIABLE}

@@ -157,7 +157,7 @@ def test_an_unchanged_script_by_its_environment(tmp_path: Path, entries: str, mo
     monkeypatch.setenv("MASTER_PORT", free_port())
     status, said = run([sys.executable, "train.py"], tmp_path)
     assert status == 0, said
-    rooms = ("", ".frameworks", ".frameworks.patches", ".integrations", ".integrations.lightning_entry")
+    rooms = ("", ".extras", ".integrations", ".integrations.lightning_entry", ".patches")
     loaded = [f"ds_silent{room}" for room in rooms]
     assert f"imported {loaded}" in said
     assert "ds_silent:" not in said
