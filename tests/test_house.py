@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ds_silent
-from benchmarks import house
+from benchmarks import house, unchanged
 
 
 def test_rooms_import_from_the_floors_below_them_only() -> None:
@@ -43,4 +43,21 @@ def test_an_import_that_runs_up_and_a_circle_are_seen(tmp_path: Path, monkeypatc
     assert house.circles(house.between_rooms(found)) == [["maths", "text"]]
     assert house.circles({"maths/parts.py": {"maths/sums.py"}, "maths/sums.py": {"maths/parts.py", "text.py"}}) == [
         ["maths/parts.py", "maths/sums.py"]
+    ]
+
+
+def test_a_record_that_changed_is_seen_and_a_time_is_no_change(tmp_path: Path) -> None:
+    def lines(*records: str) -> list[str]:
+        (tmp_path / "events.jsonl").write_text("".join(f"{record}\n" for record in records))
+        return list(unchanged.lines_of(tmp_path / "events.jsonl", str(tmp_path)))
+
+    before = lines('{"step": 1, "seconds": 0.1, "loss": 2.0}', '{"step": 2, "seconds": 0.2, "loss": 1.0}')
+    later = lines('{"step": 1, "seconds": 0.3, "loss": 2.0}', '{"step": 2, "seconds": 0.1, "loss": 1.0}')
+    wrong = lines('{"step": 1, "seconds": 0.1, "loss": 2.0}', '{"step": 2, "seconds": 0.2, "loss": 1.0000001}')
+    assert list(unchanged.differing({"a": before}, {"a": later})) == []
+    assert list(unchanged.differing({"a": before}, {"a": wrong})) == ["a: line 2 differs (2 lines before, 2 now)"]
+    assert list(unchanged.differing({"a": before, "b": []}, {"a": before[:1], "c": []})) == [
+        "a: line 2 differs (2 lines before, 1 now)",
+        "b: is gone",
+        "c: is new",
     ]

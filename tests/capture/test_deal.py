@@ -108,7 +108,7 @@ def finetune(mode: Any) -> ResumableSampler:
         (lambda: finetune("replicated"), "unknown", "1 share for 4 ranks"),
         (lambda: DataLoader(ROWS, shuffle=True), "unknown", "RandomSampler"),
         (lambda: iter(DataLoader(ROWS)), "unknown", "SequentialSampler"),
-        (lambda: iter(DataLoader(Stream())), "unknown", "Iter"),
+        (lambda: iter(DataLoader(Stream())), "unknown", "DataLoader,"),
         (lambda: None, "unknown", "no loader was seen"),
         (lambda: iter(ROWS), "unknown", "list_iterator"),
     ],
