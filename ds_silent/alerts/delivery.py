@@ -24,6 +24,10 @@ from time import monotonic
 from ds_silent.alerts.failure import NotSent, why_of
 from ds_silent.alerts.message import Alert, summary_of
 
+# ----------------------------------------------------------------------------------------------------------------------
+# At most n in any hour. Pure: the caller has the clock.
+
+
 HOUR = 3_600.0
 
 
@@ -45,6 +49,10 @@ class Hourly:
 
 
 logger = logging.getLogger("ds_silent")
+
+# -- One destination ---------------------------------------------------------------------------------------------------
+
+
 LONGEST = 64
 """Alerts that wait for one destination."""
 TRIES = 5

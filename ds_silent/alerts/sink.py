@@ -27,6 +27,9 @@ from ds_silent.destination import TRACKERS, Destination, WrongDestination, resol
 from ds_silent.extras import installed
 from ds_silent.records import ENDED, STILL, Event, Scores, Severity, StepRecord, from_json
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Which events are news: a reminder of a fault that was told is none. Pure.
+
 
 class ToldFaults:
     """Faults that go on and were told. An end is news where its beginning was; a reminder, where it was not."""
@@ -49,6 +52,9 @@ class ToldFaults:
         self._open.add(key)
         self._last = event
         return True
+
+
+# -- The sink that tells -----------------------------------------------------------------------------------------------
 
 
 MonitorWrite = Callable[[list[tuple[str, float, int]]], None]

@@ -38,6 +38,9 @@ from ds_silent.exchange.observation import (
 from ds_silent.framework import Part
 from ds_silent.maths.rounding_bound import multiple_of
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Who hears of a step: what :class:`ds_silent.capture.step.StepCapture` calls.
+
 
 class Listener(Protocol):
     """The observer's steps; the last four are played."""
@@ -132,6 +135,9 @@ def _some(value: Tensor) -> Tensor:
     if value.is_contiguous() and not value.requires_grad:
         return value.as_strided((count,), (step,))
     return value.detach().reshape(-1)[::step][:FEW]
+
+
+# -- What one rank knows of the step under way, made into one observation ----------------------------------------------
 
 
 _Taken = tuple[Tensor, Tensor]  # sketches and squared norms by layer

@@ -25,6 +25,16 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import MAX_ROWS, batch_tensors, pack_rows, row_hashes, sampling_of
 
 logger = logging.getLogger("ds_silent")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which ``torch.utils.data.DataLoader`` feeds the training, and where it begins anew, without anybody saying so.
+#
+# One method of a class of torch's is wrapped while anybody watches: ``_BaseDataLoaderIter.__next__``
+# (``torch/utils/data/dataloader.py``, 1.2 to 2.13), which every loader of torch's, accelerate's and the frameworks'
+# goes through. Of the iterator are read ``_num_yielded``, ``_index_sampler`` and ``_dataset``; where they are gone
+# nothing is known, and nothing breaks. The newest iterator that was advanced is the one whose batch is trained on.
+
+
 _watches: weakref.WeakSet[LoaderWatch | LoaderMemory] = weakref.WeakSet()
 _ORDERS = 256  # of passes, that are remembered
 _originals: list[Callable[[Any], Any]] = []  # the one, while it is wrapped
@@ -150,6 +160,9 @@ def _disconnect(watch: LoaderWatch | LoaderMemory) -> None:
     _watches.discard(watch)
     if not _watches and _originals:
         setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010
+
+
+# -- Which rows this rank's micro-batches hold, from ids that the script gives or else from the model's inputs ---------
 
 
 def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:

@@ -20,6 +20,9 @@ from rich.progress import Progress
 from ds_silent.config import ConfigError
 from ds_silent.practice.ranks import RankBroke
 
+# ----------------------------------------------------------------------------------------------------------------------
+# ``--json FILE`` of the commands: refused before minutes of work, written after them.
+
 
 def refuse_unwritable(path: str | None) -> None:
     """Minutes later is too late to find that out.
@@ -38,6 +41,10 @@ def write_json(path: str | None, value: Any) -> None:
 
 
 BROKEN, USER_MISTAKE = 1, 2
+
+# -- A command that measures for a while -------------------------------------------------------------------------------
+
+
 WIDTH = 120  # of what goes into a file or a pipe
 
 Result = TypeVar("Result")

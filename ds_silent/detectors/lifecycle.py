@@ -20,6 +20,15 @@ from typing import Any
 from ds_silent.detectors.finding import Finding, with_odds
 from ds_silent.records import ENDED, STILL, Event, EventKind, Severity
 
+# ----------------------------------------------------------------------------------------------------------------------
+# One fault, one alarm: which finding is what an open one brings about by itself.
+#
+# A rank with another learning rate drifts apart from its replicas; one that skipped an update does so too; a rank
+# with another batch size has another gradient. Such an effect is still written, in full, with the severity ``info``
+# and the name of the event that it follows from. It is an alarm of its own where anything speaks against that: other
+# ranks, an earlier beginning, a graver severity, or a cause that has ended.
+
+
 FOLLOWS = "Follows from the "  # how the message of such an effect begins
 APPLIED = "applied gradient"  # the place of a finding about the optimizer's input
 GRAVITY = ("info", "warning", "error")
@@ -118,6 +127,9 @@ def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
     if place.startswith(_OF_FORWARDS):
         return ("outlier-rank", "replica-drift")
     return ("replica-drift", "outlier-rank", APPLIED) if any(word in place for word in _OF_UPDATES) else ()
+
+
+# -- One event per fault -----------------------------------------------------------------------------------------------
 
 
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …

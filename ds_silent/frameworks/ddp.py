@@ -38,6 +38,10 @@ from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 from ds_silent.text import TORCH
 
+# ----------------------------------------------------------------------------------------------------------------------
+# How a ``DistributedDataParallel`` reduces: in which dtype, and whether what comes out is the mean at all.
+
+
 _NARROW = {
     "fp16_compress_hook": torch.float16,
     "fp16_compress_wrapper": torch.float16,
@@ -130,6 +134,9 @@ def _accumulator(parameter: Any) -> Any:
 
 
 logger = logging.getLogger("ds_silent")
+
+
+# -- One model in ``DistributedDataParallel`` --------------------------------------------------------------------------
 
 
 class DDPFramework(CountsItself, Covers):

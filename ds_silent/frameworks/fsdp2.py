@@ -33,6 +33,9 @@ from ds_silent.observing.attach import Given, idle_observer
 from ds_silent.observing.observer import Observer
 from ds_silent.text import TORCH
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What ``fully_shard`` has made of a module, by public names where there are some (torch 2.6 to 2.13).
+
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
     """The wrapped modules, the root first."""
@@ -126,6 +129,9 @@ def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> 
         return [held[name] for name in names]
     finally:
         reshard(model)
+
+
+# -- One model under ``fully_shard`` -----------------------------------------------------------------------------------
 
 
 class FSDP2Framework(CountsItself, Covers):

@@ -30,6 +30,9 @@ from ds_silent.frameworks.torch_common import rows_per_batch
 from ds_silent.observing.attach import Given, given_block, observer_of, say_alone, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What a trainer's callback has to find out by itself: which block counts, and that one process is nobody's peer.
+
 
 def alone(config: Given, launchers: str) -> bool:
     """Whether one process trains the model; then one sentence says so, where a block asks for observation."""
@@ -85,6 +88,9 @@ def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
     """A block whose ``"auto"`` values are left out: the defaults."""
     left = {key: value for key, value in block.items() if not (isinstance(value, str) and value == "auto")}
     return {key: without_auto(value) if isinstance(value, Mapping) else value for key, value in left.items()}
+
+
+# -- Lightning's Trainer, observed by a callback -----------------------------------------------------------------------
 
 
 def _callback_type() -> Any:

@@ -25,6 +25,16 @@ from torch import Tensor
 from ds_silent.maths import sketch
 from ds_silent.maths.sketch import Place, SketchPlan
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory that is used on several streams of a device, in the order in which the host asks for it.
+#
+# Autograd calls a hook on the stream of the operation whose gradient it brings, and these may be several. What one
+# use has queued is complete before another stream's use begins, because that stream waits for it; the host never
+# does. As long as everything happens on one stream, as it commonly does, an entry is one comparison.
+#
+# Each use waits for the one before, so the last waits for all. Gradients need no more: autograd itself tells the
+# allocator on which stream a hook is given them, and none is kept.
+
 
 class StreamOrder:
     """See the module docstring.
@@ -50,6 +60,9 @@ def stream_order(device: torch.device) -> StreamOrder | None:
     if device.type in ("cpu", "meta"):
         return None
     return StreamOrder(getattr(torch, device.type).current_stream)
+
+
+# -- One pass over a gradient, wherever its pieces turn up -------------------------------------------------------------
 
 
 Part = tuple[int, int, Tensor]

@@ -22,6 +22,9 @@ from ds_silent.records import Event, Seconds
 from ds_silent.replicas.compare import Drift, ReplicaChecks
 from ds_silent.respond.responder import Responder
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What the writing rank knows of a step without asking the others, kept until the others' observations are there.
+
 
 class Contexts:
     """Of the steps whose collective is under way.
@@ -73,6 +76,9 @@ class Contexts:
             replace(walk, facts=facts),
             capture.sampling,
         )
+
+
+# -- What was gathered of a step ---------------------------------------------------------------------------------------
 
 
 class Published:

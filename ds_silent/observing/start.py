@@ -28,6 +28,10 @@ from ds_silent.extras import VERSION, installed, missing_sentence
 from ds_silent.records import Event
 from ds_silent.text import Words
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What no framework's training can have observed is refused with a sentence, the same on every rank.
+
+
 EXACT_RANKS = 1024
 """Up to which all pairs of ranks are compared exactly. Every rank reduces the matrix of all pairs at every measurement:
 4 MiB there, 32 times a sketch and as much as all else that is sent together; 64 MiB at 4,096 ranks, 1 GiB at 16,384."""
@@ -94,6 +98,9 @@ def label_of(places: Mapping[str, Place]) -> str:
 def placed(config: SilentConsistencyConfig, label: str) -> SilentConsistencyConfig:
     """With that group's directory."""
     return config.model_copy(update={"output_dir": f"{config.output_dir}/{label}"}) if label else config
+
+
+# -- The start of an observation ---------------------------------------------------------------------------------------
 
 
 Facts = Callable[[], dict[str, Any]]

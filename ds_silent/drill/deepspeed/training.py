@@ -21,6 +21,9 @@ from ds_silent.drill.setting import Setting
 from ds_silent.drill.training import Script, state_of
 from ds_silent.observing.observer import Observer
 
+# ----------------------------------------------------------------------------------------------------------------------
+# A training's state as one hash: the weights and everything that decides the next update.
+
 
 def state_hash(engine: Any) -> str:
     """Of what this rank holds: parameters, frozen ones too, buffers, fp32 masters, the optimizer's state.
@@ -37,6 +40,9 @@ def full_parameters(engine: Any) -> list[Tensor]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
             parameters.append(parameter.detach().clone())
     return parameters
+
+
+# -- A training of the drill under DeepSpeed ---------------------------------------------------------------------------
 
 
 class DeepSpeedTraining:

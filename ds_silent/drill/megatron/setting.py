@@ -27,6 +27,11 @@ from ds_silent.frameworks.megatron.buffers import inner_optimizers
 from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.megatron_scenarios import SCENARIOS, Scenario, ScenarioTraining, training_of
 
+# ----------------------------------------------------------------------------------------------------------------------
+# A training of the drill in which a fault of a public issue of Megatron-LM goes wrong, or its healthy twin.
+#
+# Its rows are its own: ranks of one tensor-parallel group must hold the same.
+
 
 class PublicTraining:
     """See :class:`ds_silent.drill.training.Training`."""
@@ -49,6 +54,9 @@ def train(setting: Setting, script: Script) -> Iterator[PublicTraining]:
     block = {**setting.config[BLOCK], "output_dir": str(script.output_dir)}
     with training_of(SCENARIOS[script.trial.name], block) as training:
         yield PublicTraining(training)
+
+
+# -- The configuration that the drill trains Megatron-core under, and what cannot be had there -------------------------
 
 
 NAME = "Megatron-core"

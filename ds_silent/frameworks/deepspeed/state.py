@@ -18,6 +18,9 @@ from ds_silent.frameworks.deepspeed.shapes import expert_group
 from ds_silent.frameworks.torch_common import Slice
 from ds_silent.kernels.checksums import Items, Replica
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Joining a process group that is there, and what the ranks of an engine must have alike.
+
 
 def join() -> None:
     """Make DeepSpeed use the gloo process group that is there, without a word."""

@@ -35,6 +35,14 @@ from ds_silent.patches import Patches
 from ds_silent.records import Event
 from ds_silent.text import Words
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The losses of Megatron's schedules, which no module returns: the script's ``forward_step`` names a function for
+# them.
+#
+# ``schedules.forward_step`` is looked up by every schedule when it is called; it is the only place that all go
+# through.
+
+
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
@@ -74,6 +82,9 @@ def _mean(result: tuple[Any, ...]) -> Tensor:
     """(mean, ..), or (sum over tokens, tokens, ..): a copy, because the schedule divides it in place."""
     loss: Tensor = result[0].detach().clone()
     return loss / torch.as_tensor(result[1], device=loss.device).clamp(min=1) if len(result) == 3 else loss
+
+
+# -- The chunks of one model in Megatron-core's ``DistributedDataParallel`` --------------------------------------------
 
 
 WORDS = Words(

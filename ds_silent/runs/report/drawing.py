@@ -21,6 +21,10 @@ from PIL import Image
 
 from ds_silent.runs.report.axis import Axis, Curve, Floats, shown, ticks
 
+# ----------------------------------------------------------------------------------------------------------------------
+# A picture with one byte per pixel: a table of numbers as colours that suit a light and a dark page. Pure.
+
+
 _SIDES = 126  # shades on each side of nothing
 _NOT_A_NUMBER = 2 * _SIDES + 1
 _EMPTY = 2 * _SIDES + 2
@@ -69,6 +73,10 @@ def _png(index: npt.NDArray[np.uint8], shades: list[tuple[int, int, int, int]]) 
 WIDTH, HEIGHT = 1000, 100
 """Of the stretched drawing's own units."""
 _LARGEST, _SMALLEST = 1e300, 1e-290
+
+# -- Curves as SVG that fits any width ---------------------------------------------------------------------------------
+
+
 Style = Literal["line", "thin", "dash", "band"]
 
 

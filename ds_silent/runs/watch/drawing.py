@@ -16,6 +16,9 @@ from rich.text import Text
 from ds_silent.runs.watch.departures import METRICS, Metric
 from ds_silent.runs.watch.watched import Said, Standing, View
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Bars and sparklines of characters. Pure.
+
 
 @dataclass(frozen=True)
 class Glyphs:
@@ -71,6 +74,9 @@ def glyphs_for(encoding: str | None) -> Glyphs:
     except (UnicodeEncodeError, LookupError):
         return PLAIN
     return BLOCKS
+
+
+# -- A view as lines of text, exactly as many as the terminal has. Pure ------------------------------------------------
 
 
 Sort = Literal["departure", "rank", "loss", "norm", "cosine"]

@@ -22,6 +22,9 @@ from ds_silent.runs.events import EventGroup
 from ds_silent.runs.values import number, of, ranks, text, whole
 from ds_silent.runs.watch.departures import KEYS, METRICS, Departure, Departures, Metric, values_of
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What is drawn of a run, at one moment: frozen, so that one thread may read on while another draws.
+
 
 @dataclass(frozen=True)
 class Said:
@@ -82,6 +85,9 @@ class View:
     data: str = ""
     problem: str = ""
     behind: bool = False  # what is there already is still being read
+
+
+# -- A run whose files are followed ------------------------------------------------------------------------------------
 
 
 FILES = ("metrics.jsonl", "events.jsonl", "scores.jsonl")
