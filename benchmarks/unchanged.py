@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,8 +98,6 @@ def differing(before: dict[str, list[str]], after: dict[str, list[str]]) -> Iter
 
 def records_of(options: DrillOptions) -> dict[str, list[str]]:
     """A hash of every line of every file that the trainings of one cell write."""
-    import tempfile
-
     setting = setting_of(options)
     able = [name for name in FAULTS if name in setting.faults]
     trials, _ = trials_of(DrillOptions(**{**vars(options), "faults": tuple(able)}), setting)

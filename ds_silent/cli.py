@@ -66,14 +66,14 @@ def check(
     Exit status: 0 when every configuration can be honoured, else 2.
     """
     # Inside the command, because they import torch: `ds-silent --help` need not wait for that.
-    from ds_silent.commands.forecast import forecast_lines, refuse_a_directory_below_a_file
+    from ds_silent.commands.forecast import forecast_lines
     from ds_silent.config import ConfigError, parse
     from ds_silent.config_file import load_ds_config
     from ds_silent.distributed.places import read_groups
     from ds_silent.extras import installed, missing_sentence
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
     from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
-    from ds_silent.observing.start import refuse_too_few_ranks, refuse_too_many_ranks
+    from ds_silent.observing.start import refuse_a_directory_below_a_file, refuse_too_few_ranks, refuse_too_many_ranks
 
     refused = False
     for number, source in enumerate(ds_config):

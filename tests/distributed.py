@@ -7,6 +7,7 @@ A rank that raises, dies or takes too long fails the test with its own traceback
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,3 +25,11 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``function(*arguments)`` on ``world_size`` ranks of one gloo process group."""
     return results_of(function, arguments, world_size, timeout, may_die)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Return as soon as it holds; fail when it does not in time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"not so after {seconds:.0f} s"
+        time.sleep(0.005)

@@ -7,11 +7,10 @@ for line in forecast_lines(config, ds_config, world_size=8, parameters=1_155_912
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ds_silent.capture.row_ids import id_capacity
-from ds_silent.config import BLOCK, ConfigError, DirectionConfig, SilentConsistencyConfig
+from ds_silent.config import DirectionConfig, SilentConsistencyConfig
 from ds_silent.config_file import section, switched_on, zero_section
 from ds_silent.destination import masked
 from ds_silent.exchange.layout import LAYERS_TOGETHER, WORDS, Layout, Shape, gathers_sketches, layout_of, place_size
@@ -19,17 +18,6 @@ from ds_silent.exchange.row_ids import Sampling, sampling_of
 from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.sketch import make_plan
 from ds_silent.text import size_text
-
-
-def refuse_a_directory_below_a_file(config: SilentConsistencyConfig) -> None:
-    """Raise :class:`ConfigError` where ``output_dir`` can be nobody's directory; that it is missing says nothing."""
-    path = Path(config.output_dir)
-    there = next((one for one in (path, *path.parents) if one.exists()), None)
-    if there is not None and not there.is_dir():
-        raise ConfigError(
-            f"{BLOCK}.output_dir {config.output_dir!a} cannot be a directory, because {str(there)!a} is a file; choose "
-            "a directory that rank 0 can create files in"
-        )
 
 
 def forecast_lines(

@@ -350,8 +350,12 @@ class LayerTest:
             "since": since,
             "score": float(score[rank]),
             "left": self._threshold,
-            "severity": self._severity(float(shift[layer]), direction, step, since, rank, layer, healthy, plain),
+            "severity": self._severity(float(shift[layer]), direction),
         }
+        if self._own is not None and flag["severity"] != "info":
+            peers = np.flatnonzero(healthy & (np.arange(self.ranks) != rank)).tolist()
+            if not plain(rank, since) or self._of_rows(step, since, rank, layer, peers):
+                flag["severity"] = "info"
         if self._own is not None and flag["severity"] == "info":
             self.notes = (self._note(step, rank, flag),)
             self._own.forget(np.arange(self.ranks) == rank)
@@ -364,36 +368,27 @@ class LayerTest:
         assert self._spreads is not None
         self._spreads[self._spread_steps >= since] = np.nan
 
-    def _severity(
-        self,
-        shift: float,
-        direction: bool,
-        step: int,
-        since: int,
-        rank: int,
-        layer: int,
-        healthy: Flags,
-        plain: Callable[[int, int], bool],
-    ) -> Severity:
+    def _severity(self, shift: float, direction: bool) -> Severity:
+        """By size alone: of ranks whose rows are dealt at random; of others as far as their rows do not explain it."""
         sizes = self._sizes
         if self._own is None:
             least = sizes.direction if direction else math.log1p(sizes.layer)
             return "warning" if abs(shift) >= least else "info"
-        large = not direction and abs(shift) >= math.log1p(sizes.changed_norm)
-        if not large or step - since > SUDDEN or not plain(rank, since):
-            return "info"
-        others = healthy & (np.arange(self.ranks) != rank)
-        seen = np.array([sizes[layer] for _, sizes in self._sizes_before], dtype=np.float64)  # (T, N)
+        return "warning" if not direction and abs(shift) >= math.log1p(sizes.changed_norm) else "info"
+
+    def _of_rows(self, step: int, since: int, rank: int, layer: int, others: list[int]) -> bool:
+        """Whether a rank's own rows may have changed the size of its layer: slowly, as before, or as other ranks'."""
+        if step - since > SUDDEN:
+            return True
+        seen = np.array([values[layer] for _, values in self._sizes_before], dtype=np.float64)  # (T, N)
         at = np.array([number for number, _ in self._sizes_before])
         known = np.isfinite(seen[:, rank]) & np.isfinite(seen[:, others]).all(axis=1)
         before, after = seen[known & (at < since)], seen[known & (at >= since)]
-        if not moved_alone(before, after, rank, np.flatnonzero(others).tolist()):
-            return "info"
+        if not moved_alone(before, after, rank, others):
+            return True
         apart = [part[:, rank] - np.median(part[:, others], axis=1) for part in (before, after)]
         further = beyond(*apart)
-        if is_gradual(*apart) or (further is not None and further < math.log1p(sizes.changed_norm)):
-            return "info"
-        return "warning"
+        return is_gradual(*apart) or (further is not None and further < math.log1p(self._sizes.changed_norm))
 
     def _note(self, step: int, rank: int, flag: dict[str, Any]) -> Event:
         more = f" and {flag['more']} more layer{'s' * (flag['more'] > 1)}" if flag["more"] else ""

@@ -125,12 +125,8 @@ class Recent:
 
     def norm_moved_alone(self, rank: int, others: Sequence[int], since: int) -> bool:
         """Whether the norm of a rank moved by itself, and farther than the others' losses did."""
-        with np.errstate(all="ignore"):
-            loss, norm = (
-                np.log(np.array([row[index, [rank, *others]] for _, row in self._steps]).reshape(-1, 1 + len(others)))
-                for index in (_LOSS, _NORM)
-            )
-        at = np.array([step for step, _ in self._steps])
+        at, loss = self._over_time(_LOSS, [rank, *others])
+        _, norm = self._over_time(_NORM, [rank, *others])
         before, after = (np.isfinite(loss + norm).all(axis=1) & part for part in (at < since, at >= since))
         if not before.any() or not after.any():
             return True
@@ -139,19 +135,17 @@ class Recent:
         return moved_alone(norm[before], norm[after], 0, range(1, 1 + len(others)), common)
 
     def _around(self, rank: int, others: Sequence[int], since: int, where: str) -> tuple[Array, Array]:
-        index = STATISTICS.index(where)
-        return self._against(rank, others, index, until=since), self._against(rank, others, index, since)
+        """A rank's less the others' median, before ``since`` and from then on, in the steps where it is known."""
+        at, values = self._over_time(STATISTICS.index(where), [rank, *others])
+        apart = values[:, 0] - np.median(values[:, 1:], axis=1)
+        known = np.isfinite(apart)
+        return apart[known & (at < since)], apart[known & (at >= since)]
 
-    def _against(
-        self, rank: int, others: Sequence[int], index: int, since: float = 0, until: float = math.inf
-    ) -> Array:
-        """(T,) a rank's less the others' median, logarithms but of cosines, in the steps where it is known."""
-        values = np.array([row[index] for step, row in self._steps if since <= step < until]).reshape(-1, self._ranks)
+    def _over_time(self, index: int, ranks: list[int]) -> tuple[Array, Array]:
+        """(T,) steps and (T, len(ranks)) of a statistic: logarithms, but of cosines."""
+        values = np.array([row[index, ranks] for _, row in self._steps]).reshape(-1, len(ranks))
         with np.errstate(all="ignore"):
-            values = values if index == _COSINE else np.log(values)
-            apart = values[:, rank] - np.median(values[:, list(others)], axis=1)
-        known: Array = apart[np.isfinite(apart)]
-        return known
+            return np.array([step for step, _ in self._steps]), values if index == _COSINE else np.log(values)
 
     def loss(self, rank: int, since: int) -> float | None:
         """The rank's median loss since then."""

@@ -13,6 +13,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,17 @@ def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
         raise ConfigError(
             f'{BLOCK}.respond.on_replica_drift "majority" needs at least 3 ranks to outvote one, got {ranks}; use '
             '"mean" or "stop"'
+        )
+
+
+def refuse_a_directory_below_a_file(config: SilentConsistencyConfig) -> None:
+    """Raise :class:`ConfigError` where ``output_dir`` can be nobody's directory; that it is missing says nothing."""
+    path = Path(config.output_dir)
+    there = next((one for one in (path, *path.parents) if one.exists()), None)
+    if there is not None and not there.is_dir():
+        raise ConfigError(
+            f"{BLOCK}.output_dir {config.output_dir!a} cannot be a directory, because {str(there)!a} is a file; choose "
+            "a directory that rank 0 can create files in"
         )
 
 

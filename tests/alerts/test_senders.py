@@ -25,6 +25,7 @@ from ds_silent.config import AlertConfig
 from ds_silent.destination import parse_destination
 from ds_silent.records import Event, Place
 from tests.alerts.servers import FINE, closes, drips, hangs, http_server, mail_server, slow, status
+from tests.distributed import wait_for
 from tests.sinks.example_records import event, full_record
 
 SECRET = "s3cr3t-T0k3n"
@@ -181,13 +182,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def test_at_most_n_an_hour_and_the_next_one_counts_what_was_left_out() -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.ranks import RankBroke, results_of
+from tests.distributed import wait_for
 
 
 def one_breaks(how: str) -> tuple[int, int]:
@@ -66,13 +66,6 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         parent.kill()
     ranks = [int(file.name) for file in tmp_path.iterdir()]
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 60.0)
-
-
-def wait_for(true: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"not so after {seconds:.0f} s"
-        time.sleep(0.1)
 
 
 def test_every_bit_is_in_the_hash() -> None:
