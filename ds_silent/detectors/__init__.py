@@ -45,6 +45,8 @@ __all__ = ["Finding", "Judge"]
 
 _BY_CHANCE = 4  # detectors that share the false-alarm rate
 _VERSION = 2  # of the state
+NOTED_AGAIN = 256
+"""Steps after which another change of a rank is noted: rows that go on changing are one note."""
 
 
 def log_steps(config: DetectorsConfig, interval: int) -> float:
@@ -91,6 +93,7 @@ class Judge:
         self._outlier: OutlierTest | None = None  # made when the world size is known
         self._layers: LayerTest | None = None
         self._own_weight: OwnWeightTest | None = None
+        self._noted: dict[int, int] = {}  # when a rank's rows were last noted
         self._layers_first: set[int] = set()  # ranks of which a layer was named, and not the whole gradient
         self._pairs_before: set[tuple[int, int]] = set()
         self._sampled_rows = SampledRowsTest(self._log_steps)
@@ -134,7 +137,7 @@ class Judge:
                 if not same:
                     assert self._outlier is not None
                     assert self._layers is not None
-                    told += [*self._outlier.notes, *self._layers.notes]
+                    told += self._new_notes(record.step, [*self._outlier.notes, *self._layers.notes], outliers)
                     saw += [*self._outlier.saw, *self._layers.saw]
             settings = [found for found in unlike if found.kind == "config-mismatch"]
             findings = _without_consequences(findings + outliers, settings)
@@ -160,11 +163,22 @@ class Judge:
         """Ranks that are not like the others; for ``same`` and ``told`` see :meth:`_with_layers`."""
         if self._outlier is None or self._outlier.ranks != record.world_size:
             self._make_tests(record.world_size)
-            self._layers_first = set()
+            self._layers_first, self._noted = set(), {}
         assert self._outlier is not None
         # ranks that hold the same rows are not exchangeable with the others
         outliers = self._outlier.standing() if same else self._outlier.step(record, extras)
         return self._with_layers(record, extras, outliers, same, told)
+
+    def _new_notes(self, step: int, notes: list[Event], standing: list[Finding]) -> list[Event]:
+        """The notes of ranks of which nothing was noted lately, and nothing is."""
+        for finding in standing:
+            self._noted.update(dict.fromkeys(finding.ranks, step))
+        new = []
+        for note in notes:
+            if any(step - self._noted.get(rank, -NOTED_AGAIN) >= NOTED_AGAIN for rank in note.ranks):
+                self._noted.update(dict.fromkeys(note.ranks, step))
+                new.append(note)
+        return new
 
     def _make_tests(self, ranks: int) -> None:
         log_steps = self._log_steps + math.log(2.0)

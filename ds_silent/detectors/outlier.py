@@ -43,7 +43,6 @@ from ds_silent.text import TORCH, Words, named
 AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
 WEIGHED_AGAIN, AT_MOST = 32, 8  # steps after which a note's size is looked at again; of so many ranks in one step
 HIGHEST_EVERY = 64  # steps between two looks at the highest losses so far
-NOTED_AGAIN = 256  # steps after which another change of a rank is noted: data that go on changing are one note
 BEGINNING = 64  # steps; a rank that differs since then has always done so
 FIRST = 8  # losses of each rank that are its beginning
 _MEANING = {
@@ -107,7 +106,6 @@ class OutlierTest:
         self._began = 0  # the first step
         self._first: Array = np.zeros((2, ranks))  # sum of each rank's first losses, and how many
         self._flagged: dict[int, dict[str, Any]] = {}
-        self._noted: dict[int, int] = {}  # when a rank's change was noted
 
     @property
     def _threshold(self) -> float:
@@ -232,8 +230,7 @@ class OutlierTest:
     def _place(self, step: int, rank: int, flag: dict[str, Any]) -> None:
         """A change that rows may have made is the rank's past from now on; everything else goes on."""
         if flag["own_past"] and flag["severity"] == "info" and self._change is not None:
-            if not flag["slight"] and step - self._noted.get(rank, -NOTED_AGAIN) >= NOTED_AGAIN:
-                self._noted[rank] = step
+            if not flag["slight"]:
                 self.notes += (self._note(step, rank, flag),)
             self._change.begin_anew(np.arange(self.ranks) == rank)
         else:

@@ -234,6 +234,26 @@ def test_a_layer_that_is_seen_later_adds_no_event() -> None:
     assert [(e.kind, e.ranks, e.where) for e in events] == [("outlier-rank", (7,), "gradient norm")]
 
 
+def test_rows_that_go_on_changing_are_one_note() -> None:
+    run, layers, judge = Run(ranks=8), Layers(8, 7), Judge(DetectorsConfig())
+
+    def notes(steps: int, factor: float = 1.0, layer: int = 0) -> list[tuple[int, ...]]:
+        found: list[Event] = []
+        for _ in range(steps):
+            found += judge.step(run.record(), Evidence(layers=layers.values(factor, layer)))
+        return [event.ranks for event in found if event.message.startswith("Rank 7's data")]
+
+    assert notes(200) == []
+    assert notes(60, factor=2.0, layer=3) == [(7,)]
+    assert notes(60, factor=0.4, layer=1) == []
+    assert notes(60, factor=2.0, layer=4) == []
+    assert notes(80) == []
+    [(rank, noted)] = judge._noted.items()
+    again = Event(1, "outlier-rank", "info", (rank,), None, None, None, "", "")
+    assert judge._new_notes(noted + 255, [again], []) == []
+    assert judge._new_notes(noted + 256, [again], []) == [again]
+
+
 def test_both_share_one_detectors_rate() -> None:
     judge = Judge(DetectorsConfig(false_alarms_per_million_steps=1.0))
     judge.step(make(1, [1.0] * 4, [1.0] * 4, [0.1] * 4), Evidence(dealt="random"))
