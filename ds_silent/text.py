@@ -47,7 +47,6 @@ class Words:
     another_reduction: str = "try another torch version"  # where gradients are reduced wrongly
     not_reduced: str = "Call the wrapper itself in every training forward, not its .module"  # what to do first
     not_cleared: str = "Clear the gradients with zero_grad() between a step and the next backward"  # what to do first
-    nobody_named: str = ""  # what else to do where no rank can be named
     update_settings: str = "clipping and the loss scale"  # what multiplies the gradient that is applied
     batch_size: str = "the batch size"  # setting of one rank's rows per micro-batch
     accumulation: str = "the number of micro-batches"  # setting of how many make a step

@@ -122,7 +122,7 @@ def test_a_run_that_broke_off_is_not_called_healthy(how: str, tmp_path: Path) ->
     assert (tmp_path / "said").read_text().startswith(f"B{healthy}"), "while it goes on"
     verdict = verdict_of(read_run(tmp_path))
     begins = {
-        "killed": f"The run ended without an end at step 4; until then b{healthy}",
+        "killed": f"The run was killed or crashed after step 4: its end is not recorded; until then b{healthy}",
         "raised": f"The training ended with ValueError after step 4; until then b{healthy}",
         "ended": f"B{healthy}",
     }

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.result import distrust
 from ds_silent.detectors.sequential import SequentialTest
 from ds_silent.maths.causes import OwnWeights
 from ds_silent.records import Score, StepRecord
@@ -93,12 +94,8 @@ class OwnWeightTest:
     def _finding(self, rank: int) -> Finding:
         flag = self._flagged[rank]
         message = (
-            f"The gradient of rank {rank} has entered the aggregate with another weight than 1 since about step "
+            f"The gradient of rank {rank} does not count once in the aggregate since about step "
             f"{flag['since']}: {flag['numbers']}, on average over the last steps. In a single step rounding hides it."
-        )
-        remedy = (
-            f"Do not trust the weights of this run since then; {self._words.another_reduction}, and look at the "
-            "network of the rank named."
         )
         return Finding(
             key=f"own-weight:{rank}",
@@ -109,7 +106,7 @@ class OwnWeightTest:
             score=flag["score"],
             threshold=self._threshold,
             message=message,
-            remedy=remedy,
+            remedy=distrust(self._words, (rank,)),
             since=flag["since"],
             log_excess=flag["score"] - self._threshold,
         )

@@ -53,14 +53,13 @@ def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words =
     return findings
 
 
-def _distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
+def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
     """What to do about a wrong aggregate: ``ranks`` are named, and ``what`` is the kind of its cause."""
     first = {"unreduced": words.not_reduced, "leftover": words.not_cleared}.get(what, "")
     back = "Do not trust the weights of this run since then; go back to the last checkpoint before it"
-    look = ", and look at the network of the rank named" if ranks else words.nobody_named
-    if first:
-        return f"{first}. {back}. If that is not it, {words.another_reduction}{look}."
-    return f"{back}, {words.another_reduction}{look}." if look else f"{back}, and {words.another_reduction}."
+    look = ", and look at the network of the rank named" if ranks else ""
+    script = "Look for a hook or other code of the script that changes gradients"
+    return f"{first or script}. {back}. If that is not it, {words.another_reduction}{look}."
 
 
 def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
@@ -143,7 +142,7 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
         score=error,
         threshold=bound,
         message=message,
-        remedy=_distrust(words, ranks, what),
+        remedy=distrust(words, ranks, what),
         since=record.step,
         effects=effects,
         family="reduction",
@@ -160,7 +159,7 @@ def _told(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -
         return f"It is {shown} times the {result} in {where}."
     if cause.kind == "weights":
         shown = _weights(cause, cause.ranks) or "by small amounts"
-        return f"In {where} the ranks' gradients entered with other weights than 1: {shown}."
+        return f"In {where} the ranks' gradients do not count once each: {shown}."
     if cause.kind == "partial":
         whose = named(cause.ranks or tuple(range(world_size)), world_size)
         shown = _weights(cause, cause.ranks or tuple(range(world_size)))
@@ -221,7 +220,7 @@ def _micro_batches(
         score=error,
         threshold=bound,
         message=message,
-        remedy=_distrust(words, guilty),
+        remedy=distrust(words, guilty),
         since=found.step,
     )
 
@@ -246,7 +245,7 @@ def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, P
         f"The ranks hold different aggregated gradients in {where}: {_who_received(groups, record.world_size)} The "
         "difference is within rounding, or outside of what each rank checks."
     )
-    remedy = _distrust(words, odd)
+    remedy = distrust(words, odd)
     if seen.changed:
         message += " The script has changed the gradient since the reduction, so the difference may be its own."
         remedy = f"Look first for code that changes gradients on some ranks only. If there is none: {remedy}"

@@ -168,7 +168,7 @@ class Run:
             return f"The training ended with {error} after step {step or 0:,}"
         last = f"step {int(self.steps.step[-1]):,}" if len(self.steps) else "its start"
         if self.lost == "gone":
-            return f"The run ended without an end at {last}"
+            return f"The run was killed or crashed after {last}: its end is not recorded"
         return f"No end of the run is recorded after {last}, and nothing else for an hour" if self.lost else ""
 
     @property

@@ -137,7 +137,9 @@ def verdict_of(run: Run) -> Verdict:
         sentence = f"{lost}; until then {healthy[0].lower()}{healthy[1:]}" if healthy else f"{lost}."
         return Verdict("warning", sentence, (), (), None, None, 0, checks)
     if not len(run.steps):
-        said = "Nothing has been measured yet." if not run.empty else "There is nothing in these records."
+        said = "Nothing has been measured yet."
+        if run.empty:
+            said = f"This directory {'holds no records yet' if run.directory.is_dir() else 'does not exist'}."
         return Verdict("unknown", said, (), (), None, None, 0, checks)
     return Verdict("ok", _healthy(run, checks), (), (), None, None, 0, checks)
 

@@ -52,13 +52,13 @@ def applied(factor: float, **more: Any) -> ReductionEvidence:
 def test_a_wrong_reduction() -> None:
     seen = ReductionEvidence(check=AggregateCheck(1.0, 1.0, 1e-6), layers=("a",))
     assert told(seen, WORDS)[0].remedy == (
-        "Do not trust the weights of this run since then; go back to the last checkpoint before it, try another "
-        "DeepSpeed version, overlap_comm false, or another communication_data_type, and look at the network of the "
-        "rank named."
+        "Look for a hook or other code of the script that changes gradients. Do not trust the weights of this run "
+        "since then; go back to the last checkpoint before it. If that is not it, try another DeepSpeed version, "
+        "overlap_comm false, or another communication_data_type."
     )
     assert told(seen, TORCH)[0].remedy == (
-        "Do not trust the weights of this run since then; go back to the last checkpoint before it, and try another "
-        "torch version."
+        "Look for a hook or other code of the script that changes gradients. Do not trust the weights of this run "
+        "since then; go back to the last checkpoint before it. If that is not it, try another torch version."
     )
 
 
@@ -71,7 +71,7 @@ def test_what_is_likely_comes_first(kind: Any, first: str, named: bool) -> None:
     remedy = told(seen, TORCH)[0].remedy
     assert remedy.startswith(f"{first}. Do not trust")
     assert ("network of the rank named" in remedy) == named
-    assert told(seen, WORDS)[0].remedy.startswith("Do not trust")
+    assert told(seen, WORDS)[0].remedy.startswith("Look for a hook or other code")
 
 
 def test_another_multiple_is_applied() -> None:

@@ -112,7 +112,7 @@ RECORDS, EVENTS = made(ranks=4, steps=80, bad_from=40)
 
 def test_a_run_that_grows_is_resized_and_left(tmp_path: Path, opened: Callable[..., Terminal]) -> None:
     terminal = opened(tmp_path, "--every", 0.2)
-    terminal.until("There is nothing in these records")
+    terminal.until("This directory holds no records yet")
     write(tmp_path, RECORDS[:10])
     terminal.until("step 10")
     write(tmp_path, RECORDS[10:], EVENTS)

@@ -15,7 +15,6 @@ WORDS = Words(
     another_reduction="try another DeepSpeed version, overlap_comm false, or another communication_data_type",
     not_reduced="",
     not_cleared="",
-    nobody_named=", and look at the network of the rank named",
     update_settings="gradient_clipping, the loss scale and gradient_accumulation_steps",
     batch_size="train_micro_batch_size_per_gpu",
     accumulation="gradient_accumulation_steps",

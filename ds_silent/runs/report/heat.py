@@ -39,6 +39,8 @@ def rank_tables(view: View) -> dict[str, Table]:
             continue
         whole = rebinned(view.axis, buckets.steps, buckets.low, buckets.high)
         for at, name in enumerate(QUANTITIES):
+            if name == "cosine" and ranks == 2:  # both have one cosine, with each other
+                continue
             part = whole[at * ranks : (at + 1) * ranks]
             held = tables[name][:ranks]
             tables[name][:ranks] = np.where(np.isnan(part), held, part)
