@@ -137,7 +137,7 @@ class Judge:
                 if not same:
                     assert self._outlier is not None
                     assert self._layers is not None
-                    told += self._new_notes(record.step, [*self._outlier.notes, *self._layers.notes], outliers)
+                    told += self._new_notes(record.step, [*self._outlier.notes, *self._layers.notes])
                     saw += [*self._outlier.saw, *self._layers.saw]
             settings = [found for found in unlike if found.kind == "config-mismatch"]
             findings = _without_consequences(findings + outliers, settings)
@@ -169,10 +169,8 @@ class Judge:
         outliers = self._outlier.standing() if same else self._outlier.step(record, extras)
         return self._with_layers(record, extras, outliers, same, told)
 
-    def _new_notes(self, step: int, notes: list[Event], standing: list[Finding]) -> list[Event]:
-        """The notes of ranks of which nothing was noted lately, and nothing is."""
-        for finding in standing:
-            self._noted.update(dict.fromkeys(finding.ranks, step))
+    def _new_notes(self, step: int, notes: list[Event]) -> list[Event]:
+        """The notes of ranks of which none was made lately."""
         new = []
         for note in notes:
             if any(step - self._noted.get(rank, -NOTED_AGAIN) >= NOTED_AGAIN for rank in note.ranks):

@@ -37,6 +37,8 @@ HIGH = math.log(3.0)  # a loss that no rows have at the beginning, where the oth
 SUDDEN = 64  # steps within which a change that came from one step to the next is found
 BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
 ALONE, MOST = 2.0, 7 / 8  # times as far as so many of the others
+SURE = 3.0  # standard errors of a loss's ratio
+LONGER = 64  # steps before a change against which moves are measured: the more, the less noise
 UNLIKE = 2.0  # times the others' own range, in logarithms
 
 
@@ -69,6 +71,7 @@ class Effect:
     size: float | None
     of_data: bool = False  # other rows on this rank would look the same
     slight: bool = False  # smaller than what is a note where rows are dealt at random
+    unsure: bool = False  # a note now; as large a change of the gradient alone may be a fault when more steps show it
 
 
 def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, setting: Setting) -> Effect:
@@ -88,7 +91,8 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, setting: Setting
     if setting.own_past:
         changed = _changed_by_no_data(seen, where, sizes, setting.norm_beyond)
         fault = setting.sudden and (changed or _beyond_all(setting, sizes))
-        return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large)
+        unsure = not fault and _may_be_no_data(seen, where, sizes)
+        return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large, unsure=unsure)
     compared = seen.ranks > 2 and seen.loss is not None
     high = setting.first_loss is not None and setting.first_loss >= HIGH and _log(seen.loss) >= HIGH
     fault = compared and high
@@ -107,6 +111,18 @@ def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_b
     if usual is None or cosine is None or seen.direction not in ("off", "opposite"):
         return False
     return usual - cosine >= max(sizes.direction, TURNED * usual) and _log(seen.loss) <= PLAIN_LOSS
+
+
+def _may_be_no_data(seen: Symptoms, where: str, sizes: EffectsConfig) -> bool:
+    """The norm changed by enough, and the loss by little: what else it takes is hard to see in a few steps."""
+    if seen.loss is None or where == "gradient direction" or _log(seen.norm) < math.log1p(sizes.changed_norm):
+        return False
+    return is_plain(seen) or _log(seen.loss) <= PLAIN_SHARE * _log(seen.norm)
+
+
+def is_plain(seen: Symptoms) -> bool:
+    """Whether a rank's loss is as it was before, as far as that is known."""
+    return seen.loss is not None and _log(seen.loss) <= max(PLAIN_LOSS, SURE * seen.loss_noise)
 
 
 def _beyond_all(setting: Setting, sizes: EffectsConfig) -> bool:
@@ -148,11 +164,11 @@ def is_gradual(before: Array, after: Array) -> bool:
 def beyond(before: Array, after: Array) -> float | None:
     """How far the median of values, (T,) each, lies outside of what they have been.
 
-    What they have been: their medians over any BEFORE steps in a row before the change; None where fewer are known.
+    What they have been: their medians over as many steps in a row, BEFORE at most; None where fewer are known.
     """
     if len(before) < BEFORE or not len(after):
         return None
-    usual = np.median(np.lib.stride_tricks.sliding_window_view(before, BEFORE), axis=1)
+    usual = np.median(np.lib.stride_tricks.sliding_window_view(before, min(len(after), BEFORE)), axis=1)
     now = np.median(after)
     return float(max(now - usual.max(), usual.min() - now, 0.0))
 
@@ -168,7 +184,7 @@ def moved_alone(before: Array, after: Array, rank: int, others: Sequence[int], c
     """
     if not len(before) or not len(after):
         return True
-    moves = np.median(after, axis=0) - np.median(before[-BEFORE:], axis=0)
+    moves = np.median(after, axis=0) - np.median(before[-LONGER:], axis=0)
     theirs = moves[list(others)]
     middle = float(np.median(theirs))
     usual = np.quantile(np.abs(theirs - middle), MOST, method="higher")

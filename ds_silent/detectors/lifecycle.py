@@ -193,7 +193,8 @@ class Episodes:
             episode.last_seen, episode.absent = step, 0
             episode.age += 1
             if GRAVITY.index(finding.severity) > GRAVITY.index(episode.severity):
-                episode.severity = finding.severity
+                episode.severity, episode.since = finding.severity, finding.since
+                episode.age, episode.next_reminder = 0, FIRST_REMINDER
                 events.append(self._event(step, finding, ""))
             elif episode.age >= episode.next_reminder and finding.severity != "info":
                 episode.next_reminder *= 2

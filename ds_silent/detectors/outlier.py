@@ -31,7 +31,7 @@ import numpy as np
 from ds_silent.config import EffectsConfig
 from ds_silent.detectors.at_once import LASTING, AtOnce, StandsOut
 from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast, Strongest
-from ds_silent.detectors.effects import PLAIN_LOSS, SUDDEN, UNLIKE, Setting, effect_of
+from ds_silent.detectors.effects import SUDDEN, UNLIKE, Setting, effect_of, is_plain
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, either_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, Flags, strongest_tilt
@@ -71,7 +71,6 @@ _UNKNOWN = {  # of a flag that an older version has written
     "effect": None,
     "weighed": 0,
 }
-SURE = 3.0  # standard errors of a loss's ratio
 _AT_ONCE = "a far {size} {where} {against}, {when}: no noise explains it"
 
 
@@ -106,6 +105,7 @@ class OutlierTest:
         self._began = 0  # the first step
         self._first: Array = np.zeros((2, ranks))  # sum of each rank's first losses, and how many
         self._flagged: dict[int, dict[str, Any]] = {}
+        self._unsure: dict[int, dict[str, Any]] = {}  # changes that are notes so far
 
     @property
     def _threshold(self) -> float:
@@ -137,6 +137,7 @@ class OutlierTest:
         self._end()
         self._flag(record.step, self._level, healthy)
         if self._change is not None:
+            self._weigh_unsure(record.step)
             self._flag(record.step, self._change, self._unflagged(notes=True))
         self._weigh_again(record.step)
         return self.standing()
@@ -152,8 +153,7 @@ class OutlierTest:
     def plain(self, rank: int, since: int) -> bool:
         """Whether a rank's loss is since a step as it was before, against the others'; False where not known."""
         others = [other for other in range(self.ranks) if other != rank]
-        seen = self._recent.symptoms(rank, others, since, own_past=True)
-        return seen.loss is not None and abs(math.log(seen.loss)) <= max(PLAIN_LOSS, SURE * seen.loss_noise)
+        return is_plain(self._recent.symptoms(rank, others, since, own_past=True))
 
     def _dealt(self, random: bool) -> None:
         """What was found under another null hypothesis counts no more."""
@@ -166,6 +166,7 @@ class OutlierTest:
                 for rank, flag in self._flagged.items()
                 if flag["severity"] != "info" and not flag["own_past"]
             }
+            self._unsure = {}
         self._random = random
         if not random and self._change is None:
             self._change = AgainstOwnPast(self.ranks, self._cap)
@@ -200,9 +201,10 @@ class OutlierTest:
             test.forget(healthy)
             return
         score = test.score()
-        candidates = np.where(healthy, score, -np.inf)
-        rank = int(np.argmax(candidates))
         own_past = test is self._change
+        waiting = own_past & np.isin(np.arange(self.ranks), list(self._unsure))
+        candidates = np.where(healthy & ~waiting, score, -np.inf)
+        rank = int(np.argmax(candidates))
         self.saw += (Score("change" if own_past else "outlier", float(candidates[rank]), self._threshold, rank),)
         if not candidates[rank] >= self._threshold:
             return
@@ -228,13 +230,26 @@ class OutlierTest:
         return found.onset.sign > 0 and (seen.loss is not None or seen.norm is not None)
 
     def _place(self, step: int, rank: int, flag: dict[str, Any]) -> None:
-        """A change that rows may have made is the rank's past from now on; everything else goes on."""
+        """A change that rows may have made is the rank's past, as soon as that is sure; everything else goes on."""
         if flag["own_past"] and flag["severity"] == "info" and self._change is not None:
+            if flag["unsure"] and step - flag["since"] < SUDDEN:
+                self._unsure[rank] = flag
+                return
             if not flag["slight"]:
                 self.notes += (self._note(step, rank, flag),)
             self._change.begin_anew(np.arange(self.ranks) == rank)
         else:
             self._flagged[rank] = flag
+
+    def _weigh_unsure(self, step: int) -> None:
+        """A change whose kind few steps did not show is weighed again with twice as many, and at last with SUDDEN."""
+        for rank, flag in list(self._unsure.items()):
+            if step - flag["since"] < min(2 * (flag["weighed"] - flag["since"]), SUDDEN):
+                continue
+            del self._unsure[rank]
+            if rank not in self._flagged:
+                flag["severity"], flag["weighed"] = None, step
+                self._place(step, rank, self._set_apart(rank, flag, self._unflagged(notes=True)))
 
     def _flag_at_once(self, apart: StandsOut, step: int, healthy: Flags) -> None:
         flag = {"where": apart.quantity, "since": apart.since, "sign": apart.sign}
@@ -272,6 +287,7 @@ class OutlierTest:
             "severity": flag["severity"] or effect.severity,
             "effect": effect.size,
             "slight": effect.slight,
+            "unsure": effect.unsure,
         }
 
     def _reasons(
@@ -382,6 +398,7 @@ class OutlierTest:
             "at_once": self._at_once.state_dict(),
             "recent": self._recent.state_dict(),
             "flagged": {str(rank): flag for rank, flag in self._flagged.items()},
+            "unsure": {str(rank): flag for rank, flag in self._unsure.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -402,6 +419,7 @@ class OutlierTest:
             self._at_once.load_state_dict(state["at_once"])
             self._recent.load_state_dict(state["recent"])
         self._flagged = {int(rank): {**_UNKNOWN, **flag} for rank, flag in state["flagged"].items()}
+        self._unsure = {int(rank): flag for rank, flag in state.get("unsure", {}).items()}
 
 
 def _column(values: Sequence[float] | None, ranks: int) -> Array:

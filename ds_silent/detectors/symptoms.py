@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.comparisons import STATISTICS
-from ds_silent.detectors.effects import BEFORE, FEWEST, beyond, is_gradual, moved_alone
+from ds_silent.detectors.effects import BEFORE, FEWEST, LONGER, beyond, is_gradual, moved_alone
 from ds_silent.detectors.likely_causes import SURE, Symptoms
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
@@ -130,7 +130,7 @@ class Recent:
         before, after = (np.isfinite(loss + norm).all(axis=1) & part for part in (at < since, at >= since))
         if not before.any() or not after.any():
             return True
-        learnt = np.median(loss[after], axis=0) - np.median(loss[before][-BEFORE:], axis=0)
+        learnt = np.median(loss[after], axis=0) - np.median(loss[before][-LONGER:], axis=0)
         common = abs(float(np.median(learnt[1:])))
         return moved_alone(norm[before], norm[after], 0, range(1, 1 + len(others)), common)
 

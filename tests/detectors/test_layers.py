@@ -250,8 +250,8 @@ def test_rows_that_go_on_changing_are_one_note() -> None:
     assert notes(80) == []
     [(rank, noted)] = judge._noted.items()
     again = Event(1, "outlier-rank", "info", (rank,), None, None, None, "", "")
-    assert judge._new_notes(noted + 255, [again], []) == []
-    assert judge._new_notes(noted + 256, [again], []) == [again]
+    assert judge._new_notes(noted + 255, [again]) == []
+    assert judge._new_notes(noted + 256, [again]) == [again]
 
 
 def test_both_share_one_detectors_rate() -> None:

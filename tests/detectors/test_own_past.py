@@ -210,16 +210,17 @@ def test_gradual_is_where_a_bent_line_leaves_smaller_squares_than_a_jump(where: 
 
 @pytest.mark.parametrize("where", ["loss", "gradient norm", "gradient direction"])
 def test_beyond_is_how_far_a_rank_is_from_what_it_has_been(where: str) -> None:
-    """Against the medians of every 32 steps in a row, one by one."""
+    """Against the medians of as many steps in a row, 32 at most, one by one."""
     random, since = np.random.default_rng(5), 101
-    for shift in (0.0, 0.3, 0.9, -0.9):
-        values, recent = 0.1 * random.standard_normal((120, 3)), Recent(3)
-        values[:, 1] += 0.4 * np.sin(np.arange(120) / 9.0) + shift * (np.arange(1, 121) >= since)
+    for shift, steps in ((0.0, 120), (0.3, 120), (0.9, 120), (-0.9, 120), (0.3, 140), (-0.9, 140)):
+        values, recent = 0.1 * random.standard_normal((steps, 3)), Recent(3)
+        values[:, 1] += 0.4 * np.sin(np.arange(steps) / 9.0) + shift * (np.arange(1, steps + 1) >= since)
         for step, row in enumerate(values, 1):
             columns = [np.exp(row) if where == name else np.ones(3) for name in ("loss", "gradient norm")]
             recent.append(make(step, *columns, row if where == "gradient direction" else np.zeros(3)), OWN)
         apart = [float(row[1] - np.median(row[[0, 2]])) for row in values]
-        usual = [float(np.median(apart[start : start + 32])) for start in range(since - 1 - 32 + 1)]
+        size = min(32, steps - since + 1)
+        usual = [float(np.median(apart[start : start + size])) for start in range(since - 1 - size + 1)]
         now = float(np.median(apart[since - 1 :]))
         wanted = max(now - max(usual), min(usual) - now, 0.0)
         assert recent.beyond(1, [0, 2], since, where) == pytest.approx(wanted, abs=1e-12)
@@ -231,13 +232,23 @@ def test_a_norm_that_comes_and_goes_is_a_note_at_most() -> None:
     """As of rows that are learnt by heart, where what is usual for a moment is not what is usual."""
     for seed in range(4):
         run, random, level = Shards(4, seed), np.random.default_rng(seed), 0.0
-        events = run.steps(160)
-        for _ in range(10):
+        for stretch in range(17):
             towards = float(random.choice([-0.35, 0.0, 0.35]))
             for _ in range(24):
                 level += (towards - level) / 8.0
-                events += run.step(norm=math.exp(level))
-        assert alarms(events) == [], seed
+                events = run.step(norm=math.exp(level))
+                assert alarms(events) == [] or stretch < 7, seed  # before, nobody knows that it comes and goes
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4])
+def test_a_change_that_few_steps_do_not_show_is_weighed_again(seed: int) -> None:
+    """Twice the norm among norms that vary by a third from step to step."""
+    run = Shards(8, seed)
+    run.scales *= 3.0
+    assert alarms(run.steps(300)) == []
+    run.judge.load_state_dict(json.loads(json.dumps(run.judge.state_dict())))
+    found = [event for _ in range(7) for event in alarms(run.steps(10, norm=2.0))]
+    assert [event.ranks for event in found] == [(1,)]
 
 
 def test_a_loss_that_changes_with_the_gradient_is_a_note_that_speaks_of_data() -> None:
@@ -422,12 +433,12 @@ def test_a_layer_that_begins_to_learn_on_all_ranks_is_a_note() -> None:
 def test_a_rank_moves_alone_where_the_others_do_not(others: float, common: float, alone: bool) -> None:
     """By 0.7; against twice the second largest move of the others, and what all ranks did in another statistic."""
     random = np.random.default_rng(0)
-    before, after = (0.02 * random.standard_normal((count, 5)) for count in (80, 10))
-    before[:40] += 5.0  # long before: what counts are the 32 steps right before
+    before, after = (0.02 * random.standard_normal((count, 5)) for count in (110, 10))
+    before[:40] += 5.0  # long before: what counts are the 64 steps right before
     after[:, 1] += 0.7
     after[:, 3:] += others
     after[:, 4] += others
-    moves = np.median(after, axis=0) - np.median(before[-32:], axis=0)
+    moves = np.median(after, axis=0) - np.median(before[-64:], axis=0)
     theirs = sorted(abs(move - np.median(moves[[0, 2, 3, 4]])) for move in moves[[0, 2, 3, 4]])
     wanted = abs(moves[1] - np.median(moves[[0, 2, 3, 4]])) >= max(2.0 * theirs[-1], common)
     assert moved_alone(before, after, 1, [0, 2, 3, 4], common) is bool(wanted) is alone
