@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_silent.alerts import delivery
-from ds_silent.alerts.delivery import Delivery
-from ds_silent.alerts.failure import NotSent
+from ds_silent.alerts import senders, sink
 from ds_silent.alerts.message import Alert, alert_of, payload, plain_text
-from ds_silent.alerts.sink import Alerts, open_alerts, sender_of
+from ds_silent.alerts.senders import NotSent, sender_of
+from ds_silent.alerts.sink import Alerts, Delivery
 from ds_silent.config import AlertConfig
 from ds_silent.destination import parse_destination
 from ds_silent.records import Event, Place
@@ -33,7 +36,7 @@ SECRET = "s3cr3t-T0k3n"
 
 def alerts_to(*to: str, level: str = "warning", **more: Any) -> Alerts:
     wanted = [AlertConfig(to=each, level=level, **more) for each in to]  # type: ignore[arg-type]
-    return open_alerts(wanted, lambda: "runs/my-run")
+    return Alerts(wanted, lambda: "runs/my-run")
 
 
 def an_alert() -> Alert:
@@ -52,7 +55,7 @@ def test_an_event_arrives_within_two_seconds_though_another_server_hangs() -> No
         hanging.wait(1)
         began = time.monotonic()
         alerts.close()
-        assert time.monotonic() - began < delivery.END + 1.0
+        assert time.monotonic() - began < sink.END + 1.0
     assert fine.paths == [f"/x/{SECRET}"]
     assert fine.headers[0]["Content-Type"] == "application/json"
     assert fine.bodies == [
@@ -125,7 +128,7 @@ def test_a_slow_server_is_waited_for_and_a_user_is_sent_as_a_header() -> None:
 
 
 def test_repeated_until_it_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(delivery, "PAUSE", 0.01)
+    monkeypatch.setattr(sink, "PAUSE", 0.01)
     with http_server(status(500), closes, status(429, Retry_After="0.3"), FINE) as server:
         alerts = alerts_to(f"{server.address}/{SECRET}")
         with caplog.at_level(logging.DEBUG):
@@ -139,7 +142,7 @@ def test_repeated_until_it_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 
 def test_given_up_with_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(delivery, "PAUSE", 0.01)
+    monkeypatch.setattr(sink, "PAUSE", 0.01)
     with http_server(status(500)) as server, caplog.at_level(logging.DEBUG):
         alerts = alerts_to(f"{server.address}/{SECRET}")
         alerts.write_event(event(12))
@@ -147,7 +150,7 @@ def test_given_up_with_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         while "not sent" not in caplog.text and time.monotonic() < until:
             time.sleep(0.02)
         alerts.close()
-    assert len(server.bodies) == delivery.TRIES
+    assert len(server.bodies) == sink.TRIES
     [said] = [record.getMessage() for record in caplog.records if record.name == "ds_silent"]
     why = "the server answered 500 (5 tries)"
     assert said == f"ds_silent: an alert to {server.address}/… was not sent, the training goes on: {why}"
@@ -200,18 +203,20 @@ def test_at_most_n_an_hour_and_the_next_one_counts_what_was_left_out() -> None:
     wait_for(lambda: len(sent) == 3)
     assert (sent[2].step, sent[2].left_out) == (7, 4)
     assert "and: 4 more events before this one" in plain_text(sent[2])
-    one.close()
+    one.stop()
+    one.join(sink.END)
     assert len(sent) == 3
 
 
 def test_what_was_left_out_is_told_when_the_hour_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_silent.alerts.delivery.HOUR", 0.4)
+    monkeypatch.setattr("ds_silent.alerts.sink.HOUR", 0.4)
     sent: list[Alert] = []
     one = Delivery("somewhere", 1)
     for step in range(1, 14):
         one.put(replace(an_alert(), step=step), sent.append)
     wait_for(lambda: len(sent) == 2)
-    one.close()
+    one.stop()
+    one.join(sink.END)
     assert sent[1].title == "12 more events, the last one replica-drift at step 13"
 
 
@@ -223,7 +228,7 @@ def test_a_queue_that_is_full_counts_too() -> None:
             alerts.write_event(event(step, "repaired"))
         assert time.monotonic() - began < 2.0
         [one] = alerts._destinations
-        assert len(one.delivery._waiting) <= delivery.LONGEST
+        assert len(one.delivery._waiting) <= sink.LONGEST
         server.wait(1)
         counted = server.bodies[0]["left_out"] + one.delivery._left_out
         assert counted == 5_000 - len(one.delivery._waiting) - 1
@@ -347,6 +352,87 @@ def test_a_mail_server_that_hangs() -> None:
         assert time.monotonic() - began < 2.0
 
 
+def test_a_mail_server_that_drips() -> None:
+    def drip(server: socket.socket) -> None:
+        with suppress(OSError):
+            taken, _ = server.accept()
+            for _ in range(300):
+                taken.sendall(b"2")
+                time.sleep(0.1)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, args=(server,), daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(NotSent, match=r"did not answer within 0\.5 s"):
+            sender_of(parse_destination(f"smtp://127.0.0.1:{server.getsockname()[1]}/a@example.org"), 0.5)(an_alert())
+        assert time.monotonic() - began < 2.0
+
+
+def test_tries_that_never_end_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sum(each.name == senders.TRY for each in threading.enumerate())
+    monkeypatch.setattr(senders, "MOST_TRIES", before + 2)
+    with http_server(drips) as server:
+        said = [str(failure(server.address, 0.2)) for _ in range(3)]
+    assert said == ["the server did not answer within 0.2 s"] * 2 + ["earlier tries have not ended yet"]
+
+
+# -- apprise ---------------------------------------------------------------------------------------------------------
+
+
+def by_apprise(server: Any, seconds: float, alert: Alert | None = None) -> None:
+    address = server.address.replace("http://", f"apprise:json://me:{SECRET}@")
+    sender_of(parse_destination(f"{address}/{SECRET}"), seconds)(alert or an_alert())
+
+
+def test_apprise_sends_and_its_log_goes_nowhere(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("apprise")
+    (tmp_path / "sitecustomize.py").write_text("import logging; logging.basicConfig(level=1)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # every Python that is started logs all that it can
+    with caplog.at_level(1), http_server() as server:
+        by_apprise(server, 60.0)
+    assert server.paths == [f"/{SECRET}"]
+    [body] = server.bodies
+    assert (body["title"], body["type"]) == ("ERROR: replica-drift at step 12, ranks 3, 4", "failure")
+    assert body["message"].startswith("They <differ> & @\u200ball.\n\nWhat to do: ")
+    assert SECRET not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_apprise_is_ended_when_the_time_is_over() -> None:
+    pytest.importorskip("apprise")
+    with http_server(drips) as server, ThreadPoolExecutor() as pool:
+        began = time.monotonic()
+        sent = pool.submit(by_apprise, server, 20.0)
+        server.wait(1)
+        mine = ["ps", "-o", "args", "--ppid", str(os.getpid())]
+        said = subprocess.run(mine, capture_output=True, text=True, check=True).stdout
+        assert "apprise" in said
+        assert SECRET not in said
+        with pytest.raises(NotSent, match=r"^apprise did not end within 20 s$"):
+            sent.result()
+        assert time.monotonic() - began < 23.0
+        said = subprocess.run(mine, capture_output=True, text=True, check=False).stdout
+        assert "apprise" not in said
+
+
+@pytest.mark.parametrize(
+    ("to", "why", "again"),
+    [
+        (f"apprise:nosuch://{SECRET}/x", "apprise takes no such address", False),
+        (f"apprise:json://127.0.0.1:1/{SECRET}", "apprise could not send it, and says no more", True),
+    ],
+)
+def test_what_apprise_cannot_send(to: str, why: str, again: bool) -> None:
+    pytest.importorskip("apprise")
+    with pytest.raises(NotSent) as caught:
+        sender_of(parse_destination(to), 60.0)(an_alert())
+    assert (str(caught.value), caught.value.again) == (why, again)
+
+
 # -- a command, the monitor -----------------------------------------------------------------------------------------
 
 
@@ -375,7 +461,7 @@ def test_a_command_that_fails_or_hangs(tmp_path: Path, capfd: pytest.CaptureFixt
 
 def test_deepspeeds_monitor_gets_the_number_of_events() -> None:
     points: list[Any] = []
-    alerts = open_alerts([AlertConfig(to="monitor")], lambda: "run", monitor_write=points.extend)  # type: ignore[arg-type]
+    alerts = Alerts([AlertConfig(to="monitor")], lambda: "run", monitor_write=points.extend)  # type: ignore[arg-type]
     alerts.write(full_record(2))
     alerts.write_event(event(2))
     alerts.write_event(replace(event(3), severity="info"))
