@@ -194,7 +194,9 @@ def _submit(mail: Mail, message: EmailMessage, seconds: float) -> int:
 # -- Programs: the user's command, and apprise -------------------------------------------------------------------------
 
 _APPRISE = """
-import json, sys, apprise
+import sys
+sys.path = [each for each in sys.path if each]  # no file of the training's folder is taken for one of Python's
+import json, apprise
 given = json.load(sys.stdin)
 told = apprise.Apprise(asset=apprise.AppriseAsset(app_id="ds_silent", http_redirects=False))
 sys.exit(3 if not told.add(given.pop("to")) else 0 if told.notify(**given) else 4)
