@@ -87,7 +87,7 @@ def _within(seconds: float, send: Send, alert: Alert) -> None:
         raise NotSent("earlier tries have not ended yet")
     failed: list[NotSent] = []
 
-    def try_it() -> None:
+    def send_it() -> None:
         try:
             send(alert)
         except NotSent as error:
@@ -99,7 +99,7 @@ def _within(seconds: float, send: Send, alert: Alert) -> None:
             failed.append(NotSent(why, again=not isinstance(cause, _FINAL)))
 
     until = monotonic() + seconds
-    thread = threading.Thread(target=try_it, name=TRY, daemon=True)
+    thread = threading.Thread(target=send_it, name=TRY, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive() or (failed and monotonic() >= until):

@@ -116,9 +116,8 @@ class Delivery:
             lost, self._left_out = len(self._waiting) + self._sending + self._left_out, 0
             self._waiting.clear()
         if lost:
-            logger.warning(
-                "ds_silent: %d alerts to %s were not sent; the events are in events.jsonl", lost, self._shown
-            )
+            said = "ds_silent: %d alerts to %s were not sent; the events are in events.jsonl"
+            logger.warning(said, lost, self._shown)
 
     # -- the thread's side ---------------------------------------------------------------------------------------------
 
@@ -166,7 +165,8 @@ class Delivery:
     def _deliver(self, alert: Alert, send: Send) -> None:
         for tries in range(1, TRIES + 1):
             try:
-                return send(alert)
+                send(alert)
+                return
             except NotSent as error:
                 failed = error
             except Exception as error:  # a tracker's own: what it says may quote a key
@@ -175,9 +175,8 @@ class Delivery:
             pause = max(failed.after or 0.0, PAUSE * 2.0 ** (tries - 1) * random.uniform(0.8, 1.2))
             if not failed.again or tries == TRIES or pause > LONGEST_PAUSE or self._closes_within(pause):
                 break
-        times = "" if tries == 1 else f" ({tries} tries)"
-        why = f"{failed}{times}"
-        return logger.warning("ds_silent: an alert to %s was not sent, the training goes on: %s", self._shown, why)
+        why = f"{failed}" if tries == 1 else f"{failed} ({tries} tries)"
+        logger.warning("ds_silent: an alert to %s was not sent, the training goes on: %s", self._shown, why)
 
     def _closes_within(self, seconds: float) -> bool:
         with self._changed:
@@ -204,12 +203,7 @@ class Alerts:
     """
 
     def __init__(
-        self,
-        wanted: Sequence[AlertConfig],
-        run: Callable[[], str],
-        *,
-        monitor_write: MonitorWrite | None = None,
-        environment: Mapping[str, str] = os.environ,
+        self, wanted: Sequence[AlertConfig], run: Callable[[], str], *, monitor_write: MonitorWrite | None = None
     ) -> None:
         self._run, self._monitor_write = run, monitor_write
         self._monitor_level: Severity | None = None
@@ -217,14 +211,12 @@ class Alerts:
         self._counts: Counter[str] = Counter()
         self._samples = 0
         for one in wanted:
-            destination = usable(one.address, environment)
+            destination = usable(one.address)
             if destination.form == "monitor":
                 self._monitor_level = one.level
                 continue
-            delivery = Delivery(destination.shown, one.at_most_per_hour)
-            self._destinations.append(
-                _To(delivery, OpenFaults(one.level), partial(sender_of, destination, one.timeout))
-            )
+            delivery, faults = Delivery(destination.shown, one.at_most_per_hour), OpenFaults(one.level)
+            self._destinations.append(_To(delivery, faults, partial(sender_of, destination, one.timeout)))
 
     def write(self, record: StepRecord) -> None:
         self._samples = record.samples
