@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shlex
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,22 +19,15 @@ from ds_silent.alerts.senders import NotSent, sender_of
 from ds_silent.alerts.sink import Alerts, Delivery
 from ds_silent.config import AlertConfig
 from ds_silent.destination import parse_destination
-from ds_silent.records import Event, Place
-from tests.alerts.servers import FINE, closes, drips, hangs, http_server, mail_server, slow, status
+from ds_silent.records import Event
+from tests.alerts.servers import FINE, SECRET, an_alert, closes, drips, hangs, http_server, mail_server, slow, status
 from tests.distributed import wait_for
 from tests.sinks.example_records import event, full_record
-
-SECRET = "s3cr3t-T0k3n"
 
 
 def alerts_to(*to: str, level: str = "warning", **more: Any) -> Alerts:
     wanted = [AlertConfig(to=each, level=level, **more) for each in to]  # type: ignore[arg-type]
     return Alerts(wanted, lambda: "runs/my-run")
-
-
-def an_alert() -> Alert:
-    places = (Place(3, 3, "node0007", 3, "cuda:3", None), Place(4, 4, "node0007", 4, "cuda:4", None))
-    return alert_of(replace(event(12, "replica-drift", (3, 4), "They <differ> & @all."), places=places), "runs/my-run")
 
 
 def test_an_event_arrives_within_two_seconds_though_another_server_hangs() -> None:
@@ -286,177 +272,12 @@ def test_hostile_names_stay_on_their_line() -> None:
     assert envelope.rcpt_tos == ["a@example.org"]
 
 
-# -- mail ------------------------------------------------------------------------------------------------------------
-
-
-def authenticator(server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> Any:
-    from aiosmtpd.smtp import AuthResult
-
-    return AuthResult(success=(data.login, data.password) == (b"me", SECRET.encode()), handled=False)
-
-
-def test_a_mail_arrives() -> None:
-    with mail_server() as server:
-        alerts = alerts_to(f"smtp://127.0.0.1:{server.port}/a@example.org,b@example.org?from=training@example.org")
-        began = time.monotonic()
-        alerts.write_event(event(12))
-        wait_for(lambda: bool(server.taken))
-        assert time.monotonic() - began < 2.0
-        alerts.close()
-        [(_, envelope)] = server.taken
-    assert (envelope.mail_from, envelope.rcpt_tos) == ("training@example.org", ["a@example.org", "b@example.org"])
-    content = envelope.content.decode()
-    assert "Subject: [ds_silent] ERROR: duplicate-data at step 12, ranks 0, 3" in content
-    assert "What to do: Give each rank its own sampler." in content
-
-
-@pytest.mark.parametrize(
-    ("password", "why"), [(SECRET, None), (f"{SECRET}x", "did not accept the user and password (535)")]
-)
-def test_a_password(password: str, why: str | None) -> None:
-    with mail_server(authenticator=authenticator, auth_require_tls=False, auth_required=True) as server:
-        send = sender_of(parse_destination(f"smtp://me:{password}@127.0.0.1:{server.port}/a@example.org"), 5.0)
-        if why is None:
-            send(an_alert())
-        else:
-            with pytest.raises(NotSent) as caught:
-                send(an_alert())
-            assert why in str(caught.value)
-            assert not caught.value.again
-            assert SECRET not in str(caught.value)
-        assert len(server.taken) == (why is None)
-
-
-def test_a_password_is_not_sent_in_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_silent.destination._LOOPBACK", ())
-    with mail_server(authenticator=authenticator, auth_require_tls=False) as server:
-        send = sender_of(parse_destination(f"smtp://me:{SECRET}@127.0.0.1:{server.port}/a@example.org"), 5.0)
-        with pytest.raises(NotSent, match="a password is not sent without"):
-            send(an_alert())
-        assert not server.taken
-
-
-@pytest.mark.parametrize(("reply", "again"), [("451 later", True), ("554 no", False)])
-def test_a_mail_that_is_refused(reply: str, again: bool) -> None:
-    with mail_server(replies=(f"{reply} {SECRET}",)) as server:
-        with pytest.raises(NotSent, match=rf"the server answered {reply[:3]}$") as caught:
-            sender_of(parse_destination(f"smtp://127.0.0.1:{server.port}/a@example.org"), 5.0)(an_alert())
-        assert caught.value.again is again
-
-
-def test_a_mail_server_that_hangs() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        began = time.monotonic()
-        with pytest.raises(NotSent, match=r"did not answer within 0\.5 s"):
-            sender_of(parse_destination(f"smtp://127.0.0.1:{silent.getsockname()[1]}/a@example.org"), 0.5)(an_alert())
-        assert time.monotonic() - began < 2.0
-
-
-def test_a_mail_server_that_drips() -> None:
-    def drip(server: socket.socket) -> None:
-        with suppress(OSError):
-            taken, _ = server.accept()
-            for _ in range(300):
-                taken.sendall(b"2")
-                time.sleep(0.1)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=drip, args=(server,), daemon=True).start()
-        began = time.monotonic()
-        with pytest.raises(NotSent, match=r"did not answer within 0\.5 s"):
-            sender_of(parse_destination(f"smtp://127.0.0.1:{server.getsockname()[1]}/a@example.org"), 0.5)(an_alert())
-        assert time.monotonic() - began < 2.0
-
-
 def test_tries_that_never_end_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sum(each.name == senders.TRY for each in threading.enumerate())
     monkeypatch.setattr(senders, "MOST_TRIES", before + 2)
     with http_server(drips) as server:
         said = [str(failure(server.address, 0.2)) for _ in range(3)]
     assert said == ["the server did not answer within 0.2 s"] * 2 + ["earlier tries have not ended yet"]
-
-
-# -- apprise ---------------------------------------------------------------------------------------------------------
-
-
-def by_apprise(server: Any, seconds: float, alert: Alert | None = None) -> None:
-    address = server.address.replace("http://", f"apprise:json://me:{SECRET}@")
-    sender_of(parse_destination(f"{address}/{SECRET}"), seconds)(alert or an_alert())
-
-
-def test_apprise_sends_and_its_log_goes_nowhere(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("apprise")
-    (tmp_path / "sitecustomize.py").write_text("import logging; logging.basicConfig(level=1)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # every Python that is started logs all that it can
-    with caplog.at_level(1), http_server() as server:
-        by_apprise(server, 60.0)
-    assert server.paths == [f"/{SECRET}"]
-    [body] = server.bodies
-    assert (body["title"], body["type"]) == ("ERROR: replica-drift at step 12, ranks 3, 4", "failure")
-    assert body["message"].startswith("They <differ> & @\u200ball.\n\nWhat to do: ")
-    assert SECRET not in caplog.text + "".join(capfd.readouterr())
-
-
-def test_apprise_is_ended_when_the_time_is_over() -> None:
-    pytest.importorskip("apprise")
-    with http_server(drips) as server, ThreadPoolExecutor() as pool:
-        began = time.monotonic()
-        sent = pool.submit(by_apprise, server, 10.0)
-        server.wait(1)
-        mine = ["ps", "-ww", "-o", "args", "--ppid", str(os.getpid())]
-        said = subprocess.run(mine, capture_output=True, text=True, check=True).stdout
-        assert "apprise.Apprise" in said
-        assert SECRET not in said
-        with pytest.raises(NotSent, match=r"^apprise did not end within 10 s$"):
-            sent.result()
-        assert time.monotonic() - began < 13.0
-        said = subprocess.run(mine, capture_output=True, text=True, check=False).stdout
-        assert "apprise.Apprise" not in said
-
-
-@pytest.mark.parametrize(
-    ("to", "why", "again"),
-    [
-        (f"apprise:nosuch://{SECRET}/x", "apprise takes no such address", False),
-        (f"apprise:json://127.0.0.1:1/{SECRET}", "apprise could not send it, and says no more", True),
-    ],
-)
-def test_what_apprise_cannot_send(to: str, why: str, again: bool) -> None:
-    pytest.importorskip("apprise")
-    with pytest.raises(NotSent) as caught:
-        sender_of(parse_destination(to), 60.0)(an_alert())
-    assert (str(caught.value), caught.value.again) == (why, again)
-
-
-# -- a command, the monitor -----------------------------------------------------------------------------------------
-
-
-def test_a_command_gets_json(tmp_path: Path) -> None:
-    out = tmp_path / "with blank" / "out.json"
-    out.parent.mkdir()
-    program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
-    command = f"command:{shlex.join([sys.executable, '-c', program, str(out)])}"
-    sender_of(parse_destination(command), 10.0)(an_alert())
-    assert json.loads(out.read_text())["kind"] == "replica-drift"
-
-
-def test_a_command_that_fails_or_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(NotSent, match=r"^the command ended with status 3$"):
-        sender_of(parse_destination(f"command:sh -c 'echo {SECRET}; echo {SECRET} >&2; exit 3'"), 10.0)(an_alert())
-    mark = f"ds_silent_test_{time.monotonic_ns()}"
-    began = time.monotonic()
-    with pytest.raises(NotSent, match="did not end within"):
-        sender_of(parse_destination(f"command:sh -c 'sleep 57 # {mark}\nsleep 58'"), 0.5)(an_alert())
-    assert time.monotonic() - began < 5.0
-    assert mark not in subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True, check=True).stdout
-    with pytest.raises(NotSent, match=r"cannot be started: FileNotFoundError"):
-        sender_of(parse_destination(f"command:/no/such/{SECRET}"), 1.0)(an_alert())
-    assert SECRET not in "".join(capfd.readouterr())
 
 
 def test_deepspeeds_monitor_gets_the_number_of_events() -> None:
