@@ -75,6 +75,7 @@ works python -m ds_silent --help
 works ds-silent numerics --world-size 2 --steps 2 --rounds 0
 works python -m ds_silent.finetune --help
 refuses 'pip install "ds_silent[deepspeed]"' ds-silent drill --fault nan-loss
+refuses 'pip install "ds_silent[alerts]"' ds-silent alert --test apprise:tgram://token/chat
 refuses 'pip install "ds_silent[deepspeed]"' python -c "import ds_silent; ds_silent.initialize()"
 refuses 'pip install "ds_silent[finetune]"' python -m ds_silent.finetune --max-steps 2
 

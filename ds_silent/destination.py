@@ -1,33 +1,37 @@
-"""What stands behind ``"to"``: where an alert goes, and what of it may be shown.
+"""Read where an alert goes from ``"to"``, and what of it may be shown.
 
     destination = parse_destination("https://hooks.slack.com/services/T0/B0/secret")
     destination.form       # "slack"
     str(destination)       # "https://hooks.slack.com/…": the only form of it for logs, records and sentences
 
 The whole address of a webhook is a secret, as is a password, and what a command is given may be one: nothing here, and
-nothing that this raises, holds them but :attr:`Destination.address`, which has no ``repr``. Standard library only.
+nothing that this raises, holds them but :attr:`Destination.address` and :attr:`Mail.password`, which have no ``repr``.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast, get_args
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-Form = Literal["json", "slack", "discord", "teams", "mail", "command", "monitor", "wandb", "mlflow", "trackio", "comet"]
+Webhook = Literal["json", "slack", "discord", "teams"]
+Form = Webhook | Literal["mail", "command", "apprise", "monitor", "wandb", "mlflow", "trackio", "comet"]
 TRACKERS: Mapping[str, str] = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "comet": "comet_ml"}
 """Form -> the module that a tracker is reached through."""
 MUST = (
     'be a webhook "https://...", a mail server "smtp://user:password@host:587/somebody@example.org", '
-    '"command:program", "monitor", "wandb", "mlflow", "trackio", "comet" or "env:NAME"'
+    '"command:program", "apprise:service://...", "monitor", "wandb", "mlflow", "trackio", "comet" or "env:NAME"'
 )
-_FORMS = ("slack", "discord", "teams", "json")
+_FORMS = get_args(Webhook)
 _SCHEMES = ("http", "https", "smtp", "smtps")
+_APPRISE = re.compile(r"apprise:([a-z][a-z0-9]{0,30})://[!-~]+")
 _ENVIRONMENT = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -44,7 +48,7 @@ class Destination:
     """Attributes:
     form: what is sent, and how.
     shown: for people and records.
-    address: of a webhook, without the prefix that names its form; the command's words joined; else empty.
+    address: of a webhook, a command or apprise, without the prefix that names its form; else empty.
     mail: of ``mail``, else None.
     """
 
@@ -76,18 +80,18 @@ class Mail:
 
 
 def environment_name(to: str) -> str | None:
-    """The variable of an ``"env:NAME"``; None for anything else."""
+    """Return the variable of an ``"env:NAME"``; None for anything else."""
     found = _ENVIRONMENT.fullmatch(to)
     return found[1] if found else None
 
 
 def is_secret(to: object) -> bool:
-    """Whether it may hold a secret itself."""
+    """Tell whether it may hold a secret itself."""
     return not (isinstance(to, str) and (to == "monitor" or to in TRACKERS or environment_name(to)))
 
 
 def resolve(to: str, environment: Mapping[str, str] = os.environ) -> Destination:
-    """The destination, read from the environment where ``to`` says so.
+    """Return the destination, read from the environment where ``to`` says so.
 
     Raises:
         WrongDestination: the variable is not set, or what is in it is no destination.
@@ -110,20 +114,22 @@ def resolve(to: str, environment: Mapping[str, str] = os.environ) -> Destination
 
 
 def parse_destination(to: str) -> Destination:
-    """The destination that ``to`` writes out.
+    """Return the destination that ``to`` writes out.
 
     Raises:
         WrongDestination: it is none.
     """
     if to == "monitor" or to in TRACKERS:
         return Destination(cast(Form, to), to)
+    shown = masked(to)
     if to.startswith("command:"):
-        return _command(to)
-    form, _, plain = to.partition("+") if to.split("+", 1)[0] in _FORMS else ("", "", to)
+        return _command(to, shown)
+    if _APPRISE.fullmatch(to):
+        return Destination("apprise", shown, to.partition(":")[2])
+    form, plain = _form_and_address(to)
     url = _split(plain)
     if url is None or url.scheme not in _SCHEMES:
-        raise WrongDestination(MUST, masked(to), "see docs/alerts.md")
-    shown = masked(to)
+        raise WrongDestination(MUST, shown, "see docs/alerts.md")
     if not url.hostname:
         raise WrongDestination("name a host behind ://", shown, "see docs/alerts.md")
     if re.search(r"[\s\x00-\x1f\x7f]", to) or not to.isascii():
@@ -134,17 +140,19 @@ def parse_destination(to: str) -> Destination:
 
 
 def masked(value: object) -> str:
-    """What may be shown of anything that was given as a destination, right or wrong."""
+    """Return what may be shown of anything that was given as a destination, right or wrong."""
     if value is None or isinstance(value, (bool, int, float)):
         return json.dumps(value)[:40]
     if not isinstance(value, str):
         return f"{'a list' if isinstance(value, (list, tuple)) else 'an object'}, which may hold a secret"
-    if value in ("", "monitor", *TRACKERS) or environment_name(value):
-        return f'"{value}"' if not value or environment_name(value) else value
+    if not value or not is_secret(value):
+        return value if value == "monitor" or value in TRACKERS else f'"{value}"'
     if value.startswith("command:"):
         program, *arguments = value[len("command:") :].split() or [""]
         return f"command:{_plain(program.rpartition('/')[2])}{' …' if arguments else ''}"
-    url = _split(value.partition("+")[2] if value.split("+", 1)[0] in _FORMS else value)
+    if of_apprise := _APPRISE.fullmatch(value):
+        return f"apprise:{of_apprise[1]}://…"
+    url = _split(_form_and_address(value)[1])
     if url is None or not re.fullmatch(r"[a-z][a-z0-9+.-]*", url.scheme) or not url.hostname:
         return f"a text of {len(value)} characters, which may hold a secret"
     if url.scheme not in _SCHEMES:  # of slack://TOKEN/... or tgram://TOKEN/... the place of the host is a secret
@@ -154,12 +162,49 @@ def masked(value: object) -> str:
     return f"{url.scheme}://{_plain(host)}{port}/…"
 
 
+@contextmanager
+def masked_in_log(logger: logging.Logger, block: Mapping[str, Any] | None) -> Iterator[None]:
+    """While it lasts, mask the addresses of the block's ``alerts`` in what ``logger`` logs."""
+    texts = [text for text in _texts((block or {}).get("alerts")) if is_secret(text)]
+    shown = {form: masked(text) for text in texts for form in (text, json.dumps(text)[1:-1])}
+    longest_first = sorted(shown, key=len, reverse=True)  # one may be the beginning of another
+
+    def without(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        for text in longest_first:
+            message = message.replace(text, shown[text])
+        record.msg, record.args = message, None
+        return True
+
+    if shown:
+        logger.addFilter(without)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in what should be a list of objects, but for their levels."""
+    if isinstance(value, str) and len(value) > len("warning"):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
 def _plain(text: str) -> str:
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:100])
 
 
+def _form_and_address(to: str) -> tuple[str, str]:
+    """Split ``slack+https://...``; the form is empty where none is named."""
+    form, _, address = to.partition("+")
+    return (form, address) if form in _FORMS else ("", to)
+
+
 def _split(text: str) -> SplitResult | None:
-    """None where no address can be read; a port that is none is found here too."""
+    """Return None where no address can be read; a port that is none is found here too."""
     try:
         url = urlsplit(text)
         _ = url.port, url.hostname
@@ -169,7 +214,7 @@ def _split(text: str) -> SplitResult | None:
 
 
 def _recognised(url: SplitResult) -> Form:
-    """By the forms of the services' own addresses; anything else gets our JSON."""
+    """Recognise the services' own addresses; anything else gets our JSON."""
     host, path = url.hostname or "", url.path
     if host in ("hooks.slack.com", "hooks.slack-gov.com") and path.startswith("/services/"):
         return "slack"  # /triggers/ and /workflows/ take the variables of a workflow: our JSON
@@ -183,15 +228,15 @@ def _recognised(url: SplitResult) -> Form:
     return "json"
 
 
-def _command(to: str) -> Destination:
-    shown = masked(to)
+def _command(to: str, shown: str) -> Destination:
+    command = to.partition(":")[2]
     try:
-        words = shlex.split(to[len("command:") :])
+        words = shlex.split(command)
     except ValueError:
         raise WrongDestination("have a command whose quotes are closed", shown, "close them") from None
     if not words or "\0" in to:
         raise WrongDestination("name a program behind command:", shown, 'write "command:/path/of/program argument"')
-    return Destination("command", shown, shlex.join(words))
+    return Destination("command", shown, command)
 
 
 def _mail(url: SplitResult, shown: str) -> Mail:

@@ -25,6 +25,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "lightning": ("lightning",),
     "plots": ("matplotlib",),
     "prometheus": ("prometheus_client",),
+    "alerts": ("apprise",),
 }
 """Extra -> the packages of it that are imported."""
 

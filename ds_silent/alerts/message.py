@@ -1,4 +1,4 @@
-"""An event as a short message, and the forms in which the services take it. Pure.
+"""Word an event as a short message, in the forms that the services take. Pure.
 
     alert = alert_of(event, run="runs/my-run")
     body = payload("slack", alert)             # what is posted, as JSON values
@@ -11,6 +11,7 @@ nor move a line.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any
 
 from ds_silent.destination import Form
@@ -28,7 +29,7 @@ _TEAMS: dict[Severity, str] = {"info": "Accent", "warning": "Warning", "error": 
 
 @dataclass(frozen=True)
 class Alert:
-    """What a person is told. ``left_out``: events that were not told before this one, see :mod:`.delivery`."""
+    """What a person is told. ``left_out``: events that were not told before this one, see ``sink``."""
 
     title: str
     text: str
@@ -43,94 +44,61 @@ class Alert:
 
 
 def alert_of(event: Event, run: str) -> Alert:
-    """The message of an event. ``run``: what its reader calls the training, such as the directory of its records."""
+    """Word an event. ``run``: what its reader calls the training, such as the directory of its records."""
     ranks = event.ranks if event.global_ranks is None else event.global_ranks
     who = f", {ranks_of(ranks)}" if ranks else ""
     hosts = tuple(dict.fromkeys(one_line(place.host) for place in event.places or ()))
-    return Alert(
-        title=one_line(f"{event.severity.upper()}: {event.kind} at step {event.step}{who}")[:200],
-        text=_cut(event.message),
-        level=event.severity,
-        kind=event.kind,
-        run=one_line(run)[:200],
-        step=event.step,
-        ranks=tuple(ranks[:64]),
-        hosts=hosts,
-        remedy=_cut(event.remedy),
-    )
+    title = one_line(f"{event.severity.upper()}: {event.kind} at step {event.step}{who}")[:200]
+    text, remedy, run, shown = _cut(event.message), _cut(event.remedy), one_line(run)[:200], tuple(ranks[:64])
+    return Alert(title, text, event.severity, event.kind, run, event.step, shown, hosts, remedy)
 
 
 def summary_of(count: int, last: Alert) -> Alert:
-    """What was left out, where nothing else is to be told. ``last``: of those, the newest."""
-    return Alert(
-        title=f"{count} more events, the last one {last.kind} at step {last.step}",
-        text="They were more than this destination takes in an hour. All of them are in events.jsonl.",
-        level=last.level,
-        kind=last.kind,
-        run=last.run,
-        step=last.step,
-    )
+    """Sum up ``count`` events that were left out; ``last`` is the newest of them."""
+    title = f"{count} more events, the last one {last.kind} at step {last.step}"
+    text = "They were more than this destination takes in an hour. All of them are in events.jsonl."
+    return Alert(title, text, last.level, last.kind, last.run, last.step)
 
 
 def details(alert: Alert) -> list[tuple[str, str]]:
-    """Name and value of what stands below the text; what is not known is left out."""
-    lines = [("run", alert.run), ("step", str(alert.step))]
-    if alert.ranks:
-        lines.append(("ranks", listed(alert.ranks, SHOWN_RANKS)))
-    if alert.hosts:
-        lines.append(("hosts", listed(alert.hosts, SHOWN_RANKS)))
-    if alert.left_out:
-        lines.append(("and", f"{alert.left_out} more events before this one, see events.jsonl"))
-    return lines
+    """Return name and value of what stands below the text."""
+    left_out = f"{alert.left_out} more events before this one, see events.jsonl" if alert.left_out else ""
+    ranks, hosts = (listed(each, SHOWN_RANKS) if each else "" for each in (alert.ranks, alert.hosts))
+    lines = (("run", alert.run), ("step", str(alert.step)), ("ranks", ranks), ("hosts", hosts), ("and", left_out))
+    return [(name, value) for name, value in lines if value]
 
 
 def plain_text(alert: Alert) -> str:
-    """The whole message without a markup, its title left to the caller."""
-    below = "\n".join(f"{name}: {value}" for name, value in details(alert))
-    return "\n\n".join(filter(None, (alert.text, alert.remedy and f"What to do: {alert.remedy}", below)))
+    """Return the whole message but for its title, without a markup."""
+    return "\n\n".join((*_parts(alert), "\n".join(f"{name}: {value}" for name, value in details(alert))))
+
+
+def _parts(alert: Alert) -> list[str]:
+    return list(filter(None, (alert.text, alert.remedy and f"What to do: {alert.remedy}")))
 
 
 def payload(form: Form, alert: Alert) -> dict[str, Any]:
-    """JSON values for a webhook of the form."""
+    """Return the JSON values for a webhook of the form."""
     if form == "slack":
-        return {"text": _slack(alert)}
+        return {"text": escape(f"*{alert.title}*\n{plain_text(alert)}", quote=False)}  # <!channel> calls everybody
     if form == "discord":
         fields = [{"name": name, "value": value, "inline": True} for name, value in details(alert)]
-        text = "\n\n".join(filter(None, (alert.text, alert.remedy and f"What to do: {alert.remedy}")))
-        embed = {"title": alert.title, "description": text, "color": _COLOURS[alert.level], "fields": fields}
+        text, colour = "\n\n".join(_parts(alert)), _COLOURS[alert.level]
+        embed = {"title": alert.title, "description": text, "color": colour, "fields": fields}
         return {"embeds": [embed], "allowed_mentions": {"parse": []}}
     if form == "teams":
         return _teams(alert)
     return {"source": "ds_silent", **asdict(alert)}
 
 
-def _slack(alert: Alert) -> str:
-    text = plain_text(alert)
-    for sign, written in (
-        ("&", "&amp;"),
-        ("<", "&lt;"),
-        (">", "&gt;"),
-    ):  # Slack's own three; <!channel> calls everybody
-        text = text.replace(sign, written)
-    title = alert.title.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return f"*{title}*\n{text}"
-
-
 def _teams(alert: Alert) -> dict[str, Any]:
-    """An adaptive card, which both the workflows and the connectors before them take."""
-    title = {"type": "TextBlock", "size": "Medium", "weight": "Bolder", "text": alert.title, "wrap": True}
-    body: list[dict[str, Any]] = [{**title, "color": _TEAMS[alert.level]}]
-    for text in filter(None, (alert.text, alert.remedy and f"What to do: {alert.remedy}")):
-        body.append({"type": "TextBlock", "text": text, "wrap": True})
-    body.append({"type": "FactSet", "facts": [{"title": name, "value": value} for name, value in details(alert)]})
-    card = {
-        "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
-        "type": "AdaptiveCard",
-        "version": "1.4",
-        "body": body,
-    }
-    attachment = {"contentType": "application/vnd.microsoft.card.adaptive", "contentUrl": None, "content": card}
-    return {"type": "message", "attachments": [attachment]}
+    """Return an adaptive card, which both the workflows and the connectors before them take."""
+    title = {"text": alert.title, "size": "Medium", "weight": "Bolder", "color": _TEAMS[alert.level]}
+    blocks = [{"type": "TextBlock", "wrap": True, **block} for block in (title, *({"text": t} for t in _parts(alert)))]
+    facts = {"type": "FactSet", "facts": [{"title": name, "value": value} for name, value in details(alert)]}
+    schema = {"$schema": "http://adaptivecards.io/schemas/adaptive-card.json", "type": "AdaptiveCard", "version": "1.4"}
+    card = {"contentType": "application/vnd.microsoft.card.adaptive", "contentUrl": None}
+    return {"type": "message", "attachments": [{**card, "content": {**schema, "body": [*blocks, facts]}}]}
 
 
 def _cut(text: str) -> str:
@@ -139,6 +107,6 @@ def _cut(text: str) -> str:
 
 
 def reaches(event: Event, level: Severity) -> bool:
-    """Whether an event is as bad as ``level``, or worse."""
+    """Tell whether an event is as bad as ``level``, or worse."""
     severity = event.severity if event.severity in LEVELS else "error"  # a word of a newer version is no small matter
     return LEVELS.index(severity) >= LEVELS.index(level)

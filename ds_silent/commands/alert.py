@@ -9,9 +9,9 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from ds_silent.alerts.failure import NotSent
 from ds_silent.alerts.message import Alert
-from ds_silent.alerts.sink import sender_of, usable
+from ds_silent.alerts.senders import NotSent, sender_of
+from ds_silent.alerts.sink import usable
 from ds_silent.destination import TRACKERS, Destination, WrongDestination
 from ds_silent.text import one_line
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ds_silent.alerts.sink import open_alerts
+from ds_silent.alerts.sink import Alerts
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.destination import WrongDestination
 from ds_silent.distributed.together import Once
@@ -140,7 +140,7 @@ class RunDirectory:
         if not self._config.alerts:
             return []
         try:
-            return [open_alerts(self._config.alerts, lambda: self.directory, monitor_write=monitor_write)]
+            return [Alerts(self._config.alerts, lambda: self.directory, monitor_write=monitor_write)]
         except WrongDestination as error:
             logger.warning("ds_silent: nobody is alerted: an alert %s", error)
             return []

@@ -1,4 +1,4 @@
-"""Real servers on this machine that take alerts, or do what servers do wrongly."""
+"""Real servers on this machine that take alerts, or do what servers do wrongly; and an alert for them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from ds_silent.alerts.message import Alert, alert_of
+from ds_silent.records import Place
+from tests.sinks.example_records import event
+
+SECRET = "s3cr3t-T0k3n"
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
@@ -33,6 +38,11 @@ class Http:
         while len(self.bodies) < count:
             assert time.monotonic() < until, f"{len(self.bodies)} of {count} requests"
             time.sleep(0.01)
+
+
+def an_alert() -> Alert:
+    places = (Place(3, 3, "node0007", 3, "cuda:3", None), Place(4, 4, "node0007", 4, "cuda:4", None))
+    return alert_of(replace(event(12, "replica-drift", (3, 4), "They <differ> & @all."), places=places), "runs/my-run")
 
 
 def status(code: int, **headers: str) -> Answer:

@@ -35,6 +35,7 @@ SECRET = "s3cr3t-T0k3n"
         (f"https://discord.com.example.org/api/webhooks/{SECRET}", "json", "https://discord.com.example.org/…"),
         (f"smtp://me:{SECRET}@mail.example.org/a@example.org,b@example.org", "mail", "smtp://mail.example.org/…"),
         (f"command:/opt/page --token {SECRET}", "command", "command:page …"),
+        (f"apprise:tgram://{SECRET}:a/b?x={SECRET}", "apprise", "apprise:tgram://…"),
         ("monitor", "monitor", "monitor"),
         ("wandb", "wandb", "wandb"),
         ("comet", "comet", "comet"),
@@ -74,6 +75,9 @@ WRONG: list[tuple[Any, str]] = [
     (f"smtp://mail.example.org/a@x.org%0d%0aBcc:{SECRET}@x.org", "must say whom the mail is for"),
     (f"command:page '{SECRET}", "must have a command whose quotes are closed"),
     ("command:", "must name a program"),
+    (f"apprise:{SECRET}", "must be a webhook"),
+    (f"apprise:tgram://{SECRET} x", "must be a webhook"),
+    (f"apprise:{SECRET}://x", "must be a webhook"),
     ("", "must be a webhook"),
     ("email", "must be a webhook"),
     (SECRET, "must be a webhook"),
@@ -166,6 +170,16 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         ConfigError, match=r"alerts\[0\]\.to must name a tracker that is installed .* pip install comet-ml"
     ):
         refuse_unusable_alerts(config_with("comet").alerts)
+
+
+def test_apprise_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_silent.alerts.sink.installed", lambda module: False)
+    with pytest.raises(ConfigError) as caught:
+        refuse_unusable_alerts(config_with(f"apprise:tgram://{SECRET}/x").alerts)
+    assert str(caught.value) == (
+        "silent_consistency.alerts[0].to must be reached by apprise, which is not installed on the host of rank 0, got "
+        '"apprise:tgram://…"; pip install "ds_silent[alerts]" there, or leave the alert out'
+    )
 
 
 @pytest.mark.parametrize("scheme", ["slack", "discord", "tgram", "htps"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_silent.alerts.failure import hidden
+from ds_silent.destination import masked_in_log
 from tests.distributed import run_distributed
 
 SECRET = "s3cr3t-T0k3n"
@@ -24,7 +24,7 @@ def test_a_log_without_addresses(caplog: pytest.LogCaptureFixture) -> None:
         {"too": f"nonsense {SECRET}"},
         {"to": "env:PAGER"},
     ]
-    with caplog.at_level(logging.INFO), hidden(logger, {"alerts": alerts}):
+    with caplog.at_level(logging.INFO), masked_in_log(logger, {"alerts": alerts}):
         logger.info("json = %s", json.dumps(alerts))
         logger.info("as it is: %s", alerts)
         logger.info("100 % plain")

@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 import socket
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_silent.alerts import delivery
-from ds_silent.alerts.delivery import Delivery
-from ds_silent.alerts.failure import NotSent
+from ds_silent.alerts import senders, sink
 from ds_silent.alerts.message import Alert, alert_of, payload, plain_text
-from ds_silent.alerts.sink import Alerts, open_alerts, sender_of
+from ds_silent.alerts.senders import NotSent, sender_of
+from ds_silent.alerts.sink import Alerts, Delivery
 from ds_silent.config import AlertConfig
 from ds_silent.destination import parse_destination
-from ds_silent.records import Event, Place
-from tests.alerts.servers import FINE, closes, drips, hangs, http_server, mail_server, slow, status
+from ds_silent.records import Event
+from tests.alerts.servers import FINE, SECRET, an_alert, closes, drips, hangs, http_server, mail_server, slow, status
 from tests.distributed import wait_for
 from tests.sinks.example_records import event, full_record
-
-SECRET = "s3cr3t-T0k3n"
 
 
 def alerts_to(*to: str, level: str = "warning", **more: Any) -> Alerts:
     wanted = [AlertConfig(to=each, level=level, **more) for each in to]  # type: ignore[arg-type]
-    return open_alerts(wanted, lambda: "runs/my-run")
-
-
-def an_alert() -> Alert:
-    places = (Place(3, 3, "node0007", 3, "cuda:3", None), Place(4, 4, "node0007", 4, "cuda:4", None))
-    return alert_of(replace(event(12, "replica-drift", (3, 4), "They <differ> & @all."), places=places), "runs/my-run")
+    return Alerts(wanted, lambda: "runs/my-run")
 
 
 def test_an_event_arrives_within_two_seconds_though_another_server_hangs() -> None:
@@ -52,7 +41,7 @@ def test_an_event_arrives_within_two_seconds_though_another_server_hangs() -> No
         hanging.wait(1)
         began = time.monotonic()
         alerts.close()
-        assert time.monotonic() - began < delivery.END + 1.0
+        assert time.monotonic() - began < sink.END + 1.0
     assert fine.paths == [f"/x/{SECRET}"]
     assert fine.headers[0]["Content-Type"] == "application/json"
     assert fine.bodies == [
@@ -125,7 +114,7 @@ def test_a_slow_server_is_waited_for_and_a_user_is_sent_as_a_header() -> None:
 
 
 def test_repeated_until_it_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(delivery, "PAUSE", 0.01)
+    monkeypatch.setattr(sink, "PAUSE", 0.01)
     with http_server(status(500), closes, status(429, Retry_After="0.3"), FINE) as server:
         alerts = alerts_to(f"{server.address}/{SECRET}")
         with caplog.at_level(logging.DEBUG):
@@ -139,7 +128,7 @@ def test_repeated_until_it_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 
 def test_given_up_with_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(delivery, "PAUSE", 0.01)
+    monkeypatch.setattr(sink, "PAUSE", 0.01)
     with http_server(status(500)) as server, caplog.at_level(logging.DEBUG):
         alerts = alerts_to(f"{server.address}/{SECRET}")
         alerts.write_event(event(12))
@@ -147,7 +136,7 @@ def test_given_up_with_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         while "not sent" not in caplog.text and time.monotonic() < until:
             time.sleep(0.02)
         alerts.close()
-    assert len(server.bodies) == delivery.TRIES
+    assert len(server.bodies) == sink.TRIES
     [said] = [record.getMessage() for record in caplog.records if record.name == "ds_silent"]
     why = "the server answered 500 (5 tries)"
     assert said == f"ds_silent: an alert to {server.address}/… was not sent, the training goes on: {why}"
@@ -200,18 +189,20 @@ def test_at_most_n_an_hour_and_the_next_one_counts_what_was_left_out() -> None:
     wait_for(lambda: len(sent) == 3)
     assert (sent[2].step, sent[2].left_out) == (7, 4)
     assert "and: 4 more events before this one" in plain_text(sent[2])
-    one.close()
+    one.stop()
+    one.join(sink.END)
     assert len(sent) == 3
 
 
 def test_what_was_left_out_is_told_when_the_hour_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_silent.alerts.delivery.HOUR", 0.4)
+    monkeypatch.setattr("ds_silent.alerts.sink.HOUR", 0.4)
     sent: list[Alert] = []
     one = Delivery("somewhere", 1)
     for step in range(1, 14):
         one.put(replace(an_alert(), step=step), sent.append)
     wait_for(lambda: len(sent) == 2)
-    one.close()
+    one.stop()
+    one.join(sink.END)
     assert sent[1].title == "12 more events, the last one replica-drift at step 13"
 
 
@@ -223,7 +214,7 @@ def test_a_queue_that_is_full_counts_too() -> None:
             alerts.write_event(event(step, "repaired"))
         assert time.monotonic() - began < 2.0
         [one] = alerts._destinations
-        assert len(one.delivery._waiting) <= delivery.LONGEST
+        assert len(one.delivery._waiting) <= sink.LONGEST
         server.wait(1)
         counted = server.bodies[0]["left_out"] + one.delivery._left_out
         assert counted == 5_000 - len(one.delivery._waiting) - 1
@@ -281,101 +272,17 @@ def test_hostile_names_stay_on_their_line() -> None:
     assert envelope.rcpt_tos == ["a@example.org"]
 
 
-# -- mail ------------------------------------------------------------------------------------------------------------
-
-
-def authenticator(server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> Any:
-    from aiosmtpd.smtp import AuthResult
-
-    return AuthResult(success=(data.login, data.password) == (b"me", SECRET.encode()), handled=False)
-
-
-def test_a_mail_arrives() -> None:
-    with mail_server() as server:
-        alerts = alerts_to(f"smtp://127.0.0.1:{server.port}/a@example.org,b@example.org?from=training@example.org")
-        began = time.monotonic()
-        alerts.write_event(event(12))
-        wait_for(lambda: bool(server.taken))
-        assert time.monotonic() - began < 2.0
-        alerts.close()
-        [(_, envelope)] = server.taken
-    assert (envelope.mail_from, envelope.rcpt_tos) == ("training@example.org", ["a@example.org", "b@example.org"])
-    content = envelope.content.decode()
-    assert "Subject: [ds_silent] ERROR: duplicate-data at step 12, ranks 0, 3" in content
-    assert "What to do: Give each rank its own sampler." in content
-
-
-@pytest.mark.parametrize(
-    ("password", "why"), [(SECRET, None), (f"{SECRET}x", "did not accept the user and password (535)")]
-)
-def test_a_password(password: str, why: str | None) -> None:
-    with mail_server(authenticator=authenticator, auth_require_tls=False, auth_required=True) as server:
-        send = sender_of(parse_destination(f"smtp://me:{password}@127.0.0.1:{server.port}/a@example.org"), 5.0)
-        if why is None:
-            send(an_alert())
-        else:
-            with pytest.raises(NotSent) as caught:
-                send(an_alert())
-            assert why in str(caught.value)
-            assert not caught.value.again
-            assert SECRET not in str(caught.value)
-        assert len(server.taken) == (why is None)
-
-
-def test_a_password_is_not_sent_in_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_silent.destination._LOOPBACK", ())
-    with mail_server(authenticator=authenticator, auth_require_tls=False) as server:
-        send = sender_of(parse_destination(f"smtp://me:{SECRET}@127.0.0.1:{server.port}/a@example.org"), 5.0)
-        with pytest.raises(NotSent, match="a password is not sent without"):
-            send(an_alert())
-        assert not server.taken
-
-
-@pytest.mark.parametrize(("reply", "again"), [("451 later", True), ("554 no", False)])
-def test_a_mail_that_is_refused(reply: str, again: bool) -> None:
-    with mail_server(replies=(f"{reply} {SECRET}",)) as server:
-        with pytest.raises(NotSent, match=rf"the server answered {reply[:3]}$") as caught:
-            sender_of(parse_destination(f"smtp://127.0.0.1:{server.port}/a@example.org"), 5.0)(an_alert())
-        assert caught.value.again is again
-
-
-def test_a_mail_server_that_hangs() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        began = time.monotonic()
-        with pytest.raises(NotSent, match=r"did not answer within 0\.5 s"):
-            sender_of(parse_destination(f"smtp://127.0.0.1:{silent.getsockname()[1]}/a@example.org"), 0.5)(an_alert())
-        assert time.monotonic() - began < 2.0
-
-
-# -- a command, the monitor -----------------------------------------------------------------------------------------
-
-
-def test_a_command_gets_json(tmp_path: Path) -> None:
-    out = tmp_path / "with blank" / "out.json"
-    out.parent.mkdir()
-    program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
-    command = f"command:{shlex.join([sys.executable, '-c', program, str(out)])}"
-    sender_of(parse_destination(command), 10.0)(an_alert())
-    assert json.loads(out.read_text())["kind"] == "replica-drift"
-
-
-def test_a_command_that_fails_or_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(NotSent, match=r"^the command ended with status 3$"):
-        sender_of(parse_destination(f"command:sh -c 'echo {SECRET}; echo {SECRET} >&2; exit 3'"), 10.0)(an_alert())
-    mark = f"ds_silent_test_{time.monotonic_ns()}"
-    began = time.monotonic()
-    with pytest.raises(NotSent, match="did not end within"):
-        sender_of(parse_destination(f"command:sh -c 'sleep 57 # {mark}\nsleep 58'"), 0.5)(an_alert())
-    assert time.monotonic() - began < 5.0
-    assert mark not in subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True, check=True).stdout
-    with pytest.raises(NotSent, match=r"cannot be started: FileNotFoundError"):
-        sender_of(parse_destination(f"command:/no/such/{SECRET}"), 1.0)(an_alert())
-    assert SECRET not in "".join(capfd.readouterr())
+def test_tries_that_never_end_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sum(each.name == senders.TRY for each in threading.enumerate())
+    monkeypatch.setattr(senders, "MOST_TRIES", before + 2)
+    with http_server(drips) as server:
+        said = [str(failure(server.address, 0.2)) for _ in range(3)]
+    assert said == ["the server did not answer within 0.2 s"] * 2 + ["earlier tries have not ended yet"]
 
 
 def test_deepspeeds_monitor_gets_the_number_of_events() -> None:
     points: list[Any] = []
-    alerts = open_alerts([AlertConfig(to="monitor")], lambda: "run", monitor_write=points.extend)  # type: ignore[arg-type]
+    alerts = Alerts([AlertConfig(to="monitor")], lambda: "run", monitor_write=points.extend)  # type: ignore[arg-type]
     alerts.write(full_record(2))
     alerts.write_event(event(2))
     alerts.write_event(replace(event(3), severity="info"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_silent.alerts.sink import open_alerts
+from ds_silent.alerts.sink import Alerts
 from ds_silent.config import AlertConfig
 from tests.sinks.example_records import event
 
@@ -23,7 +23,7 @@ class Calls(list[Any]):
 
 
 def told(form: str) -> None:
-    alerts = open_alerts([AlertConfig(to=form)], lambda: "runs/my-run")  # type: ignore[arg-type]
+    alerts = Alerts([AlertConfig(to=form)], lambda: "runs/my-run")  # type: ignore[arg-type]
     alerts.write_event(event(12))
     alerts.close()
 
@@ -95,7 +95,7 @@ def test_what_a_library_says_is_not_repeated(
     def alert(**named: Any) -> None:
         raise RuntimeError("the key s3cr3t is wrong")
 
-    monkeypatch.setattr("ds_silent.alerts.delivery.TRIES", 1)
+    monkeypatch.setattr("ds_silent.alerts.sink.TRIES", 1)
     module.run = SimpleNamespace(alert=alert)
     with caplog.at_level(logging.DEBUG):
         told("wandb")

@@ -17,9 +17,9 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
 
-from ds_silent.alerts.failure import hidden
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.config_file import load_ds_config
+from ds_silent.destination import masked_in_log
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.inventory import is_sharded, training_of
@@ -71,7 +71,7 @@ def initialize(
         model = arguments.get("model") if config is not None and config.preflight else None
         before = None if model is None else weights_hash(model, is_sharded)
         try:
-            with hidden(deepspeed_logger, _raw_block(arguments)):
+            with masked_in_log(deepspeed_logger, _raw_block(arguments)):
                 result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
         except Exception:
             if refusal is not None:
