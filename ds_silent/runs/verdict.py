@@ -17,6 +17,7 @@ import numpy as np
 from ds_silent.runs.events import EventGroup, Place
 from ds_silent.runs.run import Run
 from ds_silent.runs.values import of, text, whole
+from ds_silent.text import named
 
 State = Literal["passed", "failed", "warned", "noted", "not observed"]
 SHOWN_RANKS = 4
@@ -195,10 +196,11 @@ def _healthy(run: Run, checks: tuple[Check, ...]) -> str:
     who = f"All {world:,} ranks" if world > 2 else ("Both ranks" if world == 2 else "The ranks")
     steps = "the one measured step" if count == 1 else f"all {count:,} measured steps"
     missing = [check.name.lower() for check in checks if check.state == "not observed"]
-    unlike = sum(group.kind == "outlier-rank" for group in run.events.groups())  # notes: nothing worse is here
+    # notes: nothing worse is here
+    unlike = {rank for group in run.events.groups() if group.kind == "outlier-rank" for rank in group.ranks}
     said = f"{who} agreed at {steps}"
     if unlike:
-        said += f", but for {unlike} note{'s' * (unlike > 1)} of unlike data"
+        said += f"; notes say that the data of {named(tuple(sorted(unlike)), world)} are of another kind"
     if not missing:
         return f"{said}."
     more = f" and {len(missing) - 3} more" if len(missing) > 4 else ""

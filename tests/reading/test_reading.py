@@ -205,7 +205,7 @@ def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
     sink.write_event(event(1, severity="info", ranks=(3,), message="Rank 3's data are of another kind since step 1."))
     sink.close()
     verdict = verdict_of(read_run(tmp_path))
-    said = "All 4 ranks agreed at the one measured step, but for 1 note of unlike data"
+    said = "All 4 ranks agreed at the one measured step; notes say that the data of rank 3 are of another kind"
     assert (verdict.severity, verdict.sentence[: len(said)]) == ("ok", said)
 
 
