@@ -95,6 +95,11 @@ class EventGroup:
         found = _SINCE.search(self.message)
         return min(int(found[1]), self.first) if found else self.first
 
+    @property
+    def until(self) -> int:
+        """The last step with it: its end is reported at the first step without it."""
+        return max(self.since, self.last - 1) if self.ended else self.last
+
     def goes_on_as(self, other: EventGroup, world_size: int) -> bool:
         """Whether this is not over, though its end was told: ``other`` is open, and follows from it, or began before
         that end on the same ranks. Who is one of all ranks is known of none."""

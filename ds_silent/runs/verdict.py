@@ -180,11 +180,10 @@ def _what(group: EventGroup, run: Run) -> str:
 
 def _when(group: EventGroup, now: EventGroup | None) -> str:
     """``now``: as what it goes on, where its own end was told."""
-    since, last = group.since, group.last
+    since, last = group.since, group.until
     if group.first == 0:
         return ", seen before the first step"
     if group.ended and now is None:
-        last = max(since, last - 1)  # its end is told at the first step without it
         return f", at step {since:,}" if last == since else f", from step {since:,} to {last:,}"
     found = f" (found at step {group.first:,})" if since < group.first else ""
     goes_on = f", now as {now.kind}" if group.ended and now is not None else ""

@@ -63,6 +63,21 @@ def test_rank_host_and_step_stand_on_the_first_screen(tmp_path: Path) -> None:
     assert re.search(r"Replicas\s+not observed\s+they were never compared", first)
 
 
+def test_the_row_of_an_event_has_the_steps_of_the_headline(tmp_path: Path) -> None:
+    sink, run = JsonlSink(tmp_path), Run()
+    for _ in range(40):
+        sink.write(run.record())
+    event = Event(20, "outlier-rank", "warning", (3,), "loss", 9.0, 8.0, "Rank 3 is off, since about step 9.", "Look.")
+    ended = Event(31, "outlier-rank", "info", (3,), "loss", None, None, "Ended: outlier-rank, from step 9 to 30.", "")
+    sink.write_event(event)
+    sink.write_event(ended)
+    sink.close()
+    assert report(tmp_path)[0] == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "from step 9 to 30." in first_screen(page)
+    assert "steps 9 to 30 (found at step 20)" in page
+
+
 def test_the_page_needs_nothing_and_its_policy_admits_its_own_script_alone(tmp_path: Path) -> None:
     report(bad_rank(tmp_path / "run"), "-o", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")

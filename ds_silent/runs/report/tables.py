@@ -83,13 +83,14 @@ def event_rows(view: View) -> list[Row]:
 
 
 def _row(group: EventGroup, run: Run) -> Row:
-    first, last = group.since, group.last
+    first, last = group.since, group.until
     if group.first == 0 and last == 0:
         when = "before step 1"
     elif first == last:
         when = f"step {first:,}"
     else:
-        when = f"steps {first:,} to {last:,}" if group.ended else f"since step {first:,}, last told at {last:,}"
+        when = f"steps {first:,} to {last:,}" if group.ended else f"since step {first:,}, last reported at {last:,}"
+        when += f" (found at step {group.first:,})" if group.since < group.first else ""
     figures = ""
     if group.score is not None:
         figures = f"score {shown(group.score)}"
@@ -121,7 +122,8 @@ def timeline(view: View) -> Panel | None:
         shown_groups, rest = groups, []
     parts, labels = [], []
     for at, group in enumerate(shown_groups):
-        parts += [_span(view, group.severity, at, *span) for span in group.spans]
+        spans = [(min(span[0], group.since) if not n else span[0], *span[1:]) for n, span in enumerate(group.spans)]
+        parts += [_span(view, group.severity, at, *span) for span in spans]
         who = ", ".join(str(rank) for rank in group.ranks[:3]) + ("…" if len(group.ranks) > 3 else "")
         labels.append(f"{group.kind}{f' · {who}' if who and len(group.ranks) < view.run.world_size else ''}"[:26])
     if rest:
@@ -141,7 +143,7 @@ def timeline(view: View) -> Panel | None:
         f'<line class="grid" x1="0" x2="100%" y1="{(n + 0.5) * _ROW:.0f}" y2="{(n + 0.5) * _ROW:.0f}"/>'
         for n in range(len(labels))
     )
-    markup = f'<svg class="chart timeline" role="img" aria-label="When each event was told" height="{height + 20}">'
+    markup = f'<svg class="chart timeline" role="img" aria-label="When each fault was there" height="{height + 20}">'
     markup += f"{stripes}{''.join(parts)}{lines}{x_labels(view.axis, height)}{cursor(height)}</svg>"
     keys = tuple((one, one) for one in ("error", "warning", "info") if any(group.severity == one for group in groups))
     return Panel(Figure(Markup(markup), {"series": []}), "", keys)
