@@ -23,7 +23,7 @@ from ds_silent.distributed.places import Places
 from ds_silent.exchange.observation import Gathered
 from ds_silent.measure.evidence import Told
 from ds_silent.measure.record import Context
-from ds_silent.observing.recorder import WritingRecorder
+from ds_silent.observing.recorder import Recorder, WritingRecorder
 from ds_silent.records import Event, Repair, StepRecord
 from ds_silent.replicas.compare import Drift
 
@@ -32,18 +32,18 @@ LONGEST = 10.0
 _live: weakref.WeakSet[DeferredRecorder] = weakref.WeakSet()
 
 
-class DeferredRecorder:
+class DeferredRecorder(Recorder):
     """What :class:`ds_silent.observing.recorder.WritingRecorder` is, one measured step later.
 
     Attributes:
         unlike: what ranks do not do alike, from the next step on.
         wants_micro_batches: as :meth:`finish` has found it.
+        ends: None: where an event may end the training, it is not judged here.
     """
 
     writes = True
 
     def __init__(self, inner: WritingRecorder):
-        self.unlike: tuple[Unlike, ...] = ()
         self.wants_micro_batches = self._parted = False
         self._inner = inner
         self._thread = ThreadPoolExecutor(1, "ds_silent judges")
@@ -121,18 +121,11 @@ class DeferredRecorder:
     # -- what waits ----------------------------------------------------------------------------------------------------
 
     @property
-    def last_record(self) -> StepRecord | None:
-        """The newest one."""
+    def last_record(self) -> StepRecord | None:  # type: ignore[override]
         return self._end().last_record
 
     @property
-    def ends(self) -> Event | None:
-        """None: where an event may end the training, it is not judged here."""
-        return None
-
-    @property
     def places(self) -> Places | None:
-        """Where the ranks run."""
         return self._end().places
 
     @places.setter
@@ -140,7 +133,6 @@ class DeferredRecorder:
         self._end().places = places
 
     def settle(self, drift: Drift | None, step: int | None = None) -> None:
-        """See the inner one; so with all that follow."""
         self._end().settle(drift, step)
         self._tell()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ds_silent.capture.conduct import Unlike
 from ds_silent.config import SilentConsistencyConfig
@@ -46,87 +46,97 @@ def make_recorder(
     words: Words = TORCH,
     alike: bool = True,
 ) -> Recorder:
-    """What writes into ``sinks``; without them, on all ranks but one, what does nothing.
+    """Return what writes into ``sinks``; without them, on all ranks but one, what does nothing.
 
     Args:
         members: of the group, as the whole training counts its ranks.
         alike: see :class:`ds_silent.framework.Ranks`.
     """
     if sinks is None or config is None or audit is None or layout is None:
-        return NullRecorder()
+        return Recorder()
     judge = Judge(config.detectors, config.interval, words, alike, config.effects) if config.detectors.enabled else None
     return WritingRecorder(
         sinks, judge, audit, layout, members, config.detectors.stop_on, alike, config.detectors.dealt
     )
 
 
-class Recorder(Protocol):
-    """What an observer tells of a step."""
-
-    writes: bool  # this is the rank that writes
-    unlike: tuple[Unlike, ...]
-    places: Places | None  # where the ranks run
-
-    @property
-    def last_record(self) -> StepRecord | None: ...
-    @property
-    def ends(self) -> Event | None: ...
-    @property
-    def wants_micro_batches(self) -> bool: ...
-    def take_parted(self) -> bool: ...
-    def step(
-        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
-    ) -> None: ...
-    def settle(self, drift: Drift | None, step: int | None = None) -> None: ...
-    def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None: ...
-    def repairs(self, repairs: tuple[Repair, ...]) -> None: ...
-    def report(self, event: Event) -> None: ...
-    def on_event(self, function: Callable[[Event], None]) -> None: ...
-    def finish(self) -> None: ...
-    def deliver(self) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-    def state_dict(self, rows_waiting: bool) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class NullRecorder:
-    """On the ranks that do not write."""
-
-    writes = False
-    last_record: StepRecord | None = None
-    ends: Event | None = None
-    places: Places | None = None
-    wants_micro_batches = False
-
-    def __init__(self) -> None:
-        self.unlike: tuple[Unlike, ...] = ()
-
-    def _nothing(self, *args: Any, **named: Any) -> None:
-        pass
-
-    step = settle = end_unlike = repairs = report = on_event = finish = deliver = flush = close = load_state_dict = (
-        _nothing
-    )
-
-    def take_parted(self) -> bool:
-        """Nothing is found here."""
-        return False
-
-    def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
-        """Nothing to keep."""
-        return {}
-
-
-class WritingRecorder:
-    """Keeps what judging needs from step to step: baselines, rows seen, and a record that waits for more.
+class Recorder:
+    """What an observer reports of a step to. This one, of the ranks that do not write, does nothing.
 
     Attributes:
+        writes: whether this is the rank that writes.
         last_record: the newest one.
         ends: the event that is to end the training; None while there is none.
         unlike: what ranks do not do alike, as all ranks have agreed when they came together last.
         places: where the ranks run, for the events; None where that is not known.
     """
+
+    writes = False
+    last_record: StepRecord | None = None
+    ends: Event | None = None
+    places: Places | None = None
+    unlike: tuple[Unlike, ...] = ()
+    wants_micro_batches = False
+    """Whether the sketches of single micro-batches would tell more."""
+
+    def step(
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+    ) -> None:
+        """Write one step's record and judge it.
+
+        Args:
+            gathered: gives the observations of all ranks.
+            context: what this rank knows of the step by itself.
+            drift: the tensors that differ between the replicas, if known.
+            told: what the responses have found and done.
+            wait: judge when :meth:`settle` brings the tensors.
+        """
+
+    def settle(self, drift: Drift | None, step: int | None = None) -> None:
+        """Judge the records that waited, up to ``step``, to which ``drift`` belongs; None: the tensors stay unknown."""
+
+    def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
+        """Report what was seen in the last observation of all, and not before."""
+
+    def repairs(self, repairs: tuple[Repair, ...]) -> None:
+        """Write what the responses have done."""
+
+    def report(self, event: Event) -> None:
+        """Write an event and call the callbacks, which find an error on disk."""
+
+    def on_event(self, function: Callable[[Event], None]) -> None:
+        """Call ``function(event)`` for every event from now on."""
+
+    def finish(self) -> None:
+        """Wait for what is under way: a measured step is about to send what this rank wants."""
+
+    def deliver(self) -> None:
+        """Call the callbacks that wait, and wait for nothing."""
+
+    def flush(self) -> None:
+        """Return when everything written is on disk."""
+
+    def close(self) -> None:
+        """End the records."""
+
+    def take_parted(self) -> bool:
+        """Whether something was found, since this was asked last, that can part the replicas."""
+        return False
+
+    def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
+        """JSON values, for a checkpoint, whose records are on disk then."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; an unreadable state is logged and ignored, and judging starts anew.
+
+        What was learned of another number of ranks is left too: their spreads are not those of these, and rank 3 may be
+        another device or none. The rows that were seen are the data's, whoever took them.
+        """
+
+
+class WritingRecorder(Recorder):
+    """Keeps what judging needs from step to step: baselines, rows seen, and a record that waits for more."""
 
     writes = True
 
@@ -141,9 +151,6 @@ class WritingRecorder:
         alike: bool = True,
         dealt: Dealt | None = None,
     ):
-        self.last_record: StepRecord | None = None
-        self.ends: Event | None = None
-        self.places: Places | None = None
         self._sink, self._judge, self._audit = sink, judge, audit
         self._layout, self._members, self._stop_on = layout, tuple(members), stop_on
         self._alike = alike
@@ -151,30 +158,18 @@ class WritingRecorder:
         self._tracker.deal.declared = declared(dealt)
         self._listeners: list[Callable[[Event], None]] = []
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
-        self.unlike: tuple[Unlike, ...] = ()
         self._ranks_before: int | None = None  # of a checkpoint with another number, until that was said
         self._parted = False
 
     def step(
         self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
     ) -> None:
-        """Write one step's record and judge it.
-
-        Args:
-            gathered: gives the observations of all ranks.
-            context: what this rank knows of the step by itself.
-            drift: the tensors that differ between the replicas, if known.
-            told: what the responses have found and done.
-            wait: judge when :meth:`settle` brings the tensors.
-        """
-        self._step(gathered(), context, drift, told, wait)
-
-    def _step(self, gathered: Gathered, context: Context, drift: Drift | None, told: Told, wait: bool) -> None:
-        record = measure(gathered, self._layout, context)
+        everybody = gathered()
+        record = measure(everybody, self._layout, context)
         if not self._alike:  # it compares gradients of one rank's rows with those of all
             record = dataclasses.replace(record, noise_scale=None)
-        coverage, evidence = testimony(gathered, self._tracker, context)
-        stats, seen = self._audit.step(gathered, drift, told)
+        coverage, evidence = testimony(everybody, self._tracker, context)
+        stats, seen = self._audit.step(everybody, drift, told)
         evidence = dataclasses.replace(evidence, reduction=seen, unlike=self.unlike)
         data = self._tracker.deal.newest
         self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats, data=data)
@@ -189,7 +184,6 @@ class WritingRecorder:
         self.repairs(told.repairs)
 
     def settle(self, drift: Drift | None, step: int | None = None) -> None:
-        """Judge the records that waited, up to ``step``, to which ``drift`` belongs; None: the tensors stay unknown."""
         while self._unjudged and (step is None or self._unjudged[0][0].step <= step):
             record, evidence = self._unjudged.pop(0)
             reduction = evidence.reduction
@@ -206,17 +200,14 @@ class WritingRecorder:
             self.report(event)
 
     def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
-        """What was seen in the last observation of all, and not told before."""
         for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
             self.report(event)
 
     def repairs(self, repairs: tuple[Repair, ...]) -> None:
-        """Write what the responses have done."""
         for repair in repairs:
             self.report(repair_event(repair, len(self._members)))
 
     def report(self, event: Event) -> None:
-        """Write an event and tell the callbacks, which find an error on disk."""
         event = in_whole(event, self._members)
         event = event if self.places is None else self.places.told(event)
         if event.severity in _ENDS[self._stop_on]:
@@ -238,45 +229,28 @@ class WritingRecorder:
             logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
 
     @property
-    def wants_micro_batches(self) -> bool:
-        """Whether the sketches of single micro-batches would tell more."""
+    def wants_micro_batches(self) -> bool:  # type: ignore[override]
         return self._audit.wants_micro_batches
 
     def take_parted(self) -> bool:
-        """Whether something was found, since this was asked last, that can part the replicas."""
         parted, self._parted = self._parted, False
         return parted
 
-    def finish(self) -> None:
-        """Nothing is under way."""
-
-    def deliver(self) -> None:
-        """Nothing waits: callbacks were called at once."""
-
     def on_event(self, function: Callable[[Event], None]) -> None:
-        """Call ``function(event)`` for every event from now on."""
         self._listeners.append(function)
 
     def flush(self) -> None:
-        """Everything written is on disk."""
         self._sink.flush()
 
     def close(self) -> None:
-        """The end of the records."""
         self._sink.close()
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
-        """JSON values, for a checkpoint, whose records are on disk then."""
         self.flush()
         judge = None if self._judge is None else self._judge.state_dict()
         return {"rows": self._tracker.state_dict(rows_waiting), "judge": judge, "ranks": len(self._members)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew.
-
-        What was learned of another number of ranks is left too: their spreads are not those of these, and rank 3 may be
-        another device or none. The rows that were seen are the data's, whoever took them.
-        """
         try:
             if "rows" in state:
                 self._tracker.load_state_dict(state["rows"])
