@@ -59,13 +59,13 @@ RUN_BY: dict[str, str] = {
     "ds-silent alert --test env:SLACK_URL": "tests/alerts/test_commands.py",
     "ds-silent watch runs/my-run --alert env:SLACK_URL": "tests/alerts/test_commands.py",
     "ds-silent doctor": "tests/commands/test_doctor.py",
-    "ds-silent report runs/my-run": "tests/report/test_report.py",
-    "ds-silent report runs/monday runs/tuesday -o both.html": "tests/report/test_report.py",
+    "ds-silent report runs/my-run": "tests/runs/report/test_report.py",
+    "ds-silent report runs/monday runs/tuesday -o both.html": "tests/runs/report/test_report.py",
     "ds-silent schema block": "tests/commands/test_schema.py",
     "ds-silent schema metrics": "tests/commands/test_schema.py",
     "ds-silent schema events": "tests/commands/test_schema.py",
     "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",
-    "ds-silent watch runs/my-run": "tests/watch/test_terminal.py",
+    "ds-silent watch runs/my-run": "tests/runs/watch/test_terminal.py",
     "tensorboard --logdir runs/my-run/tensorboard": "tests/test_readme.py",
 }
 """What a part of the usual tests runs: command -> file in which it does."""

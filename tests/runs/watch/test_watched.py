@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from ds_silent.cli import app
 from ds_silent.runs.watch.once import ERROR, HEALTHY, NOTHING, STALE, WARNING, status_of
 from ds_silent.runs.watch.watched import View, Watched
+from tests.runs.watch.runs import made, write, write_places
 from tests.sinks.example_records import event
-from tests.watch.runs import made, write, write_places
 
 RECORDS, EVENTS = made(ranks=4, steps=80, bad_from=40)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ds_silent.runs.report import write_report
-from tests.report.test_report import bad_rank
+from tests.runs.report.test_report import bad_rank
 
 MODULES = os.environ.get("DS_SILENT_AXE", "")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

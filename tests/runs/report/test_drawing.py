@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import sys
 import zlib
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from ds_silent.runs.report import heat
 from ds_silent.runs.report.axis import Axis, binned, rebinned, shown, ticks
 from ds_silent.runs.report.drawing import Series, chart, diverging
 from ds_silent.runs.report.figures import view_of
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 
 @pytest.mark.parametrize(("first", "last", "every"), [(1, 30, 1), (10, 3000, 10), (1, 100_000, 1), (7, 7, 1)])

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.watch.runs import made, write
+from tests.runs.watch.runs import made, write
 
 COMMAND = (sys.executable, "-c", "from ds_silent.cli import app; app()", "watch")
 LIMIT = 60.0  # seconds, on a machine that is busy
