@@ -32,7 +32,7 @@ ENVIRONMENT = {
     **os.environ,
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'launch'}",
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -41,9 +41,9 @@ ENVIRONMENT = {
 
 
 def _worker(directory: Path) -> None:
-    from ds_silent.finetune import scenarios, trainer
-    from ds_silent.finetune.ranks import Ranks, join, reduce_int32
-    from ds_silent.finetune.settings import Settings, checked
+    from finetune import scenarios, trainer
+    from finetune.ranks import Ranks, join, reduce_int32
+    from finetune.settings import Settings, checked
 
     ranks: Ranks = join()
     found: dict[str, Any] = {}
@@ -238,7 +238,7 @@ def test_a_finished_run_has_nothing_left(cases: Cases) -> None:
 def test_the_saved_model_is_loaded_by_transformers(cases: Cases) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ds_silent.finetune.models import EMBEDDED
+    from finetune.models import EMBEDDED
 
     model = AutoModelForCausalLM.from_pretrained(cases.directory / "whole" / "model")
     start = AutoModelForCausalLM.from_pretrained(EMBEDDED)

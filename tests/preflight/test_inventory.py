@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ds_silent.finetune.sampler import Plan, ResumableSampler
-from ds_silent.finetune.scenarios import rank_seed
 from ds_silent.frameworks.deepspeed.inventory import config_items
 from ds_silent.preflight.compare import (
     events_of,
@@ -25,6 +23,8 @@ from ds_silent.preflight.inventory import (
     sampler_items,
 )
 from ds_silent.records import Event
+from finetune.sampler import Plan, ResumableSampler
+from finetune.scenarios import rank_seed
 from tests.preflight.test_preflight import items_and_hashes
 
 

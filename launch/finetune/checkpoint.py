@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from ds_silent.device import generator_state, set_generator_state
-from ds_silent.finetune.lost import lost_peers
-from ds_silent.finetune.ranks import Ranks
-from ds_silent.finetune.settings import UserError
+from finetune.lost import lost_peers
+from finetune.ranks import Ranks
+from finetune.settings import UserError
 
 LATEST = "latest"
 FACTS = "run.json"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_silent.finetune.ds_config import BatchSizes, dtype_of, fill, read_config, resolve_batch, zero_stage
-from ds_silent.finetune.optimization import linear_factor, parameter_groups
-from ds_silent.finetune.sampler import Plan
-from ds_silent.finetune.settings import CONFIGS, Settings, UserError, checked
+from finetune.ds_config import BatchSizes, dtype_of, fill, read_config, resolve_batch, zero_stage
+from finetune.optimization import linear_factor, parameter_groups
+from finetune.sampler import Plan
+from finetune.settings import CONFIGS, Settings, UserError, checked
 
 SHIPPED = sorted(CONFIGS.glob("*.json"))
 AUTO: dict[str, Any] = {

@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ds_silent.finetune.data import Row, load_rows, parse_row
-from ds_silent.finetune.encoding import IGNORED, collate, encode, hold_out, prompt_of
-from ds_silent.finetune.settings import UserError
+from finetune.data import Row, load_rows, parse_row
+from finetune.encoding import IGNORED, collate, encode, hold_out, prompt_of
+from finetune.settings import UserError
 
 ROWS = [
     {"instruction": "Add.", "input": "1 2", "output": "3"},

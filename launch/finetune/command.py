@@ -1,8 +1,8 @@
 """Full fine-tune of a causal language model on Alpaca rows, every rank watched.
 
-    python -m ds_silent.finetune                                       # the embedded model and data, one process
-    deepspeed --module ds_silent.finetune --model /models/openPangu-Embedded-1B --data tatsu-lab/alpaca
-    DS_ACCELERATOR=cpu torchrun --standalone --nproc_per_node 4 -m ds_silent.finetune --scenario s1-3
+    python launch/train.py                                       # the embedded model and data, one process
+    deepspeed launch/train.py --model /models/openPangu-Embedded-1B --data tatsu-lab/alpaca
+    DS_ACCELERATOR=cpu torchrun --standalone --nproc_per_node 4 launch/train.py --scenario s1-3
 
 Exit codes: 0 done; 2 a mistake that one sentence on stderr names; 75 stopped by SIGTERM or SIGINT after saving a
 checkpoint, from which the same command with --resume goes on; 1 other ranks are gone or cannot be heard, said in one
@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import typer
 
 from ds_silent.extras import MissingExtra, needs
-from ds_silent.finetune.lost import lost_peers
-from ds_silent.finetune.settings import (
+from finetune.lost import lost_peers
+from finetune.settings import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
     SamplerMode,
@@ -154,8 +154,8 @@ def main(
     # only now, because these take seconds to import and a mistake above needs none of them
     import torch.distributed as dist
 
-    from ds_silent.finetune.ranks import join
-    from ds_silent.finetune.trainer import train
+    from finetune.ranks import join
+    from finetune.trainer import train
 
     outcome = train(settings, join())
     dist.destroy_process_group()

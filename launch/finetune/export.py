@@ -8,8 +8,8 @@ from typing import Any
 import deepspeed
 import torch
 
-from ds_silent.finetune.models import LoadedModel, save
-from ds_silent.finetune.ranks import Ranks
+from finetune.models import LoadedModel, save
+from finetune.ranks import Ranks
 
 
 def save_model(engine: Any, loaded: LoadedModel, directory: Path, ranks: Ranks) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ds_silent.finetune.data import Row
-from ds_silent.finetune.settings import Template, UserError
+from finetune.data import Row
+from finetune.settings import Template, UserError
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
 

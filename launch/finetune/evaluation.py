@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ds_silent.finetune.encoding import IGNORED, Example, collate
-from ds_silent.finetune.ranks import Ranks, sum_float32
+from finetune.encoding import IGNORED, Example, collate
+from finetune.ranks import Ranks, sum_float32
 
 
 def evaluate(engine: Any, examples: Sequence[Example], micro_batch: int, pad_id: int, ranks: Ranks) -> float:

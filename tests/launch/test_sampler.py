@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds_silent.finetune.sampler import Plan, ResumableSampler, epoch_coverage, permutation, step_positions
-from ds_silent.finetune.settings import UserError
+from finetune.sampler import Plan, ResumableSampler, epoch_coverage, permutation, step_positions
+from finetune.settings import UserError
 
 PLAN = Plan(rows=100, world_size=4, micro_batch=3, accumulation=2, mode="sharded")
 

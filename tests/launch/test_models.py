@@ -15,11 +15,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ds_silent.finetune import models
-from ds_silent.finetune.data import Row
-from ds_silent.finetune.encoding import collate, encode
-from ds_silent.finetune.instructions import generate
-from ds_silent.finetune.models import EMBEDDED, ModelError, load, save
+from finetune import models
+from finetune.data import Row
+from finetune.encoding import collate, encode
+from finetune.models import EMBEDDED, ModelError, load, save
+from instructions import generate
 
 IDS = torch.tensor([[1, 5, 9, 200, 33, 7]])
 OPENPANGU = {

@@ -9,15 +9,17 @@ run. The text is untrusted: it is only ever quoted shortened and escaped.
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_silent.finetune.settings import UserError
+from finetune.settings import UserError
 
 COLUMNS = ("instruction", "input", "output")
+EMBEDDED_ROWS = Path(__file__).parent / "embedded" / "rows.jsonl.gz"  # of launch/make_embedded_model.py
 FILE_KINDS = (".json", ".jsonl", ".parquet")
 
 
@@ -34,7 +36,7 @@ def load_rows(source: str) -> list[Row]:
     """All rows of ``source``, in its order.
 
     Args:
-        source: ``"embedded"`` (the project's own deterministic generator), the path of a ``.json`` (a list, or an
+        source: ``"embedded"`` (the project's own 4,096 rows), the path of a ``.json`` (a list, or an
             object whose ``data`` is one), ``.jsonl`` or ``.parquet`` file, or a data set id of the Hugging Face hub,
             whose ``train`` split is taken.
 
@@ -64,9 +66,7 @@ def parse_row(row: object, number: int, source: str) -> Row:
 
 def _raw_rows(source: str) -> Iterable[object]:
     if source == "embedded":
-        from ds_silent.finetune.instructions import generate
-
-        return generate()
+        return _json_lines(gzip.decompress(EMBEDDED_ROWS.read_bytes()).decode(), EMBEDDED_ROWS)
     path = Path(source)
     if path.is_dir():
         raise UserError(f"--data {source} is a directory; give one file of kind {', '.join(FILE_KINDS)} in it")

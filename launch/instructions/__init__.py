@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_silent.finetune.tasks import TASKS, Draw
+from instructions.tasks import TASKS, Draw
 
 __all__ = ["TASKS", "generate"]
 

@@ -10,7 +10,8 @@ from datetime import date, timedelta
 
 import pytest
 
-from ds_silent.finetune.instructions import TASKS, generate
+from finetune.data import load_rows
+from instructions import TASKS, generate
 
 ROWS = generate()
 
@@ -32,6 +33,10 @@ def test_same_rows_everywhere() -> None:
     assert digest[:16] == "69dd4f95266c740a"
     assert generate(50, seed=3) == generate(500, seed=3)[:50]
     assert generate(50, seed=4) != generate(50, seed=3)
+
+
+def test_the_embedded_rows_are_those_of_the_generator() -> None:
+    assert [vars(row) for row in load_rows("embedded")] == ROWS
 
 
 def test_size_and_variety() -> None:
@@ -144,7 +149,7 @@ def test_reading_is_answered_by_the_text() -> None:
 
 
 def test_odd_one_out_is_unique() -> None:
-    from ds_silent.finetune.vocabulary import GROUPS
+    from instructions.vocabulary import GROUPS
 
     for row in rows_of("odd_one_out"):
         listed = row["input"].split(", ")

@@ -15,7 +15,7 @@ Scenario = Literal["s1-1", "s1-2", "s1-3"]
 SamplerMode = Literal["sharded", "replicated"]
 Template = Literal["alpaca", "alpaca-with-input"]
 
-CONFIGS = Path(__file__).parent / "configs"  # those of the project, which travel with the package
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # those of the project
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: a checkpoint was saved, the same command with --resume goes on
 LARGEST_SEED = 2**31 - 2**20  # seeds travel as int32 and rank numbers are added to them
@@ -27,7 +27,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. ``None``: from the DeepSpeed config, or the default that :mod:`ds_silent.finetune.ds_config` names."""
+    """One run. ``None``: from the DeepSpeed config, or the default that :mod:`finetune.ds_config` names."""
 
     model: str = "embedded"  # "embedded", a directory, a GGUF file or a hub id
     revision: str | None = None

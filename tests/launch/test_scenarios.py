@@ -10,9 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from ds_silent.finetune import scenarios
-from ds_silent.finetune.sampler import Plan, ResumableSampler
-from ds_silent.finetune.settings import SamplerMode, Scenario, UserError
+from finetune import scenarios
+from finetune.sampler import Plan, ResumableSampler
+from finetune.settings import SamplerMode, Scenario, UserError
 
 ROW_IDS = np.arange(1000, 1200, dtype=np.int64)  # rows were dropped before: ids are not positions
 

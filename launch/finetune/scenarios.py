@@ -19,8 +19,8 @@ import torch
 from rich.table import Table
 
 from ds_silent.device import initial_seed, seed_all
-from ds_silent.finetune.sampler import Plan, step_positions
-from ds_silent.finetune.settings import SamplerMode, Scenario, UserError
+from finetune.sampler import Plan, step_positions
+from finetune.settings import SamplerMode, Scenario, UserError
 
 SHOWN_IDS = 8
 SHOWN_RANKS = 16

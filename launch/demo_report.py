@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 
 from ds_silent.extras import installed, missing_sentence
-from ds_silent.finetune.settings import SamplerMode, Scenario
 from ds_silent.records import from_json_number
 from ds_silent.sinks.jsonl import read_events
+from finetune.settings import SamplerMode, Scenario
 
 PICTURE = "scenarios.png"
 APART = 4.0  # standard errors from which two scenarios count as told apart; three metrics are compared at once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_silent.finetune.lost import lost_peers
+from finetune.lost import lost_peers
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 

@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
 from ds_silent.distributed.communicator import timeout_of
-from ds_silent.finetune.settings import EXIT_USER_ERROR, UserError
+from finetune.settings import EXIT_USER_ERROR, UserError
 
 T = TypeVar("T")
 SECONDS_FOR_RANK_0 = 5.0  # a launcher needs at most one to end the others when rank 0 leaves

@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_silent.config import BLOCK, find_block, parse
 from ds_silent.config_file import load_ds_config
 from ds_silent.device import kind
-from ds_silent.finetune.settings import CONFIGS, Settings, UserError
+from finetune.settings import CONFIGS, Settings, UserError
 
 DEFAULT_CONFIG = {"cuda": "ds_gpu_zero1.json", "npu": "ds_ascend_zero1.json"}
 MICRO_BATCH, ACCUMULATION = 2, 4  # the paper's

@@ -21,7 +21,7 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.finetune.settings import SamplerMode, UserError
+from finetune.settings import SamplerMode, UserError
 
 Positions = npt.NDArray[np.int64]
 

@@ -22,8 +22,8 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ds_silent.finetune import openpangu
-from ds_silent.finetune.openpangu import DTYPE_ARGUMENT, ModelError
+from finetune import openpangu
+from finetune.openpangu import DTYPE_ARGUMENT, ModelError
 
 __all__ = ["EMBEDDED", "LoadedModel", "ModelError", "load", "save"]
 

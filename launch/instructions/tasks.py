@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ds_silent.finetune import vocabulary as words
+from instructions import vocabulary as words
 
 Item = TypeVar("Item")
 Row = tuple[str, str, str]  # instruction, input, output

@@ -19,17 +19,17 @@ from rich.console import Console
 from tqdm import tqdm
 
 import ds_silent
-from ds_silent.finetune import checkpoint, scenarios
-from ds_silent.finetune.encoding import collate
-from ds_silent.finetune.evaluation import evaluate
-from ds_silent.finetune.export import save_model
-from ds_silent.finetune.prepare import MISTAKES, Prepared, engine_of, facts_of, prepare
-from ds_silent.finetune.ranks import Ranks, agreed, gather_int32, sum_float32, together
-from ds_silent.finetune.runlog import RunLog
-from ds_silent.finetune.sampler import Plan, ResumableSampler
-from ds_silent.finetune.scenarios import rank_seed
-from ds_silent.finetune.settings import Settings
-from ds_silent.finetune.stop import StopRequest
+from finetune import checkpoint, scenarios
+from finetune.encoding import collate
+from finetune.evaluation import evaluate
+from finetune.export import save_model
+from finetune.prepare import MISTAKES, Prepared, engine_of, facts_of, prepare
+from finetune.ranks import Ranks, agreed, gather_int32, sum_float32, together
+from finetune.runlog import RunLog
+from finetune.sampler import Plan, ResumableSampler
+from finetune.scenarios import rank_seed
+from finetune.settings import Settings
+from finetune.stop import StopRequest
 
 
 @dataclass(frozen=True)

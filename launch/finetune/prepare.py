@@ -17,16 +17,16 @@ from transformers.utils.logging import disable_progress_bar as hide_loading_bars
 
 import ds_silent
 from ds_silent import ConfigError, SinkError
-from ds_silent.finetune import scenarios
-from ds_silent.finetune.checkpoint import Facts
-from ds_silent.finetune.data import load_rows
-from ds_silent.finetune.ds_config import BatchSizes, dtype_of, fill, read_config, resolve_batch, zero_stage
-from ds_silent.finetune.encoding import Encoded, Example, encode, hold_out
-from ds_silent.finetune.models import LoadedModel, ModelError, load
-from ds_silent.finetune.optimization import linear_schedule, parameter_groups
-from ds_silent.finetune.ranks import Ranks, agreed
-from ds_silent.finetune.sampler import Plan, ResumableSampler
-from ds_silent.finetune.settings import Settings, UserError
+from finetune import scenarios
+from finetune.checkpoint import Facts
+from finetune.data import load_rows
+from finetune.ds_config import BatchSizes, dtype_of, fill, read_config, resolve_batch, zero_stage
+from finetune.encoding import Encoded, Example, encode, hold_out
+from finetune.models import LoadedModel, ModelError, load
+from finetune.optimization import linear_schedule, parameter_groups
+from finetune.ranks import Ranks, agreed
+from finetune.sampler import Plan, ResumableSampler
+from finetune.settings import Settings, UserError
 
 MISTAKES = (UserError, ModelError, ConfigError, SinkError)
 LONGEST = 1024  # tokens, the paper's

@@ -10,7 +10,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from ds_silent.finetune.ranks import Ranks
+from finetune.ranks import Ranks
 
 
 class RunLog:
