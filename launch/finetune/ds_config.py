@@ -1,16 +1,17 @@
-"""The DeepSpeed config of a run: which file, its ``"auto"`` values filled, its batch made consistent.
+"""The DeepSpeed config of a run: which file, and what it and the command line make of the Trainer's arguments.
 
-    config = read_config(settings.deepspeed_config)
-    batch = resolve_batch(config, settings, world_size=4)
-    config = fill(config, settings, batch, world_size=4, total_steps=813)
+    config = read_config(settings)
+    sizes = resolve_batch(config, settings, world_size=4)
+    arguments = TrainingArguments(deepspeed=config, **arguments_of(config, settings, sizes, total_steps=813))
 
-As in the Hugging Face trainer, ``"auto"`` (or an absent key) means: from the command line, or its default. A number in
-the file and another one on the command line contradict each other and are refused.
+The Trainer fills ``"auto"`` from its arguments and refuses a number that is not theirs. So a number in the file becomes
+the argument; a number in the file and another one on the command line contradict each other and are refused.
 """
 
 from __future__ import annotations
 
-import copy
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,8 @@ MICRO_BATCH, ACCUMULATION = 2, 4  # the paper's
 LEARNING_RATE, WEIGHT_DECAY = 5e-5, 0.01
 # sized by the model in other trainers; without them DeepSpeed has defaults that are right for most models
 SIZED_BY_DEEPSPEED = (
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
+    *("reduce_bucket_size", "allgather_bucket_size"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
 )
 
 
@@ -43,19 +42,42 @@ class BatchSizes:
     accumulation: int
 
 
-def read_config(path: str | None) -> dict[str, Any]:
-    """The file as it is; ``None`` takes the one of ``configs/`` that suits the accelerator.
+def read_config(settings: Settings) -> dict[str, Any]:
+    """The file, by default the one of ``configs/`` that suits the accelerator, with what the Trainer does not add.
+
+    That is AdamW where the file names no optimizer, the run's directory in a ``silent_consistency`` block that has
+    none, and whether the accelerator can bf16 or fp16 where that is ``"auto"``.
 
     Raises:
         ConfigError: it is missing, is no JSON object, or its ``silent_consistency`` block has a mistake.
+        UserError: its optimizer or its dtypes make no sense.
     """
-    chosen = path or CONFIGS / DEFAULT_CONFIG.get(kind(), "ds_cpu_demo.json")
-    config = load_ds_config(chosen)
+    config = load_ds_config(settings.deepspeed_config or CONFIGS / DEFAULT_CONFIG.get(kind(), "ds_cpu_demo.json"))
     find_block(config)
     block = config.get(BLOCK)
-    if isinstance(block, dict) and block.get("output_dir") == "auto":
-        del block["output_dir"]  # fill() names it
+    if isinstance(block, dict) and block.get("output_dir", "auto") == "auto":
+        block["output_dir"] = str(settings.output)
     parse(config)
+    for key, supported in (("bf16", "is_bf16_supported"), ("fp16", "is_fp16_supported")):
+        section = config.get(key)
+        if isinstance(section, dict) and section.get("enabled") == "auto":
+            taken = key == "fp16" and _enabled(config, "bf16")
+            section["enabled"] = not taken and bool(getattr(get_accelerator(), supported)())
+    if _enabled(config, "bf16") and _enabled(config, "fp16"):
+        raise UserError("bf16.enabled and fp16.enabled are both true: keep one of them")
+    if "optimizer" not in config:
+        offloaded = bool((config.get("zero_optimization") or {}).get("offload_optimizer"))
+        # torch's own AdamW needs no compiler and is the same on every accelerator; offloading needs DeepSpeed's
+        config["optimizer"] = {"type": "AdamW", "params": {} if offloaded else {"torch_adam": True}}
+    section = config["optimizer"]
+    if not isinstance(section, dict) or not isinstance(section.setdefault("params", {}), dict):
+        raise UserError('optimizer must be an object such as {"type": "AdamW", "params": {"lr": "auto"}}')
+    for key in ("lr", "weight_decay"):
+        section["params"].setdefault(key, "auto")
+    zero = config.get("zero_optimization")
+    for key in SIZED_BY_DEEPSPEED if isinstance(zero, dict) else ():
+        if zero.get(key) == "auto":
+            del zero[key]
     return config
 
 
@@ -84,47 +106,47 @@ def resolve_batch(config: Mapping[str, Any], settings: Settings, world_size: int
     return sizes
 
 
-def fill(
-    config: Mapping[str, Any], settings: Settings, sizes: BatchSizes, world_size: int, total_steps: int
+def arguments_of(
+    config: dict[str, Any], settings: Settings, sizes: BatchSizes, world_size: int, total_steps: int
 ) -> dict[str, Any]:
-    """A copy of ``config`` with no ``"auto"`` left, which ``initialize`` takes.
+    """The TrainingArguments that stand in the config as well, and what it needs and the Trainer does not fill."""
+    params = config["optimizer"]["params"]
+    prefix = "optimizer.params."
+    lr = _one_value(params, "lr", "--lr", settings.learning_rate, prefix)
+    decay = _one_value(params, "weight_decay", "--weight-decay", settings.weight_decay, prefix)
+    config["train_micro_batch_size_per_gpu"] = sizes.micro_batch
+    config["gradient_accumulation_steps"] = sizes.accumulation
+    config["train_batch_size"] = sizes.micro_batch * sizes.accumulation * world_size
+    config.setdefault("steps_per_print", total_steps + 1)  # the run's own log has the lines
+    betas = _number(params, "betas", [0.9, 0.999])
+    return {
+        "per_device_train_batch_size": sizes.micro_batch,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "max_steps": total_steps,
+        "learning_rate": LEARNING_RATE if lr is None else lr,
+        "weight_decay": WEIGHT_DECAY if decay is None else decay,
+        "adam_beta1": betas[0],
+        "adam_beta2": betas[1],
+        "adam_epsilon": _number(params, "eps", 1e-8),
+        "max_grad_norm": _number(config, "gradient_clipping", 1.0),
+        "warmup_steps": round(settings.warmup_ratio * total_steps),
+        "bf16": _enabled(config, "bf16"),
+        "fp16": _enabled(config, "fp16"),
+    }
 
-    Adds AdamW when the file names no optimizer, and the run's directory to the ``silent_consistency`` block when that
-    has none. A scheduler is filled when the file names one; otherwise the trainer brings its own.
-    """
-    filled = copy.deepcopy(dict(config))
-    filled["train_micro_batch_size_per_gpu"] = sizes.micro_batch
-    filled["gradient_accumulation_steps"] = sizes.accumulation
-    filled["train_batch_size"] = sizes.micro_batch * sizes.accumulation * world_size
-    if filled.get("gradient_clipping") == "auto":
-        filled["gradient_clipping"] = 1.0
-    _fill_dtype(filled)
-    _fill_optimizer(filled, settings)
-    _fill_scheduler(filled, settings, total_steps)
-    zero = filled.get("zero_optimization")
-    if isinstance(zero, dict):
-        for key in SIZED_BY_DEEPSPEED:
-            if zero.get(key) == "auto":
-                del zero[key]
-    block = filled.get(BLOCK)
-    if isinstance(block, dict):
-        block.setdefault("output_dir", str(settings.output))
-    filled.setdefault("steps_per_print", total_steps + 1)  # the trainer prints for itself
-    left = _first_auto(filled, ())
+
+def refuse_auto(config: Mapping[str, Any]) -> None:
+    """Raise UserError for an ``"auto"`` that the Trainer has left and does not fill later."""
+    left = re.findall(r'"(?!(?:total|warmup)_num_steps")(\w+)": "auto"', json.dumps(config))
     if left:
-        raise UserError(
-            f'{".".join(left)} is "auto", which this trainer has no value for: write a value, or leave it out'
-        )
-    return filled
+        raise UserError(f'{left[0]} is "auto", which the Trainer has no value for: write a value, or leave it out')
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """The parameters' dtype that a filled (or unfilled) config asks for."""
-    copied = {key: copy.deepcopy(config[key]) for key in ("bf16", "fp16") if key in config}
-    _fill_dtype(copied)
-    if _enabled(copied, "bf16"):
+    """The parameters' dtype that a config asks for."""
+    if _enabled(config, "bf16"):
         return torch.bfloat16
-    return torch.float16 if _enabled(copied, "fp16") else torch.float32
+    return torch.float16 if _enabled(config, "fp16") else torch.float32
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
@@ -134,54 +156,9 @@ def zero_stage(config: Mapping[str, Any]) -> int:
     return stage if isinstance(stage, int) else 0
 
 
-def _fill_dtype(config: dict[str, Any]) -> None:
-    for key, supported in (
-        ("bf16", get_accelerator().is_bf16_supported),
-        ("fp16", get_accelerator().is_fp16_supported),
-    ):
-        block = config.get(key)
-        if isinstance(block, dict) and block.get("enabled") == "auto":
-            block["enabled"] = (
-                bool(supported()) if key == "bf16" else not _enabled(config, "bf16") and bool(supported())
-            )
-    if _enabled(config, "bf16") and _enabled(config, "fp16"):
-        raise UserError("bf16.enabled and fp16.enabled are both true: keep one of them")
-
-
-def _fill_optimizer(config: dict[str, Any], settings: Settings) -> None:
-    if "optimizer" not in config:
-        zero = config.get("zero_optimization")
-        offloaded = isinstance(zero, dict) and bool(zero.get("offload_optimizer"))
-        params: dict[str, Any] = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
-        # torch's own AdamW needs no compiler and is the same on every accelerator; offloading needs DeepSpeed's
-        config["optimizer"] = {"type": "AdamW", "params": params if offloaded else {**params, "torch_adam": True}}
-    section = config["optimizer"]
-    if not isinstance(section, dict) or not isinstance(section.setdefault("params", {}), dict):
-        raise UserError('optimizer must be an object such as {"type": "AdamW", "params": {"lr": "auto"}}')
-    params = section["params"]
-    lr = _one_value(params, "lr", "--lr", settings.learning_rate, prefix="optimizer.params.")
-    decay = _one_value(params, "weight_decay", "--weight-decay", settings.weight_decay, prefix="optimizer.params.")
-    params["lr"] = LEARNING_RATE if lr is None else lr
-    params["weight_decay"] = WEIGHT_DECAY if decay is None else decay
-    for key, value in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
-        if params.get(key) == "auto":
-            params[key] = value
-
-
-def _fill_scheduler(config: dict[str, Any], settings: Settings, total_steps: int) -> None:
-    section = config.get("scheduler")
-    params = section.get("params") if isinstance(section, dict) else None
-    if not isinstance(params, dict):
-        return
-    values = {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": config["optimizer"]["params"]["lr"],
-        "warmup_num_steps": max(1, round(settings.warmup_ratio * total_steps)),
-        "total_num_steps": total_steps,
-    }
-    for key, value in values.items():
-        if params.get(key) == "auto":
-            params[key] = value
+def _number(section: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = section.get(key, "auto")
+    return default if value == "auto" else value
 
 
 def _one_value(section: Mapping[str, Any], key: str, option: str, given: Any, prefix: str = "") -> Any:
@@ -203,18 +180,3 @@ def _one_value(section: Mapping[str, Any], key: str, option: str, given: Any, pr
 def _enabled(config: Mapping[str, Any], key: str) -> bool:
     block = config.get(key)
     return isinstance(block, Mapping) and block.get("enabled", False) is True
-
-
-def _first_auto(value: Any, path: tuple[str, ...]) -> tuple[str, ...]:
-    if value == "auto":
-        return path
-    children: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
-        children = list(value.items())
-    elif isinstance(value, list):
-        children = [(str(index), child) for index, child in enumerate(value)]
-    for key, child in children:
-        found = _first_auto(child, (*path, key))
-        if found:
-            return found
-    return ()

@@ -1,7 +1,6 @@
-"""Everything before the engine: config, model, data and plan, agreed step by step by all ranks.
+"""Everything before the Trainer: config, model, data and plan, agreed step by step by all ranks.
 
 prepared = prepare(settings, ranks)
-engine = together(ranks, lambda: engine_of(prepared, settings, sampler), MISTAKES)
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ import numpy.typing as npt
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar as hide_loading_bars
 
-import ds_silent
 from ds_silent import ConfigError, SinkError
 from finetune import scenarios
 from finetune.checkpoint import Facts
 from finetune.data import load_rows
-from finetune.ds_config import BatchSizes, dtype_of, fill, read_config, resolve_batch, zero_stage
+from finetune.ds_config import BatchSizes, arguments_of, dtype_of, read_config, resolve_batch, zero_stage
 from finetune.encoding import Encoded, Example, encode, hold_out
 from finetune.models import LoadedModel, ModelError, load
-from finetune.optimization import linear_schedule, parameter_groups
 from finetune.ranks import Ranks, agreed
-from finetune.sampler import Plan, ResumableSampler
+from finetune.sampler import Plan
 from finetune.settings import Settings, UserError
 
 MISTAKES = (UserError, ModelError, ConfigError, SinkError)
@@ -37,6 +34,7 @@ class Prepared:
     """What the ranks agreed on before an engine exists; the same on each of them."""
 
     config: dict[str, Any]
+    arguments: dict[str, Any]  # of the Trainer, as far as the config has them too
     loaded: LoadedModel
     training: list[Example]
     evaluation: list[Example]
@@ -78,30 +76,11 @@ def prepare(settings: Settings, ranks: Ranks) -> Prepared:
 
     encoded, training, evaluation, plan = agreed(ranks, examples_and_plan, MISTAKES)
     total_steps = settings.max_steps or settings.epochs * plan.steps_per_epoch
-    filled = agreed(ranks, lambda: fill(config, settings, sizes, ranks.world_size, total_steps), MISTAKES)
-    prepared = Prepared(filled, loaded, training, evaluation, plan, total_steps)
+    arguments = agreed(ranks, lambda: arguments_of(config, settings, sizes, ranks.world_size, total_steps), MISTAKES)
+    prepared = Prepared(config, arguments, loaded, training, evaluation, plan, total_steps)
     if ranks.is_first:
         _announce(prepared, settings, encoded.dropped, len(rows))
     return prepared
-
-
-def engine_of(prepared: Prepared, settings: Settings, sampler: ResumableSampler) -> Any:
-    """The DeepSpeed engine, watched when the config has the block; ``sampler`` is for the preflight. A collective."""
-    model = prepared.loaded.model
-    model.config.use_cache = False
-    if settings.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    decay = prepared.config["optimizer"]["params"]["weight_decay"]
-    schedule = None if "scheduler" in prepared.config else linear_schedule(settings.warmup_ratio, prepared.total_steps)
-    engine, _, _, _ = ds_silent.initialize(
-        model=model,
-        model_parameters=parameter_groups(model, decay),
-        lr_scheduler=schedule,
-        config=prepared.config,
-        sampler=sampler,
-    )
-    return engine
 
 
 def facts_of(prepared: Prepared, settings: Settings) -> Facts:
@@ -123,7 +102,7 @@ def facts_of(prepared: Prepared, settings: Settings) -> Facts:
 
 def _config_and_sizes(settings: Settings, ranks: Ranks) -> tuple[dict[str, Any], BatchSizes]:
     scenarios.checked_world_size(settings.scenario, ranks.world_size)
-    config = read_config(settings.deepspeed_config)
+    config = read_config(settings)
     try:
         settings.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

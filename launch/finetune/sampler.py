@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -61,13 +60,6 @@ class Plan:
                 "lower --micro-batch or --accumulation, or add --no-drop-last"
             )
         return self
-
-
-class SamplerState(TypedDict):
-    """The same on every rank; the rank's own seed follows from the scenario."""
-
-    epoch: int
-    position: int  # rows that all ranks together have consumed in this epoch
 
 
 @lru_cache(maxsize=4)
@@ -149,29 +141,22 @@ class ResumableSampler:
         """The rows of the step that comes next, int64 [accumulation, micro_batch], without consuming them."""
         return step_positions(self.plan, self.seed, self._rank, self._epoch, self._step)
 
+    def go_to(self, steps: int) -> None:
+        """To where the sampler is after ``steps`` optimizer steps of the run."""
+        self._epoch, self._step = divmod(steps, self.plan.steps_per_epoch)
+
     def step(self) -> Iterator[Positions]:
         """The next step's micro-batches, int64 [micro_batch] each; the sampler is one step further at once."""
         positions = self.peek()
-        self._step += 1
-        if self._step == self.plan.steps_per_epoch:
-            self._epoch, self._step = self._epoch + 1, 0
+        self.go_to(self._epoch * self.plan.steps_per_epoch + self._step + 1)
         return iter(positions)
 
-    def state_dict(self) -> SamplerState:
-        """Where the sampler is, in rows of all ranks, so that it may be read without knowing the plan."""
-        return {"epoch": self._epoch, "position": self._step * self.plan.global_batch}
+    def __iter__(self) -> Iterator[list[int]]:
+        """What is left of the epoch, one micro-batch after another: a DataLoader's ``batch_sampler``."""
+        epoch = self._epoch
+        while self._epoch == epoch:
+            yield from ([int(position) for position in micro_batch] for micro_batch in self.step())
 
-    def load_state_dict(self, state: SamplerState) -> None:
-        """Goes to where another sampler was.
-
-        Raises:
-            UserError: the position is not on a step's border of this plan.
-        """
-        step, rest = divmod(state["position"], self.plan.global_batch)
-        if rest or not 0 <= step < self.plan.steps_per_epoch or state["epoch"] < 0:
-            raise UserError(
-                f"the checkpoint stopped after {state['position']} rows of epoch {state['epoch']}, which is not a step "
-                f"of this run's {self.plan.steps_per_epoch} steps of {self.plan.global_batch} rows: resume with "
-                "the data, batch and ranks of the first run"
-            )
-        self._epoch, self._step = state["epoch"], step
+    def __len__(self) -> int:
+        """Micro-batches in an epoch."""
+        return self.plan.steps_per_epoch * self.plan.accumulation

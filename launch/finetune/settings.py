@@ -1,15 +1,18 @@
-"""What one fine-tune is told to do, checked before anything expensive starts.
+"""What one fine-tune is to do: the options of the command line, checked before anything expensive starts.
 
     settings = checked(Settings(data="alpaca.json", scenario="s1-3"))
 
-Every bound is in :func:`checked`; its errors are one sentence with the option's name, value, bound and remedy.
+A field's annotation is its option. Every bound is in :func:`checked`; its errors are one sentence with the option's
+name, value, bound and remedy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import typer
 
 Scenario = Literal["s1-1", "s1-2", "s1-3"]
 SamplerMode = Literal["sharded", "replicated"]
@@ -25,46 +28,73 @@ class UserError(Exception):
     """A mistake that the user can correct; its text is the one sentence that is printed."""
 
 
+def _option(panel: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
+_DATA, _BATCH, _SCHEDULE, _SCENARIO, _KEEP = "Model and data", "Batch", "Schedule", "Scenario", "Saving and showing"
+_CONFIG = _option(
+    _BATCH,
+    "DeepSpeed JSON; by default the one of configs/ for this accelerator.",
+    *("--deepspeed", "--deepspeed_config", "--deepspeed-config"),
+)
+
+
 @dataclass(frozen=True)
 class Settings:
     """One run. ``None``: from the DeepSpeed config, or the default that :mod:`finetune.ds_config` names."""
 
-    model: str = "embedded"  # "embedded", a directory, a GGUF file or a hub id
-    revision: str | None = None
-    data: str = "embedded"  # "embedded", a .json/.jsonl/.parquet file or a hub id
-    template: Template = "alpaca"
-    append_eos: bool = True
-    max_length: int | None = None  # tokens; None: 1024, or what the model can hold when that is less
-    scenario: Scenario = "s1-1"
-    sampler: SamplerMode = "sharded"
-    seed: int = 42
-    drop_last: bool = True
-    deepspeed_config: str | None = None  # None: the config of configs/ for the accelerator at hand
-    output: Path = Path("runs/finetune")
-    micro_batch: int | None = None  # rows per rank and forward pass
-    accumulation: int | None = None  # micro-batches per optimizer step
-    learning_rate: float | None = None
-    weight_decay: float | None = None
-    warmup_ratio: float = 0.0
-    epochs: int = 1
-    max_steps: int | None = None  # optimizer steps; wins over epochs
-    activation_checkpointing: bool = False
-    eval_rows: int = 0
-    eval_every: int = 0  # steps; 0: once, after the last step
-    save_every: int = 0  # steps; 0: only when a signal asks for it
-    resume: bool = False
-    save_model: bool = True
-    log_every: int = 10
-    progress: bool = True
+    model: Annotated[str, _option(_DATA, "'embedded', a directory, a GGUF file or a hub id.")] = "embedded"
+    revision: Annotated[str | None, _option(_DATA, "Commit or tag of a hub model.")] = None
+    data: Annotated[str, _option(_DATA, "'embedded', a .json, .jsonl or .parquet file, or a hub id.")] = "embedded"
+    template: Annotated[Template, _option(_DATA, "'alpaca-with-input' shows an empty input too.")] = "alpaca"
+    append_eos: Annotated[bool, _option(_DATA, "End each response with the eos token.")] = True
+    max_length: Annotated[int | None, _option(_DATA, "Tokens per row; 1024, or what the model holds.")] = None
+    scenario: Annotated[Scenario, _option(_SCENARIO, "Seeds: all the same, rank 0 another, each its own.")] = "s1-1"
+    sampler: Annotated[SamplerMode, _option(_SCENARIO, "'replicated' forgets to share the rows out, on purpose.")] = (
+        "sharded"
+    )
+    seed: Annotated[int, _option(_SCENARIO, "Of data order and generators.")] = 42
+    deepspeed_config: Annotated[str | None, _CONFIG] = None
+    micro_batch: Annotated[int | None, _option(_BATCH, 'Rows per rank and pass, where the JSON says "auto"; 2.')] = None
+    accumulation: Annotated[int | None, _option(_BATCH, 'Passes per step, where the JSON says "auto"; 4.')] = None
+    drop_last: Annotated[bool, _option(_BATCH, "Leave out an epoch's incomplete last batch, or complete it.")] = True
+    activation_checkpointing: Annotated[bool, _option(_BATCH, "Less memory for a second forward pass.")] = False
+    learning_rate: Annotated[float | None, _option(_SCHEDULE, "Peak learning rate; 5e-5.", "--lr")] = None
+    weight_decay: Annotated[float | None, _option(_SCHEDULE, "Of matrices; 0.01.")] = None
+    warmup_ratio: Annotated[float, _option(_SCHEDULE, "Share of the steps.")] = 0.0
+    epochs: Annotated[int, _option(_SCHEDULE, "Passes over the rows.")] = 1
+    max_steps: Annotated[int | None, _option(_SCHEDULE, "Steps, instead of epochs.")] = None
+    eval_rows: Annotated[int, _option(_SCHEDULE, "Rows to hold out.")] = 0
+    eval_every: Annotated[int, _option(_SCHEDULE, "Steps; 0: after the last.")] = 0
+    output: Annotated[Path, _option(_KEEP, "Where everything is written.")] = Path("runs/finetune")
+    save_every: Annotated[int, _option(_KEEP, "Steps between checkpoints; 0: on a signal only.")] = 0
+    resume: Annotated[bool, _option(_KEEP, "Go on from the output's checkpoint.", "--resume")] = False
+    save_model: Annotated[bool, _option(_KEEP, "Write the trained model at the end.")] = True
+    log_every: Annotated[int, _option(_KEEP, "Steps between lines.")] = 10
+    progress: Annotated[bool, _option(_KEEP, "A progress bar on rank 0, on a terminal.")] = True
 
     @property
     def checkpoints(self) -> Path:
-        """Where DeepSpeed's checkpoints of this run lie."""
+        """Where this run's checkpoints lie."""
         return self.output / "checkpoints"
 
 
+_AT_LEAST = {
+    "max_length": (8, "tokens"),
+    "micro_batch": (1, "rows"),
+    "accumulation": (1, "micro-batches"),
+    "epochs": (1, "epochs"),
+    "max_steps": (1, "steps"),
+    "eval_rows": (0, "rows"),
+    "eval_every": (0, "steps"),
+    "save_every": (0, "steps"),
+    "log_every": (1, "steps"),
+}
+
+
 def checked(settings: Settings) -> Settings:
-    """Returns ``settings`` unchanged.
+    """Return ``settings`` unchanged.
 
     Raises:
         UserError: one value is out of its bounds, or two contradict each other.
@@ -73,15 +103,10 @@ def checked(settings: Settings) -> Settings:
         value = getattr(settings, name)
         if value not in get_args(choices):
             raise UserError(f"--{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
-    _at_least("--max-length", settings.max_length, 8, "tokens")
-    _at_least("--micro-batch", settings.micro_batch, 1, "rows")
-    _at_least("--accumulation", settings.accumulation, 1, "micro-batches")
-    _at_least("--epochs", settings.epochs, 1, "epochs")
-    _at_least("--max-steps", settings.max_steps, 1, "steps")
-    _at_least("--eval-rows", settings.eval_rows, 0, "rows")
-    _at_least("--eval-every", settings.eval_every, 0, "steps")
-    _at_least("--save-every", settings.save_every, 0, "steps")
-    _at_least("--log-every", settings.log_every, 1, "steps")
+    for name, (bound, unit) in _AT_LEAST.items():
+        value = getattr(settings, name)
+        if value is not None and value < bound:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {bound} {unit}, got {value}")
     if not 0 <= settings.seed <= LARGEST_SEED:
         raise UserError(f"--seed must be between 0 and {LARGEST_SEED}, got {settings.seed}")
     if settings.learning_rate is not None and not 0.0 < settings.learning_rate < 10.0:
@@ -95,8 +120,3 @@ def checked(settings: Settings) -> Settings:
             f"--eval-every {settings.eval_every} needs rows to evaluate on: add --eval-rows 64, for example"
         )
     return settings
-
-
-def _at_least(name: str, value: int | None, bound: int, unit: str) -> None:
-    if value is not None and value < bound:
-        raise UserError(f"{name} must be at least {bound} {unit}, got {value}")

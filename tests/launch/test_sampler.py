@@ -92,24 +92,19 @@ def test_a_resumed_sampler_goes_on_with_the_same_rows(stop: int) -> None:
     expected = [np.stack(list(whole.step())).tolist() for _ in range(12)]
     for _ in range(stop):
         first.step()
-    second.load_state_dict(first.state_dict())
-    assert second.peek().tolist() == expected[stop]
+    second.go_to(stop)
+    assert second.peek().tolist() == first.peek().tolist() == expected[stop]
     assert [np.stack(list(second.step())).tolist() for _ in range(12 - stop)] == expected[stop:]
 
 
-def test_the_state_is_the_same_on_every_rank_and_counts_rows_of_all() -> None:
-    samplers = [ResumableSampler(PLAN, seed, rank) for rank, seed in enumerate((7, 8, 9, 10))]
-    for sampler in samplers:
-        for _ in range(5):
-            sampler.step()
-    assert [sampler.state_dict() for sampler in samplers] == [{"epoch": 1, "position": 24}] * 4
-
-
-def test_a_position_of_another_plan_is_refused() -> None:
-    with pytest.raises(UserError, match="not a step"):
-        ResumableSampler(PLAN, 7, 0).load_state_dict({"epoch": 0, "position": 25})
-    with pytest.raises(UserError, match="not a step"):
-        ResumableSampler(PLAN, 7, 0).load_state_dict({"epoch": 0, "position": 96})
+def test_a_loader_gets_what_is_left_of_an_epoch() -> None:
+    whole, later = ResumableSampler(PLAN, 7, 1), ResumableSampler(PLAN, 7, 1)
+    later.go_to(PLAN.steps_per_epoch + 3)
+    first, second = list(whole), list(whole)
+    assert len(first) == len(second) == len(whole) == PLAN.steps_per_epoch * PLAN.accumulation
+    assert list(later) == second[3 * PLAN.accumulation :]
+    assert [position for micro_batch in first for position in micro_batch] == epoch_of(PLAN, 1)
+    assert (whole.epoch, later.epoch) == (2, 2)
 
 
 def test_too_few_rows_are_refused_with_the_numbers() -> None:
