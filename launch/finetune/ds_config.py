@@ -75,9 +75,10 @@ def read_config(settings: Settings) -> dict[str, Any]:
     for key in ("lr", "weight_decay"):
         section["params"].setdefault(key, "auto")
     zero = config.get("zero_optimization")
-    for key in SIZED_BY_DEEPSPEED if isinstance(zero, dict) else ():
-        if zero.get(key) == "auto":
-            del zero[key]
+    if isinstance(zero, dict):
+        config["zero_optimization"] = {
+            key: value for key, value in zero.items() if not (key in SIZED_BY_DEEPSPEED and value == "auto")
+        }
     return config
 
 

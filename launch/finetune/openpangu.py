@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizerFast, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import import_protobuf
 
+from finetune.settings import UserError
+
 DTYPE_ARGUMENT = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"
 REQUIRED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -33,7 +35,7 @@ TIED = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-class ModelError(Exception):
+class ModelError(UserError):
     """A model that cannot be loaded or saved: one sentence with the name, what is wrong and what to do."""
 
 

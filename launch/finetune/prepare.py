@@ -14,18 +14,16 @@ import numpy.typing as npt
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar as hide_loading_bars
 
-from ds_silent import ConfigError, SinkError
 from finetune import scenarios
 from finetune.checkpoint import Facts
 from finetune.data import load_rows
 from finetune.ds_config import BatchSizes, arguments_of, dtype_of, read_config, resolve_batch, zero_stage
 from finetune.encoding import Encoded, Example, encode, hold_out
-from finetune.models import LoadedModel, ModelError, load
+from finetune.models import LoadedModel, load
 from finetune.ranks import Ranks, agreed
 from finetune.sampler import Plan
 from finetune.settings import Settings, UserError
 
-MISTAKES = (UserError, ModelError, ConfigError, SinkError)
 LONGEST = 1024  # tokens, the paper's
 
 
@@ -42,6 +40,11 @@ class Prepared:
     total_steps: int
 
     @property
+    def parameters(self) -> int:
+        """How many numbers are trained, or frozen."""
+        return int(self.loaded.model.num_parameters())
+
+    @property
     def row_ids(self) -> npt.NDArray[np.int64]:
         """int64 [training rows]: from a sampler's position to the row's index in its source."""
         return np.array([example.row_id for example in self.training], dtype=np.int64)
@@ -55,10 +58,10 @@ class Prepared:
 
 def prepare(settings: Settings, ranks: Ranks) -> Prepared:
     """A collective; raises SystemExit on every rank after one of them has said what is wrong."""
-    config, sizes = agreed(ranks, lambda: _config_and_sizes(settings, ranks), MISTAKES)
-    rows = agreed(ranks, lambda: load_rows(settings.data), MISTAKES)
+    config, sizes = agreed(ranks, lambda: _config_and_sizes(settings, ranks))
+    rows = agreed(ranks, lambda: load_rows(settings.data))
     hide_loading_bars()
-    loaded = agreed(ranks, lambda: load(settings.model, dtype=dtype_of(config), revision=settings.revision), MISTAKES)
+    loaded = agreed(ranks, lambda: load(settings.model, dtype=dtype_of(config), revision=settings.revision))
 
     def examples_and_plan() -> tuple[Encoded, list[Example], list[Example], Plan]:
         encoded = encode(
@@ -74,9 +77,9 @@ def prepare(settings: Settings, ranks: Ranks) -> Prepared:
         )
         return encoded, training, evaluation, plan.checked()
 
-    encoded, training, evaluation, plan = agreed(ranks, examples_and_plan, MISTAKES)
+    encoded, training, evaluation, plan = agreed(ranks, examples_and_plan)
     total_steps = settings.max_steps or settings.epochs * plan.steps_per_epoch
-    arguments = agreed(ranks, lambda: arguments_of(config, settings, sizes, ranks.world_size, total_steps), MISTAKES)
+    arguments = agreed(ranks, lambda: arguments_of(config, settings, sizes, ranks.world_size, total_steps))
     prepared = Prepared(config, arguments, loaded, training, evaluation, plan, total_steps)
     if ranks.is_first:
         _announce(prepared, settings, encoded.dropped, len(rows))
@@ -90,6 +93,7 @@ def facts_of(prepared: Prepared, settings: Settings) -> Facts:
         "ranks": plan.world_size,
         "ZeRO stage": zero_stage(prepared.config),
         "dtype": str(dtype_of(prepared.config)),
+        "parameters": prepared.parameters,
         "training rows": plan.rows,
         "micro-batch": plan.micro_batch,
         "accumulation": plan.accumulation,
@@ -126,7 +130,7 @@ def _max_length(settings: Settings, model_config: Any) -> int:
 def _announce(prepared: Prepared, settings: Settings, dropped: int, rows: int) -> None:
     plan = prepared.plan
     lines = [
-        f"{prepared.loaded.source}: {sum(p.numel() for p in prepared.loaded.model.parameters()):,} parameters, "
+        f"{prepared.loaded.source}: {prepared.parameters:,} parameters, "
         f"{str(dtype_of(prepared.config)).removeprefix('torch.')}, ZeRO stage {zero_stage(prepared.config)}",
         f"{settings.data}: {plan.rows} rows to train on, {len(prepared.evaluation)} to evaluate on",
         f"{plan.world_size} ranks x {plan.micro_batch} rows x {plan.accumulation} micro-batches, "

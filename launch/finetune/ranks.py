@@ -23,10 +23,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
+from ds_silent import ConfigError, SinkError
 from ds_silent.distributed.communicator import timeout_of
 from finetune.settings import EXIT_USER_ERROR, UserError
 
 T = TypeVar("T")
+Mistakes = tuple[type[Exception], ...]
+MISTAKES: Mistakes = (UserError, ConfigError, SinkError)  # errors whose text is a sentence for the user
 SECONDS_FOR_RANK_0 = 5.0  # a launcher needs at most one to end the others when rank 0 leaves
 
 
@@ -68,7 +71,7 @@ def join() -> Ranks:
     return Ranks(dist.get_rank(), local_rank, dist.get_world_size(), torch.device(accelerator.device_name(local_rank)))
 
 
-def agreed(ranks: Ranks, work: Callable[[], T], mistakes: tuple[type[Exception], ...] = (UserError,)) -> T:
+def agreed(ranks: Ranks, work: Callable[[], T], mistakes: Mistakes = MISTAKES) -> T:
     """``work()`` on every rank; when it failed on any, the lowest such rank says why and all leave. A collective.
 
     Args:
@@ -99,26 +102,17 @@ def agreed(ranks: Ranks, work: Callable[[], T], mistakes: tuple[type[Exception],
     raise SystemExit(1 if status else EXIT_USER_ERROR)
 
 
-def together(
-    ranks: Ranks,
-    work: Callable[[], T],
-    mistakes: tuple[type[Exception], ...] = (UserError,),
-    alike: tuple[type[Exception], ...] = (),
-) -> T:
+def together(ranks: Ranks, work: Callable[[], T]) -> T:
     """``work()`` that has collectives inside, so that nothing can be agreed after it has failed.
 
-    Args:
-        mistakes: errors whose text is a sentence for the user.
-        alike: those among them that all ranks make together, so that rank 0 alone says it.
-
     Raises:
-        SystemExit: with ``EXIT_USER_ERROR`` after the sentence; the ranks above 0 leave a little later, because a
-            launcher ends the others as soon as one leaves.
+        SystemExit: with ``EXIT_USER_ERROR`` after a mistake's sentence; the ranks above 0 leave a little later, because
+            a launcher ends the others as soon as one leaves.
     """
     try:
         return work()
-    except mistakes as error:
-        if ranks.is_first or not isinstance(error, alike):
+    except MISTAKES as error:
+        if ranks.is_first or not isinstance(error, (ConfigError, SinkError)):  # which all ranks make together
             say_error(str(error))
         if not ranks.is_first:
             time.sleep(SECONDS_FOR_RANK_0)

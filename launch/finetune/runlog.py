@@ -1,16 +1,13 @@
-"""``train.jsonl``: what the trainer itself knows of a run (loss, learning rate, evaluation), written by rank 0."""
+"""``train.jsonl``: loss, learning rate and evaluation of a run, written by rank 0."""
 
 from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import IO
 
 from tqdm import tqdm
-
-from finetune.ranks import Ranks
 
 
 class RunLog:
@@ -19,52 +16,31 @@ class RunLog:
     Args:
         path: the file; made anew, or kept up to ``after_step`` when a run is resumed.
         after_step: the last step that is already done; later lines of an interrupted run are cut off.
+        writes: whether this rank does; the others' calls do nothing.
     """
 
-    def __init__(self, path: Path, ranks: Ranks, after_step: int) -> None:
-        self._path = path
-        self._ranks = ranks
-        self._after_step = after_step
-        self._file: IO[str] | None = None
-
-    def __enter__(self) -> RunLog:
-        if self._ranks.is_first:
-            kept = _lines_up_to(self._path, self._after_step)
-            self._file = self._path.open("w", encoding="utf-8")
-            self._file.writelines(kept)
-            self._file.flush()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __init__(self, path: Path, after_step: int, writes: bool) -> None:
+        self._path, self._writes = path, writes
+        if writes:
+            before = path.read_text(encoding="utf-8").splitlines() if after_step and path.is_file() else []
+            path.write_text("".join(f"{line}\n" for line in before if _step_of(line) <= after_step), encoding="utf-8")
 
     def write(self, step: int, **numbers: float) -> None:
         """One line of ``numbers``, and the same beside the progress bar."""
-        if self._file is None:
-            return
-        shown = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
-        self._file.write(json.dumps({"step": step, **shown}) + "\n")
-        self._file.flush()
+        if self._writes:
+            shown = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **shown}) + "\n")
         self.say(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
 
     def say(self, sentence: str) -> None:
-        """One line on rank 0 that leaves the progress bar whole."""
-        if self._ranks.is_first:
+        """One line that leaves the progress bar whole."""
+        if self._writes:
             with tqdm.external_write_mode():
                 print(sentence, flush=True)
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    if step == 0 or not path.is_file():
-        return []
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # the torn last line of a run that was killed
-    return kept
+def _step_of(line: str) -> float:
+    with suppress(ValueError, KeyError, TypeError):  # the torn last line of a run that was killed
+        return float(json.loads(line)["step"])
+    return math.inf

@@ -35,8 +35,8 @@ from finetune.ds_config import refuse_auto
 from finetune.encoding import IGNORED, Example, collate
 from finetune.lost import lost_peers
 from finetune.models import save
-from finetune.prepare import MISTAKES, Prepared, facts_of, prepare
-from finetune.ranks import Ranks, agreed, sum_float32, together
+from finetune.prepare import Prepared, facts_of, prepare
+from finetune.ranks import MISTAKES, Ranks, agreed, sum_float32, together
 from finetune.runlog import RunLog
 from finetune.sampler import Plan, ResumableSampler
 from finetune.scenarios import rank_seed
@@ -176,18 +176,17 @@ def train(settings: Settings, ranks: Ranks) -> Outcome:
     total, folder = prepared.total_steps, None
     if settings.resume:
         facts = facts_of(prepared, settings)
-        folder = agreed(ranks, lambda: checkpoint.check(settings.checkpoints, facts, ranks), MISTAKES)
+        folder = agreed(ranks, lambda: checkpoint.check(settings.checkpoints, facts, ranks))
     done = 0 if folder is None else int(folder.name.rpartition("-")[2])
     arguments = agreed(ranks, lambda: _arguments(settings, ranks, prepared, seed), (*MISTAKES, ValueError))
     run = FineTune(settings, ranks, prepared, arguments, seed)
     run.sampler.go_to(done)
     # as python -m ds_silent does it: the preflight sees what each rank itself has loaded, and its sampler
     observed = patch.object(deepspeed, "initialize", partial(ds_silent.initialize, sampler=run.sampler))
-    log = RunLog(settings.output / "train.jsonl", ranks, done)
+    log = run.watch.log = RunLog(settings.output / "train.jsonl", done, ranks.is_first)
     try:
-        with observed, log, StopRequest() as run.watch.stop:
-            run.watch.log = log
-            together(ranks, lambda: run.train(folder and str(folder)), MISTAKES, alike=MISTAKES[1:])
+        with observed, StopRequest() as run.watch.stop:
+            together(ranks, lambda: run.train(folder and str(folder)))
             if done >= total:
                 log.say(f"the checkpoint already holds {done} steps of {total}: nothing is left to train")
     finally:
@@ -195,7 +194,7 @@ def train(settings: Settings, ranks: Ranks) -> Outcome:
             run.watch.observer.close()
         unset_hf_deepspeed_config()
     if settings.save_model and not run.watch.stopped:
-        together(ranks, run.save_model, MISTAKES)
+        together(ranks, run.save_model)
     run.model_wrapped.destroy()
     return Outcome(run.state.global_step, run.watch.loss, run.watch.stopped, prepared.plan)
 

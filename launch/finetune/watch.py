@@ -14,7 +14,6 @@ from rich.console import Console
 import ds_silent
 from ds_silent.integrations.huggingface import SilentConsistencyCallback
 from finetune import scenarios
-from finetune.prepare import MISTAKES
 from finetune.ranks import agreed, gather_int32, sum_float32
 from finetune.runlog import RunLog
 
@@ -45,7 +44,7 @@ class StopRequest:
         self.asked = True
 
 
-class Watch(SilentConsistencyCallback):  # type: ignore[misc]  # transformers is not typed
+class Watch(SilentConsistencyCallback):
     """The observer's callback, which also proves the scenario, writes the run's log and decides with all ranks.
 
     Args:
@@ -123,11 +122,7 @@ class Watch(SilentConsistencyCallback):  # type: ignore[misc]  # transformers is
         )
         if ranks.is_first:
             Console(stderr=True).print(scenarios.table_of(observed, settings.scenario, settings.sampler))
-        agreed(
-            ranks,
-            lambda: scenarios.refuse_unless_as_told(expected, observed, settings.scenario, settings.sampler),
-            MISTAKES,
-        )
+        agreed(ranks, lambda: scenarios.refuse_unless_as_told(expected, observed, settings.scenario, settings.sampler))
 
 
 def _due(step: int, every: int) -> bool:
