@@ -5,7 +5,7 @@
 #
 # 1. the wheel alone: --help, check and the readers work, the rest says in one sentence which extra it needs
 # 2. with [deepspeed]: the drill finds a fault
-# 3. with [finetune]: two steps of the fine-tune
+# 3. with [finetune]: two steps of the fine-tune, whose script is not in the wheel
 # 4. with [plots]: the picture of the cosines
 #
 # Which package index is used is pip's own settings, as in setup.sh; the versions are those of constraints.txt.
@@ -73,11 +73,11 @@ works ds-silent check ds_config.json
 works python -c "from ds_silent.sinks.jsonl import read_events, read_metrics"
 works python -m ds_silent --help
 works ds-silent numerics --world-size 2 --steps 2 --rounds 0
-works python -m ds_silent.finetune --help
+works python "$root/launch/train.py" --help
 refuses 'pip install "ds_silent[deepspeed]"' ds-silent drill --fault nan-loss
 refuses 'pip install "ds_silent[alerts]"' ds-silent alert --test apprise:tgram://token/chat
 refuses 'pip install "ds_silent[deepspeed]"' python -c "import ds_silent; ds_silent.initialize()"
-refuses 'pip install "ds_silent[finetune]"' python -m ds_silent.finetune --max-steps 2
+refuses 'pip install "ds_silent[finetune]"' python "$root/launch/train.py" --max-steps 2
 
 echo "test-package: with [deepspeed] ..."
 install "${wheel}[deepspeed]"
@@ -88,12 +88,12 @@ works python -c "
 from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder('ShareMemCommBuilder').load(verbose=False)"
 works ds-silent drill --fault nan-loss
-refuses 'pip install "ds_silent[finetune]"' python -m ds_silent.finetune --max-steps 2
+refuses 'pip install "ds_silent[finetune]"' python "$root/launch/train.py" --max-steps 2
 
 echo "test-package: with [finetune] ..."
 install "${wheel}[finetune]"
 echo "test-package: $(count) packages"
-works python -m ds_silent.finetune --max-steps 2 --output run --no-progress
+works python "$root/launch/train.py" --max-steps 2 --output run --no-progress
 [ "$(wc -l <"$work/run/metrics.jsonl")" = 2 ] || fail "two steps should have given two records"
 grep -qF 'pip install "ds_silent[plots]"' "$log" || fail "the missing picture should have been noted"
 

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "launch"))  # the fine-tune's modules
 RANKS = 4
 MICRO_BATCH = 2
 WORKER = "DS_SILENT_FALSE_ALARMS"  # what the ranks are told, as JSON
@@ -71,9 +72,9 @@ def work(order: dict[str, Any]) -> None:
     import scratch
     import torch.distributed as dist
 
-    from ds_silent.finetune.ranks import join
-    from ds_silent.finetune.settings import Settings, checked
-    from ds_silent.finetune.trainer import train
+    from finetune.ranks import join
+    from finetune.settings import Settings, checked
+    from finetune.trainer import train
 
     ranks, folder = join(), Path(order["folder"])
     for number, cell in enumerate(CELLS):

@@ -9,17 +9,21 @@ plain torch. Noisy micro-batches have a share of their labels replaced by unifor
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ds_silent.finetune.data import Row
-from ds_silent.finetune.encoding import IGNORED, collate, encode
-from ds_silent.finetune.instructions import generate
-from ds_silent.finetune.models import load
 from ds_silent.maths.sketch import make_plan, offsets_of, sketch_of
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))  # the fine-tune's modules
+
+from finetune.data import Row
+from finetune.encoding import IGNORED, collate, encode
+from finetune.models import load
+from instructions import generate
 
 BATCH, SIZE = 4, 8192
 LABEL_NOISE = (0.05, 0.2, 1.0)

@@ -31,7 +31,7 @@ FLOORS = (
     *("preflight", "capture", "measure", "detectors", "respond"),
     "observing",
     *("frameworks", "__init__", "integrations"),
-    *("finetune", "practice", "commands", "drill", "numerics"),
+    *("practice", "commands", "drill", "numerics"),
     *("__main__", "cli"),
 )
 """Rooms, lowest first."""

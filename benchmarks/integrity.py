@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -28,13 +30,16 @@ from torch import Tensor
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.config import DetectorsConfig, DirectionConfig
 from ds_silent.detectors import log_steps
-from ds_silent.finetune.data import Row
-from ds_silent.finetune.encoding import collate, encode
-from ds_silent.finetune.instructions import generate
-from ds_silent.finetune.models import load
 from ds_silent.kernels.checksums import Checksums, checksum
 from ds_silent.maths.rounding_bound import AggregateCheck, Arithmetic, check_aggregate, terms_of
 from ds_silent.maths.sketch import SketchPlan, make_plan, offsets_of, sketch_of
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))  # the fine-tune's modules
+
+from finetune.data import Row
+from finetune.encoding import collate, encode
+from finetune.models import load
+from instructions import generate
 
 CONSOLE = Console(width=120)
 BATCH, SKETCH = 4, 16_384

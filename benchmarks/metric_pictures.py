@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))  # the fine-tune's modules
 RANKS, STEPS = 4, 60
 BAD, SHUFFLED, LOST = 2, 25, range(45, 49)
 RECORDS = Path("runs/metric_pictures")
@@ -39,9 +40,9 @@ COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#009e73")  # of the ranks; apart fo
 def worker() -> None:
     import torch.distributed as dist
 
-    from ds_silent.finetune import trainer
-    from ds_silent.finetune.ranks import join
-    from ds_silent.finetune.settings import CONFIGS, Settings, checked
+    from finetune import trainer
+    from finetune.ranks import join
+    from finetune.settings import CONFIGS, Settings, checked
 
     ranks = join()
     for name in TITLES:

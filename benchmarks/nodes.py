@@ -42,7 +42,7 @@ from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "ds_silent" / "finetune" / "configs" / "ds_cpu_demo.json"
+CONFIG = ROOT / "configs" / "ds_cpu_demo.json"
 ELASTIC = Path(__file__).resolve().parent / "nodes_elastic.py"
 PREFIX = "ds-silent"
 CABLE = "ds0"  # the interface's name in both nodes
@@ -399,7 +399,8 @@ class Trial:
             "--save-every",
             str(SAVE_EVERY),
         ]
-        return ["-m", "ds_silent.finetune", "--deepspeed", str(self._config), "--output", str(self.directory / name),
+        script, output = str(ROOT / "launch" / "train.py"), str(self.directory / name)
+        return [script, "--deepspeed", str(self._config), "--output", output,
                 "--template", "alpaca-with-input", "--no-save-model", *sizes]  # fmt: skip
 
     def records(self, name: str) -> Path:

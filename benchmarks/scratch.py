@@ -12,7 +12,9 @@ what a large model does in its first thousands of steps.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ds_silent.finetune.instructions import generate
+sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))  # the fine-tune's modules
+
+from instructions import generate
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 256, 64, 4, 2, 64
 MICRO_BATCH = 8

@@ -20,7 +20,7 @@ VERSION = "0.1.0"  # of ds_silent, as pyproject.toml says
 EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "megatron": ("megatron.core",),
-    "finetune": ("deepspeed", "transformers", "datasets", "tokenizers"),
+    "finetune": ("deepspeed", "transformers", "accelerate", "datasets", "tokenizers"),
     "huggingface": ("transformers", "accelerate"),
     "lightning": ("lightning",),
     "plots": ("matplotlib",),

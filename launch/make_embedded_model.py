@@ -1,7 +1,8 @@
-"""Makes the embedded default model: an openPangu-shaped Llama of about 2 M parameters with a tokenizer of its own.
+"""Makes the embedded default model, an openPangu-shaped Llama of about 2 M parameters, its tokenizer and its rows.
 
-    python launch/make_embedded_model.py --output ds_silent/finetune/embedded    # a few minutes on one CPU core
-    python launch/make_embedded_model.py --check ds_silent/finetune/embedded     # what a healthy run looks like with it
+    python launch/make_embedded_model.py --output launch/finetune/embedded    # a few minutes on one CPU core
+    python launch/make_embedded_model.py --rows launch/finetune/embedded      # the fine-tune's rows only, in a second
+    python launch/make_embedded_model.py --check launch/finetune/embedded     # what a healthy run looks like with it
 
 The model is warmed up on the embedded instruction set, made with another seed than the fine-tune's rows, and stopped
 early: random weights would show a loss dispersion far too small and gradients far too parallel, and a converged
@@ -11,6 +12,7 @@ with the same version of torch.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import statistics
@@ -23,13 +25,13 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ds_silent.finetune.data import Row
-from ds_silent.finetune.encoding import Example, collate, encode, prompt_of
-from ds_silent.finetune.instructions import generate
-from ds_silent.finetune.models import LoadedModel, ModelError, load, save
-from ds_silent.finetune.settings import Template
-from ds_silent.finetune.tasks import Draw
-from ds_silent.finetune.vocabulary import COMMON
+from finetune.data import EMBEDDED_ROWS, Row, load_rows
+from finetune.encoding import Example, collate, encode, prompt_of
+from finetune.models import LoadedModel, ModelError, load, save
+from finetune.settings import Template
+from instructions import generate
+from instructions.tasks import Draw
+from instructions.vocabulary import COMMON
 
 VOCABULARY = 4096
 MAX_LENGTH = 384  # tokens of one row; the longest of the instruction set fit
@@ -109,6 +111,14 @@ def instruction_rows(count: int, seed: int) -> list[Row]:
     return [Row(row["instruction"], row["input"], row["output"]) for row in generate(count, seed)]
 
 
+def write_rows(directory: Path) -> Path:
+    """Writes the fine-tune's 4,096 rows into ``directory``: one JSON object per line, the same bytes every time."""
+    path = directory / EMBEDDED_ROWS.name
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in generate())
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+    return path
+
+
 def copying_rows(count: int, seed: int) -> list[Row]:
     """Rows that repeat frequent words: the instruction set never uses them, and other data is full of them."""
     draw = Draw(seed)
@@ -176,7 +186,7 @@ def check(source: Path, ranks: int) -> None:
     """Prints the dispersion of the model in ``source`` beside that of random weights, on the fine-tune's rows."""
     loaded = load(str(source), dtype=torch.float32)
     tokenizer = loaded.tokenizer
-    examples = encode_rows(tokenizer, instruction_rows(4096, 0))
+    examples = encode_rows(tokenizer, load_rows("embedded"))
     torch.manual_seed(0)
     for name, model in {"random": build_model(), "warm": loaded.model}.items():
         figures = dispersion(model, examples, tokenizer.pad_token_id, ranks=ranks)
@@ -188,11 +198,14 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of warm-up.")] = 200,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the rows.")] = 0,
     check_model: Annotated[Path | None, typer.Option("--check", help="Model whose dispersion to print.")] = None,
+    rows: Annotated[Path | None, typer.Option(help="Directory to write the fine-tune's rows to, and no model.")] = None,
     ranks: Annotated[int, typer.Option(min=2, help="Simulated ranks of --check.")] = 8,
 ) -> None:
-    """Makes the embedded model (--output), prints the dispersion of one (--check), or both."""
-    if output is None and check_model is None:
+    """Makes the embedded model and rows (--output), only the rows (--rows), or prints a dispersion (--check)."""
+    if output is None and check_model is None and rows is None:
         raise typer.BadParameter("give --output DIRECTORY to make a model, or --check DIRECTORY to look at one")
+    if rows is not None:
+        print(write_rows(rows))
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     if output is not None:
@@ -204,6 +217,7 @@ def main(
         model.to(torch.bfloat16)
         save(LoadedModel(model, tokenizer, str(output), "embedded"), model, output, None)
         make_portable(output)
+        write_rows(output)
         size = sum(path.stat().st_size for path in output.iterdir())
         print(f"{size / 2**20:.1f} MB in {output}")
     if check_model is not None:

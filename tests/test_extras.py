@@ -20,12 +20,12 @@ NOT_THERE = ("deepspeed", "transformers", "datasets", "matplotlib", "accelerate"
 # what Python itself does where a package is not installed: find_spec gives None, an import raises ModuleNotFoundError
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[0] = {name!r}; "
 CLI = "from ds_silent.cli import app; app()"
-FINETUNE = "import runpy; runpy.run_module('ds_silent.finetune', run_name='__main__', alter_sys=True)"
+FINETUNE = f"sys.path.insert(0, {str(ROOT / 'launch')!r}); from train import run; sys.exit(run())"
 MODULE = "import runpy; runpy.run_module('ds_silent', run_name='__main__', alter_sys=True)"
 Told = tuple[int, str, str]
 """Exit code, standard output, standard error."""
-DEEPSPEED = ("frameworks/deepspeed/", "drill/deepspeed/", "finetune/")
-"""Who may import it: its adapter, the drill's engine, and the fine-tune, which trains with it."""
+DEEPSPEED = ("frameworks/deepspeed/", "drill/deepspeed/")
+"""Who may import it: its adapter and the drill's engine."""
 
 
 def without(program: str, *arguments: str, name: str = "ds-silent", packages: tuple[str, ...] = NOT_THERE) -> Told:
@@ -152,8 +152,8 @@ def test_the_fine_tune_has_its_help_and_names_its_extra() -> None:
     code, _, wrong = without(FINETUNE, "--max-steps", "2")
     assert code == 2
     assert the_sentence(wrong) == (
-        "error: the fine-tune needs DeepSpeed, transformers, datasets, tokenizers, which are not installed: "
-        'pip install "ds_silent[finetune]"'
+        "error: the fine-tune needs DeepSpeed, transformers, accelerate, datasets, tokenizers, which are not "
+        'installed: pip install "ds_silent[finetune]"'
     )
 
 
@@ -163,7 +163,7 @@ def test_several_packages_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(extras.MissingExtra) as raised:
         extras.needs("the fine-tune", "finetune")
     assert str(raised.value) == (
-        "the fine-tune needs transformers, datasets, tokenizers, which are not installed: "
+        "the fine-tune needs transformers, accelerate, datasets, tokenizers, which are not installed: "
         'pip install "ds_silent[finetune]"'
     )
 

@@ -31,7 +31,6 @@ RUN_BY: dict[str, str] = {
     'pip install ".[deepspeed]"': ".ci/test_package.sh",
     "make test-package": ".ci/test_package.sh",  # it is that script and nothing else, see the Makefile
     "python benchmarks/mesh_param_drift.py": "tests/frameworks/test_deepspeed_shapes.py",
-    "python -m ds_silent.finetune": ".ci/test_package.sh",
     "make house": "tests/test_house.py",
     "make docs": "tests/commands/test_block_table.py",
     "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile

@@ -10,6 +10,7 @@ drill train them.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -236,10 +237,9 @@ def _make_experts_differ(model: Any, marked: bool) -> None:
 
 
 def _batches(share: int, shares: int) -> Iterator[Tensor]:
-    """Bytes of the embedded instructions, cut into rows of which none comes twice: this rank's share, over and over."""
-    from ds_silent.finetune.instructions import generate
-
-    text = " ".join(value for row in generate(256) for value in row.values()).encode()
+    """Bytes of sums and products, cut into rows of which none comes twice: this rank's share, over and over."""
+    pairs = itertools.product(range(2, 40), repeat=2)
+    text = " ".join(f"{a} plus {b} is {a + b}, {a} times {b} is {a * b}." for a, b in pairs).encode()
     pieces = dict.fromkeys(text[start : start + LENGTH] for start in range(0, len(text) - LENGTH, LENGTH))
     rows = torch.tensor([list(piece) for piece in list(pieces)[share::shares]]) % VOCABULARY
     while True:

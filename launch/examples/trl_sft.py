@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ds_silent.integrations.huggingface import SilentConsistencyCallback
 
-MODEL = str(Path(__file__).parents[2] / "ds_silent" / "finetune" / "embedded")  # tiny
+MODEL = str(Path(__file__).parents[1] / "finetune" / "embedded")  # tiny
 
 
 def main() -> None:

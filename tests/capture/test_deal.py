@@ -18,7 +18,6 @@ import ds_silent
 from ds_silent.capture.data_facts import Deal, deal_of
 from ds_silent.capture.row_ids import LoaderWatch
 from ds_silent.detectors import Judge
-from ds_silent.finetune.sampler import Plan, ResumableSampler
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import DataDealt, Event, StepRecord
@@ -27,6 +26,7 @@ from ds_silent.runs.report.tables import facts_of
 from ds_silent.runs.run import read_run
 from ds_silent.runs.verdict import verdict_of
 from ds_silent.sinks.jsonl import read_events
+from finetune.sampler import Plan, ResumableSampler
 from tests.capture.test_own_loaders import Net, Pairs
 from tests.distributed import run_distributed
 

@@ -14,9 +14,9 @@ pytest.importorskip("trl", reason="TRL is not installed")
 import torch
 import torch.distributed as dist
 
-from ds_silent.finetune.models import EMBEDDED
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from finetune.models import EMBEDDED
 from tests.distributed import run_distributed
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.hf_training import as_launched

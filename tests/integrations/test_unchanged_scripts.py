@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ds_silent.extras import installed
-from ds_silent.finetune.models import EMBEDDED
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from finetune.models import EMBEDDED
 from tests.frameworks.test_ways_in import free_port, run
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ds_silent.finetune.demo_report import (
+from demo_report import (
     CASES,
     Case,
     Curves,
@@ -30,6 +30,8 @@ from ds_silent.finetune.demo_report import (
     sharded_sentence,
     table_of,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def curve(centre: float, spread: float, seed: int, steps: int = 30) -> tuple[tuple[int, float], ...]:
@@ -148,8 +150,8 @@ def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 RANKS_THAT = """
 import pathlib, sys
-import ds_silent.finetune.demo as demo
-from ds_silent.finetune.demo_report import CASES
+import demo as demo
+from demo_report import CASES
 
 if sys.argv[1:] == ["--worker"]:
     how = "HOW"
@@ -170,9 +172,9 @@ else:
 
 
 def demonstrate(tmp_path: Path, how: str, *options: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "demo.py"
+    script = tmp_path / "small_demo.py"
     script.write_text(RANKS_THAT.replace("HOW", how))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "COLUMNS": "80"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'launch'}", "COLUMNS": "80"}
     return subprocess.run(
         [sys.executable, str(script), *options],
         cwd=tmp_path,

@@ -32,7 +32,7 @@ ENVIRONMENT = {
     **os.environ,
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'launch'}",
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -41,9 +41,9 @@ ENVIRONMENT = {
 
 
 def _worker(directory: Path) -> None:
-    from ds_silent.finetune import scenarios, trainer
-    from ds_silent.finetune.ranks import Ranks, join, reduce_int32
-    from ds_silent.finetune.settings import Settings, checked
+    from finetune import scenarios, trainer
+    from finetune.ranks import Ranks, join, reduce_int32
+    from finetune.settings import Settings, checked
 
     ranks: Ranks = join()
     found: dict[str, Any] = {}
@@ -88,22 +88,19 @@ def _worker(directory: Path) -> None:
 
     attempt("whole", eval_rows=10, eval_every=HALF, save_every=HALF, save_model=True)
 
-    step = trainer._step
-    calls = 0
+    step = trainer.FineTune.training_step
 
-    def signalled(run: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if ranks.rank == 1 and calls == HALF:
+    def signalled(run: Any, *given: Any) -> Any:
+        if ranks.rank == 1 and run.state.global_step == HALF - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(run)
+        return step(run, *given)
 
-    trainer._step = signalled
+    trainer.FineTune.training_step = signalled
     attempt("parts", eval_rows=10, eval_every=HALF)
-    trainer._step = step
+    trainer.FineTune.training_step = step
     if ranks.is_first:
         shutil.copytree(directory / "parts", directory / "damaged")
-        damaged = max((directory / f"damaged/checkpoints/step-{HALF}").glob("*optim_states.pt"))
+        damaged = max((directory / f"damaged/checkpoints/checkpoint-{HALF}").rglob("*optim_states.pt"))
         damaged.write_bytes(damaged.read_bytes()[:-100])
     reduce_int32(ranks, [0])
     attempt("damaged", resume=True, eval_rows=10)
@@ -186,7 +183,7 @@ def test_a_mistake_ends_all_ranks_with_one_sentence(cases: Cases, name: str, sai
 
 def test_a_signal_on_one_rank_saves_and_stops_all_at_the_same_step(cases: Cases) -> None:
     assert cases.found["parts"] == {"steps": HALF, "stopped": True}
-    assert not list((cases.directory / "parts").glob(f"checkpoints/step-[!{HALF}]"))
+    assert not list((cases.directory / "parts").glob(f"checkpoints/checkpoint-[!{HALF}]"))
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(cases: Cases) -> None:
@@ -238,7 +235,7 @@ def test_a_finished_run_has_nothing_left(cases: Cases) -> None:
 def test_the_saved_model_is_loaded_by_transformers(cases: Cases) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ds_silent.finetune.models import EMBEDDED
+    from finetune.models import EMBEDDED
 
     model = AutoModelForCausalLM.from_pretrained(cases.directory / "whole" / "model")
     start = AutoModelForCausalLM.from_pretrained(EMBEDDED)

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from ds_silent.exchange.row_ids import Ids, pack_ids
-from ds_silent.finetune.sampler import Plan, ResumableSampler, step_positions
 from ds_silent.maths.statistics import expected_coverage
 from ds_silent.measure.coverage import ALL_PAIRS, Duplicates, EpochCoverage, duplicates, epoch_is_over
 from ds_silent.measure.row_history import RecentRows
 from ds_silent.measure.rows import RowsOfStep, RowTracker
+from finetune.sampler import Plan, ResumableSampler, step_positions
 
 # -- duplicates ------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ds_silent.finetune.sampler import Plan, ResumableSampler
-from ds_silent.finetune.scenarios import rank_seed
 from ds_silent.frameworks.deepspeed.inventory import config_items
 from ds_silent.preflight.compare import (
     events_of,
@@ -25,6 +23,8 @@ from ds_silent.preflight.inventory import (
     sampler_items,
 )
 from ds_silent.records import Event
+from finetune.sampler import Plan, ResumableSampler
+from finetune.scenarios import rank_seed
 from tests.preflight.test_preflight import items_and_hashes
 
 
@@ -178,7 +178,7 @@ def test_the_fine_tunes_own_sampler_in_each_scenario(mode: Any, scenario: Any, e
 def test_the_fine_tunes_permutation_is_told_by_seed_epoch_and_rows() -> None:
     def permutation(seed: int = 42, epoch: int = 0, rows: int = 96, rank: int = 0) -> tuple[int, int]:
         sampler = ResumableSampler(Plan(rows, 4, 3, 2, "sharded"), seed, rank)
-        sampler.load_state_dict({"epoch": epoch, "position": 0})
+        sampler.go_to(epoch * sampler.plan.steps_per_epoch)
         facts = sampler_facts(sampler)
         assert facts is not None
         assert (facts.world_size, facts.rank, facts.seed, facts.rows) == (4, rank, seed, rows)

@@ -19,9 +19,9 @@ from deepspeed.utils import groups
 
 import ds_silent
 from ds_silent.distributed.communicator import timeout_of
-from ds_silent.finetune.lost import lost_peers
-from ds_silent.finetune.ranks import join
 from ds_silent.sinks.jsonl import read_metrics
+from finetune.lost import lost_peers
+from finetune.ranks import join
 from tests.distributed import run_distributed
 from tests.training import Case, build, one_step
 
