@@ -230,7 +230,8 @@ def settings(case: Any) -> Iterable[tuple[str, str]]:
         if isinstance(value, dict):
             yield from ((f"`{key}`", _plain(one).lower()) for key, one in value.items())
         elif value != field.default:
-            yield SETTINGS.get(field.name, field.name), "" if value is True else _plain(value).replace("micro", "micro-batch")
+            words = "" if value is True else _plain(value).replace("micro", "micro-batch")
+            yield SETTINGS.get(field.name, field.name), words
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -323,8 +324,8 @@ def page(
         lines += [
             "## Options",
             "",
-            "Values tried on 2 ranks beside the defaults. A case is right if weights, optimizer state and losses have the",
-            "same bits as without the block, numbers are those of a float64 computation, and no event is false.",
+            "Values tried on 2 ranks beside the defaults. A case is right if weights, optimizer state and losses have",
+            "the same bits as without the block, numbers are those of a float64 computation, and no event is false.",
             "",
             *options_list(options),
             "",

@@ -16,7 +16,7 @@ from ds_silent.sinks import open_files
 from tests.pages import DOCS, PAGES, ROOT, anchors, commands, fences, links, paths
 from tests.sinks.example_records import full_record
 
-LONGEST_README = 200
+LONGEST_README = 150
 LARGEST_PICTURE = 100_000  # bytes
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
