@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "versions"
 OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
 LIMIT_SECONDS = 1800
+NAMED = 3  # cases with one reason, of which the page names each
 
 DEEPSPEED = ("tests/frameworks/test_applied.py",)
 TORCH = ("tests/frameworks/test_ddp_faults.py",)
@@ -269,26 +271,57 @@ def table_of(outcomes: list[Outcome]) -> Table:
 def page_of(outcomes: list[Outcome]) -> str:
     """docs/versions.md, of what has run."""
     ran = [one for one in outcomes if one.versions]
+    parts = [part for one in ran for part in one.versions.split(", ")]
+    usual = [part for part in dict.fromkeys(parts) if parts.count(part) > len(ran) / 2]
     lines = [
         "# Other versions",
         "",
-        "Written by `python benchmarks/versions.py --page docs/versions.md` from trainings on CPU ranks with gloo:",
-        "the covering cases of each framework, each with the block and without it, against a float64 computation, and",
-        "a file of tests. A case is wrong without us too where the training has the same bits without the block and",
-        "both `ds_silent` and the float64 computation tell what is wrong, where it breaks without the block, or where",
-        "two plain trainings differ, or where the framework gathers weights for that computation that are not finite.",
-        "Measured at: the commit.",
+        "Written by `python benchmarks/versions.py --page docs/versions.md` from trainings on CPU ranks with gloo.",
+        "Each environment trains the covering cases of its frameworks with and without the block, against a float64",
+        f"computation, and runs a file of tests. Where the table does not say otherwise: {', '.join(usual)}.",
         "",
-        "| environment | versions | right | wrong | wrong without us too | skipped | measured at |",
+        "A case is wrong without us if the framework is wrong or breaks without `ds_silent` too, or if two plain",
+        "trainings differ.",
+        "",
+        "| environment | other versions | right | wrong | wrong without us | skipped | commit |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in ran:
+        versions = ", ".join(part for part in one.versions.split(", ") if part not in (*usual, one.name.lower()))
         counts = f"{one.passed} | {one.failed} | {one.not_ours} | {one.skipped}"
-        lines.append(f"| {one.name} | {one.versions} | {counts} | {one.commit} |")
-    said = [f"* {one.name}: {_inert(line)}" for one in ran for line in one.said.splitlines()]
+        lines.append(f"| {one.name} | {versions} | {counts} | {one.commit} |")
+    said = _folded(ran)
     if said:
-        lines += ["", "What was said of those that are not right, or skipped:", "", *said]
+        lines += ["", "Cases that are not right, and tests that are skipped:", "", *said]
     return "\n".join(lines) + "\n"
+
+
+def _folded(outcomes: list[Outcome]) -> list[str]:
+    """One line for each reason, with the environments and the cases that have it."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for outcome in outcomes:
+        for line in outcome.said.splitlines():
+            case, _, reason = line.removesuffix(")").partition(" (")
+            if line.startswith("skipped: "):
+                case, reason = "skipped tests", line.removeprefix("skipped: ")
+            first = re.split(r"[.] |: the error is | \(", reason)[0]
+            reasons.setdefault(first, {}).setdefault(outcome.name, []).append(case.split(":")[0])
+    folded = []
+    for reason, cases in reasons.items():
+        alike: dict[str, list[str]] = {}
+        for name, of in cases.items():
+            alike.setdefault(_some(of), []).append(name)
+        where = "; ".join(f"{of} ({', '.join(names)})" for of, names in alike.items())
+        folded.append(f"* {_inert(reason)}. In: {_inert(where)}.")
+    return folded
+
+
+def _some(cases: list[str]) -> str:
+    """The cases, or how many each framework has."""
+    if len(cases) <= NAMED:
+        return "; ".join(cases)
+    frameworks = [case.split(",")[0] for case in cases]
+    return ", ".join(f"{frameworks.count(name)} of {name}" for name in dict.fromkeys(frameworks))
 
 
 def _inert(text: str) -> str:

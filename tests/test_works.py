@@ -57,7 +57,7 @@ def test_all_right(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_finding_that_the_oracle_shares_is_the_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = judged(monkeypatch, ("numbers", "sums"), runs(["a"], "half is missing"))
-    assert (found["bits"], found["ours"], found["said"]) == (True, False, "told: half is missing")
+    assert (found["bits"], found["ours"], found["said"]) == (True, False, "reported: half is missing")
 
 
 @pytest.mark.parametrize(
@@ -89,3 +89,21 @@ def test_what_breaks_is_ours_unless_it_breaks_without_us(
 ) -> None:
     found = judged(monkeypatch, (), RankBroke("Traceback\nKeyError: 0"), plain)
     assert (found["ours"], found["said"]) == (ours, "broke: KeyError: 0")
+
+
+def test_the_page_folds_what_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = works.Answers(bits=True, numbers=True, sums=True, ours=True, said="")
+    wrong = works.Answers(bits=True, numbers=False, sums=True, ours=True, said="")
+    cases = {works.described(case): right for case in works.oracle.COVERING}
+    broken = next(iter(cases))
+    text = works.page(
+        {"DeepSpeed": {**cases, broken: wrong}},
+        {"DeepSpeed": {"a": "step 4", "b": "step 4", "c": "step 5"}, "DDP": {"a": "step 4", "b": "step 4"}},
+        {"DeepSpeed": {"one": works.YES, "other": works.NO}},
+    )
+    assert f"* DeepSpeed, {len(cases) - 1} of {len(cases)} cases right: ZeRO stage 1, 2, 3; " in text
+    assert f"* DeepSpeed, {broken}: yes **no** yes" in text
+    assert "| step 4 | a, b |" in text
+    assert "| DeepSpeed: step 5 | c |" in text
+    assert "| 1 of 2 |" in text
+    assert "* DeepSpeed, other: **no**" in text

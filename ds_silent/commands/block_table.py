@@ -17,6 +17,14 @@ from ds_silent.config import SilentConsistencyConfig, entry_type, shown
 
 BEGIN = "<!-- the table: `make docs` writes it from ds_silent/config.py -->"
 END = "<!-- end of the table -->"
+BOUNDS = (
+    ("^true or false$", "boolean"),
+    ("^a number, (?=at least)", ""),
+    ("^a whole number, (?=at least)", "whole, "),
+    (r"at least (\S+) and at most", r"\1 to"),
+    ("^a number greater than 0 and at most", "above 0, to"),
+)
+"""What a mistake's sentence says -> what a cell says."""
 
 
 def block_table() -> str:
@@ -49,12 +57,19 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, 
             yield (
                 f"`{prefix}{name}`",
                 "" if field.is_required() else f"`{shown(field.default)}`",
-                _cell(must.removeprefix("be ")),
+                _cell(_bound(must.removeprefix("be "))),
                 _cell(field.description),
             )
             entry = entry_type(model, name)
             if entry is not None:
                 yield from _rows(entry, f"{prefix}{name}[].")
+
+
+def _bound(must: str) -> str:
+    """The sentence of a mistake as a cell: "a whole number, at least 1 and at most 100" is "whole, 1 to 100"."""
+    for sentence, cell in BOUNDS:
+        must = re.sub(sentence, cell, must)
+    return must
 
 
 def _cell(text: str | None) -> str:

@@ -242,7 +242,7 @@ class Numbered(Pairs):
         return {"id": index, **super().__getitem__(index)}
 
 
-def readme_example(directory: str, code: str) -> None:
+def page_example(directory: str, code: str) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -256,11 +256,11 @@ def readme_example(directory: str, code: str) -> None:
     ds_silent.observer_of(names["engine"]).close()  # type: ignore[union-attr]
 
 
-def test_the_example_of_the_readme(tmp_path: Path) -> None:
-    text = Path(__file__).parents[2].joinpath("README.md").read_text()
+def test_the_example_of_rows_with_ids(tmp_path: Path) -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "ways-in.md").read_text()
     [code] = [part.split("```")[0] for part in text.split("```python\n")[1:] if "observe_batch" in part.split("```")[0]]
     assert len(code.splitlines()) <= 12
-    run_distributed(readme_example, 2, (str(tmp_path), code))
+    run_distributed(page_example, 2, (str(tmp_path), code))
     records = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert len(records) == 3 * 7
     assert [round(records[7 * epoch + 6]["coverage"]["seen"], 9) for epoch in range(3)] == [1.0] * 3

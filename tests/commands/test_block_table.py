@@ -36,8 +36,12 @@ def test_every_key_has_a_row_with_its_default_and_its_bound() -> None:
     place = expected.index("alerts") + 1
     expected[place:place] = [f"alerts[].{key}" for key in AlertConfig.model_fields]
     assert named == expected
-    assert "| `interval` | `1` | a whole number, at least 1 | Optimizer steps between measurements. |" in block_table()
+    assert "| `interval` | `1` | whole, at least 1 | Optimizer steps between measurements. |" in block_table()
     assert '| `reduction` | `"native"` | "native" or "ordered" | `ordered`: a reduction whose bits' in block_table()
+    assert "| `respond.retries` | `3` | whole, 1 to 100 |" in block_table()
+    assert "| `effects.loss` | `0.05` | 0 to 1000 |" in block_table()
+    assert "| `preflight` | `true` | boolean |" in block_table()
+    assert "| `alerts[].timeout` | `10.0` | above 0, to 60 |" in block_table()
     assert "| **`direction`** | | | How the ranks' gradient directions are compared. |" in block_table()
 
 
