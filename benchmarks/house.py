@@ -4,7 +4,7 @@
     python benchmarks/house.py --arrows     # which room imports which, and what for
 
 A room is a folder of ``ds_silent/`` or a module at its top. ``FLOORS`` lists them, lowest first: a room imports from
-those before it only. ``tests/test_house.py`` holds the house to that.
+those before it only. ``tests/project/test_house.py`` holds the house to that.
 """
 
 from __future__ import annotations

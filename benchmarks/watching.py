@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ds_silent.records import Seconds
 from ds_silent.sinks import open_files
-from tests.made_records import NOTHING, Run
+from tests.support.made_records import NOTHING, Run
 
 
 def write(directory: Path, ranks: int, before: int, rate: float, left: threading.Event) -> None:

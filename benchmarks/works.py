@@ -36,16 +36,16 @@ sys.path.insert(0, str(ROOT))
 
 from ds_silent.extras import installed  # noqa: E402 - the tests are no package that is installed
 from ds_silent.practice.ranks import RankBroke  # noqa: E402
-from tests.distributed import run_distributed  # noqa: E402
 from tests.frameworks import test_oracle as oracle  # noqa: E402
+from tests.support.distributed import run_distributed  # noqa: E402
 
 PAGE = ROOT / "docs" / "works.md"
 CACHE = ROOT / "build" / "works"
 ORACLES = {
-    "DeepSpeed": ("tests.frameworks.test_oracle", "tests.training", "train"),
-    "DDP": ("tests.frameworks.test_ddp", "tests.ddp_training", "train_ddp"),
-    "FSDP2": ("tests.frameworks.test_fsdp2", "tests.ddp_training", "train_ddp"),
-    "Megatron-core": ("tests.frameworks.test_megatron", "tests.megatron_training", "train_megatron"),
+    "DeepSpeed": ("tests.frameworks.test_oracle", "tests.support.training", "train"),
+    "DDP": ("tests.frameworks.test_ddp", "tests.support.ddp_training", "train_ddp"),
+    "FSDP2": ("tests.frameworks.test_fsdp2", "tests.support.ddp_training", "train_ddp"),
+    "Megatron-core": ("tests.frameworks.test_megatron", "tests.support.megatron_training", "train_megatron"),
 }
 """Framework -> where its covering cases are, and what trains one."""
 PACKAGES = {"Megatron-core": "megatron.core"}

@@ -1,7 +1,7 @@
-"""The hot path on a device that has only what Ascend's has, see :mod:`tests.device_like_ascend`.
+"""The hot path on a device that has only what Ascend's has, see :mod:`tests.support.device_like_ascend`.
 
 From a gradient in the hook to the row that the collective is given. What the collectives themselves are given is held
-to fp32, bf16 and int32, and to SUM, MIN and MAX, in ``tests/test_observer.py`` (``check_collectives``).
+to fp32, bf16 and int32, and to SUM, MIN and MAX, in ``tests/observing/test_observer.py`` (``check_collectives``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_silent.exchange.observation import Local, Observation
 from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.kernels.checksums import Bits, LayerChecksums, combined
 from ds_silent.maths.sketch import make_plan, offsets_of
-from tests.device_like_ascend import AscendLike
+from tests.support.device_like_ascend import AscendLike
 
 NUMELS = [5000, 64, 17]
 GROUPS = [0, 1, 1]

@@ -42,7 +42,7 @@ from ds_silent.sinks.console import event_line
 from ds_silent.sinks.files import written_event
 from ds_silent.sinks.tensorboard import event_markdown
 from ds_silent.text import TORCH
-from tests.made_records import make
+from tests.support.made_records import make
 
 LONGEST = 1000  # characters of a message, and of its line on the console without the remedy
 SIZES = (1024, 16_384)

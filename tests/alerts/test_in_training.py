@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_silent
 from ds_silent.config import ConfigError
 from tests.alerts.servers import http_server
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 SECRET = "s3cr3t-T0k3n"
 

@@ -15,8 +15,8 @@ from ds_silent.alerts.sink import Alerts
 from ds_silent.config import AlertConfig
 from ds_silent.destination import parse_destination
 from tests.alerts.servers import SECRET, an_alert, mail_server
-from tests.distributed import wait_for
 from tests.sinks.example_records import event
+from tests.support.distributed import wait_for
 
 
 def authenticator(server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> Any:

@@ -21,8 +21,8 @@ from ds_silent.config import AlertConfig
 from ds_silent.destination import parse_destination
 from ds_silent.records import Event
 from tests.alerts.servers import FINE, SECRET, an_alert, closes, drips, hangs, http_server, mail_server, slow, status
-from tests.distributed import wait_for
 from tests.sinks.example_records import event, full_record
+from tests.support.distributed import wait_for
 
 
 def alerts_to(*to: str, level: str = "warning", **more: Any) -> Alerts:

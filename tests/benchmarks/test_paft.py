@@ -24,7 +24,7 @@ from benchmarks.paft.training import Training, make_engine, train
 from ds_silent.config import BLOCK, parse
 from ds_silent.drill.deepspeed.seams import Seams
 from ds_silent.drill.faults.injection import Collective, Injection
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 ELEMENTS, VARIANCE, RATE = 20_000, 0.04, 0.05
 HEALTHY = Training("digits", "plain", RATE, 6, "none", None, seed=3, constant_rate=True)

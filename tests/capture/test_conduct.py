@@ -24,7 +24,7 @@ from ds_silent.preflight.compare import outcome_of
 from ds_silent.preflight.compare import verdict as verdict_of
 from ds_silent.preflight.inventory import dropout_modules, generator_items
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 ROWS, WIDTH, STRIKE, STEPS = 4, 16, 4, 8
 

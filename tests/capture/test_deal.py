@@ -28,7 +28,7 @@ from ds_silent.runs.verdict import verdict_of
 from ds_silent.sinks.jsonl import read_events
 from finetune.sampler import Plan, ResumableSampler
 from tests.capture.test_own_loaders import Net, Pairs
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 ROWS: Any = list(range(40))
 

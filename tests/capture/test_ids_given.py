@@ -15,8 +15,8 @@ import ds_silent
 from ds_silent.capture.row_ids import RowIds
 from ds_silent.exchange.row_ids import as_ids, row_hashes, unpack_ids
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
-from tests.training import LENGTH, ROWS, VOCABULARY, Case, build
+from tests.support.distributed import run_distributed
+from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, build
 
 SMALL = [3, 0, 7]
 LARGE = [2**63 - 1, -(2**63), 5]

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_silent
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 CLASSES, ROWS, STEPS = 8, 6, 12
 CLASS_WEIGHTS = torch.arange(1.0, 1.0 + CLASSES)

@@ -17,7 +17,7 @@ import ds_silent
 from ds_silent.capture.data_facts import DataFacts, data_facts
 from ds_silent.capture.row_ids import LoaderWatch
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 # -- what a loader says -----------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_silent.capture.same_objective import MOST_TURNS, UNCHANGED, SameObjective
-from tests.made_observations import gathered_of
+from tests.support.made_observations import gathered_of
 
 
 def _step(same: SameObjective, ranks: int = 3, **columns: list[float]) -> SameObjective:

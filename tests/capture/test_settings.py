@@ -25,7 +25,7 @@ from ds_silent.patches import Patches
 from ds_silent.preflight.compare import own_parts
 from ds_silent.preflight.settings import WINDOW, Numbers, counters_of, settings_of
 from ds_silent.sinks.jsonl import read_events
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 ROWS, WIDTH, STRIKE, STEPS, ODD = 4, 8, 3, 6, 1
 

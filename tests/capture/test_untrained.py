@@ -17,7 +17,7 @@ import ds_silent
 from ds_silent.frameworks.ddp import reduced_parameters
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 WIDTH, STEPS, LATE = 8, 6, 3
 

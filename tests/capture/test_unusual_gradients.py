@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
-from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
+from tests.support.distributed import run_distributed
+from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
 
 
 class Sparse(nn.Module):

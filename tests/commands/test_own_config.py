@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 import ds_silent
 from ds_silent.cli import app
 from ds_silent.config import ConfigError, parse
-from tests.distributed import run_distributed
-from tests.training import Case, Probe
+from tests.support.distributed import run_distributed
+from tests.support.training import Case, Probe
 
 BLOCK: dict[str, Any] = {"silent_consistency": {}}
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,9 +19,9 @@ from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.records import Event, EventKind, StepRecord, to_json
 from ds_silent.sinks.files import written_event, written_record
 from ds_silent.sinks.jsonl import read_event_records, read_records
-from tests.distributed import run_distributed
-from tests.pages import DOCS, ROOT
 from tests.sinks.example_records import empty_record, event, full_record
+from tests.support.distributed import run_distributed
+from tests.support.pages import DOCS, ROOT
 
 jsonschema = pytest.importorskip("jsonschema")
 

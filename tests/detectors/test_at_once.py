@@ -13,7 +13,7 @@ from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.detectors.at_once import LASTING, AtOnce
 from ds_silent.measure.evidence import Evidence
-from tests.made_records import NOTHING, Run, make
+from tests.support.made_records import NOTHING, Run, make
 
 LOG_A = math.log(4e6 * 16)  # 1 false alarm per million steps
 UNKNOWN = np.full(4, np.nan)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.scratch import Scratch, train
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 STEPS = 48
 CELLS = ((0, "fp32", 1), (1, "bf16", 2))

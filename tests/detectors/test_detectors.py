@@ -13,7 +13,7 @@ from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge, duplicates
 from ds_silent.measure.evidence import Coverage, Evidence
 from ds_silent.records import Event, StepRecord
-from tests.made_records import NOTHING, Run, ids, kinds, make
+from tests.support.made_records import NOTHING, Run, ids, kinds, make
 
 # -- numbers that are none -------------------------------------------------------------------------------------------
 

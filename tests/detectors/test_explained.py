@@ -11,7 +11,7 @@ import pytest
 from ds_silent.detectors.explained import Explained
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.measure.evidence import Evidence
-from tests.made_records import make
+from tests.support.made_records import make
 
 LOG_STEPS = math.log(4e6)  # as at one false alarm per million steps
 TOKENS = (1, 7, 100, 255, 511, 1023, 4095, 8191, 100_003, 1_000_000_007)

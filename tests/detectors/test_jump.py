@@ -14,7 +14,7 @@ import pytest
 from ds_silent.detectors import jump as drift
 from ds_silent.detectors.jump import _TILTS, BLOCK, FEWEST, SEGMENT, JumpTest, _log_gains, _Series
 from ds_silent.records import Event
-from tests.made_records import Run, make
+from tests.support.made_records import Run, make
 
 
 def feed(test: JumpTest, values: np.ndarray, first: int = 1) -> list[Event]:

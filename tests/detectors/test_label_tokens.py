@@ -11,7 +11,7 @@ from ds_silent.detectors.batch_size import TOKEN_STEPS, LabelTokensTest
 from ds_silent.detectors.sequential import others
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event
-from tests.made_records import Run
+from tests.support.made_records import Run
 
 
 def run(tokens: list[list[int]]) -> list[Event]:

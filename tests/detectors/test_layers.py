@@ -17,8 +17,8 @@ from ds_silent.exchange.observation import EachRank, Gathered
 from ds_silent.measure.evidence import Evidence, LayerValues
 from ds_silent.measure.rows import _layer_values
 from ds_silent.records import Event
-from tests.made_observations import gathered_of
-from tests.made_records import Run, make
+from tests.support.made_observations import gathered_of
+from tests.support.made_records import Run, make
 
 LOG_STEPS = math.log(8e6)
 

@@ -19,7 +19,7 @@ from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.maths.rounding_bound import Arithmetic, check_aggregate, rounding_tolerance, terms_of
 from ds_silent.measure.evidence import Coverage, Evidence, ReductionEvidence
 from ds_silent.records import Event, to_json
-from tests.made_records import NOTHING, Run, make
+from tests.support.made_records import NOTHING, Run, make
 
 RATES = (1000.0, 1.0, 1e-3, 1e-6, 1e-100, 5e-324)
 

@@ -15,7 +15,7 @@ from ds_silent.detectors.likely_causes import Symptoms, either_in_words, likely_
 from ds_silent.detectors.sequential import CLIP
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Dealt, DirectionStats, Event, LossStats
-from tests.made_records import NOTHING, Run, ids, kinds, make
+from tests.support.made_records import NOTHING, Run, ids, kinds, make
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ds_silent.detectors.sequential import SequentialTest
 from ds_silent.detectors.symptoms import Recent
 from ds_silent.measure.evidence import Evidence, LayerValues
 from ds_silent.records import Event
-from tests.made_records import make
+from tests.support.made_records import make
 
 OWN = Evidence(dealt="own-shard")
 AT_RANDOM = Evidence(dealt="random")

@@ -18,7 +18,7 @@ from ds_silent.exchange.row_ids import pack_ids
 from ds_silent.measure import rows as measured
 from ds_silent.measure.record import Context
 from ds_silent.records import Event, Seconds, StepRecord
-from tests.made_observations import gathered_of
+from tests.support.made_observations import gathered_of
 
 Rows = Any  # int64 (rows,)
 

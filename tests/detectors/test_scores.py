@@ -16,7 +16,7 @@ from ds_silent.measure.row_history import OrderAgain
 from ds_silent.records import Event, Score, Scores, StepRecord, from_json, to_json
 from tests.detectors.test_layers import Layers
 from tests.detectors.test_repeats import Run as Loaders
-from tests.made_records import NOTHING, Run
+from tests.support.made_records import NOTHING, Run
 
 Seen = tuple[Scores, list[Event]]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ds_silent.detectors.sequential import WITHIN, SequentialTest, others
-from tests.made_records import NOTHING, Run, make
+from tests.support.made_records import NOTHING, Run, make
 
 
 @pytest.mark.parametrize("values", [[0.3, -1.0, 2.5, 0.1], [1e9, 0.0, 0.0, -1e-9], [1.0, 1.0, 1.0, 5.0]])

@@ -10,7 +10,7 @@ import pytest
 from ds_silent.detectors.likely_causes import likely_causes
 from ds_silent.detectors.symptoms import Recent
 from ds_silent.measure.evidence import Evidence
-from tests.made_records import make
+from tests.support.made_records import make
 
 
 def struck(ranks: int, *, cosine: float, loss: float, norm: float, pairs: bool = True) -> Recent:

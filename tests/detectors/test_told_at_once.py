@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.exchange.layout import GATHER_LIMIT
-from tests.distributed import run_distributed
-from tests.training import LENGTH, VOCABULARY, Case, Probe
+from tests.support.distributed import run_distributed
+from tests.support.training import LENGTH, VOCABULARY, Case, Probe
 
 BAD, STRIKE, ROWS = 2, 4, 4
 

@@ -14,8 +14,8 @@ from ds_silent.maths.causes import Cause, Kind
 from ds_silent.maths.rounding_bound import AggregateCheck, Arithmetic
 from ds_silent.measure.evidence import ReductionEvidence
 from ds_silent.measure.reduction import Audit
-from tests.made_observations import gathered_of
-from tests.made_records import Run
+from tests.support.made_observations import gathered_of
+from tests.support.made_records import Run
 
 LAYERS = ("embedding", "layers.0", "head")
 

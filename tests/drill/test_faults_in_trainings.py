@@ -17,9 +17,9 @@ from ds_silent.drill.faults.injection import Strike
 from ds_silent.drill.rehearsal import rehearse
 from ds_silent.drill.training import Trial
 from ds_silent.sinks.jsonl import read_metrics
-from tests.distributed import run_distributed
 from tests.drill.cold_start import cold_start
 from tests.drill.test_faults import EVERYWHERE
+from tests.support.distributed import run_distributed
 
 SHORT = 5
 REAL = (

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_silent.exchange import exact
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 
 def grams(numel: int, piece: int) -> tuple[torch.Tensor, torch.Tensor]:

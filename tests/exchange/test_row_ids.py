@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_silent.exchange.row_ids import batch_tensors, pack_ids, row_hashes, unpack_ids
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 EXTREMES = [0, 1, -1, 2**63 - 1, -(2**63), 2**22, 2**22 - 1, 2**44, 2**44 - 1, -(2**22), 0x123456789ABCDEF]
 

@@ -18,8 +18,8 @@ from ds_silent.exchange.layout import Shape, layout_of
 from ds_silent.exchange.observation import BROKE, LEFT, Local, Loss, Observation, Status, Wishes
 from ds_silent.exchange.rows import digit_of, failures_in
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
-from tests.training import Case, build, one_step
+from tests.support.distributed import run_distributed
+from tests.support.training import Case, build, one_step
 
 RANKS = 5  # blocks of two: (0, 1), (2, 3), (4)
 

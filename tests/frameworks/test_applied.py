@@ -13,9 +13,9 @@ from torch import nn
 import ds_silent
 from ds_silent.frameworks.deepspeed.state import base_optimizers
 from ds_silent.sinks.jsonl import read_events
-from tests.distributed import run_distributed
-from tests.matrix import FP32_ACCUMULATION, OFFLOAD
-from tests.training import Case, Probe, one_step
+from tests.support.distributed import run_distributed
+from tests.support.matrix import FP32_ACCUMULATION, OFFLOAD
+from tests.support.training import Case, Probe, one_step
 
 CASES = (
     Case(),

@@ -13,8 +13,8 @@ from torch import nn
 import ds_silent
 from ds_silent.frameworks.fsdp2 import attach_fsdp2
 from ds_silent.observing.observer import IdleObserver, Observer
-from tests.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
-from tests.distributed import run_distributed
+from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
+from tests.support.distributed import run_distributed
 
 
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), [], "model", None])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ddp_training import DDPCase, train_ddp
-from tests.distributed import run_distributed
 from tests.frameworks.test_oracle import check, chunks, run_cases
+from tests.support.ddp_training import DDPCase, train_ddp
+from tests.support.distributed import run_distributed
 
 COVERING = (
     DDPCase(),

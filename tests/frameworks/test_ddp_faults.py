@@ -16,8 +16,8 @@ import ds_silent
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
-from tests.distributed import run_distributed
+from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
+from tests.support.distributed import run_distributed
 
 STEPS = 6
 Hook = Callable[[Any, Any], Any]

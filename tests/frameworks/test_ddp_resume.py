@@ -11,8 +11,8 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.ddp_training import DDPCase, build
-from tests.distributed import run_distributed
+from tests.support.ddp_training import DDPCase, build
+from tests.support.distributed import run_distributed
 
 
 def steps_of(directory: str, count: int, state: dict[str, Any] | None = None, first: int = 0) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 
 import ds_silent
 from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
-from tests.distributed import run_distributed
-from tests.shapes_training import ROWS, Shaped, make, train
+from tests.support.distributed import run_distributed
+from tests.support.shapes_training import ROWS, Shaped, make, train
 
 STEPS = 3
 HEALTHY_ON_2 = {

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_silent
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 UPDATES, ROWS = 6, 4
 ORDERS = {  # the discriminator's backwards per step

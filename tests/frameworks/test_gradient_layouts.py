@@ -17,7 +17,7 @@ from ds_silent.capture.observation import differs, moved, remember
 from ds_silent.frameworks.torch_common import cut, nth_share, row_of
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 STEPS, RANKS = 4, 4
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_silent.patches import Patches
-from tests.distributed import run_distributed
-from tests.healthy import (
+from tests.support.distributed import run_distributed
+from tests.support.healthy import (
     AUTOCAST,
     SETTINGS,
     STEPS,
@@ -26,8 +26,8 @@ from tests.healthy import (
     scale_data,
     train,
 )
-from tests.training import DTYPES, Case
-from tests.wrong_reductions import (
+from tests.support.training import DTYPES, Case
+from tests.support.wrong_reductions import (
     FAULTY,
     applied,
     clipped_differently,

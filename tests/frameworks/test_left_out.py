@@ -12,8 +12,8 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
-from tests.distributed import run_distributed
+from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
+from tests.support.distributed import run_distributed
 
 STEPS, LEFT_OUT = 6, 3
 CASES = {  # FSDP2?, where zero_grad is called

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import run_distributed
 from tests.frameworks.test_oracle import check, chunks, run_cases
-from tests.megatron_training import MegatronCase, train_megatron
+from tests.support.distributed import run_distributed
+from tests.support.megatron_training import MegatronCase, train_megatron
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 

@@ -19,8 +19,8 @@ import ds_silent
 from ds_silent.config import ConfigError
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
-from tests.megatron_training import MegatronCase, build, parallel
+from tests.support.distributed import run_distributed
+from tests.support.megatron_training import MegatronCase, build, parallel
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 

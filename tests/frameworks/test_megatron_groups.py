@@ -16,8 +16,8 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
-from tests.megatron_training import MegatronCase, build_gpt, parallel, step_gpt, wrap
+from tests.support.distributed import run_distributed
+from tests.support.megatron_training import MegatronCase, build_gpt, parallel, step_gpt, wrap
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 

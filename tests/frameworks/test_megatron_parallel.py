@@ -14,9 +14,9 @@ import ds_silent
 from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.probe import ROWS
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
 from tests.frameworks.test_oracle import chunks as in_parts
-from tests.megatron_training import MegatronCase, build_gpt, parallel, step_gpt
+from tests.support.distributed import run_distributed
+from tests.support.megatron_training import MegatronCase, build_gpt, parallel, step_gpt
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ds_silent.practice.probe import LENGTH, ROWS
-from tests.distributed import run_distributed
-from tests.matrix import COVERING, FULL
-from tests.training import DTYPES, REPLICA_INTERVAL, Case, Trace, oracle_layers, train
+from tests.support.distributed import run_distributed
+from tests.support.matrix import COVERING, FULL
+from tests.support.training import DTYPES, REPLICA_INTERVAL, Case, Trace, oracle_layers, train
 
 STEPS = 10
 RESULTS = ("aggregation-error", "unreduced-gradient", "replica-drift", "observer-off", "initial-weights-mismatch")

@@ -25,8 +25,8 @@ from ds_silent.observing import start
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.records import Event
 from ds_silent.text import TORCH, Words
-from tests.made_observations import gathered_of
-from tests.made_records import make
+from tests.support.made_observations import gathered_of
+from tests.support.made_records import make
 
 PACKAGE = Path(ds_silent.__file__).parent
 SHARED = (

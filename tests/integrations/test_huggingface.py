@@ -19,9 +19,9 @@ from ds_silent.config import ConfigError
 from ds_silent.observing.attach import given_block
 from ds_silent.practice.ranks import RankBroke
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.hf_training import HFCase, HFTrace, Rows, as_launched, model_of, train, trainer_of
+from tests.support.distributed import run_distributed
 
 DISPATCHED = {"use_configured_state": True, "dispatch_batches": True, "split_batches": False}
 EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "huggingface.py"

@@ -16,9 +16,9 @@ pytest.importorskip("lightning", reason="Lightning is not installed")
 
 from ds_silent.integrations import BLOCK_FILE
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.lightning_training import LightningCase, LightningTrace, Scalars, train
+from tests.support.distributed import run_distributed
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "launch" / "examples" / "lightning_trainer.py"

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ds_silent.practice.hashing import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from finetune.models import EMBEDDED
-from tests.distributed import run_distributed
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.hf_training import as_launched
+from tests.support.distributed import run_distributed
 
 EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "trl_sft.py"
 STEPS = 2

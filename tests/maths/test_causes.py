@@ -10,7 +10,7 @@ from ds_silent.detectors.result import reduction
 from ds_silent.maths.causes import Cause, Pieces, explain
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
-from tests.made_records import Run
+from tests.support.made_records import Run
 
 RANKS, LAYERS, SMALL, LARGE = 4, 5, 64, 16_384
 NAMES = ("embedding", "layers.0", "layers.1", "layers.2", "norm")

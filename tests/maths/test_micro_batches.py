@@ -15,8 +15,8 @@ import ds_silent
 from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.maths.micro_batches import explain_micro_batches
 from ds_silent.sinks.jsonl import read_events
-from tests.distributed import run_distributed
-from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
+from tests.support.distributed import run_distributed
+from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
 
 RANKS, COUNT, LAYERS, SIZE = 2, 4, 3, 256
 TOLERANCE = 1e-6

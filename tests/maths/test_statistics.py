@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_silent.maths import sketch, statistics
-from tests.training import oracle
+from tests.support.training import oracle
 
 
 def random_gradients(ranks: int, numel: int = 400, seed: int = 0) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ds_silent.numerics.orders import (
     spread,
     terms_of_mean,
 )
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 BITS = {"fp32": 24, "bf16": 8, "fp16": 11}  # of the significand
 

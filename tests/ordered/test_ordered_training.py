@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.practice.hashing import hash_of
-from tests.distributed import run_distributed
 from tests.frameworks.test_oracle import check_events, check_integrity, check_record
 from tests.ordered.test_ordered import PAIRINGS, by_recursion
-from tests.training import Case, Trace, train
+from tests.support.distributed import run_distributed
+from tests.support.training import Case, Trace, train
 
 # -- real trainings -------------------------------------------------------------------------------------------------
 

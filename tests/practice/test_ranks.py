@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.ranks import RankBroke, results_of
-from tests.distributed import wait_for
+from tests.support.distributed import wait_for
 
 
 def one_breaks(how: str) -> tuple[int, int]:

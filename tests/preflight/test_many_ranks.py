@@ -28,7 +28,7 @@ from ds_silent.preflight.compare import (
     to_json,
     verdict,
 )
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 
 def test_parts_by_sorting_are_the_parts_by_looking() -> None:

@@ -36,8 +36,8 @@ from ds_silent.preflight.inventory import (
     local_items,
     weights_hash,
 )
-from tests.distributed import run_distributed
-from tests.training import Case, Probe
+from tests.support.distributed import run_distributed
+from tests.support.training import Case, Probe
 
 # -- judging ---------------------------------------------------------------------------------------------------------
 

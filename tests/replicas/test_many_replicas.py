@@ -12,7 +12,7 @@ import torch
 from ds_silent.distributed.parts import outvoted, parts_of
 from ds_silent.kernels.checksums import Bits, Items
 from ds_silent.replicas.compare import FEWEST, Comparison, Drift, Replicas, compare, compare_tensors
-from tests.crowd import act
+from tests.support.crowd import act
 
 GROUP: Any = None
 

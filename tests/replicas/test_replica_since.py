@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ds_silent.detectors.result import replicas as replicas_differ
 from ds_silent.replicas.compare import Drift, Replicas
-from tests.distributed import run_distributed
-from tests.made_records import Run
+from tests.support.distributed import run_distributed
+from tests.support.made_records import Run
 
 
 def drift_every_ten_steps() -> Drift | None:

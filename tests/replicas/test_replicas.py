@@ -16,8 +16,8 @@ from ds_silent.kernels.checksums import SCRATCH, Checksums, checksum, combined
 from ds_silent.kernels.keys import ROW, keys_of, word_keys
 from ds_silent.replicas.compare import Replicas
 from ds_silent.sinks.jsonl import read_events
-from tests.distributed import run_distributed
-from tests.training import Case
+from tests.support.distributed import run_distributed
+from tests.support.training import Case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 

@@ -15,7 +15,7 @@ from ds_silent.replicas.average import Averaging, average
 from ds_silent.replicas.compare import compare
 from ds_silent.replicas.restore import restore
 from ds_silent.respond import responder as respond
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 CPU = torch.device("cpu")
 

@@ -15,9 +15,9 @@ from ds_silent.drill.faults.update import no_majority
 from ds_silent.drill.verdicts import tells
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.collectives import Call, check_collectives, record_collectives
-from tests.distributed import run_distributed
-from tests.repairs import (
+from tests.support.collectives import Call, check_collectives, record_collectives
+from tests.support.distributed import run_distributed
+from tests.support.repairs import (
     FAULT,
     MAJORITY,
     ODD,
@@ -34,7 +34,7 @@ from tests.repairs import (
     trained,
     updated,
 )
-from tests.training import Case
+from tests.support.training import Case
 
 # -- retry ------------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
-from tests.repairs import (
+from tests.support.distributed import run_distributed
+from tests.support.repairs import (
     FAULT,
     ODD,
     RANKS,
@@ -26,7 +26,7 @@ from tests.repairs import (
     noise,
     trained,
 )
-from tests.training import Case, Probe, one_step
+from tests.support.training import Case, Probe, one_step
 
 STOP = block(respond={"on_aggregation_error": "stop"}, integrity={"replica_interval": 1})
 

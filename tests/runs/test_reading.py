@@ -18,7 +18,7 @@ from ds_silent.runs.run import ReadingError, find_runs
 from ds_silent.runs.spread import Envelope, RankSpread
 from ds_silent.sinks.jsonl import JsonlSink
 from ds_silent.sinks.per_rank import PerRankSink
-from tests.made_records import Run, make
+from tests.support.made_records import Run, make
 
 
 def event(step: int, kind: str = "outlier-rank", severity: str = "error", message: str = "Rank 2 is off.", **more):  # type: ignore[no-untyped-def]

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.sinks import claims
 from ds_silent.sinks.jsonl import read_metrics
-from tests.distributed import run_distributed
-from tests.training import Case, Probe, build, one_step
+from tests.support.distributed import run_distributed
+from tests.support.training import Case, Probe, build, one_step
 
 
 @contextmanager

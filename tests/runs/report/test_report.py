@@ -15,7 +15,7 @@ from ds_silent.cli import app
 from ds_silent.records import Event, Place, Score, Scores
 from ds_silent.runs.report.page import gist
 from ds_silent.sinks.jsonl import JsonlSink
-from tests.made_records import Run
+from tests.support.made_records import Run
 
 
 def bad_rank(directory: Path, steps: int = 20) -> Path:

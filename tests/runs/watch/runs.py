@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_silent.records import Event, Place, Seconds, StepRecord, to_json
 from ds_silent.sinks import open_files
-from tests.made_records import NOTHING, Run
+from tests.support.made_records import NOTHING, Run
 
 
 def made(ranks: int, steps: int, bad_from: int | None = None, seed: int = 0) -> tuple[list[StepRecord], list[Event]]:

@@ -10,7 +10,7 @@ import pytest
 from ds_silent.records import StepRecord, to_json
 from ds_silent.runs.watch.departures import MOST, Departures, values_of
 from ds_silent.sinks.files import written_record
-from tests.made_records import Run, make
+from tests.support.made_records import Run, make
 
 
 def lines(records: list[StepRecord]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from ds_silent.distributed.agreement import store_of_all
 from ds_silent.distributed.places import AT_ONCE, PlaceBoard, Places, own_place, read_groups, spot
 from ds_silent.records import Event, Place, from_json
 from ds_silent.sinks.jsonl import read_event_records
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 
 def cluster(hosts: int, per_host: int = 8, groups: dict[str, str] | None = None) -> Places:

@@ -25,8 +25,8 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, WIDTH, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.repairs import state_of
-from tests.training import Case
+from tests.support.repairs import state_of
+from tests.support.training import Case
 
 STEPS = 7
 SUM = {"gradient_allreduce_op": "sum"}

@@ -1,4 +1,4 @@
-"""Faults of a reduction and of an optimizer's input, for the trainings of tests/healthy.py."""
+"""Faults of a reduction and of an optimizer's input, for the trainings of tests/support/healthy.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.patches import Patches
-from tests.healthy import Fault
+from tests.support.healthy import Fault
 
 FAULTY = 3  # the step
 Reduce = Callable[[Tensor, Callable[[], Any]], Any]

@@ -24,7 +24,7 @@ from ds_silent.drill.faults.when import Maker, once, one
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
 from ds_silent.practice.hashing import hash_of
-from tests.training import Case, Probe, one_step
+from tests.support.training import Case, Probe, one_step
 
 STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2
 Fault = Callable[[Any, Patches], None]

@@ -14,7 +14,7 @@ import pytest
 import ds_silent
 from ds_silent import extras
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ds_silent"
 NOT_THERE = ("deepspeed", "transformers", "datasets", "matplotlib", "accelerate", "tokenizers", "megatron.core")
 # what Python itself does where a package is not installed: find_spec gives None, an import raises ModuleNotFoundError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from tests.training import Case
+from tests.support.training import Case
 
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

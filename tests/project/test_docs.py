@@ -13,8 +13,8 @@ import pytest
 from ds_silent.config import parse
 from ds_silent.records import Event, EventKind, to_json
 from ds_silent.sinks import open_files
-from tests.pages import DOCS, PAGES, ROOT, anchors, commands, fences, links, paths
 from tests.sinks.example_records import full_record
+from tests.support.pages import DOCS, PAGES, ROOT, anchors, commands, fences, links, paths
 
 LONGEST_README = 150
 LARGEST_PICTURE = 100_000  # bytes

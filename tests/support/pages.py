@@ -17,7 +17,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 OTHERS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "ROADMAP", "SECURITY")]
 PAGES = [*OTHERS, ROOT / "configs" / "README.md", *sorted(DOCS.glob("**/*.md"))]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import ds_silent
-from tests.distributed import run_distributed
-from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, one_step
+from tests.support.distributed import run_distributed
+from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, one_step
 
 STEPS = 6
 

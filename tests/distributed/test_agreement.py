@@ -18,8 +18,8 @@ from ds_silent.distributed.agreement import Statement, Verdict, agree
 from ds_silent.observing import start as observing_start
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from ds_silent.text import TORCH
-from tests.distributed import run_distributed
-from tests.training import Case, Probe, one_step
+from tests.support.distributed import run_distributed
+from tests.support.training import Case, Probe, one_step
 
 REFUSED = (ds_silent.ConfigError, ds_silent.SinkError)
 INVALID = {"direction": {"sketch_size": 1000}}

@@ -16,22 +16,22 @@ from pathlib import Path
 import pytest
 import typer
 
-from tests.pages import PAGES, ROOT, commands
+from tests.support.pages import PAGES, ROOT, commands
 
 RUN_BY: dict[str, str] = {
     "make demo": "tests/launch/test_demo.py",
-    "make test": "tests/test_readme.py",  # you are in it
-    "make help": "tests/test_readme.py",
+    "make test": "tests/project/test_readme.py",  # you are in it
+    "make help": "tests/project/test_readme.py",
     "torchrun --nproc_per_node 8 -m ds_silent --silent-consistency-config block.json pretrain_gpt.py ...": (
         "tests/frameworks/test_unedited.py"  # a script of its own, 4 ranks
     ),
     "make test-matrix": "tests/frameworks/test_oracle.py",
-    "make readme": "tests/test_readme.py",
+    "make readme": "tests/project/test_readme.py",
     "pip install .": ".ci/test_package.sh",
     'pip install ".[deepspeed]"': ".ci/test_package.sh",
     "make test-package": ".ci/test_package.sh",  # it is that script and nothing else, see the Makefile
     "python benchmarks/mesh_param_drift.py": "tests/frameworks/test_deepspeed_shapes.py",
-    "make house": "tests/test_house.py",
+    "make house": "tests/project/test_house.py",
     "make docs": "tests/commands/test_block_table.py",
     "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile
     "make test-versions": "benchmarks/versions.py",  # so is this, an hour on a machine that has every Python
@@ -65,7 +65,7 @@ RUN_BY: dict[str, str] = {
     "ds-silent schema events": "tests/commands/test_schema.py",
     "ds-silent numerics --gradients gradients/": "tests/numerics/test_numerics.py",
     "ds-silent watch runs/my-run": "tests/runs/watch/test_terminal.py",
-    "tensorboard --logdir runs/my-run/tensorboard": "tests/test_readme.py",
+    "tensorboard --logdir runs/my-run/tensorboard": "tests/project/test_readme.py",
 }
 """What a part of the usual tests runs: command -> file in which it does."""
 

@@ -14,11 +14,11 @@ from ds_silent.exchange import constant_size, gather
 from ds_silent.exchange import layout as packing
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
-from tests.repairs import corrupted, noise
-from tests.training import Case, Probe, build, one_step
-from tests.training import _hash_weights as hash_weights
-from tests.walk import CELLS, Outcome, walk
+from tests.support.distributed import run_distributed
+from tests.support.repairs import corrupted, noise
+from tests.support.training import Case, Probe, build, one_step
+from tests.support.training import _hash_weights as hash_weights
+from tests.support.walk import CELLS, Outcome, walk
 
 STEPS = 6
 

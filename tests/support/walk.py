@@ -32,8 +32,8 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.observing import deferred
 from ds_silent.sinks.jsonl import read_events
-from tests.training import Case, Probe, one_step
-from tests.training import _hash_weights as hash_weights
+from tests.support.training import Case, Probe, one_step
+from tests.support.training import _hash_weights as hash_weights
 
 PACKAGE = str(Path(ds_silent.__file__).parent)
 TRAINING = str(Path(PACKAGE, "practice"))  # what is trained, and what starts its ranks: no part of the observation

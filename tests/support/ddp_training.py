@@ -16,7 +16,7 @@ import ds_silent
 from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.training import Case, Trace, oracle_step
+from tests.support.training import Case, Trace, oracle_step
 
 
 @dataclass(frozen=True)

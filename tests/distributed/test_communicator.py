@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_silent.distributed.communicator import own_group
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 
 def make_after_unlike_groups() -> float:

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
-from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, build, one_step
+from tests.support.distributed import run_distributed
+from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, build, one_step
 
 WIDTH, STEPS = 8, 4
 

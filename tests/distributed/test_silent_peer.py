@@ -22,8 +22,8 @@ from ds_silent.distributed.communicator import timeout_of
 from ds_silent.sinks.jsonl import read_metrics
 from finetune.lost import lost_peers
 from finetune.ranks import join
-from tests.distributed import run_distributed
-from tests.training import Case, build, one_step
+from tests.support.distributed import run_distributed
+from tests.support.training import Case, build, one_step
 
 TIMEOUT = 4.0  # seconds
 STEPS = 3  # before the peer falls silent

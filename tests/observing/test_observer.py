@@ -25,14 +25,14 @@ from ds_silent.runs import read_run, verdict_of
 from ds_silent.runs.watch.once import HEALTHY, WARNING, status_of
 from ds_silent.runs.watch.watched import Watched
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.collectives import Call, check_collectives, record_collectives
-from tests.ddp_training import DDPCase
-from tests.ddp_training import build as build_ddp
-from tests.distributed import run_distributed
-from tests.made_records import Run
-from tests.training import ROWS, Case, Probe, Trace, build, one_step, train
+from tests.support.collectives import Call, check_collectives, record_collectives
+from tests.support.ddp_training import DDPCase
+from tests.support.ddp_training import build as build_ddp
+from tests.support.distributed import run_distributed
+from tests.support.made_records import Run
+from tests.support.training import ROWS, Case, Probe, Trace, build, one_step, train
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # -- an internal error -----------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def break_one_rank(directory: str, where: str) -> dict[str, Any]:
     for _ in range(8):
         one_step(engine, generator)
         measuring.append(observer.measures(100))
-    from tests.training import _hash_weights
+    from tests.support.training import _hash_weights
 
     return {"measuring": measuring, "weights": _hash_weights(engine), "plain": plain.weights}
 

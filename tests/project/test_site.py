@@ -11,7 +11,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-from tests.pages import DOCS, ROOT, links
+from tests.support.pages import DOCS, ROOT, links
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("material")

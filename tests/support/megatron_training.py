@@ -17,8 +17,8 @@ from ds_silent.practice.hashing import hash_of
 from ds_silent.practice.megatron_gpt import Shape, gpt_models, parallel, take_step
 from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.ddp_training import skips
-from tests.training import Case, Trace, oracle_step
+from tests.support.ddp_training import skips
+from tests.support.training import Case, Trace, oracle_step
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import ds_silent
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, Gathered, Status
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.distributed import run_distributed
-from tests.made_observations import gathered_of
-from tests.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
+from tests.support.distributed import run_distributed
+from tests.support.made_observations import gathered_of
+from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
 
 ITERATIONS = 9
 Act = Callable[[Any, Any, int], None]  # (engine, observer or None, iteration), on rank 1 after its step
