@@ -17,6 +17,7 @@ import os
 import shlex
 import signal
 import smtplib
+import socket
 import ssl
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def sender_of(destination: Destination, seconds: float) -> Send:
 def why_of(error: BaseException) -> str:
     """Return what of a foreign error cannot hold a secret: its type, and the system's word for its number."""
     known = isinstance(error, OSError) and error.errno is not None and error.strerror == os.strerror(error.errno)
+    known = known or isinstance(error, socket.gaierror)  # its words are the resolver's own
     return f"{type(error).__name__} ({error.strerror})" if known else type(error).__name__  # type: ignore[attr-defined]
 
 
@@ -216,7 +218,11 @@ def _apprise(address: str, seconds: float, alert: Alert) -> None:
     given = {"to": address, "title": title, "body": text, "notify_type": kind, "body_format": "text"}
     status = _status_of([sys.executable, "-c", _APPRISE], given, seconds, "apprise")
     if status:
-        why = "apprise takes no such address" if status == 3 else "apprise could not send it, and says no more"
+        why = (
+            "apprise takes no such address: see its list of services"
+            if status == 3
+            else "apprise could not send it, and says no more"
+        )
         raise NotSent(why, again=status != 3)
 
 

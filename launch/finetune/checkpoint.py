@@ -5,7 +5,7 @@
 
 ``latest`` is replaced in one step after every rank's files are written and their check sums noted, so a run that dies
 while it saves leaves the checkpoint before. The Trainer names no such file and would take the newest folder, whole or
-not. ``run.json`` holds the facts that a resumed run must share. All ranks must see one directory.
+not. ``facts.json`` holds the facts that a resumed run must share. All ranks must see one directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune.ranks import Ranks
 from finetune.settings import UserError
 
 LATEST = "latest"
-FACTS = "run.json"
+FACTS = "facts.json"
 Facts = Mapping[str, int | str | bool]
 
 

@@ -58,7 +58,9 @@ def parse_row(row: object, number: int, source: str) -> Row:
         if column not in row:
             raise UserError(f"{where} has no column {column!r}; it needs {', '.join(COLUMNS)}")
         if not isinstance(row[column], str):
-            raise UserError(f"{where} must have text in column {column!r}, got {_kind(row[column])}")
+            raise UserError(
+                f"{where} must have text in column {column!r}, got {_kind(row[column])}: correct or remove it"
+            )
     if not (row["instruction"].strip() or row["input"].strip()):
         raise UserError(f"{where} has neither an instruction nor an input: correct or remove it")
     return Row(row["instruction"], row["input"], row["output"])
@@ -95,7 +97,9 @@ def _json_rows(text: str, path: Path) -> list[Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--data {path} is not valid JSON: {_short(error)}") from error
+        raise UserError(
+            f"--data {path} is not valid JSON: {_short(error)}; correct it, or give JSON lines as .jsonl"
+        ) from error
     rows = content.get("data") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise UserError(
@@ -112,7 +116,9 @@ def _json_lines(text: str, path: Path) -> list[Any]:
         try:
             rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"row {len(rows)} (counted from 0) of {path} is not valid JSON: {_short(error)}") from error
+            raise UserError(
+                f"row {len(rows)} (counted from 0) of {path} is not valid JSON: {_short(error)}; correct or remove it"
+            ) from error
     return rows
 
 

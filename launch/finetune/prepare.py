@@ -6,7 +6,8 @@ prepared = prepare(settings, ranks)
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,23 @@ from finetune.data import load_rows
 from finetune.ds_config import BatchSizes, arguments_of, dtype_of, read_config, resolve_batch, zero_stage
 from finetune.encoding import Encoded, Example, encode, hold_out
 from finetune.models import LoadedModel, load
-from finetune.ranks import Ranks, agreed
+from finetune.ranks import Ranks, agreed, gather_int32
 from finetune.sampler import Plan
 from finetune.settings import Settings, UserError
 
 LONGEST = 1024  # tokens, the paper's
+_OF_ONE_HOST = ("model", "data", "progress")  # options that may differ: a place of its own on each host, a terminal
+_ARCHITECTURE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+"""Keys of a model's config on which what it computes depends."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class Prepared:
     evaluation: list[Example]
     plan: Plan
     total_steps: int
+    facts: Facts  # what a resumed run must share with the one that it continues
 
     @property
     def parameters(self) -> int:
@@ -58,6 +72,7 @@ class Prepared:
 
 def prepare(settings: Settings, ranks: Ranks) -> Prepared:
     """A collective; raises SystemExit on every rank after one of them has said what is wrong."""
+    _refuse_other_options(settings, ranks)
     config, sizes = agreed(ranks, lambda: _config_and_sizes(settings, ranks))
     rows = agreed(ranks, lambda: load_rows(settings.data))
     hide_loading_bars()
@@ -80,20 +95,29 @@ def prepare(settings: Settings, ranks: Ranks) -> Prepared:
     encoded, training, evaluation, plan = agreed(ranks, examples_and_plan)
     total_steps = settings.max_steps or settings.epochs * plan.steps_per_epoch
     arguments = agreed(ranks, lambda: arguments_of(config, settings, sizes, ranks.world_size, total_steps))
-    prepared = Prepared(config, arguments, loaded, training, evaluation, plan, total_steps)
+    facts = agreed(ranks, lambda: _facts(settings, config, loaded, training, plan))
+    prepared = Prepared(config, arguments, loaded, training, evaluation, plan, total_steps, facts)
     if ranks.is_first:
         _announce(prepared, settings, encoded.dropped, len(rows))
     return prepared
 
 
-def facts_of(prepared: Prepared, settings: Settings) -> Facts:
+def _facts(
+    settings: Settings, config: dict[str, Any], loaded: LoadedModel, training: list[Example], plan: Plan
+) -> Facts:
     """What a resumed run must share with the one that it continues."""
-    plan = prepared.plan
+    model, rows = loaded.model, 0
+    for example in training:
+        rows = zlib.crc32(example.ids.tobytes(), zlib.crc32(bytes(str(example.prompt_length), "ascii"), rows))
+    shapes = [(name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in model.named_parameters()]
+    shape = (f"{key} {getattr(model.config, key)}" for key in _ARCHITECTURE if hasattr(model.config, key))
     return {
         "ranks": plan.world_size,
-        "ZeRO stage": zero_stage(prepared.config),
-        "dtype": str(dtype_of(prepared.config)),
-        "parameters": prepared.parameters,
+        "ZeRO stage": zero_stage(config),
+        "dtype": str(dtype_of(config)),
+        "parameters": int(model.num_parameters()),
+        "model": f"{model.config.model_type}: {', '.join(shape)}",
+        "parameters' names and shapes": zlib.crc32(repr(shapes).encode()),
         "training rows": plan.rows,
         "micro-batch": plan.micro_batch,
         "accumulation": plan.accumulation,
@@ -101,7 +125,29 @@ def facts_of(prepared: Prepared, settings: Settings) -> Facts:
         "drop-last": settings.drop_last,
         "scenario": settings.scenario,
         "seed": settings.seed,
+        "rows whose tokens have the check sum": rows,
     }
+
+
+def _refuse_other_options(settings: Settings, ranks: Ranks) -> None:
+    """A collective.
+
+    Raises:
+        SystemExit: on every rank, where an option of one has another value than rank 0's.
+    """
+    names = [field.name for field in fields(settings) if field.name not in _OF_ONE_HOST]
+    values = [repr(getattr(settings, name)) for name in names]
+    first = gather_int32(ranks, [zlib.crc32(value.encode()) >> 1 for value in values])
+    other = [name for name, own, zero in zip(names, first[ranks.rank], first[0], strict=True) if own != zero]
+
+    def refuse() -> None:
+        if other:
+            raise UserError(
+                f"--{other[0].replace('_', '-')} is {getattr(settings, other[0])} on rank {ranks.rank}, and another "
+                "value on rank 0: give every rank the same options"
+            )
+
+    agreed(ranks, refuse)
 
 
 def _config_and_sizes(settings: Settings, ranks: Ranks) -> tuple[dict[str, Any], BatchSizes]:

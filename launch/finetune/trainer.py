@@ -35,7 +35,7 @@ from finetune.ds_config import refuse_auto
 from finetune.encoding import IGNORED, Example, collate
 from finetune.lost import lost_peers
 from finetune.models import save
-from finetune.prepare import Prepared, facts_of, prepare
+from finetune.prepare import Prepared, prepare
 from finetune.ranks import MISTAKES, Ranks, agreed, sum_float32, together
 from finetune.runlog import RunLog
 from finetune.sampler import Plan, ResumableSampler
@@ -150,7 +150,7 @@ class FineTune(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.watch.observer.flush()  # the records up to here are as safe as the checkpoint
         try:
             super()._save_checkpoint(*given, **named)
-            checkpoint.seal(directory / f"checkpoint-{step}", facts_of(self.prepared, self.settings), self.ranks)
+            checkpoint.seal(directory / f"checkpoint-{step}", self.prepared.facts, self.ranks)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             if lost_peers(error) is not None:  # nothing is wrong with the disk
                 raise
@@ -175,8 +175,7 @@ def train(settings: Settings, ranks: Ranks) -> Outcome:
     prepared = prepare(settings, ranks)
     total, folder = prepared.total_steps, None
     if settings.resume:
-        facts = facts_of(prepared, settings)
-        folder = agreed(ranks, lambda: checkpoint.check(settings.checkpoints, facts, ranks))
+        folder = agreed(ranks, lambda: checkpoint.check(settings.checkpoints, prepared.facts, ranks))
     done = 0 if folder is None else int(folder.name.rpartition("-")[2])
     arguments = agreed(ranks, lambda: _arguments(settings, ranks, prepared, seed), (*MISTAKES, ValueError))
     run = FineTune(settings, ranks, prepared, arguments, seed)
@@ -191,7 +190,8 @@ def train(settings: Settings, ranks: Ranks) -> Outcome:
                 log.say(f"the checkpoint already holds {done} steps of {total}: nothing is left to train")
     finally:
         if run.watch.observer is not None:
-            run.watch.observer.close()
+            ended = sys.exc_info()[1]
+            run.watch.observer.close(ended.__cause__ if isinstance(ended, SystemExit) else ended)
         unset_hf_deepspeed_config()
     if settings.save_model and not run.watch.stopped:
         together(ranks, run.save_model)

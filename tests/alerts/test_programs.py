@@ -63,7 +63,7 @@ def test_apprise_is_ended_when_the_time_is_over() -> None:
 @pytest.mark.parametrize(
     ("to", "why", "again"),
     [
-        (f"apprise:nosuch://{SECRET}/x", "apprise takes no such address", False),
+        (f"apprise:nosuch://{SECRET}/x", "apprise takes no such address: see its list of services", False),
         (f"apprise:json://127.0.0.1:1/{SECRET}", "apprise could not send it, and says no more", True),
     ],
 )

@@ -43,7 +43,7 @@ ENVIRONMENT = {
 def _worker(directory: Path) -> None:
     from finetune import scenarios, trainer
     from finetune.ranks import Ranks, join, reduce_int32
-    from finetune.settings import Settings, checked
+    from finetune.settings import Settings, UserError, checked
 
     ranks: Ranks = join()
     found: dict[str, Any] = {}
@@ -78,6 +78,7 @@ def _worker(directory: Path) -> None:
     attempt("config", deepspeed_config=str(directory / "wrong.json"))
     attempt("deepspeed", deepspeed_config=str(directory / "refused.json"))
     attempt("one-rank", data=bad_row if ranks.rank == 1 else "embedded")
+    attempt("option", save_every=2 if ranks.rank == 1 else 0)
     attempt("no-checkpoint", resume=True)
     attempt("sink", deepspeed_config=str(directory / "unwritable.json"))
 
@@ -105,6 +106,16 @@ def _worker(directory: Path) -> None:
     reduce_int32(ranks, [0])
     attempt("damaged", resume=True, eval_rows=10)
     attempt("other-seed", output=directory / "parts", resume=True, eval_rows=10, seed=43)
+    attempt("other-rows", output=directory / "parts", resume=True, eval_rows=10, append_eos=False)
+
+    def breaks(run: Any, *given: Any) -> Any:
+        if run.state.global_step == 2:
+            raise UserError("broken off")
+        return step(run, *given)
+
+    trainer.FineTune.training_step = breaks
+    attempt("broken")
+    trainer.FineTune.training_step = step
     attempt("resumed", output=directory / "parts", resume=True, eval_rows=10, eval_every=HALF, save_model=True)
     attempt("nothing-left", output=directory / "whole", resume=True, eval_rows=10, save_model=False)
     if SUBSET.is_file():
@@ -172,6 +183,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         ("seeds", "scenario s1-3 with the sharded sampler wants rank 1 to have seed 43, but its generators hold 42"),
         ("damaged", "is damaged"),
         ("other-seed", "was made with seed 42, this run has 43"),
+        ("other-rows", "was made with rows whose tokens have the check sum"),
+        ("option", "--save-every is 2 on rank 1, and another value on rank 0: give every rank the same options"),
     ],
 )
 def test_a_mistake_ends_all_ranks_with_one_sentence(cases: Cases, name: str, said: str) -> None:
@@ -179,6 +192,14 @@ def test_a_mistake_ends_all_ranks_with_one_sentence(cases: Cases, name: str, sai
     sentences = cases.errors(name)
     assert len(set(sentences)) == 1
     assert said in sentences[0]
+
+
+def test_what_broke_a_run_off_is_in_its_records(cases: Cases) -> None:
+    assert cases.found["broken"] == {"code": 2}
+    [facts] = [json.loads(path.read_text()) for path in (cases.directory / "broken").rglob("run.json")]
+    assert facts["ended"]["error"], facts["ended"]
+    [of_whole] = (cases.directory / "whole").rglob("run.json")  # and no checkpoint calls a file so
+    assert json.loads(of_whole.read_text())["ended"]["error"] is None
 
 
 def test_a_signal_on_one_rank_saves_and_stops_all_at_the_same_step(cases: Cases) -> None:
