@@ -11,86 +11,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
-from ds_silent.config_file import load_ds_config
-from ds_silent.destination import is_secret
 from ds_silent.extras import needs
 from ds_silent.frameworks.attach_any import attach
 from ds_silent.frameworks.recognised import is_fsdp2
 from ds_silent.frameworks.torch_common import rows_per_batch
-from ds_silent.observing.attach import Given, given_block, observer_of, say_alone, told_in_a_sentence
+from ds_silent.integrations.callback_config import (
+    alone,
+    block_for,
+)
+from ds_silent.observing.attach import Given, observer_of, told_in_a_sentence
 from ds_silent.observing.observer import Observer
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a trainer's callback has to find out by itself: which block counts, and that one process is nobody's peer.
-
-
-def alone(config: Given, launchers: str) -> bool:
-    """Whether one process trains the model; then one sentence says so, where a block asks for observation."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return False
-    if given_block(config) is not None:
-        say_alone(launchers)
-    return True
-
-
-def block_for(held: Any, config: Given) -> Given:
-    """What :func:`ds_silent.attach` is to be given: None for an engine whose own configuration has the block.
-
-    Without one ``config`` counts, or else the defaults: None would mean an engine's own there, which has none.
-    """
-    if has_own_block(held):
-        return None
-    return {BLOCK: {}} if config is None else config
-
-
-def has_own_block(held: Any) -> bool:
-    """Whether a DeepSpeedEngine's configuration has the block."""
-    given = None if isinstance(held, DistributedDataParallel) else getattr(held, "config", None)
-    if not isinstance(given, (str, Path, Mapping)):
-        return False
-    try:
-        return find_block(load_ds_config(given)) is not None
-    except ConfigError:
-        return True  # it is told where all ranks hear of it
-
-
-def as_json(config: Given) -> Any:
-    """``config`` for a checkpoint, which is copied and shared: without the alerts whose addresses are secrets."""
-    if isinstance(config, SilentConsistencyConfig):
-        alerts = [one.model_dump(mode="json") | {"to": one.address} for one in config.alerts]
-        return without_secrets(config.model_dump(mode="json") | {"alerts": alerts})
-    if isinstance(config, Mapping):
-        return without_secrets(config)
-    return str(config) if isinstance(config, Path) else config
-
-
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A block, or what holds it, with those of its ``alerts`` that may stand in a file which others read."""
-    kept = dict(config)
-    if isinstance(kept.get(BLOCK), Mapping):
-        kept[BLOCK] = without_secrets(kept[BLOCK])
-    if isinstance(kept.get("alerts"), (list, tuple)):
-        kept["alerts"] = [one for one in kept["alerts"] if isinstance(one, Mapping) and not is_secret(one.get("to"))]
-    return kept
-
-
-def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block whose ``"auto"`` values are left out: the defaults."""
-    left = {key: value for key, value in block.items() if not (isinstance(value, str) and value == "auto")}
-    return {key: without_auto(value) if isinstance(value, Mapping) else value for key, value in left.items()}
-
-
-# -- Lightning's Trainer, observed by a callback -----------------------------------------------------------------------
 
 
 def _callback_type() -> Any:

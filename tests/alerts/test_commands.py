@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.integrations.lightning import as_json
+from ds_silent.integrations.callback_config import as_json
 from ds_silent.records import Event
 from ds_silent.sinks import open_files
 from tests.alerts.servers import http_server, status

@@ -68,6 +68,23 @@ def test_what_needs_no_framework_is_there_without_one() -> None:
     assert (code, said.strip()) == (0, "ConfigError"), wrong
 
 
+@pytest.mark.parametrize(
+    ("module", "needed"),
+    [
+        ("ds_silent.integrations.huggingface", ("transformers", "accelerate", "tokenizers")),
+        ("ds_silent.integrations.lightning", ("lightning", "matplotlib")),  # torchmetrics looks for it
+        ("ds_silent.integrations.lightning_entry", ()),
+        ("ds_silent.frameworks.ddp", ()),
+        ("ds_silent.frameworks.fsdp2", ()),
+        ("ds_silent.frameworks.attach_any", ()),
+    ],
+)
+def test_a_way_in_needs_its_own_framework_alone(module: str, needed: tuple[str, ...]) -> None:
+    others = {*NOT_THERE, "lightning", "pytorch_lightning", "trl"} - set(needed)
+    code, _, wrong = without(f"import {module}", packages=tuple(sorted(others)))
+    assert code == 0, wrong
+
+
 @pytest.mark.parametrize("command", ["", "check", "drill", "numerics"])
 def test_the_help(command: str) -> None:
     code, said, wrong = without(CLI, *filter(None, [command]), "--help")
