@@ -17,6 +17,7 @@ from ds_silent import extras
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ds_silent"
 NOT_THERE = ("deepspeed", "transformers", "datasets", "matplotlib", "accelerate", "tokenizers", "megatron.core")
+OF_TORCHMETRICS = ("matplotlib", "transformers", "accelerate", "tokenizers")  # Lightning's, which looks for them
 # what Python itself does where a package is not installed: find_spec gives None, an import raises ModuleNotFoundError
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[0] = {name!r}; "
 CLI = "from ds_silent.cli import app; app()"
@@ -72,7 +73,7 @@ def test_what_needs_no_framework_is_there_without_one() -> None:
     ("module", "needed"),
     [
         ("ds_silent.integrations.huggingface", ("transformers", "accelerate", "tokenizers")),
-        ("ds_silent.integrations.lightning", ("lightning", "matplotlib")),  # torchmetrics looks for it
+        ("ds_silent.integrations.lightning", ("lightning", *OF_TORCHMETRICS)),
         ("ds_silent.integrations.lightning_entry", ()),
         ("ds_silent.frameworks.ddp", ()),
         ("ds_silent.frameworks.fsdp2", ()),
