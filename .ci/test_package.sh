@@ -14,6 +14,7 @@ set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+unset PYTHONPATH # pip takes a source tree that is named there for installed
 python=${PYTHON:-.venv/bin/python}
 [ -x "$python" ] || python=python3
 work=$(mktemp -d "${TMPDIR:-/tmp}/ds_silent_package.XXXXXX")
@@ -28,7 +29,7 @@ fail() {
 
 # Runs a command in the fresh environment, outside of the source tree: only what is installed is found.
 run() {
-    (cd "$work" && PATH="$work/venv/bin:$PATH" TORCH_EXTENSIONS_DIR="$work/extensions" env -u PYTHONPATH "$@") >"$log" 2>&1
+    (cd "$work" && PATH="$work/venv/bin:$PATH" TORCH_EXTENSIONS_DIR="$work/extensions" "$@") >"$log" 2>&1
 }
 
 works() {
