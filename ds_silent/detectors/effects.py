@@ -103,9 +103,7 @@ def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_b
     """The gradient changed, and the loss did not. A norm beside a direction that was found is as it comes."""
     if seen.loss is None:
         return False
-    changed = _log(seen.norm) if norm_beyond is None else min(_log(seen.norm), norm_beyond)
-    longer = where != "gradient direction" and changed >= math.log1p(sizes.changed_norm)
-    if longer and _log(seen.loss) <= PLAIN_SHARE * _log(seen.norm):
+    if _is_longer(seen, where, sizes, norm_beyond) and _follows_norm_little(seen):
         return True
     usual, cosine = seen.usual_cosine, seen.cosine
     if usual is None or cosine is None or seen.direction not in ("off", "opposite"):
@@ -115,9 +113,20 @@ def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_b
 
 def _may_be_no_data(seen: Symptoms, where: str, sizes: EffectsConfig) -> bool:
     """The norm changed by enough, and the loss by little: what else it takes is hard to see in a few steps."""
-    if seen.loss is None or where == "gradient direction" or _log(seen.norm) < math.log1p(sizes.changed_norm):
+    if seen.loss is None or not _is_longer(seen, where, sizes, None):
         return False
-    return is_plain(seen) or _log(seen.loss) <= PLAIN_SHARE * _log(seen.norm)
+    return is_plain(seen) or _follows_norm_little(seen)
+
+
+def _is_longer(seen: Symptoms, where: str, sizes: EffectsConfig, norm_beyond: float | None) -> bool:
+    """Whether the norm changed by enough, also beyond what it has been where that is known."""
+    changed = _log(seen.norm) if norm_beyond is None else min(_log(seen.norm), norm_beyond)
+    return where != "gradient direction" and changed >= math.log1p(sizes.changed_norm)
+
+
+def _follows_norm_little(seen: Symptoms) -> bool:
+    """Whether the loss moved by too little to have made the norm's change."""
+    return _log(seen.loss) <= PLAIN_SHARE * _log(seen.norm)
 
 
 def is_plain(seen: Symptoms) -> bool:

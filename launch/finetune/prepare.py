@@ -23,7 +23,7 @@ from finetune.encoding import Encoded, Example, encode, hold_out
 from finetune.models import LoadedModel, load
 from finetune.ranks import Ranks, agreed, gather_int32
 from finetune.sampler import Plan
-from finetune.settings import Settings, UserError
+from finetune.settings import Settings, UserError, option_of
 
 LONGEST = 1024  # tokens, the paper's
 _OF_ONE_HOST = ("model", "data", "progress")  # options that may differ: a place of its own on each host, a terminal
@@ -108,7 +108,7 @@ def _facts(
     """What a resumed run must share with the one that it continues."""
     model, rows = loaded.model, 0
     for example in training:
-        rows = zlib.crc32(example.ids.tobytes(), zlib.crc32(bytes(str(example.prompt_length), "ascii"), rows))
+        rows = zlib.crc32(example.ids.tobytes(), zlib.crc32(str(example.prompt_length).encode(), rows))
     shapes = [(name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in model.named_parameters()]
     shape = (f"{key} {getattr(model.config, key)}" for key in _ARCHITECTURE if hasattr(model.config, key))
     return {
@@ -143,7 +143,7 @@ def _refuse_other_options(settings: Settings, ranks: Ranks) -> None:
     def refuse() -> None:
         if other:
             raise UserError(
-                f"--{other[0].replace('_', '-')} is {getattr(settings, other[0])} on rank {ranks.rank}, and another "
+                f"{option_of(other[0])} is {getattr(settings, other[0])} on rank {ranks.rank}, and another "
                 "value on rank 0: give every rank the same options"
             )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
@@ -93,6 +93,13 @@ _AT_LEAST = {
 }
 
 
+def option_of(name: str) -> str:
+    """Return how a field is given on the command line."""
+    [option] = get_type_hints(Settings, include_extras=True)[name].__metadata__
+    named = option.default  # typer's first name of an annotated option
+    return named if isinstance(named, str) else f"--{name.replace('_', '-')}"
+
+
 def checked(settings: Settings) -> Settings:
     """Return ``settings`` unchanged.
 
@@ -106,7 +113,7 @@ def checked(settings: Settings) -> Settings:
     for name, (bound, unit) in _AT_LEAST.items():
         value = getattr(settings, name)
         if value is not None and value < bound:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {bound} {unit}, got {value}")
+            raise UserError(f"{option_of(name)} must be at least {bound} {unit}, got {value}")
     if not 0 <= settings.seed <= LARGEST_SEED:
         raise UserError(f"--seed must be between 0 and {LARGEST_SEED}, got {settings.seed}")
     if settings.learning_rate is not None and not 0.0 < settings.learning_rate < 10.0:

@@ -79,6 +79,7 @@ def _worker(directory: Path) -> None:
     attempt("deepspeed", deepspeed_config=str(directory / "refused.json"))
     attempt("one-rank", data=bad_row if ranks.rank == 1 else "embedded")
     attempt("option", save_every=2 if ranks.rank == 1 else 0)
+    attempt("rate", learning_rate=1e-3 if ranks.rank == 1 else 2e-3)
     attempt("no-checkpoint", resume=True)
     attempt("sink", deepspeed_config=str(directory / "unwritable.json"))
 
@@ -184,6 +185,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         ("damaged", "is damaged"),
         ("other-seed", "was made with seed 42, this run has 43"),
         ("other-rows", "was made with rows whose tokens have the check sum"),
+        ("rate", "--lr is 0.001 on rank 1, and another value on rank 0"),
         ("option", "--save-every is 2 on rank 1, and another value on rank 0: give every rank the same options"),
     ],
 )
