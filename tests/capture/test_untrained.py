@@ -39,6 +39,16 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.second(hidden)) + self.tied(hidden)).square().mean()
 
 
+class DelayedReduction(DistributedDataParallel):
+    """Wait for the delayed reduction: torch 2.13 drops its handle, so the optimizer may step before its end."""
+
+    def _delayed_all_reduce_hook(self, grad: Tensor) -> Tensor:
+        assert self._delay_grad_buffer is not None
+        self._delay_grad_buffer.div_(dist.get_world_size())
+        dist.all_reduce(self._delay_grad_buffer)
+        return grad
+
+
 @dataclass
 class Script:
     """What a script does before the step LATE."""
@@ -154,10 +164,12 @@ def train(directory: str, case: Case) -> tuple[list[dict[str, Any]], str]:
             script.model = torch.distributed.fsdp.fully_shard(module)
         else:
             options: dict[str, Any] = {"find_unused_parameters": True}
+            wrapper = DistributedDataParallel
             if case.framework == "ddp, delayed":
+                wrapper = DelayedReduction
                 options["delay_all_reduce_named_params"] = [("last.weight", module.last.weight)]
                 options["param_to_hook_all_reduce"] = module.down.weight
-            script.model = DistributedDataParallel(module, **options)
+            script.model = wrapper(module, **options)
 
     def attach() -> None:
         if not directory:
