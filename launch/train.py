@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from dataclasses import fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_type_hints
@@ -39,6 +40,8 @@ def main(local_rank: int, **options: Any) -> int:
         needs("the fine-tune", "finetune")
     except MissingExtra as error:
         raise UserError(str(error)) from None
+    # DeepSpeed's calls of what newer versions of torch have renamed: a user can do nothing about them
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # only now, because these take seconds to import and a mistake above needs none of them
     import torch.distributed as dist
 
@@ -70,7 +73,7 @@ def run() -> int:
     try:
         return int(app(standalone_mode=False) or 0)
     except USAGE_ERROR as error:
-        sentence = str(error.format_message())
+        sentence = str(error.format_message()).replace("Value error, ", "")  # newer versions of typer add it
     except UserError as error:
         sentence = str(error)
     except RuntimeError as error:

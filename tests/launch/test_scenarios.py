@@ -91,9 +91,14 @@ def test_scenarios_need_ranks_to_differ() -> None:
         scenarios.checked_world_size("s1-3", 1)
 
 
-def test_the_table_shows_seeds_and_rows_and_stays_short() -> None:
+@pytest.mark.parametrize(
+    ("scenario", "mode", "wrong"),
+    [("s1-1", "sharded", False), ("s1-2", "sharded", True), ("s1-1", "replicated", True)],
+)
+def test_the_table_shows_seeds_and_rows_and_stays_short(scenario: Scenario, mode: SamplerMode, wrong: bool) -> None:
     console = Console(file=io.StringIO(), width=120)
-    console.print(scenarios.table_of([[7, 7, 11, 12]] * 100, "s1-1", "sharded"))
+    console.print(scenarios.table_of([[7, 7, 11, 12]] * 100, scenario, mode))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "11 12" in text
     assert "and 84 more ranks" in text
+    assert ("So it was asked for" in text) == wrong

@@ -298,7 +298,7 @@ def test_the_command_line_stops_with_its_own_exit_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--scenario", "s9"], "Invalid value for '--scenario'"),
+        (["--scenario", "s9"], "Invalid value for '--scenario': 's9' is not one of 's1-1', 's1-2', 's1-3'"),
         (["--no-such-option"], "No such option"),
         (["--eval-every", "3"], "--eval-every 3 needs rows to evaluate on"),
     ],
