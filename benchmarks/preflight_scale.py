@@ -21,19 +21,9 @@ import numpy.typing as npt
 from rich.console import Console
 
 from ds_silent.maths.fingerprint import hash_text
-from ds_silent.preflight.compare import (
-    FEWEST_ASKED,
-    MIB_OF_HASHES,
-    PASSED,
-    TEXT_BYTES,
-    Hashes,
-    Item,
-    compared,
-    events_of,
-    questions,
-    table,
-    to_json,
-)
+from ds_silent.preflight.comparison import FEWEST_ASKED, MIB_OF_HASHES, TEXT_BYTES, compared, questions
+from ds_silent.preflight.items import PASSED, Hashes, Item
+from ds_silent.preflight.messages import events_of, table, to_json
 
 TENSORS = 723  # of a 70 B model
 _KEYS = np.random.default_rng(0).integers(-(2**62), 2**62, TENSORS + 64) | 1

@@ -34,7 +34,9 @@ from ds_silent.measure.evidence import AppliedCheck, Coverage, Evidence, Reducti
 from ds_silent.measure.row_history import OrderAgain
 from ds_silent.observing.lockstep import apart, elsewhere, stopping
 from ds_silent.observing.recorder import in_whole, ranks_changed
-from ds_silent.preflight import compare as preflight
+from ds_silent.preflight import messages as preflight
+from ds_silent.preflight.comparison import PreflightOutcome, outcome_of
+from ds_silent.preflight.items import item_of
 from ds_silent.records import Event, EventKind, Place, Repair, to_json
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
@@ -151,7 +153,7 @@ def from_the_preflight(ranks: int) -> list[Event]:
     return preflight.events_of(preflight_of(ranks))
 
 
-def preflight_of(ranks: int) -> preflight.PreflightOutcome:
+def preflight_of(ranks: int) -> PreflightOutcome:
     items, columns = [], []
     numbers = np.arange(ranks)
     for name, group in (
@@ -164,13 +166,13 @@ def preflight_of(ranks: int) -> preflight.PreflightOutcome:
     ):
         for values in (numbers % 2, numbers, np.minimum(numbers, 1), numbers // 99):
             for expectation in ("equal", "different"):
-                items.append(preflight.item_of(name, group, VALUE, VALUE, expectation))  # type: ignore[arg-type]
+                items.append(item_of(name, group, VALUE, VALUE, expectation))  # type: ignore[arg-type]
                 columns.append(np.stack([values, values], axis=1))
         items.append(preflight.check_item(name, group, False, VALUE))  # type: ignore[arg-type]
         columns.append(np.stack([numbers, numbers], axis=1))
     hashes = np.stack(columns, axis=1).astype(np.int32)
     texts = {index: [f"{rank}{VALUE}"[: preflight.TEXT_BYTES] for rank in range(ranks)] for index in range(len(items))}
-    return preflight.outcome_of(items, hashes, texts)
+    return outcome_of(items, hashes, texts)
 
 
 def from_others(ranks: int) -> list[Event]:

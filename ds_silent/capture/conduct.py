@@ -45,8 +45,9 @@ from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.framework import Covers
 from ds_silent.maths.fingerprint import short_hash
-from ds_silent.preflight import compare as preflight
-from ds_silent.preflight.compare import Item, item_of, read_item
+from ds_silent.preflight.comparison import PreflightOutcome, compare
+from ds_silent.preflight.items import Item, item_of, read_item
+from ds_silent.preflight.messages import events_of
 from ds_silent.preflight.settings import (
     Holdings,
     Numbers,
@@ -246,13 +247,13 @@ class Conduct:
         count = item_of("optimizer's step", "optimizer", f"{look.counter - 1:g}" if look.counter else "not known")
         autocast = item_of("autocast", "config", ", ".join(look.autocast) or "not known")
         missed = [
-            preflight.item_of(f"parameters that nothing {does}", "parameters", ", ".join(names) or "none")
+            item_of(f"parameters that nothing {does}", "parameters", ", ".join(names) or "none")
             for does, names in zip(("reduces", _TRAINS), look.missed, strict=True)
         ]
         text, structure, factor = look.objective
         numbers = () if self._same_objective.structural else (f"{factor:.6g}", text)
         own = repr((structure, numbers) if OBJECTIVE in self._asked else "")
-        objective = [preflight.item_of("what backward begins with", OBJECTIVE, own, text or "not known")]
+        objective = [item_of("what backward begins with", OBJECTIVE, own, text or "not known")]
         of_modules = [*modes, *trainable, *missed, *self._numbers.items(look.settings)]
         return [*items, *on_device, *held, count, *of_modules, autocast, *objective]
 
@@ -288,7 +289,7 @@ class Conduct:
 
     # -- of all ranks --------------------------------------------------------------------------------------------------
 
-    def told_before(self, outcome: preflight.PreflightOutcome) -> None:
+    def told_before(self, outcome: PreflightOutcome) -> None:
         """What the preflight has told is not told again while the same ranks differ."""
         for kind, group in _GROUPS.items():
             groups = _OF_PREFLIGHT.get(group, (group,))
@@ -310,8 +311,8 @@ class Conduct:
             self._answer = unlike(_named(self._asked, arrived), arrived.step)
             if self._asked and self._questions <= MOST_QUESTIONS:
                 items = together.alone(self.items, arrived.step) or []
-                outcome = preflight.compare(items, group, device, together.once)
-                found = preflight.events_of(outcome, arrived.step)
+                outcome = compare(items, group, device, together.once)
+                found = events_of(outcome, arrived.step)
                 told = _told(found, arrived.known, outcome.world_size)
                 self._answer = told or self._answer
         self._missed = self._missed_by_all(arrived)

@@ -15,8 +15,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from ds_silent.maths.fingerprint import hash_text, short_hash
-from ds_silent.preflight.compare import Item, PreflightOutcome
+from ds_silent.preflight.comparison import PreflightOutcome
 from ds_silent.preflight.inventory import length_of, sampler_facts, samplers_in
+from ds_silent.preflight.items import Item
 from ds_silent.records import DataDealt, Dealt
 
 

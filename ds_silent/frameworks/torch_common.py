@@ -22,8 +22,8 @@ from ds_silent.maths.sketch import offsets_of
 from ds_silent.observing.attach import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks
-from ds_silent.preflight.compare import Item
 from ds_silent.preflight.inventory import Training
+from ds_silent.preflight.items import Item
 from ds_silent.preflight.settings import groups_of
 from ds_silent.text import TORCH, Words
 

@@ -40,8 +40,10 @@ from ds_silent.observing import start
 from ds_silent.observing.observer import IdleObserver, Observer
 from ds_silent.observing.run_directory import RunDirectory
 from ds_silent.observing.start import refuse_metrics_without_library, refuse_too_many_ranks
-from ds_silent.preflight import compare as preflight
+from ds_silent.preflight.comparison import PreflightOutcome, compare
 from ds_silent.preflight.inventory import Training, local_items, sampler_facts
+from ds_silent.preflight.messages import events_of, table
+from ds_silent.preflight.messages import to_json as preflight_json
 from ds_silent.records import DataDealt, declared, to_json
 from ds_silent.respond.stop import end_by_event
 from ds_silent.sinks import SinkError
@@ -133,7 +135,7 @@ def observe(
         deal = deal_of(subject.loader, ranks)
         items = local_items(subject.training(), sampler_facts(subject.loader), subject.before, ranks)
         items.append(deal_item(deal))
-        outcome = preflight.compare(items, capture.group, capture.device)
+        outcome = compare(items, capture.group, capture.device)
         capture.conduct.told_before(outcome)
         if home.sinks is not None:
             data = declared(config.detectors.dealt) or dealt_by_all(outcome, deal)
@@ -259,17 +261,15 @@ def _write_facts(
     home.write_file("run.json", text)
 
 
-def _publish_preflight(
-    outcome: preflight.PreflightOutcome, data: DataDealt, observer: Observer, home: RunDirectory
-) -> None:
+def _publish_preflight(outcome: PreflightOutcome, data: DataDealt, observer: Observer, home: RunDirectory) -> None:
     console = Console(stderr=True)  # colours on a terminal only, and none with NO_COLOR
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log has no edge
-    console.print(preflight.table(outcome))
+    console.print(table(outcome))
     console.print(f"data: {data.sentence}", markup=False, highlight=False)
-    written = preflight.to_json(outcome) | {"data": to_json(data)}
+    written = preflight_json(outcome) | {"data": to_json(data)}
     home.write_file("preflight.json", json.dumps(written, indent=1) + "\n")
-    for event in preflight.events_of(outcome):
+    for event in events_of(outcome):
         observer.report(event)
 
 

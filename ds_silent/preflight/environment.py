@@ -17,7 +17,7 @@ import torch
 from ds_silent.device import kind, model_name
 from ds_silent.kernels.fused import choice
 from ds_silent.maths.fingerprint import hash_bytes, shown_hash
-from ds_silent.preflight.compare import Item, item_of, read_item
+from ds_silent.preflight.items import Item, item_of, read_item
 
 BELOW = ("ds_silent", "torch", "torch_npu")
 ABOVE = ("transformers", "accelerate", "datasets", "numpy")

@@ -36,8 +36,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ds_silent.device import initial_seed
 from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, shown_hash, tensor_hash
-from ds_silent.preflight.compare import Expectation, Group, Item, check_item, item_of, read_item
 from ds_silent.preflight.environment import code_items, environment_items
+from ds_silent.preflight.items import Expectation, Group, Item, check_item, item_of, read_item
 from ds_silent.preflight.settings import PROBABILITIES, Numbers, groups_of, holding_items, holdings_of
 
 _HYPER_PARAMETERS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "betas", "eps": "eps"}

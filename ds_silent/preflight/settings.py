@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_silent.framework import layers_of
-from ds_silent.preflight.compare import JOINT, Item, item_of
+from ds_silent.preflight.items import JOINT, Item, item_of
 
 PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")
 """Attributes of modules (torch's ``MultiheadAttention`` and ``LSTM``, transformers', timm's) that are probabilities."""

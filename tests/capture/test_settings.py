@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_silent
 from ds_silent.capture.autocast import Autocast
 from ds_silent.patches import Patches
-from ds_silent.preflight.compare import own_parts
+from ds_silent.preflight.messages import own_parts
 from ds_silent.preflight.settings import WINDOW, Numbers, counters_of, settings_of
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed

@@ -10,11 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ds_silent.frameworks.deepspeed.inventory import config_items
-from ds_silent.preflight.compare import (
-    events_of,
-    outcome_of,
-    read_item,
-)
+from ds_silent.preflight.comparison import outcome_of
 from ds_silent.preflight.environment import environment_items, git_revision
 from ds_silent.preflight.inventory import (
     SamplerFacts,
@@ -22,6 +18,8 @@ from ds_silent.preflight.inventory import (
     sampler_facts,
     sampler_items,
 )
+from ds_silent.preflight.items import read_item
+from ds_silent.preflight.messages import events_of
 from ds_silent.records import Event
 from finetune.sampler import Plan, ResumableSampler
 from finetune.scenarios import rank_seed

@@ -14,20 +14,9 @@ from preflight_scale import FAULTS, TENSORS, SimulatedRanks, items_of_a_rank, me
 
 from ds_silent.distributed.parts import parts_of, parts_of_numbers
 from ds_silent.exchange.collectives import same_on_all
-from ds_silent.preflight.compare import (
-    Expectation,
-    Hashes,
-    Item,
-    compare,
-    compared,
-    events_of,
-    item_of,
-    outcome_of,
-    questions,
-    table,
-    to_json,
-    verdict,
-)
+from ds_silent.preflight.comparison import compare, compared, outcome_of, questions
+from ds_silent.preflight.items import Expectation, Hashes, Item, item_of
+from ds_silent.preflight.messages import events_of, table, to_json, verdict
 from tests.support.distributed import run_distributed
 
 

@@ -21,21 +21,14 @@ from rich.console import Console
 import ds_silent
 from ds_silent.frameworks.deepspeed.inventory import training_of
 from ds_silent.maths.fingerprint import hash_text, rng_hashes
-from ds_silent.preflight.compare import (
-    Expectation,
-    Item,
-    compare,
-    events_of,
-    item_of,
-    outcome_of,
-    table,
-    to_json,
-)
+from ds_silent.preflight.comparison import compare, outcome_of
 from ds_silent.preflight.inventory import (
     SamplerFacts,
     local_items,
     weights_hash,
 )
+from ds_silent.preflight.items import Expectation, Item, item_of
+from ds_silent.preflight.messages import events_of, table, to_json
 from tests.support.distributed import run_distributed
 from tests.support.training import Case, Probe
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ds_silent.preflight.compare import events_of, item_of, outcome_of
-from ds_silent.preflight.short import short_numbers
+from ds_silent.preflight.comparison import outcome_of
+from ds_silent.preflight.items import item_of
+from ds_silent.preflight.messages import events_of, short_numbers
 
 
 @pytest.mark.parametrize(

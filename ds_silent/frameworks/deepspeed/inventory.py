@@ -15,8 +15,8 @@ from torch import Tensor
 from ds_silent.config import BLOCK, WRITERS_ALONE
 from ds_silent.frameworks.deepspeed.shapes import expert_group
 from ds_silent.frameworks.deepspeed.words import WORDS
-from ds_silent.preflight.compare import Item
 from ds_silent.preflight.inventory import Training, config_item
+from ds_silent.preflight.items import Item
 from ds_silent.preflight.settings import groups_of
 
 _SECTIONS = (

@@ -18,8 +18,8 @@ from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped
 from ds_silent.observing.attach import Given, given_block, idle_observer
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import label_of, placed
-from ds_silent.preflight.compare import Item
 from ds_silent.preflight.inventory import config_item
+from ds_silent.preflight.items import Item
 
 _MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync", "tp_group")
 

@@ -1,0 +1,251 @@
+"""What the preflight says: events, the console's table, ``preflight.json``. Pure.
+
+events_of(outcome)  # what the sinks get
+table(outcome)      # what the console shows
+to_json(outcome)    # preflight.json
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from ds_silent.distributed.parts import SHOWN_RANKS, Parts, ranks_of
+from ds_silent.maths.statistics import expected_coverage
+from ds_silent.preflight.comparison import MAX_VALUES, TEXT_BYTES, ItemOutcome, PreflightOutcome
+from ds_silent.preflight.items import GROUPS, JOINT, Group, Item
+from ds_silent.records import Event, EventKind, Severity
+from ds_silent.text import one_line
+
+MAX_ROWS = 32  # of a group in the table
+
+
+WHOLE_RANKS = 64  # up to which ``preflight.json`` lists all ranks of all groups
+
+
+_KINDS: Mapping[Group, EventKind] = {
+    "weights": "initial-weights-mismatch",
+    "generators": "seed-mismatch",
+    "sampler": "data-order-mismatch",
+    "objective": "objective-mismatch",
+}
+
+
+_KINDS_OF_ITEMS: Mapping[str, EventKind] = {
+    "sampler's share": "duplicate-data",
+    "sampler: a share for each rank": "duplicate-data",
+    "sampler: a rank for each share": "low-coverage",
+}
+
+
+_OF_MODEL = ("list of weights", "list of parameters", "list of optimizer")
+"""They follow from the model: where the same ranks have another one, the first stands for all."""
+
+
+_REMEDIES: Mapping[EventKind, str] = {
+    "initial-weights-mismatch": "Load the same checkpoint, or seed before the model is made, on every rank.",
+    "seed-mismatch": "Seed all ranks alike, or each from its rank, after the process group exists.",
+    "data-order-mismatch": "Give every rank's sampler the same seed, epoch, data set and number of replicas.",
+    "duplicate-data": "Give each rank's sampler its own rank and the real world size, once the process group exists.",
+    "low-coverage": "Give every rank's sampler the real world size, once the process group exists.",
+    "objective-mismatch": "Make the loss on every rank alike.",
+    "config-mismatch": "Start every rank from the same code, configuration and environment.",
+}
+
+
+_STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+def kind_of(item: Item) -> EventKind:
+    """The kind of event that an item makes when it is not as expected."""
+    return _KINDS_OF_ITEMS.get(item.name) or _KINDS.get(item.group, "config-mismatch")
+
+
+def events_of(outcome: PreflightOutcome, step: int = 0) -> list[Event]:
+    """One event per kind, group and set of odd ranks, however many items show it; the worst first.
+
+    ``ranks`` are the odd ones out, the ranks that collide, or nobody where no majority exists; ``where`` is the first
+    item.
+    """
+    together: dict[tuple[EventKind, str, Severity, int], list[ItemOutcome]] = {}
+    alike: dict[Parts, int] = {}
+    numbers: dict[int, int] = {}  # by identity: to hash the groups of thousands of ranks takes a millisecond
+    lists = [one for one in outcome.wrong if one.item.name in _OF_MODEL]
+    same_model = {id(one) for place, one in enumerate(lists) if one.parts in [before.parts for before in lists[:place]]}
+    for one in outcome.wrong:
+        item = one.item
+        if id(one) in same_model:
+            continue
+        if id(one.parts) not in numbers:
+            numbers[id(one.parts)] = alike.setdefault(one.parts, len(alike))
+        together.setdefault((kind_of(item), item.group, item.severity, numbers[id(one.parts)]), []).append(one)
+    events = []
+    for (kind, _, severity, _), found in together.items():
+        first = found[0]
+        events.append(
+            Event(step, kind, severity, first.odd, first.item.name, None, None, _sentence(found), _REMEDIES[kind])
+        )
+    return sorted(events, key=lambda event: ("error", "warning", "info").index(event.severity))
+
+
+def _sentence(found: Sequence[ItemOutcome]) -> str:
+    first = found[0]
+    if first.item.expectation == "passed":
+        return f"{_failures(first)} ({ranks_of(first.odd)})."
+    more = f" (and {len(found) - 1} more differ in the same way)" if len(found) > 1 else ""
+    if first.item.expectation == "different":
+        collide = "; ".join(f"{ranks_of(part)} all have {_shown(first, i)}" for i, part in _colliding(first))
+        return f"{first.item.name} must differ between ranks, but {collide}{more}."
+    shown = [f"{_shown(first, i)} on {ranks_of(part)}" for i, part in enumerate(first.parts[:3])]
+    rest = len(first.parts) - len(shown)
+    values = "; ".join(shown) + (f"; {rest} more value{'s' if rest > 1 else ''}" if rest else "")
+    nobody = "" if first.odd else " There is no majority, so no rank is named."
+    ranks = len(first.parts)
+    missed = ""
+    shuffled = first.item.name in ("sampler's seed", "sampler's permutation")
+    if shuffled and all(len(part) == 1 for part in first.parts):
+        missed = f" An epoch would see {expected_coverage(ranks):.1%} of the rows, some of them again."
+    return f"{first.item.name} differs between ranks: {values}{more}.{nobody}{missed}"
+
+
+def _failures(one: ItemOutcome) -> str:
+    """What the ranks that failed a check found."""
+    odd = set(one.odd)
+    indices = [index for index, part in enumerate(one.parts) if part[0] in odd]
+    shown = [_shown(one, index) for index in indices[:3]]
+    return "; ".join(shown) + (f"; {len(indices) - 3} more" if len(indices) > 3 else "")
+
+
+def _colliding(one: ItemOutcome) -> list[tuple[int, tuple[int, ...]]]:
+    return [(index, part) for index, part in enumerate(one.parts) if len(part) > 1][:3]
+
+
+def _shown(one: ItemOutcome, index: int) -> str:
+    """The value of one part; "one value" where no text travelled, or two parts show the same beginning."""
+    known = len(one.parts) == 1 or (len(one.texts) > 1 and index < len(one.texts))  # else there is this rank's own
+    texts = short_numbers(own_parts(one.texts))
+    if not known or one.texts.count(one.texts[index]) > 1:
+        return f"{texts[index] if known else ''} [value {index + 1}]".strip()
+    return texts[index]
+
+
+def own_parts(texts: Sequence[str]) -> list[str]:
+    """Of values that are lists, what not all of them hold; a part that was cut is none, where another is left."""
+    if len(texts) < 2 or not any(JOINT in text for text in texts):
+        return list(texts)
+    lists = [text.split(JOINT) for text in texts]
+    lists = [
+        parts[:-1] if len(text.encode()) >= TEXT_BYTES else parts for parts, text in zip(lists, texts, strict=True)
+    ]
+    common = set(lists[0]).intersection(*lists[1:])
+    own = [[part for part in parts if part not in common] for parts in lists]
+    return [JOINT.join(parts) or "none of these" for parts in own] if any(own) else list(texts)
+
+
+def verdict(one: ItemOutcome) -> str:
+    """In a few words: equal, each its own, free, or what is wrong."""
+    if one.item.expectation == "passed":
+        return "passed" if one.ok else f"not so on {ranks_of(one.odd)}"
+    if one.agrees and one.item.expectation == "better different":
+        return "equal, better different"
+    if one.agrees:
+        return "equal" if one.ok else "equal, must differ"
+    if one.ok:
+        if one.item.expectation == "better different":
+            return "different"
+        return "free" if one.item.expectation == "free" else "each rank its own"
+    return f"{ranks_of(one.odd)} differ{'s' if len(one.odd) == 1 else ''}" if one.odd else "no agreement"
+
+
+def table(outcome: PreflightOutcome, full: bool = False) -> Table:
+    """What is not as expected, and one row for the rest of each group; with ``full``, a row per item.
+
+    Names and values come from configuration and environment: they are never markup.
+    """
+    drawn = Table(title=f"ds_silent preflight: {outcome.world_size} ranks", title_justify="left")
+    drawn.add_column("item")
+    drawn.add_column("value", overflow="ellipsis", no_wrap=True, max_width=60)
+    drawn.add_column("verdict")
+    for group in GROUPS:
+        members = [one for one in outcome.items if one.item.group == group]
+        fine = [one for one in members if one.ok]
+        if fine and not full:
+            verdicts = Counter(verdict(one) for one in fine)
+            said = ", ".join(f"{count} {words}" for words, count in verdicts.items())
+            drawn.add_row(group, f"{len(fine)} items", Text(said, style="green"))
+        listed = members if full else [one for one in members if not one.ok]
+        for one in listed if full else listed[:MAX_ROWS]:
+            style = "green" if one.ok else _STYLES[one.item.severity]
+            value = "…" if one.ok and not one.agrees else " | ".join(short_numbers(one.texts))
+            drawn.add_row(Text(one_line(one.item.name)), Text(one_line(value)), Text(verdict(one), style=style))
+        if not full and len(listed) > MAX_ROWS:
+            drawn.add_row(group, f"{len(listed) - MAX_ROWS} more items", "not as expected, see preflight.json")
+    return drawn
+
+
+def to_json(outcome: PreflightOutcome) -> dict[str, Any]:
+    """``preflight.json``: every item with what was expected, who has what, and the verdict.
+
+    Above ``WHOLE_RANKS`` ranks at most 8 groups of equal ranks are listed with 8 ranks each, and 8 odd ranks; where
+    that is not all of them, ``cut`` has the counts: of the groups, of the ranks in each that is listed, of odd ranks.
+    """
+    return {
+        "version": 1,
+        "world_size": outcome.world_size,
+        "ok": not outcome.wrong,
+        "items": [_item_json(one, outcome.world_size) for one in outcome.items],
+    }
+
+
+def _item_json(one: ItemOutcome, world_size: int) -> dict[str, Any]:
+    parts, ranks = (None, None) if world_size <= WHOLE_RANKS else (MAX_VALUES, SHOWN_RANKS)
+    listed = one.parts[:parts]
+    written: dict[str, Any] = {
+        "name": one.item.name,
+        "group": one.item.group,
+        "expected": one.item.expectation,
+        "ok": one.ok,
+        "verdict": verdict(one),
+        "odd_ranks": list(one.odd[:ranks]),
+        "ranks": [list(part[:ranks]) for part in listed] if not one.agrees else "all",
+        "values": list(one.texts),
+    }
+    if one.joint:
+        written["joint"] = True
+    if ranks and not one.agrees:
+        written["cut"] = {"groups": len(one.parts), "sizes": [len(part) for part in listed], "odd": len(one.odd)}
+    return written
+
+
+# -- numbers as people write them
+
+LONG = 9  # digits: fewer are what somebody wrote, or a version
+RELATIVE = 1e-7  # to which the short number is the long one: about float32's own precision
+_NUMBER = re.compile(r"(?<![\w.+-])-?\d+\.\d+(?:e[-+]?\d+)?(?![\w.])", re.IGNORECASE)
+
+
+def short_numbers(texts: Sequence[str]) -> list[str]:
+    """The same texts, that are read side by side, with each long number as the shortest of its float32.
+
+    A number keeps all its digits where another one of the texts would look the same.
+    """
+    numbers = {number for text in texts for number in _NUMBER.findall(text)}
+    shown = {number: _short(number) for number in numbers}
+    values = {number: float(number) for number in numbers}
+    looks = Counter(look for look, _ in {(float(shown[number]), values[number]) for number in numbers})
+    kept = {number: short if looks[float(short)] == 1 else number for number, short in shown.items()}
+    return [_NUMBER.sub(lambda found: kept[found.group()], text) for text in texts]
+
+
+def _short(number: str) -> str:
+    value = float(number)
+    with np.errstate(all="ignore"):  # beyond float32's range it is not near, and stays as it is
+        short = str(np.float32(value))
+    near = abs(float(short) - value) <= RELATIVE * abs(value)
+    return short if near and sum(map(str.isdigit, number)) > LONG else number
