@@ -83,7 +83,7 @@ def test_every_kind_of_event_has_its_section_in_the_runbook() -> None:
     assert first.startswith("First, for any event")
     titles = [section.splitlines()[0] for section in sections]
     assert titles == list(typing.get_args(EventKind))
-    asked = ["Cause.", "Confirm.", "Remedy.", "Not."]
+    asked = ["Cause.", "Confirm.", "Remedy.", "Note."]
     for section in sections:
         assert re.findall(r"^\* \*\*(.*?)\*\* \S", section, re.MULTILINE) == asked, section.splitlines()[0]
 
