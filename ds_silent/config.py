@@ -189,8 +189,7 @@ class OrderedConfig(_Block):
     """How ``"reduction": "ordered"`` adds up."""
 
     micro_batches: Literal["contiguous", "interleaved"] = _choice("contiguous", "interleaved")
-    """Which of the step's M global micro-batches are a rank's: ``contiguous`` rank * A ... rank * A + A - 1 of A per
-    rank, ``interleaved`` every N-th from its rank on, as loaders deal that hand out one micro-batch after the other."""
+    """Which of the step's micro-batches a rank has: ``contiguous`` A in a row, ``interleaved`` every N-th."""
 
     memory_mb: int = _whole(64, 1, 65_536)
     """MiB of extra communication memory; less memory means more, smaller pieces."""
@@ -275,8 +274,7 @@ class SilentConsistencyConfig(_Block):
     """Address to listen on; by default only this host can connect. ``0.0.0.0``: every host."""
 
     places: str | None = _is("be the path of a JSON file, or null", None, min_length=1)
-    """A file on rank 0's host that gives each host the name of its switch group, ``{"node0001": "A", ...}``: events say
-    where all ranks that they blame are in one."""
+    """A file on rank 0's host with each host's switch group, ``{"node0001": "A", ...}``, for events to name."""
 
     @field_validator("output_dir", "places")
     @classmethod
