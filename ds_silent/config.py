@@ -189,7 +189,7 @@ class OrderedConfig(_Block):
     """How ``"reduction": "ordered"`` adds up."""
 
     micro_batches: Literal["contiguous", "interleaved"] = _choice("contiguous", "interleaved")
-    """Which of the step's micro-batches are a rank's: ``contiguous`` neighbours, ``interleaved`` every N-th of N ranks."""
+    """Which of the step's micro-batches are a rank's: ``contiguous`` neighbours, or ``interleaved`` every N-th."""
 
     memory_mb: int = _whole(64, 1, 65_536)
     """MiB of extra communication memory; less memory means more, smaller pieces."""
