@@ -189,8 +189,7 @@ class OrderedConfig(_Block):
     """How ``"reduction": "ordered"`` adds up."""
 
     micro_batches: Literal["contiguous", "interleaved"] = _choice("contiguous", "interleaved")
-    """Which of the step's M global micro-batches are a rank's: ``contiguous`` rank * A ... rank * A + A - 1 of A per
-    rank, ``interleaved`` every N-th from its rank on, as loaders deal that hand out one micro-batch after the other."""
+    """Which of the step's micro-batches are a rank's: ``contiguous`` neighbours, or ``interleaved`` every N-th."""
 
     memory_mb: int = _whole(64, 1, 65_536)
     """MiB of extra communication memory; less memory means more, smaller pieces."""
@@ -200,14 +199,14 @@ _SECRET: Any = {"must": MUST, "secret": True}
 
 
 class AlertConfig(_Block):
-    """Who is told of events, off the training thread; only the rank that writes looks at it."""
+    """Where events are sent, off the training thread; only the rank that writes looks at it."""
 
     to: SecretStr = Field(strict=True, json_schema_extra=_SECRET)
     """Where to. Addresses of webhooks, passwords and commands are never shown; ``env:NAME`` keeps them in the
     environment of rank 0."""
 
     level: Literal["warning", "error", "info"] = _choice("warning", "error", "info")
-    """Events of this severity or worse, and the ends of what was told."""
+    """Events of this severity or worse, and the ends of faults that were reported."""
 
     at_most_per_hour: int = _whole(10, 1, 1_000)
     """More are counted, and the next message says how many."""
@@ -239,7 +238,7 @@ class SilentConsistencyConfig(_Block):
     """Optimizer steps between measurements."""
 
     output_dir: str = _is("be the name of a directory", "runs/silent", min_length=1)
-    """Where rank 0 writes metrics.jsonl, events.jsonl and tensorboard/; opened, and refused, at start."""
+    """Directory of the records; refused at start if it cannot be written."""
 
     direction: DirectionConfig = Field(default_factory=DirectionConfig)
     coverage: bool = _switch(True)
@@ -264,7 +263,7 @@ class SilentConsistencyConfig(_Block):
     alerts: tuple[AlertConfig, ...] = Field(
         default=(), max_length=16, json_schema_extra={"must": "be a list of at most 16 objects in braces"}
     )
-    """Who is told of events: webhooks, mail, commands, trackers."""
+    """Where events are sent: webhooks, mail, commands, trackers."""
 
     metrics_port: int = _whole(0, 0, 65_535)
     """Port on which rank 0 serves its numbers to Prometheus; 0 is none."""
@@ -272,11 +271,10 @@ class SilentConsistencyConfig(_Block):
     metrics_address: str = _is(
         "be an address of rank 0's host", "127.0.0.1", min_length=1, pattern=r"^[A-Za-z0-9.:_-]+$"
     )
-    """That it listens on; by default nobody but this host can ask. ``0.0.0.0``: everybody who reaches it."""
+    """Address to listen on; by default only this host can connect. ``0.0.0.0``: every host."""
 
     places: str | None = _is("be the path of a JSON file, or null", None, min_length=1)
-    """A file on rank 0's host that gives each host the name of its switch group, ``{"node0001": "A", ...}``: events say
-    where all ranks that they blame are in one."""
+    """A file on rank 0's host with each host's switch group, ``{"node0001": "A", ...}``, for events to name."""
 
     @field_validator("output_dir", "places")
     @classmethod
