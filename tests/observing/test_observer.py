@@ -22,7 +22,7 @@ from ds_silent.measure.rows import RowTracker
 from ds_silent.practice.probe import LENGTH, VOCABULARY
 from ds_silent.records import Event
 from ds_silent.runs import read_run, verdict_of
-from ds_silent.runs.watch.once import HEALTHY, WARNING, status_of
+from ds_silent.runs.watch.watch_command import HEALTHY, WARNING, status_of
 from ds_silent.runs.watch.watched import Watched
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.collectives import Call, check_collectives, record_collectives

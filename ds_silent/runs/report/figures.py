@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ds_silent.runs import Run, Verdict
+from ds_silent.runs import RunRecords, RunVerdict
 from ds_silent.runs.report.axis import Axis, Curve, Floats, binned, shown, smoothed
 from ds_silent.runs.report.drawing import Figure, Mark, Series, chart
 
@@ -27,8 +27,8 @@ _OUTSIDE = 1e-3
 class View:
     """A run, its verdict, and the bins that all its figures share."""
 
-    run: Run
-    verdict: Verdict
+    run: RunRecords
+    verdict: RunVerdict
     axis: Axis
     marks: tuple[Mark, ...]
 
@@ -47,7 +47,7 @@ class Panel:
     wide: bool = field(default=False)
 
 
-def view_of(run: Run, verdict: Verdict) -> View:
+def view_of(run: RunRecords, verdict: RunVerdict) -> View:
     """The bins go over the measured steps, or over the events where none was measured."""
     steps = run.steps.step
     if not len(steps):

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup, escape
 
+from ds_silent.runs.lines import METRICS
 from ds_silent.runs.report.axis import rebinned, shown
 from ds_silent.runs.report.drawing import Figure, cursor, data_uri, diverging, rounded, sequential, x_labels
 from ds_silent.runs.report.figures import Panel, View
-from ds_silent.runs.spread import QUANTITIES
 
 MOST_ROWS = 64
 OF_MANY = 32
@@ -32,13 +32,13 @@ _WORDS = {
 def rank_tables(view: View) -> dict[str, Table]:
     """(N, B) by quantity: of each rank what lies furthest from the median of all in each bin."""
     most = max((ranks for ranks, _ in view.run.spread.parts), default=0)
-    tables = {name: np.full((most, view.axis.bins), np.nan, dtype=np.float32) for name in QUANTITIES}
+    tables = {name: np.full((most, view.axis.bins), np.nan, dtype=np.float32) for name in METRICS}
     for ranks, envelope in view.run.spread.parts:
         buckets = envelope.view()
         if not len(buckets.steps):
             continue
         whole = rebinned(view.axis, buckets.steps, buckets.low, buckets.high)
-        for at, name in enumerate(QUANTITIES):
+        for at, name in enumerate(METRICS):
             if name == "cosine" and ranks == 2:  # both have one cosine, with each other
                 continue
             part = whole[at * ranks : (at + 1) * ranks]

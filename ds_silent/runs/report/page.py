@@ -21,7 +21,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ds_silent.runs import Run, Verdict, read_run, verdict_of
+from ds_silent.runs import RunRecords, RunVerdict, read_run, verdict_of
 from ds_silent.runs.report import heat
 from ds_silent.runs.report.figures import CURVES, FURTHER, Panel, View, scores, view_of
 from ds_silent.runs.report.tables import (
@@ -66,7 +66,7 @@ class RunPart:
 
     number: int
     name: str
-    verdict: Verdict
+    verdict: RunVerdict
     facts: tuple[tuple[str, str], ...]
     timeline: Panel | None
     events: tuple[Row, ...]  # that disturb
@@ -78,7 +78,7 @@ class RunPart:
     problems: tuple[str, ...]
 
 
-def page_of(runs: Sequence[Run], title: str = "") -> str:
+def page_of(runs: Sequence[RunRecords], title: str = "") -> str:
     """HTML. Takes whatever the records hold."""
     views = [view_of(run, verdict_of(run)) for run in runs]
     parts = [_part(number, view) for number, view in enumerate(views)]
@@ -100,7 +100,7 @@ def page_of(runs: Sequence[Run], title: str = "") -> str:
     )
 
 
-def write_report(directories: Sequence[str | Path], output: str | Path | None = None) -> tuple[Path, list[Verdict]]:
+def write_report(directories: Sequence[str | Path], output: str | Path | None = None) -> tuple[Path, list[RunVerdict]]:
     """Read the runs below these directories and write the page; its path, and the verdicts.
 
     Args:

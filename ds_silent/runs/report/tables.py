@@ -8,13 +8,12 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from ds_silent.runs import Run
+from ds_silent.runs import RunRecords
 from ds_silent.runs.events import EventGroup
+from ds_silent.runs.lines import number, of, text, whole
 from ds_silent.runs.report.axis import shown
 from ds_silent.runs.report.drawing import Figure, cursor, x_labels
 from ds_silent.runs.report.figures import Panel, View, batch_of
-from ds_silent.runs.values import number, of, text, whole
-from ds_silent.runs.verdict import who_of
 
 MOST_ROWS = 300
 _TIMELINE = 24
@@ -82,7 +81,7 @@ def event_rows(view: View) -> list[Row]:
     return rows
 
 
-def _row(group: EventGroup, run: Run) -> Row:
+def _row(group: EventGroup, run: RunRecords) -> Row:
     first, last = group.since, group.until
     if group.first == 0 and last == 0:
         when = "before step 1"
@@ -100,7 +99,7 @@ def _row(group: EventGroup, run: Run) -> Row:
     return Row(
         group.kind,
         group.severity,
-        who_of(group, run),
+        run.who(group),
         when,
         first,
         group.message,
@@ -195,7 +194,7 @@ def facts_of(view: View) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def preflight_of(run: Run) -> Preflight | None:
+def preflight_of(run: RunRecords) -> Preflight | None:
     """What was compared before step 1; None where nothing was."""
     items = run.preflight.get("items")
     if not isinstance(items, list):
@@ -220,7 +219,7 @@ def _values(item: dict[str, Any]) -> str:
     return " | ".join(listed) + more
 
 
-def repairs_of(run: Run) -> tuple[Repaired, ...]:
+def repairs_of(run: RunRecords) -> tuple[Repaired, ...]:
     """What the responses have done, and what it cost: as their events say."""
     groups = [group for group in run.events.groups() if group.kind == "repaired"]
     groups.sort(key=lambda one: one.first)

@@ -1,96 +1,28 @@
-"""A view as lines of text, exactly as many as the terminal has. Pure.
+"""A snapshot of a run as lines of text, exactly as many as the terminal has; and what its keys change. Pure.
 
-lines = draw(view, Wishes(), columns=80, rows=24, glyphs=BLOCKS, now=time.time())      # rich Texts
+lines = draw(snapshot, ScreenState(), columns=80, rows=24, glyphs=BLOCKS, now=time.time())      # rich Texts
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from ds_silent.runs.watch.departures import METRICS, Metric
-from ds_silent.runs.watch.watched import Said, Standing, View
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Bars and sparklines of characters. Pure.
-
-
-@dataclass(frozen=True)
-class Glyphs:
-    """What a terminal can show.
-
-    Attributes:
-        levels: of a sparkline, from low to high.
-        parts: of a bar's last character, from the thinnest to a full one.
-        rule: of a line across.
-        hole: a value that is no number.
-        up_down: the keys that scroll.
-    """
-
-    levels: str
-    parts: str
-    rule: str
-    hole: str
-    up_down: str
-
-    def sparkline(self, values: Sequence[float], width: int) -> str:
-        """The last ``width`` values, one character each, between their own lowest and highest."""
-        shown = values[-width:] if width > 0 else ()
-        finite = [value for value in shown if math.isfinite(value)]
-        low, high = min(finite, default=0.0), max(finite, default=0.0)
-        return "".join(self._level(value, low, high) for value in shown)
-
-    def _level(self, value: float, low: float, high: float) -> str:
-        if not math.isfinite(value):
-            return self.hole
-        span = high / 2 - low / 2  # halves, because the difference of two large numbers may be infinite
-        if not span > 0.0:
-            return self.levels[len(self.levels) // 2]
-        return self.levels[min(int((value / 2 - low / 2) / span * len(self.levels)), len(self.levels) - 1)]
-
-    def bar(self, share: float, width: int) -> str:
-        """``share`` of ``width`` characters, 0 to 1; what is more than nothing is seen."""
-        steps = len(self.parts)
-        filled = max(round(min(max(share, 0.0), 1.0) * width * steps), 1 if share > 0.0 else 0)
-        whole, rest = divmod(filled, steps)
-        return self.parts[-1] * whole + (self.parts[rest - 1] if rest else "")
-
-
-BLOCKS = Glyphs("▁▂▃▄▅▆▇█", "▏▎▍▌▋▊▉█", "─", "×", "↑↓")
-
-
-PLAIN = Glyphs("_.-:=+*#", "#", "-", "x", "arrows")
-
-
-def glyphs_for(encoding: str | None) -> Glyphs:
-    """Those that this encoding has."""
-    try:
-        "".join((BLOCKS.levels, BLOCKS.parts, BLOCKS.rule, BLOCKS.hole, BLOCKS.up_down)).encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return PLAIN
-    return BLOCKS
-
-
-# -- A view as lines of text, exactly as many as the terminal has. Pure ------------------------------------------------
-
+from ds_silent.runs.events import EventLine, in_words
+from ds_silent.runs.lines import METRICS, Metric
+from ds_silent.runs.watch.watched import RankRow, Snapshot
 
 Sort = Literal["departure", "rank", "loss", "norm", "cosine"]
 SORTS: tuple[Sort, ...] = ("departure", "rank", "loss", "norm", "cosine")
-COLOURS: Mapping[str, str] = {
-    "error": "bold red",
-    "warning": "yellow",
-    "info": "cyan",
-    "ok": "green",
-    "unknown": "dim",
-}
-WORST: Mapping[str, int] = {"error": 2, "warning": 1}
+COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan", "ok": "green", "unknown": "dim"}
 SMALLEST = (40, 10)
 """Columns and rows below which only the verdict is shown."""
+_WORST = {"error": 2, "warning": 1}
 _FULL_BAR = 10.0  # departures from which a bar is full
 _NAMES: Mapping[Metric, str] = {"loss": "loss", "norm": "|g|", "cosine": "cosine"}
 _LATE = 60.0  # seconds without a record that are worth a word, if a step takes less
@@ -110,85 +42,144 @@ _HELP_OF_BARS = (
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the person at the keys wants to see."""
+class Glyphs:
+    """The characters that a terminal can show."""
+
+    levels: str  # of a sparkline, from low to high
+    parts: str  # of a bar's last character, from the thinnest to a full one
+    rule: str  # of a line across
+    hole: str  # a value that is not finite
+    up_down: str  # the keys that scroll
+
+    def sparkline(self, values: Sequence[float], width: int) -> str:
+        """Draw the last ``width`` values, one character each, between their own lowest and highest."""
+        shown = values[-width:] if width > 0 else ()
+        finite = [value for value in shown if math.isfinite(value)]
+        low, high = min(finite, default=0.0), max(finite, default=0.0)
+        return "".join(self._level(value, low, high) for value in shown)
+
+    def _level(self, value: float, low: float, high: float) -> str:
+        if not math.isfinite(value):
+            return self.hole
+        span = high / 2 - low / 2  # halves, because the difference of two large numbers may be infinite
+        if not span > 0.0:
+            return self.levels[len(self.levels) // 2]
+        return self.levels[min(int((value / 2 - low / 2) / span * len(self.levels)), len(self.levels) - 1)]
+
+    def bar(self, share: float, width: int) -> str:
+        """Draw ``share``, 0 to 1, of ``width`` characters; more than nothing is always visible."""
+        steps = len(self.parts)
+        filled = max(round(min(max(share, 0.0), 1.0) * width * steps), 1 if share > 0.0 else 0)
+        whole, rest = divmod(filled, steps)
+        return self.parts[-1] * whole + (self.parts[rest - 1] if rest else "")
+
+
+BLOCKS = Glyphs("▁▂▃▄▅▆▇█", "▏▎▍▌▋▊▉█", "─", "×", "↑↓")
+PLAIN = Glyphs("_.-:=+*#", "#", "-", "x", "arrows")
+
+
+def glyphs_for(encoding: str | None) -> Glyphs:
+    """Return the characters that this encoding has."""
+    try:
+        "".join((BLOCKS.levels, BLOCKS.parts, BLOCKS.rule, BLOCKS.hole, BLOCKS.up_down)).encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN
+    return BLOCKS
+
+
+@dataclass(frozen=True)
+class ScreenState:
+    """What the user has chosen with the keys."""
 
     sort: Sort = "departure"
-    turned: bool = False
+    reverse: bool = False
     hosts: bool = False
     page: Literal["ranks", "events", "help"] = "ranks"
     paused: bool = False
     scroll: int = 0
 
+    def after(self, key: str, page: int, most: int) -> ScreenState:
+        """Return the state after this key.
+
+        Args:
+            page: lines that the keys for a page move.
+            most: how far one can move down.
+        """
+        moves = {"up": -1, "down": 1, "page up": -page, "page down": page, "home": -self.scroll, "end": most}
+        if key in moves:
+            return replace(self, scroll=min(max(self.scroll + moves[key], 0), most))
+        if key == "s":
+            return replace(self, sort=SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)], scroll=0)
+        if key == "S":
+            return replace(self, reverse=not self.reverse, scroll=0)
+        if key == "h":
+            return replace(self, hosts=not self.hosts, page="ranks", scroll=0)
+        if key == "e":
+            return replace(self, page="ranks" if self.page == "events" else "events", scroll=0)
+        if key == "?":
+            return replace(self, page="ranks" if self.page == "help" else "help", scroll=0)
+        if key == "\x1b":
+            return replace(self, page="ranks", scroll=0)
+        return replace(self, paused=not self.paused) if key == "p" else self
+
 
 @dataclass(frozen=True)
-class _Row:
+class TableRow:
     """A rank, or a host by its rank that stands out most."""
 
     name: str
     place: str
-    worst: Standing
+    worst: RankRow
 
 
-def draw(view: View, wishes: Wishes, columns: int, rows: int, glyphs: Glyphs, now: float) -> list[Text]:
-    """The whole screen: ``rows`` lines of at most ``columns`` cells. ``now``: in seconds since 1970."""
+def draw(view: Snapshot, state: ScreenState, columns: int, rows: int, glyphs: Glyphs, now: float) -> list[Text]:
+    """Return ``rows`` lines of at most ``columns`` cells. ``now``: in seconds since 1970."""
     if columns < SMALLEST[0] or rows < SMALLEST[1]:
         return _exactly(_wrap(view.verdict, columns, rows, COLOURS[view.level]), columns, rows)
-    head = [_title(view, columns), *_verdict(view, columns), _state(view, now), *_data(view, columns)]
-    if wishes.page == "help":
+    head = [_title(view, columns), *_wrap(view.verdict, columns, 2, COLOURS[view.level]), _state(view, now)]
+    if view.data:
+        head += _wrap(f"data: {view.data}", columns, 1, "dim")
+    if state.page == "help":
         body = _help_page(columns)
-    elif wishes.page == "events":
-        body = _events_page(view, wishes, columns, rows - len(head) - 1, glyphs)
+    elif state.page == "events":
+        body = _events_page(view, state, columns, rows - len(head) - 1, glyphs)
     else:
-        body = _ranks_page(view, wishes, columns, rows - len(head) - 1, glyphs)
-    return [*_exactly([*head, *body], columns, rows - 1), *_exactly([_keys(wishes, columns, glyphs)], columns, 1)]
+        body = _ranks_page(view, state, columns, rows - len(head) - 1, glyphs)
+    return [*_exactly([*head, *body], columns, rows - 1), *_exactly([_keys(state, columns, glyphs)], columns, 1)]
 
 
-def most_scroll(view: View, wishes: Wishes) -> int:
-    """How far one can move down on this page."""
-    if wishes.page == "events":
-        return max(0, len(view.events) - 1)
-    return max(0, len(rows_of(view, wishes)) - 1)
+def most_scroll(view: Snapshot, state: ScreenState) -> int:
+    """Return how far one can move down on this page."""
+    return max(0, len(view.events if state.page == "events" else rows_of(view, state)) - 1)
 
 
-def rows_of(view: View, wishes: Wishes) -> list[_Row]:
-    """The ranks or hosts, in the order that is wished."""
-    ranks = sorted(view.standings, key=_order(wishes.sort), reverse=wishes.turned)
-    if not wishes.hosts:
-        return [_Row(f"rank {one.rank}", one.spot, one) for one in ranks]
-    hosts: dict[str, list[Standing]] = {}
+def rows_of(view: Snapshot, state: ScreenState) -> list[TableRow]:
+    """Return the ranks or hosts in the order that was chosen."""
+    ranks = sorted(view.rows, key=lambda one: _order(one, state.sort), reverse=state.reverse)
+    if not state.hosts:
+        return [TableRow(f"rank {one.rank}", one.spot, one) for one in ranks]
+    hosts: dict[str, list[RankRow]] = {}
     for one in ranks:
         hosts.setdefault(one.host or "?", []).append(one)
-    return [_Row(host, _of(members), members[0]) for host, members in hosts.items()]
+    return [
+        TableRow(host, f"rank {worst.rank}{f' of {1 + len(rest)}' if rest else ''}", worst)
+        for host, (worst, *rest) in hosts.items()
+    ]
 
 
-def _of(members: list[Standing]) -> str:
-    return f"rank {members[0].rank}{f' of {len(members)}' if len(members) > 1 else ''}"
+def _order(row: RankRow, sort: Sort) -> tuple[float, ...]:
+    """Put ranks with an event first, then those that depart most; by a metric NaN, then the highest."""
+    if sort == "rank":
+        return (row.rank,)
+    if sort == "departure":
+        return -_WORST.get(row.severity, 0), -(row.departure.times if row.departure else 0.0), row.rank
+    value = row.values.get(sort)
+    if value is None:
+        return 1, 0.0, row.rank
+    return 0, -math.inf if math.isnan(value) else -value, row.rank
 
 
-def _order(sort: Sort) -> Callable[[Standing], tuple[float, ...]]:
-    """Worst first: what has an event, then what departs most; by a metric the highest first, no number before all."""
-
-    def by_departure(one: Standing) -> tuple[float, ...]:
-        times = one.departure.times if one.departure else 0.0
-        return (-WORST.get(one.severity, 0), -times, one.rank)
-
-    def by_value(one: Standing) -> tuple[float, ...]:
-        value = one.values.get(sort) if sort in METRICS else None
-        if value is None:
-            return (1, 0.0, one.rank)
-        return (0, -math.inf if math.isnan(value) else -value, one.rank)
-
-    def by_rank(one: Standing) -> tuple[float, ...]:
-        return (one.rank,)
-
-    return by_departure if sort == "departure" else by_rank if sort == "rank" else by_value
-
-
-# -- the head --------------------------------------------------------------------------------------------------------
-
-
-def _title(view: View, columns: int) -> Text:
+def _title(view: Snapshot, columns: int) -> Text:
     step = "" if view.step is None else f"step {view.step:,}"
     epoch = "" if view.epoch is None else f"epoch {view.epoch:.2f}"
     ranks = f"{view.ranks:,} ranks" if view.ranks else ""
@@ -197,11 +188,7 @@ def _title(view: View, columns: int) -> Text:
     return Text(f"{left}  {right}", style="bold")
 
 
-def _verdict(view: View, columns: int) -> list[Text]:
-    return _wrap(view.verdict, columns, 2, COLOURS[view.level])
-
-
-def _state(view: View, now: float) -> Text:
+def _state(view: Snapshot, now: float) -> Text:
     parts = []
     if view.problem:
         parts.append(Text(view.problem, style="yellow"))
@@ -212,24 +199,15 @@ def _state(view: View, now: float) -> Text:
         late = age > max(_LATE, 20.0 * (view.seconds or 0.0))
         parts.append(Text(f"last record {ago(age)} ago", style="yellow" if late else ""))
     if view.seconds:
-        parts.append(Text(f"{_rate(view.seconds)}"))
+        parts.append(Text(_rate(view.seconds)))
         if view.observe is not None:
             parts.append(Text(f"observing {view.observe / view.seconds:.1%}"))
-    counted = [f"{count:,} {name}{'s' * (count != 1)}" for name, count in _by_severity(view) if count]
-    parts.append(Text(f"events: {', '.join(counted) or 'none'}"))
+    parts.append(Text(f"events: {in_words(view.counts) or 'none'}"))
     return Text("  ").join(parts)
 
 
-def _data(view: View, columns: int) -> list[Text]:
-    return _wrap(f"data: {view.data}", columns, 1, "dim") if view.data else []
-
-
-def _by_severity(view: View) -> list[tuple[str, int]]:
-    names = {"error": "error", "warning": "warning", "info": "note"}
-    return [(name, view.counts.get(severity, 0)) for severity, name in names.items()]
-
-
 def ago(seconds: float) -> str:
+    """Return an age in the unit that suits it."""
     if seconds < 90:
         return f"{max(seconds, 0.0):.0f} s"
     if seconds < 5400:
@@ -241,9 +219,6 @@ def _rate(seconds: float) -> str:
     return f"{1 / seconds:.1f} steps/s" if seconds < 1.0 else f"{seconds:.1f} s/step"
 
 
-# -- the pages -------------------------------------------------------------------------------------------------------
-
-
 def _help_page(columns: int) -> list[Text]:
     lines = []
     for key, what in _HELP:
@@ -252,20 +227,20 @@ def _help_page(columns: int) -> list[Text]:
     return [*lines, Text(""), *_wrap(_HELP_OF_BARS, columns, 12, "dim")]
 
 
-def _ranks_page(view: View, wishes: Wishes, columns: int, rows: int, glyphs: Glyphs) -> list[Text]:
+def _ranks_page(view: Snapshot, state: ScreenState, columns: int, rows: int, glyphs: Glyphs) -> list[Text]:
     curves = [_curve(view, metric, columns, glyphs) for metric in METRICS]
-    all_rows = rows_of(view, wishes)
+    all_rows = rows_of(view, state)
     left = rows - len(curves) - 2
     events = max(left // 3, left - max(len(all_rows), 1))  # what the ranks leave, a third at least
     events = max(min(events, len(view.events)), 1)
     shown = left - events
-    first = min(wishes.scroll, max(len(all_rows) - shown, 0))
+    first = min(state.scroll, max(len(all_rows) - shown, 0))
     page = all_rows[first : first + shown]
     body = [_table_row(row, columns, glyphs) for row in page] or [Text("no rank's values yet", style="dim")]
     said = [_event_line(event, columns) for event in reversed(view.events[-events:])] or [Text("none", style="dim")]
     place = f"{first + 1}-{first + len(page)} of {len(all_rows):,}" if len(page) < len(all_rows) else ""
-    order = f"by {wishes.sort}{', turned' if wishes.turned else ''}"
-    about = " ".join(part for part in ("hosts" if wishes.hosts else "ranks", order, place) if part)
+    order = f"by {state.sort}{', turned' if state.reverse else ''}"
+    about = " ".join(part for part in ("hosts" if state.hosts else "ranks", order, place) if part)
     return [
         *curves,
         _table_head(about, columns, glyphs),
@@ -276,12 +251,12 @@ def _ranks_page(view: View, wishes: Wishes, columns: int, rows: int, glyphs: Gly
     ]
 
 
-def _left_out(view: View) -> str:
-    """Where only ranks that stand out are written."""
-    return f"; above: {len(view.standings):,} of {view.ranks:,} ranks" if 0 < len(view.standings) < view.ranks else ""
+def _left_out(view: Snapshot) -> str:
+    """Say that only ranks that stand out are written."""
+    return f"; above: {len(view.rows):,} of {view.ranks:,} ranks" if 0 < len(view.rows) < view.ranks else ""
 
 
-def _curve(view: View, metric: Metric, columns: int, glyphs: Glyphs) -> Text:
+def _curve(view: Snapshot, metric: Metric, columns: int, glyphs: Glyphs) -> Text:
     curve = view.curves.get(metric, ())
     if not curve:
         return Text(f"{_NAMES[metric]:<7}not measured", style="dim")
@@ -292,13 +267,13 @@ def _curve(view: View, metric: Metric, columns: int, glyphs: Glyphs) -> Text:
 
 
 def _table_head(about: str, columns: int, glyphs: Glyphs) -> Text:
-    """A rule with the names of the columns in it."""
-    left = set_cell_size(f"{glyphs.rule * 2} {about} ".ljust(columns, glyphs.rule), _before_values(columns))
+    """Return a rule with the names of the columns in it."""
+    left = set_cell_size(f"{glyphs.rule * 2} {about} ".ljust(columns, glyphs.rule), 12 + sum(_widths(columns)))
     names = "".join(f" {name:>8}" for name in ("times", *_NAMES.values()))
     return Text(f"{left}{names} ".ljust(columns, glyphs.rule), style="dim")
 
 
-def _table_row(row: _Row, columns: int, glyphs: Glyphs) -> Text:
+def _table_row(row: TableRow, columns: int, glyphs: Glyphs) -> Text:
     one, (place_width, bar_width) = row.worst, _widths(columns)
     times = None if one.departure is None else one.departure.times
     line = Text(f"{set_cell_size(row.name, 10)} {set_cell_size(row.place, place_width)} ")
@@ -315,15 +290,11 @@ def _table_row(row: _Row, columns: int, glyphs: Glyphs) -> Text:
 
 
 def _widths(columns: int) -> tuple[int, int]:
-    """Of the place and of the bar."""
+    """Return the widths of the place and of the bar."""
     return (13, 12) if columns < 100 else (24, 24)
 
 
-def _before_values(columns: int) -> int:
-    return 12 + sum(_widths(columns))
-
-
-def _event_line(event: Said, columns: int) -> Text:
+def _event_line(event: EventLine, columns: int) -> Text:
     line = Text(f"{event.step:>8,} ")
     line.append(f"{event.severity:<7} ", style=COLOURS.get(event.severity, ""))
     line.append(f"{event.kind}  ", style="bold")
@@ -332,9 +303,9 @@ def _event_line(event: Said, columns: int) -> Text:
     return line
 
 
-def _events_page(view: View, wishes: Wishes, columns: int, rows: int, glyphs: Glyphs) -> list[Text]:
+def _events_page(view: Snapshot, state: ScreenState, columns: int, rows: int, glyphs: Glyphs) -> list[Text]:
     newest = list(reversed(view.events))
-    first = min(wishes.scroll, max(len(newest) - 1, 0))
+    first = min(state.scroll, max(len(newest) - 1, 0))
     lines = [_rule(f"events {first + 1 if newest else 0} of the last {len(newest)}, newest first", columns, glyphs)]
     for event in newest[first : first + rows]:
         head = Text(f"step {event.step:,}  ")
@@ -352,18 +323,15 @@ def _rule(about: str, columns: int, glyphs: Glyphs) -> Text:
     return Text(f"{glyphs.rule * 2} {about} ".ljust(columns, glyphs.rule), style="dim")
 
 
-def _keys(wishes: Wishes, columns: int, glyphs: Glyphs) -> Text:
-    page = "e ranks" if wishes.page == "events" else "e events"
-    keys = ["q quit", "s order", "h ranks" if wishes.hosts else "h hosts", page, f"{glyphs.up_down} move"]
-    keys += ["p go on" if wishes.paused else "p pause", "? help"]
+def _keys(state: ScreenState, columns: int, glyphs: Glyphs) -> Text:
+    page = "e ranks" if state.page == "events" else "e events"
+    keys = ["q quit", "s order", "h ranks" if state.hosts else "h hosts", page, f"{glyphs.up_down} move"]
+    keys += ["p go on" if state.paused else "p pause", "? help"]
     return Text("  ".join(keys).ljust(columns), style="reverse")
 
 
-# -- texts -----------------------------------------------------------------------------------------------------------
-
-
 def _short(value: float) -> str:
-    """A number in at most 8 characters."""
+    """Return a number in at most 8 characters."""
     if not math.isfinite(value):
         return str(value)
     said = f"{value:.3g}"
@@ -371,7 +339,7 @@ def _short(value: float) -> str:
 
 
 def _wrap(text: str, columns: int, most: int, style: str, indent: str = "") -> list[Text]:
-    """At most so many lines, broken at words; the last one says with its end that there is more."""
+    """Break a text at words into at most so many lines; the last one ends with an ellipsis where there is more."""
     lines: list[str] = []
     for word in text.split():
         if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= columns:
