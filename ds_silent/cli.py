@@ -338,6 +338,6 @@ def report(
 
     Exit status: 0 the page was written, whatever it says; 2 a mistake in what was typed, or nothing to read.
     """
-    from ds_silent.runs.report.command import report_command
+    from ds_silent.runs.report.page import report_command
 
     raise typer.Exit(report_command(runs, output))

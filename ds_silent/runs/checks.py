@@ -45,29 +45,30 @@ class Check:
     why: str
 
 
+_Looked = tuple[str, str]
+"""Why nothing was observed ("" where something was), and a figure of what was."""
+
+
 def checks_of(run: RunRecords) -> tuple[Check, ...]:
     """Return all that ds_silent can look at, in the order of a training."""
     groups = run.events.groups()
     before, later = ([one for one in groups if (one.first == 0) == early] for early in (True, False))
     applied, reduced = ([one for one in later if (APPLIED in one.where) == about] for about in (True, False))
-    unjudged, steps = _no_judge(run), _steps(run)
     return (
-        _check(run, "Before step 1", before, _PREFLIGHT, _no_preflight(run), _preflight_figure(run)),
-        _check(run, "Rows", later, _ROWS, _no_rows(run), _rows_figure(run)),
-        _check(run, "Ranks alike", later, ("outlier-rank",), _no_outlier(run), _outlier_figure(run)),
-        _check(run, "Finite numbers", later, ("non-finite", "zero-gradient"), unjudged, steps),
-        _check(run, "Reduction", reduced, _REDUCTION, _no_reduction(run), _reduction_figure(run)),
-        _check(run, "Applied gradient", applied, _REDUCTION, _no_applied(run), _applied_figure(run)),
-        _check(run, "Replicas", later, ("replica-drift",), _no_replicas(run), _replicas_figure(run)),
-        _check(run, "Settings in use", later, _SETTINGS, unjudged, steps),
+        _check(run, "Before step 1", before, _PREFLIGHT, _preflight(run)),
+        _check(run, "Rows", later, _ROWS, _rows(run)),
+        _check(run, "Ranks alike", later, ("outlier-rank",), _ranks_alike(run)),
+        _check(run, "Finite numbers", later, ("non-finite", "zero-gradient"), _judged(run)),
+        _check(run, "Reduction", reduced, _REDUCTION, _reduction(run)),
+        _check(run, "Applied gradient", applied, _REDUCTION, _applied_gradient(run)),
+        _check(run, "Replicas", later, ("replica-drift",), _replicas(run)),
+        _check(run, "Settings in use", later, _SETTINGS, _judged(run)),
     )
 
 
-def _check(
-    run: RunRecords, name: str, groups: Iterable[EventGroup], kinds: tuple[str, ...], unobserved: str, figure: str
-) -> Check:
-    """Return what its events say; without any, ``unobserved`` or else ``figure``."""
-    own = [group for group in groups if group.kind in kinds]
+def _check(run: RunRecords, name: str, groups: Iterable[EventGroup], kinds: tuple[str, ...], looked: _Looked) -> Check:
+    """Return what the events of these kinds say, or else what was looked at."""
+    own, (unobserved, figure) = [group for group in groups if group.kind in kinds], looked
     if own:
         worst = own[0]
         state: State = {"error": "failed", "warning": "warned"}.get(worst.severity, "noted")  # type: ignore[assignment]
@@ -85,64 +86,57 @@ def _option(run: RunRecords, *keys: str) -> Any:
     return of(run.facts, "block", *keys)
 
 
-def _steps(run: RunRecords) -> str:
-    return f"{len(run.steps):,} steps"
+def _measured(run: RunRecords) -> _Looked:
+    return "" if len(run.steps) else "no step was measured", f"{len(run.steps):,} steps"
 
 
-def _no_judge(run: RunRecords) -> str:
-    if _option(run, "detectors", "enabled") is False:
-        return "detectors.enabled is false"
-    return "" if len(run.steps) else "no step was measured"
+def _judged(run: RunRecords) -> _Looked:
+    disabled = _option(run, "detectors", "enabled") is False
+    return ("detectors.enabled is false", "") if disabled else _measured(run)
 
 
-def _no_preflight(run: RunRecords) -> str:
-    if run.preflight:
-        return ""
-    return "preflight is false" if _option(run, "preflight") is False else "no preflight.json"
-
-
-def _preflight_figure(run: RunRecords) -> str:
+def _preflight(run: RunRecords) -> _Looked:
+    if not run.preflight:
+        return "preflight is false" if _option(run, "preflight") is False else "no preflight.json", ""
     items = run.preflight.get("items")
-    return f"{len(items):,} items" if isinstance(items, list) else "no items"
+    return "", f"{len(items):,} items" if isinstance(items, list) else "no items"
 
 
-def _no_rows(run: RunRecords) -> str:
+def _rows(run: RunRecords) -> _Looked:
+    unobserved, figure = _measured(run)
     if _option(run, "coverage") is False:
-        return "coverage is false"
-    if not len(run.steps):
-        return "no step was measured"
-    return "" if run.steps.any("duplicates") or run.steps.any("repeated") else "no row ids were seen"
-
-
-def _rows_figure(run: RunRecords) -> str:
+        return "coverage is false", ""
+    if not unobserved and not (run.steps.any("duplicates") or run.steps.any("repeated")):
+        unobserved = "no row ids were seen"
     seen, sampled = run.steps.last("seen"), run.steps.last("sampled")
-    share = f"; 1 row in {1 / sampled:.0f} is followed" if sampled and 0 < sampled < 1 else ""
-    return (f"{min(seen, 1):.0%} of the epoch seen" if seen is not None else _steps(run)) + share
+    if seen is not None:
+        figure = f"{min(seen, 1):.0%} of the epoch seen"
+    if sampled and 0 < sampled < 1:
+        figure += f"; 1 row in {1 / sampled:.0f} is followed"
+    return unobserved, figure
 
 
-def _no_outlier(run: RunRecords) -> str:
-    if reason := _no_judge(run):
-        return reason
+def _ranks_alike(run: RunRecords) -> _Looked:
+    unobserved, figure = _judged(run)
+    missing = [metric for metric in METRICS if not run.steps.any(f"{metric} low")]
+    if unobserved:
+        return unobserved, ""
     if run.world_size == 1:
-        return "one rank has nobody to be compared with"
-    seen = any(run.steps.any(f"{metric} low") for metric in METRICS)
-    return "" if seen else "no rank's loss, norm or direction was measured"
-
-
-def _outlier_figure(run: RunRecords) -> str:
-    missing = [name for name in METRICS if not run.steps.any(f"{name} low")]
+        return "one rank has nobody to be compared with", ""
+    if len(missing) == len(METRICS):
+        return "no rank's loss, norm or direction was measured", ""
     nearest = _nearest(run, "outlier")
-    figure = f"at most {_percent(nearest)} of an alarm" if nearest is not None else _steps(run)
+    if nearest is not None:
+        figure = f"at most {_percent(nearest)} of an alarm"
     if run.world_size == 2:
-        return f"{figure}; of two, none is named"
-    return f"{figure}; without {' and '.join(missing)}" if missing else figure
+        return "", f"{figure}; of two, none is named"
+    return "", f"{figure}; without {' and '.join(missing)}" if missing else figure
 
 
 def _nearest(run: RunRecords, detector: str, where: str = "") -> float | None:
-    """Return the largest score over its threshold; ``where``: only of what begins so."""
-    shares = [
-        curve.shares() for (one, at), curve in run.scores.curves.items() if one == detector and at.startswith(where)
-    ]
+    """Return the largest score over its threshold; ``where``: only of numbers whose name begins so."""
+    curves = run.scores.curves.items()
+    shares = [curve.shares() for (one, at), curve in curves if one == detector and at.startswith(where)]
     known = np.concatenate([*shares, np.zeros(0)])
     known = known[np.isfinite(known)]
     return float(known.max()) if len(known) else None
@@ -154,61 +148,47 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share < 100 else "more than 100 times"
 
 
-def _no_reduction(run: RunRecords) -> str:
+def _reduction(run: RunRecords) -> _Looked:
+    unobserved, figure = _measured(run)
     if _option(run, "integrity", "aggregation") is False:
-        return "integrity.aggregation is false"
+        return "integrity.aggregation is false", ""
     if _option(run, "direction", "method") == "off":
-        return "direction.method is off"
-    if not len(run.steps):
-        return "no step was measured"
-    return "" if run.steps.any("integrity error") else "the aggregated gradient was never seen"
-
-
-def _reduction_figure(run: RunRecords) -> str:
+        return "direction.method is off", ""
+    if not unobserved and not run.steps.any("integrity error"):
+        unobserved = "the aggregated gradient was never seen"
     error, bound = run.steps["integrity error"], run.steps["integrity bound"]
     ok = np.isfinite(error) & np.isfinite(bound) & (bound > 0)
-    if not ok.any():
-        return _steps(run)
-    with np.errstate(over="ignore"):
-        share = float((error[ok] / bound[ok]).max())
-    return f"error at most {_percent(share)} of its bound"
+    if ok.any():
+        with np.errstate(over="ignore"):
+            figure = f"error at most {_percent(float((error[ok] / bound[ok]).max()))} of its bound"
+    return unobserved, figure
 
 
-def _no_applied(run: RunRecords) -> str:
+def _applied_gradient(run: RunRecords) -> _Looked:
+    unobserved, figure = _measured(run)
     if _option(run, "integrity", "aggregation") is False:
-        return "integrity.aggregation is false"
-    if not len(run.steps):
-        return "no step was measured"
-    if any(APPLIED in where for detector, where in run.scores.curves if detector == "rounding"):
-        return ""
+        return "integrity.aggregation is false", ""
+    if unobserved:
+        return unobserved, ""
+    if any(detector == "rounding" and APPLIED in where for detector, where in run.scores.curves):
+        nearest = _nearest(run, "rounding", APPLIED)
+        return "", figure if nearest is None else f"error at most {_percent(nearest)} of its bound"
     if of(run.facts, "observed", "applied gradient") is False:
-        return f"not visible with {text(of(run.facts, 'framework'), 40) or 'this framework'} in this setting"
-    if not run.scores.curves:
-        return "no scores.jsonl"
-    return "what the optimizer applied was never seen"
+        return f"not visible with {text(of(run.facts, 'framework'), 40) or 'this framework'} in this setting", ""
+    return "what the optimizer applied was never seen" if run.scores.curves else "no scores.jsonl", ""
 
 
-def _applied_figure(run: RunRecords) -> str:
-    nearest = _nearest(run, "rounding", APPLIED)
-    return f"error at most {_percent(nearest)} of its bound" if nearest is not None else _steps(run)
-
-
-def _no_replicas(run: RunRecords) -> str:
-    if run.steps.replica_checks:
-        return ""
+def _replicas(run: RunRecords) -> _Looked:
+    if count := len(run.steps.replica_checks):
+        return "", f"equal bits, {count:,} comparison{'s' * (count != 1)}"
     interval = whole(_option(run, "integrity", "replica_interval"))
     if whole(of(run.facts, "training", "ZeRO stage"), 9) == 3:
-        return "ZeRO stage 3 has no replicas"
+        return "ZeRO stage 3 has no replicas", ""
     if of(run.facts, "observed", "replicas") is False:
-        return "no parameter is held whole by every rank"
+        return "no parameter is held whole by every rank", ""
     if interval == 0:
-        return "integrity.replica_interval is 0"
+        return "integrity.replica_interval is 0", ""
     last = int(run.steps.step[-1]) if len(run.steps) else 0
     if interval is not None and last < interval:
-        return f"compared every {interval:,} steps, and step {last:,} is the last"
-    return "they were never compared"
-
-
-def _replicas_figure(run: RunRecords) -> str:
-    count = len(run.steps.replica_checks)
-    return f"equal bits, {count:,} comparison{'s' * (count != 1)}"
+        return f"compared every {interval:,} steps, and step {last:,} is the last", ""
+    return "they were never compared", ""

@@ -1,7 +1,7 @@
-"""From runs to one page that needs nothing else.
+"""Make one page of some runs that needs nothing else; and ``ds-silent report``.
 
 html = page_of([run, other])             # pure
-write_report(["runs/my-run"])      # beside its records
+write_report(["runs/my-run"])            # beside its records
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,27 +22,32 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ds_silent.runs import RunRecords, RunVerdict, read_run, verdict_of
-from ds_silent.runs.report import heat
-from ds_silent.runs.report.figures import CURVES, FURTHER, Panel, View, scores, view_of
+from ds_silent.runs.events import EventGroup
+from ds_silent.runs.lines import Metric
+from ds_silent.runs.report import figures, heat
+from ds_silent.runs.report.figures import PlotContext, view_of
+from ds_silent.runs.report.svg import Panel
 from ds_silent.runs.report.tables import (
-    Preflight,
-    Repaired,
-    Row,
+    FaultRow,
+    PreflightTable,
     event_rows,
     facts_of,
     preflight_of,
     repairs_of,
     timeline,
-)
-from ds_silent.runs.run import ReadingError, find_runs
+)  # fmt: skip
+from ds_silent.runs.run import ReadingError, RunRecords, find_runs, read_run
+from ds_silent.runs.verdict import RunVerdict, verdict_of
 
 MOST_RUNS = 12
 """Of one page."""
 PAGE = "report.html"
-
-
 _SENTENCE = re.compile(r"(?<=[^.\d][.!?])\s+(?=[A-Z])")
+_BY_RANK: tuple[tuple[Metric, str, str], ...] = (
+    ("norm", "Gradient norm, rank by rank", "norm"),
+    ("cosine", "Direction, rank by rank", "cosine"),
+    ("loss", "Loss, rank by rank", "loss"),
+)
 
 
 @dataclass(frozen=True)
@@ -56,43 +62,43 @@ class Topic:
 
     @property
     def wide(self) -> bool:
-        """Whether one of them is tall, and wants all the room there is."""
+        """Whether one of them wants all the room there is."""
         return any(panel.wide for _, _, panel in self.panels)
 
 
 @dataclass(frozen=True)
 class RunPart:
-    """What stands once for each run."""
+    """What the page says of each run."""
 
     number: int
     name: str
     verdict: RunVerdict
     facts: tuple[tuple[str, str], ...]
     timeline: Panel | None
-    events: tuple[Row, ...]  # that disturb
-    notes: tuple[Row, ...]  # that do not
-    preflight: Preflight | None
-    repairs: tuple[Repaired, ...]
-    matrices: tuple[Any, ...]
+    events: tuple[FaultRow, ...]  # that disturb
+    notes: tuple[FaultRow, ...]  # that do not
+    preflight: PreflightTable | None
+    repairs: list[EventGroup]
+    matrices: list[tuple[int, Panel]]
     block: str
     problems: tuple[str, ...]
 
 
 def page_of(runs: Sequence[RunRecords], title: str = "") -> str:
-    """HTML. Takes whatever the records hold."""
+    """Return the page of these runs, whatever their records hold."""
     views = [view_of(run, verdict_of(run)) for run in runs]
     parts = [_part(number, view) for number, view in enumerate(views)]
     topics = _topics(views)
-    figures, numbers = _numbered(parts, topics)
+    drawn, numbers = _numbered(parts, topics)
     template = _environment().get_template("page.html")
     return template.render(
-        title=title or _title(parts),
+        title=title or f"{_headline(parts)} · ds_silent",
         parts=parts,
         topics=topics,
         headline=_headline(parts),
         worst=_worst(parts),
         number=lambda panel: numbers[id(panel)],
-        data=_data(views, parts, figures),
+        data=_data(views, parts, drawn),
         style=Markup(_text("page.css")),  # ours
         script=Markup(_text("page.js")),
         policy=_policy(),
@@ -101,10 +107,10 @@ def page_of(runs: Sequence[RunRecords], title: str = "") -> str:
 
 
 def write_report(directories: Sequence[str | Path], output: str | Path | None = None) -> tuple[Path, list[RunVerdict]]:
-    """Read the runs below these directories and write the page; its path, and the verdicts.
+    """Read the runs below these directories and write the page; return its path and the verdicts.
 
     Args:
-        output: where it goes; None: ``report.html`` in the directory, or in the nearest one that has them all.
+        output: its path; None: ``report.html`` in the directory, or in the nearest one that holds them all.
 
     Raises:
         ReadingError: there is nothing to read, or the page cannot be written.
@@ -122,6 +128,22 @@ def write_report(directories: Sequence[str | Path], output: str | Path | None = 
     return path, [verdict_of(run) for run in runs]
 
 
+def report_command(runs: Sequence[str], output: str | None) -> int:
+    """Return the exit status: 0 the page was written, whatever it says; 2 it was not."""
+    try:
+        path, verdicts = write_report(runs, output)
+    except ReadingError as error:
+        print(f"ds-silent: {error}", file=sys.stderr)
+        return 2
+    said = verdicts[0].sentence
+    if len(verdicts) > 1:
+        said = f"{len(verdicts)} runs, {sum(one.severity in ('error', 'warning') for one in verdicts)} with an alarm"
+    encoding = sys.stdout.encoding or "utf-8"
+    print(said.encode(encoding, errors="replace").decode(encoding))
+    print(f"report: {os.fspath(path)!a}; open it in a browser")
+    return 0
+
+
 def _beside(directories: Sequence[str | Path]) -> Path:
     if len(directories) == 1:
         return Path(directories[0])
@@ -129,13 +151,11 @@ def _beside(directories: Sequence[str | Path]) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """As a whole or not at all: a report may be read while it is made again."""
+    """Write the whole page or nothing: a report may be read while it is made again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, delete=False, encoding="utf-8", errors="replace"
-        ) as file:
-            file.write(text)
+        with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
+            file.write(text.encode("utf-8", errors="replace"))
         os.chmod(file.name, 0o644)
         os.replace(file.name, path)
     except (OSError, ValueError) as error:
@@ -145,7 +165,7 @@ def _write(path: Path, text: str) -> None:
         ) from None
 
 
-def _part(number: int, view: View) -> RunPart:
+def _part(number: int, view: PlotContext) -> RunPart:
     run = view.run
     rows = event_rows(view)
     return RunPart(
@@ -158,68 +178,70 @@ def _part(number: int, view: View) -> RunPart:
         tuple(row for row in rows if row.severity == "info"),
         preflight_of(run),
         repairs_of(run),
-        tuple(heat.matrices(view)),
+        heat.matrices(view),
         json.dumps(run.facts.get("block"), indent=1, default=str)[:20_000] if run.facts.get("block") else "",
         tuple(run.problems),
     )
 
 
-_REDUCED, _BEHIND = FURTHER[:1], FURTHER[1:]
-
-
-def _topics(views: Sequence[View]) -> list[Topic]:
-    topics = [_topic(views, *one) for one in (*CURVES, *_REDUCED)]
+def _topics(views: Sequence[PlotContext]) -> list[Topic]:
     tables = [heat.rank_tables(view) for view in views]
     rows = [heat.shown_ranks(view, table) for view, table in zip(views, tables, strict=True)]
-    for name in ("norm", "cosine", "loss"):
-        title, about = {
-            "norm": ("Gradient norm, rank by rank", "How far each rank's norm is from the median of all."),
-            "cosine": ("Direction, rank by rank", "How far each rank's cosine is from the median of all."),
-            "loss": ("Loss, rank by rank", "How far each rank's loss is from the median of all."),
-        }[name]
-        drawn = [heat.rank_heat(view, name, tables[n], rows[n]) for n, view in enumerate(views)]
-        topics.append(_collected(f"ranks-{name}", title, about, drawn))
-    topics += [_topic(views, *one) for one in _BEHIND[:1]]
-    near = [(n, title, panel) for n, view in enumerate(views) for title, panel in scores(view)]
+    topics: list[Topic] = []
+
+    def add(name: str, title: str, about: str, drawn: list[Panel | None]) -> None:
+        panels = tuple((number, "", panel) for number, panel in enumerate(drawn) if panel is not None)
+        topics.append(Topic(name, title, about, panels))
+
+    about = "Of each rank's own rows."
+    add("loss", "Loss", about, [figures.loss(view) for view in views])
+    about = "Of each rank's own gradient, before the reduction."
+    add("norm", "Gradient norm", about, [figures.norm(view) for view in views])
+    about = "Cosine of each rank's gradient with the mean of the others."
+    add("cosine", "Gradient direction", about, [figures.cosine(view) for view in views])
+    about = "Distance of the reduced gradient from the mean of the ranks' gradients."
+    add("integrity", "Is the reduction right?", about, [figures.integrity(view) for view in views])
+    for metric, title, noun in _BY_RANK:
+        about = f"How far each rank's {noun} is from the median of all."
+        add(
+            f"ranks-{metric}",
+            title,
+            about,
+            [heat.rank_heat(v, metric, tables[n], rows[n]) for n, v in enumerate(views)],
+        )
+    about = "The batch, in samples, beyond which more data parallelism hardly helps."
+    add("noise", "Noise scale", about, [figures.noise_scale(view) for view in views])
+    near = tuple((n, title, panel) for n, view in enumerate(views) for title, panel in figures.scores(view))
     about = "Score over threshold, nearest first. Below 1, the line, chance explains it; above, own rows may."
-    topics.append(Topic("scores", "How near each detector was", about, tuple(near), small=True))
-    topics += [_topic(views, *one) for one in _BEHIND[1:]]
+    topics.append(Topic("scores", "How near each detector was", about, near, small=True))
+    about = "What the ranks have taken of the epoch."
+    add("coverage", "Rows", about, [figures.coverage(view) for view in views])
+    about = "Wall time of the writing rank, in seconds."
+    add("cost", "What observing costs", about, [figures.cost(view) for view in views])
     for which, title in ((0, "Layers: dispersion of the norm"), (1, "Layers: mean cosine")):
-        drawn = [heat.layer_heat(view, which) for view in views]
-        topics.append(_collected(f"layers-{which}", title, "Of each layer, over the ranks.", drawn))
+        about = "Of each layer, over the ranks."
+        add(f"layers-{which}", title, about, [heat.layer_heat(view, which) for view in views])
     return [topic for topic in topics if topic.panels]
 
 
-def _topic(views: Sequence[View], name: str, title: str, about: str, draw: Any) -> Topic:
-    return _collected(name, title, about, [draw(view) for view in views])
-
-
-def _collected(name: str, title: str, about: str, drawn: Sequence[Panel | None]) -> Topic:
-    panels = tuple((number, "", panel) for number, panel in enumerate(drawn) if panel is not None)
-    return Topic(name, title, about, panels)
-
-
 def _numbered(parts: Sequence[RunPart], topics: Sequence[Topic]) -> tuple[list[dict[str, Any]], dict[int, int]]:
-    """What hovering over each drawing shows, and the place of each panel (by its id) among them."""
+    """Return what hovering over each drawing shows, and the place of each panel (by its id) among them."""
     drawn = [(part.number, "Events", part.timeline) for part in parts if part.timeline is not None]
     for topic in topics:
-        drawn += [
-            (number, f"{topic.title}{': ' if caption else ''}{caption}", panel)
-            for number, caption, panel in topic.panels
-        ]
-    figures = [{"run": number, "title": title, **panel.figure.data} for number, title, panel in drawn]
-    return figures, {id(panel): place for place, (_, _, panel) in enumerate(drawn)}
+        drawn += [(n, f"{topic.title}{': ' if caption else ''}{caption}", panel) for n, caption, panel in topic.panels]
+    shown = [{"run": number, "title": title, **panel.data} for number, title, panel in drawn]
+    return shown, {id(panel): place for place, (_, _, panel) in enumerate(drawn)}
 
 
-def _data(views: Sequence[View], parts: Sequence[RunPart], figures: list[dict[str, Any]]) -> Markup:
-    """For the script: JSON that can stand in a page."""
+def _data(views: Sequence[PlotContext], parts: Sequence[RunPart], drawn: list[dict[str, Any]]) -> Markup:
+    """Return the script's numbers as JSON that can stand in a page."""
     axes = [
         {"name": view.run.name, "low": view.axis.low, "high": view.axis.high, "steps": view.axis.steps()}
         for view in views
     ]
-    matrices = [[figure.data for _, _, figure in part.matrices] for part in parts]
+    matrices = [[panel.data for _, panel in part.matrices] for part in parts]
     since = next((part.verdict.since for part in parts if part.verdict.since), None)
-    held = {"axes": axes, "figures": figures, "matrices": matrices, "since": since}
+    held = {"axes": axes, "figures": drawn, "matrices": matrices, "since": since}
     text = json.dumps(held, separators=(",", ":"), allow_nan=False)
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -227,14 +249,10 @@ def _data(views: Sequence[View], parts: Sequence[RunPart], figures: list[dict[st
 
 
 def gist(message: str) -> str:
-    """Its first sentence, and what it names as the likeliest cause."""
+    """Return a message's first sentence and what it names as the likeliest cause."""
     first = _SENTENCE.split(message)[0]
     _, found, rest = message[len(first) :].partition(" Most likely")  # before it may stand a number and its full stop
     return f"{first}{found}{_SENTENCE.split(rest)[0]}"
-
-
-def _title(parts: Sequence[RunPart]) -> str:
-    return f"{_headline(parts)} · ds_silent"
 
 
 def _worst(parts: Sequence[RunPart]) -> str:
@@ -261,7 +279,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _policy() -> str:
-    """Nothing from anywhere but this page's own style, script and pictures."""
+    """Return a policy that admits this page's own style, script and pictures alone."""
     style, script = (_hash(_text(name)) for name in ("page.css", "page.js"))
     return (
         f"default-src 'none'; script-src '{script}'; style-src '{style}'; img-src data:; "

@@ -12,8 +12,8 @@ import pytest
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.runs.report import heat
 from ds_silent.runs.report.axis import Axis, binned, rebinned, shown, ticks
-from ds_silent.runs.report.drawing import Series, chart, diverging
 from ds_silent.runs.report.figures import view_of
+from ds_silent.runs.report.svg import Series, chart, diverging
 
 
 @pytest.mark.parametrize(("first", "last", "every"), [(1, 30, 1), (10, 3000, 10), (1, 100_000, 1), (7, 7, 1)])

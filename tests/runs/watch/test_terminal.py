@@ -35,12 +35,13 @@ class Terminal:
         columns: int = 80,
         rows: int = 24,
         interrupt: signal.Handlers = signal.SIG_DFL,
+        term: str = "xterm-256color",
     ) -> None:
         self._ours, theirs = pty.openpty()
         self.resize(columns, rows)
         self._before = termios.tcgetattr(theirs)
         self._theirs = theirs
-        environment = {**os.environ, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
+        environment = {**os.environ, "TERM": term, "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
         environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
 
         def start() -> None:
@@ -138,6 +139,13 @@ def test_ctrl_c(tmp_path: Path, opened: Callable[..., Terminal], interrupt: sign
     terminal.until("is not like the others")
     terminal.press(b"\x03")
     assert terminal.end() == 130
+
+
+def test_a_terminal_that_cannot_be_drawn_on_gets_text(tmp_path: Path, opened: Callable[..., Terminal]) -> None:
+    write(tmp_path, RECORDS, EVENTS)
+    terminal = opened(tmp_path, term="dumb")
+    assert "\x1b" not in terminal.until("status: warning")
+    assert terminal.process.wait(LIMIT) == 1
 
 
 def test_an_end_from_outside(tmp_path: Path, opened: Callable[..., Terminal]) -> None:
