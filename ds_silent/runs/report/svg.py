@@ -85,7 +85,12 @@ def diverging(values: npt.NDArray[np.float32], limit: float) -> bytes:
     alphas = [round(255 * float(n / _SIDES) ** 0.8) for n in range(1, _SIDES + 1)]
     shades = [*((*BELOW, alpha) for alpha in reversed(alphas)), (0, 0, 0, 0), *((*ABOVE, alpha) for alpha in alphas)]
     shades += [(*BROKEN, 255), (0, 0, 0, 0)]
-    return _png(index, shades)
+    rows, columns = index.shape
+    picture = Image.frombytes("P", (columns, rows), index.tobytes())
+    picture.putpalette(b"".join(bytes(shade[:3]) for shade in shades))
+    held = io.BytesIO()
+    picture.save(held, "PNG", transparency=bytes(shade[3] for shade in shades), bits=8, compress_level=9)
+    return held.getvalue()
 
 
 def sequential(values: npt.NDArray[np.float32], low: float, high: float) -> bytes:
@@ -94,15 +99,6 @@ def sequential(values: npt.NDArray[np.float32], low: float, high: float) -> byte
     with np.errstate(all="ignore"):
         share = (values - np.float32(low)) / np.float32(span if span > 0 else 1.0)
     return diverging(np.where(np.isinf(values), values, np.clip(share, 0.0, 1.0)).astype(np.float32), 1.0)
-
-
-def _png(index: npt.NDArray[np.uint8], shades: list[tuple[int, int, int, int]]) -> bytes:
-    rows, columns = index.shape
-    image = Image.frombytes("P", (columns, rows), index.tobytes())
-    image.putpalette(b"".join(bytes(shade[:3]) for shade in shades))
-    held = io.BytesIO()
-    image.save(held, "PNG", transparency=bytes(shade[3] for shade in shades), bits=8, compress_level=9)
-    return held.getvalue()
 
 
 def image(png: bytes, height: str) -> str:
@@ -138,8 +134,10 @@ def chart(
     """
     shapes = [_scaled(one.curve, log) for one in series]
     low, high = between or _range(shapes, [one.style for one in series], zero, level, log)
-    parts = [_mark(axis, mark) for mark in marks]
-    clipped: list[str] = []
+    parts, clipped = [], []
+    for mark in marks:
+        x = f"{axis.at(mark.step) * WIDTH:.1f}"
+        parts.append(f'<line class="told {escape(mark.severity)}" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"/>')
     for one, curve in zip(series, shapes, strict=True):
         parts += _shape(axis, one, curve, low, high)
         clipped += _clipped(axis, one, curve, low, high, height)
@@ -221,10 +219,8 @@ def _y(value: float, low: float, high: float) -> float:
 
 def _shape(axis: Axis, one: Series, curve: BinnedCurve, low: float, high: float) -> list[str]:
     parts = []
-    if one.style in ("band", "line"):
-        wide = bool(np.nanmax(curve.high - curve.low, initial=0.0) > 0)
-        if wide:
-            parts += [f'<polygon class="{one.style} {one.tone}" points="{p}"/>' for p in _areas(axis, curve, low, high)]
+    if one.style in ("band", "line") and np.nanmax(curve.high - curve.low, initial=0.0) > 0:
+        parts += [f'<polygon class="{one.style} {one.tone}" points="{p}"/>' for p in _areas(axis, curve, low, high)]
     if one.style != "band":
         for run in _runs(curve.mean):
             points = [(axis.centre(n) * WIDTH, _y(float(curve.mean[n]), low, high)) for n in run]
@@ -272,11 +268,6 @@ def _clipped(axis: Axis, one: Series, curve: BinnedCurve, low: float, high: floa
     for n in curve.broken.tolist():
         parts.append(f'<text class="off broken" x="{axis.centre(n) * 100:.2f}%" y="8">✕</text>')
     return parts
-
-
-def _mark(axis: Axis, mark: Mark) -> str:
-    x = axis.at(mark.step) * WIDTH
-    return f'<line class="told {escape(mark.severity)}" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"/>'
 
 
 def _y_ticks(low: float, high: float, log: bool, count: int) -> list[tuple[float, str]]:

@@ -125,33 +125,22 @@ def _bar(first: float, last: float, severity: str, row: int, ended: int = 0) -> 
 
 def facts_of(view: PlotContext) -> tuple[tuple[str, str], ...]:
     """Return what kind of run it is, in a few pairs."""
-    run, facts = view.run, view.run.facts
-    hosts = run.hosts
-    found = [("ranks", f"{run.world_size:,}" if run.world_size else "unknown")]
-    if hosts:
-        found.append(("hosts", f"{len(hosts):,}") if len(hosts) > 1 else ("host", hosts[0]))
+    run, facts, hosts, step = view.run, view.run.facts, view.run.hosts, view.run.steps.step
+    stage, batch = whole(of(facts, "training", "ZeRO stage"), 9), batch_of(view)
     framework = " ".join(part for key in ("framework", "framework_version") if (part := text(of(facts, key), 40)))
-    stage = whole(of(facts, "training", "ZeRO stage"), 9)
-    if framework:
-        found.append(("framework", framework + (f", ZeRO {stage}" if stage is not None else "")))
-    dtype = text(of(facts, "training", "the dtype of the reduction"), 20)
-    if dtype:
-        found.append(("reduced in", dtype))
-    if run.data:
-        found.append(("data", run.data))
-    steps = run.steps.step
-    measured = f"{len(steps):,} step{'s' * (len(steps) != 1)}"
-    measured += f", {steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else ""
-    found.append(("measured", measured))
-    batch = batch_of(view)
-    if batch is not None:
-        found.append(("rows a step", shown(batch)))
-    counts = run.events.counts
-    found.append(("events", ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"))
-    started = text(of(facts, "started"), 40)
-    if started:
-        found.append(("started", started.replace("T", " ").replace("+00:00", " UTC")))
-    return tuple(found)
+    measured = f"{len(step):,} step{'s' * (len(step) != 1)}"
+    pairs = (
+        ("ranks", f"{run.world_size:,}" if run.world_size else "not known"),
+        ("hosts", f"{len(hosts):,}") if len(hosts) > 1 else ("host", "".join(hosts)),
+        ("framework", framework and framework + (f", ZeRO {stage}" if stage is not None else "")),
+        ("reduced in", text(of(facts, "training", "the dtype of the reduction"), 20)),
+        ("data", run.data),
+        ("measured", measured + (f", {step[0]:,} to {step[-1]:,}" if len(step) > 1 else "")),
+        ("rows a step", "" if batch is None else shown(batch)),
+        ("events", ", ".join(f"{count:,} {name}" for name, count in run.events.counts.items() if count) or "none"),
+        ("started", text(of(facts, "started"), 40).replace("T", " ").replace("+00:00", " UTC")),
+    )
+    return tuple((name, value) for name, value in pairs if value)
 
 
 def preflight_of(run: RunRecords) -> PreflightTable | None:

@@ -73,6 +73,11 @@ class Following(threading.Thread):
         self._left.set()
 
 
+def can_draw() -> bool:
+    """Whether the output is a terminal on which lines can be drawn at their places."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
+
+
 def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None] = lambda: None) -> Snapshot:
     """Draw until the user presses q or the terminal is gone; return the newest snapshot.
 
@@ -85,7 +90,7 @@ def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None
     # A shell that starts a job in the background has its commands ignore SIGINT, and children inherit that.
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     nothing = Snapshot(run=name, verdict="reading ...")
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = Console(force_terminal=True, force_interactive=True, highlight=False, markup=False, emoji=False)
     following.start()
     try:
         with (

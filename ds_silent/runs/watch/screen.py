@@ -26,6 +26,9 @@ _WORST = {"error": 2, "warning": 1}
 _FULL_BAR = 10.0  # departures from which a bar is full
 _NAMES: Mapping[Metric, str] = {"loss": "loss", "norm": "|g|", "cosine": "cosine"}
 _LATE = 60.0  # seconds without a record that are worth a word, if a step takes less
+Page = Literal["ranks", "events", "help"]
+_PAGES: Mapping[str, Page] = {"e": "events", "?": "help", "\x1b": "ranks"}
+"""Keys; the second time they show the ranks again."""
 _HELP = (
     ("q", "quit; the exit status says the verdict: 0 healthy, 1 warnings, 3 errors, 4 stale, 5 no records"),
     ("s S", "order the ranks by departure, rank, loss, norm or cosine; turn the order round"),
@@ -94,7 +97,7 @@ class ScreenState:
     sort: Sort = "departure"
     reverse: bool = False
     hosts: bool = False
-    page: Literal["ranks", "events", "help"] = "ranks"
+    page: Page = "ranks"
     paused: bool = False
     scroll: int = 0
 
@@ -114,12 +117,8 @@ class ScreenState:
             return replace(self, reverse=not self.reverse, scroll=0)
         if key == "h":
             return replace(self, hosts=not self.hosts, page="ranks", scroll=0)
-        if key == "e":
-            return replace(self, page="ranks" if self.page == "events" else "events", scroll=0)
-        if key == "?":
-            return replace(self, page="ranks" if self.page == "help" else "help", scroll=0)
-        if key == "\x1b":
-            return replace(self, page="ranks", scroll=0)
+        if key in _PAGES:
+            return replace(self, page="ranks" if self.page == _PAGES[key] else _PAGES[key], scroll=0)
         return replace(self, paused=not self.paused) if key == "p" else self
 
 
@@ -199,7 +198,8 @@ def _state(view: Snapshot, now: float) -> Text:
         late = age > max(_LATE, 20.0 * (view.seconds or 0.0))
         parts.append(Text(f"last record {ago(age)} ago", style="yellow" if late else ""))
     if view.seconds:
-        parts.append(Text(_rate(view.seconds)))
+        fast = view.seconds < 1.0
+        parts.append(Text(f"{1 / view.seconds:.1f} steps/s" if fast else f"{view.seconds:.1f} s/step"))
         if view.observe is not None:
             parts.append(Text(f"observing {view.observe / view.seconds:.1%}"))
     parts.append(Text(f"events: {in_words(view.counts) or 'none'}"))
@@ -213,10 +213,6 @@ def ago(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
-
-
-def _rate(seconds: float) -> str:
-    return f"{1 / seconds:.1f} steps/s" if seconds < 1.0 else f"{seconds:.1f} s/step"
 
 
 def _help_page(columns: int) -> list[Text]:
@@ -241,19 +237,17 @@ def _ranks_page(view: Snapshot, state: ScreenState, columns: int, rows: int, gly
     place = f"{first + 1}-{first + len(page)} of {len(all_rows):,}" if len(page) < len(all_rows) else ""
     order = f"by {state.sort}{', turned' if state.reverse else ''}"
     about = " ".join(part for part in ("hosts" if state.hosts else "ranks", order, place) if part)
+    events_about = "last events, newest first"
+    if 0 < len(view.rows) < view.ranks:  # only ranks that stand out are written
+        events_about += f"; above: {len(view.rows):,} of {view.ranks:,} ranks"
     return [
         *curves,
         _table_head(about, columns, glyphs),
         *body,
         *[Text("")] * (shown - len(body)),
-        _rule(f"last events, newest first{_left_out(view)}", columns, glyphs),
+        _rule(events_about, columns, glyphs),
         *said,
     ]
-
-
-def _left_out(view: Snapshot) -> str:
-    """Say that only ranks that stand out are written."""
-    return f"; above: {len(view.rows):,} of {view.ranks:,} ranks" if 0 < len(view.rows) < view.ranks else ""
 
 
 def _curve(view: Snapshot, metric: Metric, columns: int, glyphs: Glyphs) -> Text:

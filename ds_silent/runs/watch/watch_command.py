@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from ds_silent.records import to_json
 from ds_silent.runs.lines import METRICS
-from ds_silent.runs.watch.live import follow, look, silence_stdout
+from ds_silent.runs.watch.live import can_draw, follow, look, silence_stdout
 from ds_silent.runs.watch.screen import ScreenState, ago, rows_of
 from ds_silent.runs.watch.watched import RankRow, Snapshot, Watched
 
@@ -50,7 +49,7 @@ def watch_command(
     try:
         if alert:
             return _alerting(run, every, seconds, alert)
-        if once or as_json or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        if once or as_json or not can_draw():
             return _once(Watched(run), as_json, seconds)
         return status_of(look(Watched(run), run, every), seconds, time.time())
     except KeyboardInterrupt:
@@ -72,7 +71,7 @@ def _alerting(run: str, every: float, stale: float | None, alert: Sequence[str])
         return _mistake(str(error))
     watched = Watched(run, alerts.line)
     try:
-        if sys.stdout.isatty():
+        if can_draw():
             return status_of(look(watched, run, every, alerts.caught_up), stale, time.time())
         print(f"alerts of {run!a}: until this process is ended", flush=True)
         follow(watched, every, alerts.caught_up)
