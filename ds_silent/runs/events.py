@@ -171,7 +171,8 @@ class EventLog:
             severity = "warning"  # a newer version's own word
         message, where, named = text(line.get("message")), text(line.get("where"), 500), ranks(line.get("ranks"))
         total = whole(line.get("ranks_total")) or len(named)
-        self._list(step, kind, message, named, total, line)
+        who = f"{total:,} ranks" if total > SHOWN_RANKS else ranks_of(named) if named else ""
+        self._list(EventLine(step, text(line.get("severity"), 10), kind, who, message, text(line.get("remedy"))))
         still, ended, follows = message.startswith(STILL), message.startswith(ENDED), message.startswith(_FOLLOWS)
         key: Any = (kind, where, named, total, follows)
         effect = (*key[:-1], True)
@@ -196,14 +197,10 @@ class EventLog:
         group.take(step, message)
         return True
 
-    def _list(
-        self, step: int, kind: str, message: str, named: tuple[int, ...], total: int, line: Mapping[str, Any]
-    ) -> None:
-        who = f"{total:,} ranks" if total > SHOWN_RANKS else ranks_of(named) if named else ""
-        event = EventLine(step, text(line.get("severity"), 10), kind, who, message, text(line.get("remedy")))
-        if step > self._latest or event not in self.recent:
+    def _list(self, event: EventLine) -> None:
+        if event.step > self._latest or event not in self.recent:
             self.recent.append(event)
-        self._latest = max(self._latest, step)
+        self._latest = max(self._latest, event.step)
 
     def groups(self) -> list[EventGroup]:
         """Return the faults: worst first, then what does not follow from another, then earliest."""

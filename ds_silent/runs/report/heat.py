@@ -22,11 +22,12 @@ OF_MANY = 32
 """Rows of a run that has more than ``MOST_ROWS`` ranks."""
 MOST_MATRICES = 6
 Table = npt.NDArray[np.float32]
-_WORDS: dict[Metric, tuple[str, str]] = {
+WORDS: dict[Metric, tuple[str, str]] = {
     "loss": ("Loss", "loss − median of the ranks"),
     "norm": ("Gradient norm", "norm / median of the ranks"),
     "cosine": ("Direction", "cosine − median of the ranks"),
 }
+"""Title and unit."""
 
 
 def rank_tables(view: PlotContext) -> dict[Metric, Table]:
@@ -44,7 +45,7 @@ def rank_tables(view: PlotContext) -> dict[Metric, Table]:
             part = whole[at * ranks : (at + 1) * ranks]
             held = tables[name][:ranks]
             tables[name][:ranks] = np.where(np.isnan(part), held, part)
-    return {name: table for name, table in tables.items() if np.isfinite(table).any() or np.isinf(table).any()}
+    return {name: table for name, table in tables.items() if not np.isnan(table).all()}
 
 
 def shown_ranks(view: PlotContext, tables: dict[Metric, Table]) -> list[int]:
@@ -72,7 +73,7 @@ def rank_heat(view: PlotContext, name: Metric, tables: dict[Metric, Table], rows
         return None
     table = tables[name][rows]
     limit = _limit(tables[name])
-    title, unit = _WORDS[name]
+    title, unit = WORDS[name]
     labels = [_row_label(view, rank) for rank in rows]
     guilty = sum(1 for rank in rows if rank in view.verdict.ranks) if len(view.verdict.ranks) < len(rows) else 0
     values = np.exp(np.clip(table, -80, 80)) if name == "norm" else table
@@ -93,9 +94,8 @@ def layer_heat(view: PlotContext, which: int) -> Panel | None:
         return None
     buckets = layers.envelope.view()
     count = len(layers.names)
-    low, high = buckets.low[:, which * count :][:, :count], buckets.high[:, which * count :][:, :count]
     # of the cosine it is the lowest that matters, of the dispersion the highest
-    chosen = low if which else high
+    chosen = (buckets.low if which else buckets.high)[:, which * count :][:, :count]
     table = rebinned(view.axis, buckets.steps, chosen, chosen)
     if not np.isfinite(table).any():
         return None
@@ -166,10 +166,7 @@ def _row_label(view: PlotContext, rank: int) -> str:
 def _limit(table: Table) -> float:
     """Return the value at which the colours end: four usual deviations, and at least 2 % of the largest."""
     finite = np.abs(table[np.isfinite(table)])
-    if not len(finite):
-        return 1.0
-    usual = float(np.median(finite)) * 1.4826 * 4
-    return max(usual, float(finite.max()) * 0.02, 1e-9)
+    return max(4 * 1.4826 * float(np.median(finite)), 0.02 * float(finite.max()), 1e-9) if len(finite) else 1.0
 
 
 def _far(name: Metric, limit: float) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,18 +24,9 @@ from markupsafe import Markup
 
 from ds_silent.runs.events import EventGroup
 from ds_silent.runs.lines import Metric
-from ds_silent.runs.report import figures, heat
+from ds_silent.runs.report import figures, heat, tables
 from ds_silent.runs.report.figures import PlotContext, view_of
 from ds_silent.runs.report.svg import Panel
-from ds_silent.runs.report.tables import (
-    FaultRow,
-    PreflightTable,
-    event_rows,
-    facts_of,
-    preflight_of,
-    repairs_of,
-    timeline,
-)  # fmt: skip
 from ds_silent.runs.run import ReadingError, RunRecords, find_runs, read_run
 from ds_silent.runs.verdict import RunVerdict, verdict_of
 
@@ -43,11 +34,7 @@ MOST_RUNS = 12
 """Of one page."""
 PAGE = "report.html"
 _SENTENCE = re.compile(r"(?<=[^.\d][.!?])\s+(?=[A-Z])")
-_BY_RANK: tuple[tuple[Metric, str, str], ...] = (
-    ("norm", "Gradient norm, rank by rank", "norm"),
-    ("cosine", "Direction, rank by rank", "cosine"),
-    ("loss", "Loss, rank by rank", "loss"),
-)
+_BY_RANK: tuple[Metric, ...] = ("norm", "cosine", "loss")
 
 
 @dataclass(frozen=True)
@@ -75,9 +62,9 @@ class RunPart:
     verdict: RunVerdict
     facts: tuple[tuple[str, str], ...]
     timeline: Panel | None
-    events: tuple[FaultRow, ...]  # that disturb
-    notes: tuple[FaultRow, ...]  # that do not
-    preflight: PreflightTable | None
+    events: tuple[tables.FaultRow, ...]  # that disturb
+    notes: tuple[tables.FaultRow, ...]  # that do not
+    preflight: tables.PreflightTable | None
     repairs: list[EventGroup]
     matrices: list[tuple[int, Panel]]
     block: str
@@ -145,9 +132,8 @@ def report_command(runs: Sequence[str], output: str | None) -> int:
 
 
 def _beside(directories: Sequence[str | Path]) -> Path:
-    if len(directories) == 1:
-        return Path(directories[0])
-    return Path(os.path.commonpath([os.path.abspath(directory) for directory in directories]))
+    several = len(directories) > 1
+    return Path(os.path.commonpath([os.path.abspath(one) for one in directories]) if several else directories[0])
 
 
 def _write(path: Path, text: str) -> None:
@@ -160,24 +146,23 @@ def _write(path: Path, text: str) -> None:
         os.replace(file.name, path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ReadingError(
-            f"the report cannot be written to {os.fspath(path)!a} ({reason}); choose another -o"
-        ) from None
+        sentence = f"the report cannot be written to {os.fspath(path)!a} ({reason}); choose another -o"
+        raise ReadingError(sentence) from None
 
 
 def _part(number: int, view: PlotContext) -> RunPart:
     run = view.run
-    rows = event_rows(view)
+    rows = tables.event_rows(view)
     return RunPart(
         number,
         run.name,
         view.verdict,
-        facts_of(view),
-        timeline(view),
+        tables.facts_of(view),
+        tables.timeline(view),
         tuple(row for row in rows if row.severity != "info"),
         tuple(row for row in rows if row.severity == "info"),
-        preflight_of(run),
-        repairs_of(run),
+        tables.preflight_of(run),
+        tables.repairs_of(run),
         heat.matrices(view),
         json.dumps(run.facts.get("block"), indent=1, default=str)[:20_000] if run.facts.get("block") else "",
         tuple(run.problems),
@@ -185,42 +170,39 @@ def _part(number: int, view: PlotContext) -> RunPart:
 
 
 def _topics(views: Sequence[PlotContext]) -> list[Topic]:
-    tables = [heat.rank_tables(view) for view in views]
-    rows = [heat.shown_ranks(view, table) for view, table in zip(views, tables, strict=True)]
     topics: list[Topic] = []
 
-    def add(name: str, title: str, about: str, drawn: list[Panel | None]) -> None:
+    def add(name: str, title: str, about: str, drawn: Iterable[Panel | None]) -> None:
         panels = tuple((number, "", panel) for number, panel in enumerate(drawn) if panel is not None)
         topics.append(Topic(name, title, about, panels))
 
     about = "Of each rank's own rows."
-    add("loss", "Loss", about, [figures.loss(view) for view in views])
+    add("loss", "Loss", about, map(figures.loss, views))
     about = "Of each rank's own gradient, before the reduction."
-    add("norm", "Gradient norm", about, [figures.norm(view) for view in views])
+    add("norm", "Gradient norm", about, map(figures.norm, views))
     about = "Cosine of each rank's gradient with the mean of the others."
-    add("cosine", "Gradient direction", about, [figures.cosine(view) for view in views])
+    add("cosine", "Gradient direction", about, map(figures.cosine, views))
     about = "Distance of the reduced gradient from the mean of the ranks' gradients."
-    add("integrity", "Is the reduction right?", about, [figures.integrity(view) for view in views])
-    for metric, title, noun in _BY_RANK:
-        about = f"How far each rank's {noun} is from the median of all."
-        add(
-            f"ranks-{metric}",
-            title,
-            about,
-            [heat.rank_heat(v, metric, tables[n], rows[n]) for n, v in enumerate(views)],
-        )
+    add("integrity", "Is the reduction right?", about, map(figures.integrity, views))
+    by_rank = [heat.rank_tables(view) for view in views]
+    rows = [heat.shown_ranks(view, held) for view, held in zip(views, by_rank, strict=True)]
+    for metric in _BY_RANK:
+        about = f"How far each rank's {metric} is from the median of all."
+        drawn = [heat.rank_heat(view, metric, by_rank[n], rows[n]) for n, view in enumerate(views)]
+        add(f"ranks-{metric}", f"{heat.WORDS[metric][0]}, rank by rank", about, drawn)
     about = "The batch, in samples, beyond which more data parallelism hardly helps."
-    add("noise", "Noise scale", about, [figures.noise_scale(view) for view in views])
+    add("noise", "Noise scale", about, map(figures.noise_scale, views))
     near = tuple((n, title, panel) for n, view in enumerate(views) for title, panel in figures.scores(view))
     about = "Score over threshold, nearest first. Below 1, the line, chance explains it; above, own rows may."
     topics.append(Topic("scores", "How near each detector was", about, near, small=True))
     about = "What the ranks have taken of the epoch."
-    add("coverage", "Rows", about, [figures.coverage(view) for view in views])
+    add("coverage", "Rows", about, map(figures.coverage, views))
     about = "Wall time of the writing rank, in seconds."
-    add("cost", "What observing costs", about, [figures.cost(view) for view in views])
+    add("cost", "What observing costs", about, map(figures.cost, views))
     for which, title in ((0, "Layers: dispersion of the norm"), (1, "Layers: mean cosine")):
-        about = "Of each layer, over the ranks."
-        add(f"layers-{which}", title, about, [heat.layer_heat(view, which) for view in views])
+        add(
+            f"layers-{which}", title, "Of each layer, over the ranks.", [heat.layer_heat(view, which) for view in views]
+        )
     return [topic for topic in topics if topic.panels]
 
 
@@ -236,8 +218,7 @@ def _numbered(parts: Sequence[RunPart], topics: Sequence[Topic]) -> tuple[list[d
 def _data(views: Sequence[PlotContext], parts: Sequence[RunPart], drawn: list[dict[str, Any]]) -> Markup:
     """Return the script's numbers as JSON that can stand in a page."""
     axes = [
-        {"name": view.run.name, "low": view.axis.low, "high": view.axis.high, "steps": view.axis.steps()}
-        for view in views
+        {"name": one.run.name, "low": one.axis.low, "high": one.axis.high, "steps": one.axis.steps()} for one in views
     ]
     matrices = [[panel.data for _, panel in part.matrices] for part in parts]
     since = next((part.verdict.since for part in parts if part.verdict.since), None)
@@ -270,9 +251,12 @@ def _headline(parts: Sequence[RunPart]) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    loader = jinja2.FunctionLoader(_text)
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FunctionLoader(_text),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
     environment.filters["gist"] = gist
     return environment
@@ -280,15 +264,12 @@ def _environment() -> jinja2.Environment:
 
 def _policy() -> str:
     """Return a policy that admits this page's own style, script and pictures alone."""
-    style, script = (_hash(_text(name)) for name in ("page.css", "page.js"))
+    digests = (hashlib.sha256(_text(name).encode()).digest() for name in ("page.css", "page.js"))
+    style, script = (f"sha256-{base64.b64encode(digest).decode('ascii')}" for digest in digests)
     return (
         f"default-src 'none'; script-src '{script}'; style-src '{style}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
 
 
 def _text(name: str) -> str:

@@ -130,7 +130,7 @@ def facts_of(view: PlotContext) -> tuple[tuple[str, str], ...]:
     framework = " ".join(part for key in ("framework", "framework_version") if (part := text(of(facts, key), 40)))
     measured = f"{len(step):,} step{'s' * (len(step) != 1)}"
     pairs = (
-        ("ranks", f"{run.world_size:,}" if run.world_size else "not known"),
+        ("ranks", f"{run.world_size:,}" if run.world_size else "unknown"),
         ("hosts", f"{len(hosts):,}") if len(hosts) > 1 else ("host", "".join(hosts)),
         ("framework", framework and framework + (f", ZeRO {stage}" if stage is not None else "")),
         ("reduced in", text(of(facts, "training", "the dtype of the reduction"), 20)),
