@@ -1,10 +1,10 @@
 """The numbers of every step as columns of 8 bytes each, whatever the number of ranks; and the detectors' scores.
 
-steps.add({"step": 1, "loss": {"mean": 2.0}, ...})       # a StepTable
+steps.add({"step": 1, "loss": {"mean": 2.0}, ...})    # a StepTable
 steps.step                       # int64 (S,)
 steps["loss mean"]               # float64 (S,); NaN where not measured or not a number
 steps.measured("loss mean")      # bool (S,): a NaN there was measured
-scores.add({"step": 3, "scores": [{"detector": "outlier", "score": 2.0, "threshold": 16.6, "rank": 1}]})    # a ScoreTable
+scores.add({"step": 3, "scores": [{"detector": "outlier", "score": 2.0, "threshold": 16.6, "rank": 1}]})  # ScoreTable
 scores.curves[("outlier", "")].score
 """
 

@@ -36,7 +36,7 @@ LINES: dict[str, tuple[str, Callable[[], Any], tuple[str, ...]]] = {
 """The files of lines: the attribute of a run that takes their lines, its type, and the keys of every line."""
 OBJECTS = ("run.json", "ranks.json", "preflight.json")
 Listen = Callable[[str, dict[str, Any] | None], None]
-SHOWN_RANKS = 4
+_NAMED_RANKS = 4
 SILENT_SECONDS = 3600.0
 """Time without a record after which a run on another host may have ended."""
 _LARGEST_OBJECT = 1 << 26
@@ -139,7 +139,7 @@ class RunRecords:
         if world and total >= world > 1:
             return f"All {world:,} ranks" if world > 2 else "Both ranks"
         known = self.places | {place.rank: place for place in reversed(group.places)}
-        each = [f"{rank} ({known[rank].spot})" if rank in known else str(rank) for rank in group.ranks[:SHOWN_RANKS]]
+        each = [f"{rank} ({known[rank].spot})" if rank in known else str(rank) for rank in group.ranks[:_NAMED_RANKS]]
         more = f" and {total - len(each):,} more" if total > len(each) else ""
         return f"Rank{'s' * (total > 1)} {', '.join(each)}{more}"
 

@@ -2,7 +2,7 @@
 
 spread = Envelope(width=3 * ranks)
 spread.add(step, values)                # float32 (width,)
-spread.view()                           # Buckets: steps (B, 2), low and high (B, width)
+spread.buckets()                           # Buckets: steps (B, 2), low and high (B, width)
 
 At most about 1,000 buckets are kept, however many steps there are: when there are more, two become one. Nothing is
 averaged, so a value that stood out at one step still does.
@@ -65,7 +65,7 @@ class Envelope:
                 self._per_bucket *= 2
                 self._done = [_joined(self._done[at : at + 2]) for at in range(0, len(self._done), 2)]
 
-    def view(self) -> Buckets:
+    def buckets(self) -> Buckets:
         """Return the buckets of all steps so far."""
         parts = self._with_rows() if self._rows else self._done
         if not parts:

@@ -35,7 +35,7 @@ class PlotContext:
     marks: tuple[Mark, ...]
 
 
-def view_of(run: RunRecords, verdict: RunVerdict) -> PlotContext:
+def plot_context(run: RunRecords, verdict: RunVerdict) -> PlotContext:
     """Put the bins over the measured steps, or over the events where none was measured."""
     steps, groups = run.steps.step, run.events.groups()
     if not len(steps):

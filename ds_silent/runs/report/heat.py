@@ -35,7 +35,7 @@ def rank_tables(view: PlotContext) -> dict[Metric, Table]:
     most = max((ranks for ranks, _ in view.run.spread.parts), default=0)
     tables: dict[Metric, Table] = {name: np.full((most, view.axis.bins), np.nan, dtype=np.float32) for name in METRICS}
     for ranks, envelope in view.run.spread.parts:
-        buckets = envelope.view()
+        buckets = envelope.buckets()
         if not len(buckets.steps):
             continue
         whole = rebinned(view.axis, buckets.steps, buckets.low, buckets.high)
@@ -92,7 +92,7 @@ def layer_heat(view: PlotContext, which: int) -> Panel | None:
     layers = view.run.layers
     if layers.envelope is None or not layers.names:
         return None
-    buckets = layers.envelope.view()
+    buckets = layers.envelope.buckets()
     count = len(layers.names)
     # of the cosine it is the lowest that matters, of the dispersion the highest
     chosen = (buckets.low if which else buckets.high)[:, which * count :][:, :count]

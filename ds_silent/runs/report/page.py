@@ -25,7 +25,7 @@ from markupsafe import Markup
 from ds_silent.runs.events import EventGroup
 from ds_silent.runs.lines import Metric
 from ds_silent.runs.report import figures, heat, tables
-from ds_silent.runs.report.figures import PlotContext, view_of
+from ds_silent.runs.report.figures import PlotContext, plot_context
 from ds_silent.runs.report.svg import Panel
 from ds_silent.runs.run import ReadingError, RunRecords, find_runs, read_run
 from ds_silent.runs.verdict import RunVerdict, verdict_of
@@ -73,7 +73,7 @@ class RunPart:
 
 def page_of(runs: Sequence[RunRecords], title: str = "") -> str:
     """Return the page of these runs, whatever their records hold."""
-    views = [view_of(run, verdict_of(run)) for run in runs]
+    views = [plot_context(run, verdict_of(run)) for run in runs]
     parts = [_part(number, view) for number, view in enumerate(views)]
     topics = _topics(views)
     drawn, numbers = _numbered(parts, topics)

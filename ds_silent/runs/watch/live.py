@@ -50,20 +50,20 @@ class Following(threading.Thread):
         caught_up: called in this thread after a snapshot of everything that there is.
 
     Attributes:
-        view: the newest snapshot; None before the first.
+        snapshot: the newest; None before the first.
     """
 
     def __init__(self, watched: Watched, every: float, caught_up: Callable[[], None] = lambda: None) -> None:
         super().__init__(name="ds_silent watch reads", daemon=True)  # a read that hangs must not keep the process
         self._watched, self._every, self._caught_up = watched, every, caught_up
         self._left = threading.Event()
-        self.view: Snapshot | None = None
+        self.snapshot: Snapshot | None = None
 
     def run(self) -> None:
         """Read until :meth:`leave`."""
         while not self._left.is_set():
             more = self._watched.poll()
-            self.view = self._watched.view()
+            self.snapshot = self._watched.snapshot()
             if not more:
                 self._caught_up()
             self._left.wait(0.0 if more else self._every)
@@ -106,7 +106,7 @@ def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None
         following.leave()
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, interrupt)
-    return following.view or nothing
+    return following.snapshot or nothing
 
 
 def follow(watched: Watched, every: float, caught_up: Callable[[], None]) -> None:
@@ -126,7 +126,7 @@ def follow(watched: Watched, every: float, caught_up: Callable[[], None]) -> Non
 def _draw_until_left(following: Following, keyboard: Keyboard, live: Live, view: Snapshot) -> None:
     state, glyphs, drawn_at, size = ScreenState(), glyphs_for(sys.stdout.encoding), 0.0, (0, 0)
     while True:
-        fresh = following.view
+        fresh = following.snapshot
         if fresh is not None and not state.paused:
             waited, view = view.verdict == "reading ...", fresh
             drawn_at = 0.0 if waited else drawn_at

@@ -83,7 +83,7 @@ def _alerting(run: str, every: float, stale: float | None, alert: Sequence[str])
 def _once(watched: Watched, as_json: bool, stale: float | None) -> int:
     while watched.poll():
         pass
-    view, now = watched.view(), time.time()
+    view, now = watched.snapshot(), time.time()
     status = status_of(view, stale, now)
     if as_json:
         text = json.dumps(json_of(view, stale, now), allow_nan=False, indent=1)

@@ -3,7 +3,7 @@
 watched = Watched("runs/my-run")
 while watched.poll():           # reads only what is new; may take as long as the file system does
     ...
-snapshot = watched.view()
+snapshot = watched.snapshot()
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Watched:
         self._written = status.st_mtime if status.st_size else None
         return self._behind
 
-    def view(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """Return the run as it is now."""
         run, verdict = self._reader.run, self._judge()
         newest = run.steps.newest

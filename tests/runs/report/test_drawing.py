@@ -12,7 +12,7 @@ import pytest
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.runs.report import heat
 from ds_silent.runs.report.axis import Axis, binned, rebinned, shown, ticks
-from ds_silent.runs.report.figures import view_of
+from ds_silent.runs.report.figures import plot_context
 from ds_silent.runs.report.svg import Series, chart, diverging
 
 
@@ -103,7 +103,7 @@ def test_a_long_run_of_many_ranks_hides_nothing(tmp_path: Path) -> None:
 
     make_run(tmp_path, steps=3000, ranks=80)
     run = read_run(tmp_path)
-    view = view_of(run, verdict_of(run))
+    view = plot_context(run, verdict_of(run))
     assert view.axis.bins == 400
     tables = heat.rank_tables(view)
     rows = heat.shown_ranks(view, tables)

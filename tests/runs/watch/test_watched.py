@@ -23,7 +23,7 @@ RECORDS, EVENTS = made(ranks=4, steps=80, bad_from=40)
 def seen(watched: Watched) -> Snapshot:
     while watched.poll():
         pass
-    return watched.view()
+    return watched.snapshot()
 
 
 def watch(*arguments: object) -> Any:
@@ -48,6 +48,13 @@ def test_a_run_that_grows(tmp_path: Path) -> None:
     assert blamed.departure is not None
     assert blamed.departure.metric == "norm"
     assert late.written is not None
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    write(tmp_path, RECORDS[:30])
+    write(tmp_path, RECORDS[25:40])
+    view = seen(Watched(tmp_path))
+    assert (view.step, view.measured, len(view.curves["loss"])) == (40, 40, 40)
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
