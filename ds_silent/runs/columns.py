@@ -78,7 +78,7 @@ class StepTable:
 
     @property
     def step(self) -> npt.NDArray[np.int64]:
-        """int64 (S,), ascending."""
+        """The measured steps: int64 (S,), ascending."""
         return np.array(self._step, dtype=np.int64)
 
     @property
@@ -87,16 +87,16 @@ class StepTable:
         return self._world[-1] if self._world else 0
 
     def __getitem__(self, name: str) -> Floats:
-        """float64 (S,); NaN where it was not measured, see :meth:`measured`."""
+        """Return a column, float64 (S,); NaN where it was not measured, see :meth:`measured`."""
         return np.array(self._values[_AT[name]], dtype=np.float64)
 
     def measured(self, name: str) -> npt.NDArray[np.bool_]:
-        """bool (S,)."""
+        """Return at which steps it was measured: bool (S,)."""
         absent: npt.NDArray[np.int64] = np.array(self._absent, dtype=np.int64)
         return np.asarray(absent >> _AT[name] & 1 == 0, dtype=np.bool_)
 
     def any(self, name: str) -> bool:
-        """Whether it was ever measured."""
+        """Return whether it was ever measured."""
         return bool(self.measured(name).any())
 
     def recent(self, name: str, count: int) -> list[float]:

@@ -23,6 +23,7 @@ from ds_silent.runs.lines import MOST_RANKS, number, of, ranks, text, whole
 
 SEVERITIES: Mapping[str, str] = {"error": "error", "warning": "warning", "info": "note"}
 """The worst first, and what people call each."""
+_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
 MOST_GROUPS = 2000
 """Further ones are counted together, by kind and severity."""
 _MOST_SPANS = 200
@@ -108,7 +109,7 @@ class EventGroup:
         return max(self.since, self.last - 1) if self.ended else self.last
 
     def goes_on_as(self, other: EventGroup, world_size: int) -> bool:
-        """Whether the fault goes on as ``other`` although its end was reported.
+        """Return whether the fault goes on as ``other`` although its end was reported.
 
         ``other`` is open, and follows from it or began before that end on the same ranks. A group that names all
         ranks, or none, may be about any rank.
@@ -205,9 +206,6 @@ class EventLog:
     def groups(self) -> list[EventGroup]:
         """Return the faults: worst first, then what does not follow from another, then earliest."""
         return sorted(self._groups.values(), key=lambda one: (_ORDER[one.severity], one.follows, one.first, one.kind))
-
-
-_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
 
 
 def in_words(counts: Mapping[str, int]) -> str:

@@ -77,7 +77,7 @@ class RunRecords:
 
     @property
     def name(self) -> str:
-        """Its directory."""
+        """The directory, as it is shown."""
         return text(os.fspath(self.directory), 200) or "run"
 
     @property
@@ -93,7 +93,7 @@ class RunRecords:
 
     @property
     def hosts(self) -> list[str]:
-        """Their names, each once."""
+        """The names of all hosts, each once."""
         return sorted({place.host for place in self.places.values()})
 
     @property
@@ -104,7 +104,7 @@ class RunRecords:
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each."""
+        """A sentence for each thing that could not be read."""
         unreadable = [f"{name} cannot be read: {why}." for name, why in self.unreadable.items() if why is not None]
         torn = [f"{name}: {n} torn or foreign line{'s' * (n != 1)} skipped." for name, n in self.skipped.items()]
         newer = [f"{name}: {newer_lines(version, count)}." for (name, version), count in sorted(self.newer.items())]

@@ -130,7 +130,7 @@ def test_a_run_that_broke_off_is_not_called_healthy(how: str, tmp_path: Path) ->
     view = Watched(tmp_path)
     while view.poll():
         pass
-    assert status_of(view.view(), None, time.time()) == (HEALTHY if how == "ended" else WARNING)
+    assert status_of(view.snapshot(), None, time.time()) == (HEALTHY if how == "ended" else WARNING)
 
 
 def test_a_run_on_another_host_is_lost_only_after_a_long_silence(tmp_path: Path) -> None:

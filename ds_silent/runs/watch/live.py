@@ -74,7 +74,7 @@ class Following(threading.Thread):
 
 
 def can_draw() -> bool:
-    """Whether the output is a terminal on which lines can be drawn at their places."""
+    """Return whether the output is a terminal on which lines can be drawn at their places."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
