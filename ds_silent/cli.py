@@ -275,7 +275,7 @@ def watch(
 
     Exit status: 0 healthy, 1 warnings, 3 errors, 4 stale, 5 no records yet, 2 a mistake in what was typed.
     """
-    from ds_silent.runs.watch.command import watch_command
+    from ds_silent.runs.watch.watch_command import watch_command
 
     raise typer.Exit(watch_command(run, once, as_json, stale, every, alert or []))
 
@@ -338,6 +338,6 @@ def report(
 
     Exit status: 0 the page was written, whatever it says; 2 a mistake in what was typed, or nothing to read.
     """
-    from ds_silent.runs.report.command import report_command
+    from ds_silent.runs.report.page import report_command
 
     raise typer.Exit(report_command(runs, output))

@@ -24,7 +24,7 @@ from ds_silent.alerts.sink import Alerts
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.destination import WrongDestination
 from ds_silent.distributed.together import Once
-from ds_silent.runs.summary import Tally
+from ds_silent.runs.summary import RunSummary
 from ds_silent.sinks import Background, FanOut, Sink, SinkError, open_files
 from ds_silent.sinks.claims import (
     Claim,
@@ -116,7 +116,7 @@ class RunDirectory:
 
             summary_writer_type()
         label = None if self._engine == 1 else f"engine-{self._engine}"
-        self._console = ConsoleSink(label=label, summary=Tally())
+        self._console = ConsoleSink(label=label, summary=RunSummary())
         self._background = Background([self._console, *self._metrics()], more=True)
         claim = claim_unused(self._base, first_only=True)
         self._undecided = claim is None

@@ -1,9 +1,10 @@
-"""Events, one group for each fault, however often it was told: none is left out, and all are counted.
+"""Events in one group per fault, however often each was reported: none is left out, and all are counted.
 
 log = EventLog()
 log.add({"step": 12, "kind": "outlier-rank", "severity": "error", "ranks": [2], ...})
 log.groups()          # worst first, then earliest
 log.counts            # of the severities
+log.recent            # the last 200, one by one
 """
 
 from __future__ import annotations
@@ -12,46 +13,49 @@ import bisect
 import re
 from array import array
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_silent.runs.values import number, of, ranks, text, whole
+from ds_silent.distributed.parts import SHOWN_RANKS, ranks_of
+from ds_silent.records import ENDED, STILL
+from ds_silent.runs.lines import MOST_RANKS, number, of, ranks, text, whole
 
-SEVERITIES = ("error", "warning", "info")
-"""Worst first."""
+SEVERITIES: Mapping[str, str] = {"error": "error", "warning": "warning", "info": "note"}
+"""The worst first, and what people call each."""
+_ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
 MOST_GROUPS = 2000
 """Further ones are counted together, by kind and severity."""
 _MOST_SPANS = 200
-_STILL, _ENDED, _FOLLOWS = "Still, since step", "Ended:", "Follows from the "
+_FOLLOWS = "Follows from the "
 _SINCE = re.compile(r"(?:(?:that of|since|since about) step|those of steps) (\d{1,18})\b")
-_AFTERWARDS = ("observer-off", "repaired")  # what was done, and no fault that goes on
+_AFTERWARDS = ("observer-off", "repaired")  # actions, not faults that go on
 
 
 @dataclass
-class Place:
+class RankPlace:
     """Where a rank runs, as far as it is known."""
 
     rank: int
     host: str
     spot: str  # "node0087:3"
-    device: str = ""
-    group: str = ""
 
 
 @dataclass(frozen=True)
-class Told:
-    """One event, as short as a list of the newest shows it."""
+class EventLine:
+    """One event as it is listed: texts without control characters."""
 
     step: int
-    kind: str
     severity: str
-    ranks: tuple[int, ...]
+    kind: str
+    who: str  # "rank 2", "ranks 0, 3", ""
     message: str
+    remedy: str = ""
 
 
 @dataclass
 class EventGroup:
-    """One fault: what was told of it, each time."""
+    """All events of one fault."""
 
     kind: str
     severity: str  # the worst
@@ -62,10 +66,9 @@ class EventGroup:
     remedy: str
     score: float | None = None
     threshold: float | None = None
-    places: tuple[Place, ...] = ()
-    global_ranks: tuple[int, ...] = ()
+    places: tuple[RankPlace, ...] = ()
     steps: array[int] = field(default_factory=lambda: array("q"))  # of every event, ascending
-    spans: list[list[int]] = field(default_factory=list)  # first and last step told; 1 where its end was told
+    spans: list[list[int]] = field(default_factory=list)  # first and last step; 1 where its end was reported
     follows: bool = False  # from another fault, as its message says
     folded: int = 0  # faults in it, where it stands for many
 
@@ -81,17 +84,22 @@ class EventGroup:
 
     @property
     def count(self) -> int:
-        """Events."""
+        """The number of events."""
         return len(self.steps)
 
     @property
+    def total(self) -> int:
+        """The number of ranks, also of those that are not listed."""
+        return max(self.ranks_total, len(self.ranks))
+
+    @property
     def ended(self) -> bool:
-        """Whether its end was told last."""
+        """Whether the newest event reports its end."""
         return bool(self.spans and self.spans[-1][2])
 
     @property
     def since(self) -> int:
-        """From which step on, as the message knows it better than the step at which it was found."""
+        """The first step with it: the message may name one before the step at which it was found."""
         found = _SINCE.search(self.message)
         return min(int(found[1]), self.first) if found else self.first
 
@@ -101,8 +109,11 @@ class EventGroup:
         return max(self.since, self.last - 1) if self.ended else self.last
 
     def goes_on_as(self, other: EventGroup, world_size: int) -> bool:
-        """Whether this is not over, though its end was told: ``other`` is open, and follows from it, or began before
-        that end on the same ranks. Who is one of all ranks is known of none."""
+        """Return whether the fault goes on as ``other`` although its end was reported.
+
+        ``other`` is open, and follows from it or began before that end on the same ranks. A group that names all
+        ranks, or none, may be about any rank.
+        """
         if other is self or other.ended or other.kind in _AFTERWARDS:
             return False
         if other.follows:
@@ -112,99 +123,109 @@ class EventGroup:
         same = not (ours and theirs) or bool(ours & theirs)
         return same and other.severity != "info" and self.since <= other.since <= self.last
 
+    def describe(self, line: Mapping[str, Any], message: str) -> None:
+        """Take over what this event says of the fault."""
+        self.message, self.remedy = message, text(line.get("remedy"))
+        self.score, self.threshold = number(line.get("score")), number(line.get("threshold"))
+        self.places = places(line.get("places"))
+
+    def take(self, step: int, message: str) -> None:
+        """Count an event at this step; a reminder, or an end, belongs to the span before it."""
+        bisect.insort(self.steps, step)
+        spans, ended = self.spans, message.startswith(ENDED)
+        goes_on = ended or message.startswith(STILL)
+        if spans and (goes_on or len(spans) >= _MOST_SPANS) and not spans[-1][2]:
+            spans[-1][1] = max(spans[-1][1], step)
+        elif len(spans) < _MOST_SPANS:
+            spans.append([step, step, 0])
+        else:
+            spans[-1][1:] = [max(spans[-1][1], step), 0]
+        spans[-1][2] |= ended
+
 
 class EventLog:
-    """All events of a run."""
+    """All events of a run.
+
+    Attributes:
+        counts: by severity.
+        findings: likewise, without reminders and ends of what was reported before.
+        recent: the newest last; an event that a resumed run reports again stands there once.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[Any, EventGroup] = {}
+        self._latest = -1
         self.counts = dict.fromkeys(SEVERITIES, 0)
-        self.findings = dict.fromkeys(SEVERITIES, 0)  # events but for reminders and ends of what was told before
-        self.by_step: dict[str, array[int]] = {severity: array("q") for severity in SEVERITIES}
-        self.recent: deque[Told] = deque(maxlen=50)  # the newest
+        self.findings = dict.fromkeys(SEVERITIES, 0)
+        self.recent: deque[EventLine] = deque(maxlen=200)
 
     def __len__(self) -> int:
         return sum(self.counts.values())
 
-    def add(self, line: dict[str, Any]) -> bool:
-        """A line of events.jsonl; False where it is none. The same, written again by a resumed run, counts once."""
+    def add(self, line: Mapping[str, Any]) -> bool:
+        """Add a line of events.jsonl; False where it is not one. What a resumed run writes again counts once."""
         step, kind = whole(line.get("step")), text(line.get("kind"), 60)
         if step is None or not kind:
             return False
-        severity = line.get("severity")
-        severity = severity if severity in SEVERITIES else "warning"  # a newer version's own word
-        message = text(line.get("message"))
-        where, named = text(line.get("where"), 500), ranks(line.get("ranks"))
+        severity = text(line.get("severity"))
+        if severity not in SEVERITIES:
+            severity = "warning"  # a newer version's own word
+        message, where, named = text(line.get("message")), text(line.get("where"), 500), ranks(line.get("ranks"))
         total = whole(line.get("ranks_total")) or len(named)
-        follows = message.startswith(_FOLLOWS)
+        who = f"{total:,} ranks" if total > SHOWN_RANKS else ranks_of(named) if named else ""
+        self._list(EventLine(step, text(line.get("severity"), 10), kind, who, message, text(line.get("remedy"))))
+        still, ended, follows = message.startswith(STILL), message.startswith(ENDED), message.startswith(_FOLLOWS)
         key: Any = (kind, where, named, total, follows)
         effect = (*key[:-1], True)
-        if message.startswith((_STILL, _ENDED)) and key not in self._groups and effect in self._groups:
+        if (still or ended) and key not in self._groups and effect in self._groups:
             key, follows = effect, True
         folded = key not in self._groups and len(self._groups) >= MOST_GROUPS
         if folded:
-            key, named, total = (kind, severity), (), 0
-            where = "several"
+            key, named, total, where = (kind, severity), (), 0, "several"
         group = self._groups.get(key)
-        if group is not None and _held(group.steps, step) and not group.folded:
+        if group is not None and not group.folded and _holds(group.steps, step):
             return True
         self.counts[severity] += 1
-        again = message.startswith(_ENDED) or (message.startswith(_STILL) and group is not None)
-        self.findings[severity] += not again
-        bisect.insort(self.by_step[severity], step)
-        self.recent.append(Told(step, kind, severity, named, message[:600]))
+        self.findings[severity] += not (ended or (still and group is not None))
         if group is None:
-            group = EventGroup(kind, severity, where, named, total, message, text(line.get("remedy")), follows=follows)
-            self._groups[key] = group
-            self._fill(group, line)
-        elif SEVERITIES.index(severity) < SEVERITIES.index(group.severity):
+            group = self._groups[key] = EventGroup(kind, severity, where, named, total, message, "", follows=follows)
+            group.describe(line, message)
+        elif _ORDER[severity] < _ORDER[group.severity]:
             group.severity = severity
-            if not message.startswith(_STILL):  # else it is the same, said again
-                group.message, group.remedy = message, text(line.get("remedy"))
-                self._fill(group, line)
+            if not still:
+                group.describe(line, message)
         group.folded += folded
-        bisect.insort(group.steps, step)
-        _extend(group.spans, step, message)
+        group.take(step, message)
         return True
 
-    def _fill(self, group: EventGroup, line: dict[str, Any]) -> None:
-        group.score, group.threshold = number(line.get("score")), number(line.get("threshold"))
-        group.global_ranks = ranks(line.get("global_ranks"))
-        group.places = places(line.get("places"))
+    def _list(self, event: EventLine) -> None:
+        if event.step > self._latest or event not in self.recent:
+            self.recent.append(event)
+        self._latest = max(self._latest, event.step)
 
     def groups(self) -> list[EventGroup]:
-        """Worst first, then what does not follow from another, then earliest."""
-        return sorted(
-            self._groups.values(), key=lambda one: (SEVERITIES.index(one.severity), one.follows, one.first, one.kind)
-        )
+        """Return the faults: worst first, then what does not follow from another, then earliest."""
+        return sorted(self._groups.values(), key=lambda one: (_ORDER[one.severity], one.follows, one.first, one.kind))
 
 
-def places(value: Any) -> tuple[Place, ...]:
-    """Of an event, or of ranks.json; those that are none are left out."""
+def in_words(counts: Mapping[str, int]) -> str:
+    """Return counts by severity as "1 error, 2 notes"; "" for none."""
+    counted = [(counts.get(severity, 0), name) for severity, name in SEVERITIES.items()]
+    return ", ".join(f"{count:,} {name}{'s' * (count != 1)}" for count, name in counted if count)
+
+
+def places(value: Any) -> tuple[RankPlace, ...]:
+    """Read the places of an event or of ranks.json; entries that are not places are left out."""
     found = []
     for one in value if isinstance(value, list) else []:
-        rank, host = whole(of(one, "rank"), 1 << 20), text(of(one, "host"), 64)
+        rank, host = whole(of(one, "rank"), MOST_RANKS), text(of(one, "host"), 64)
         if rank is not None and host:
-            local, device = whole(of(one, "local_rank"), 1 << 20), text(of(one, "device"), 64)
-            number_of = str(local) if local is not None else device.partition(":")[2]
-            spot = f"{host}:{number_of}" if number_of else host
-            found.append(Place(rank, host, spot, device, text(of(one, "group"), 64)))
+            local = whole(of(one, "local_rank"), MOST_RANKS)
+            device = str(local) if local is not None else text(of(one, "device"), 64).partition(":")[2]
+            found.append(RankPlace(rank, host, f"{host}:{device}" if device else host))
     return tuple(found)
 
 
-def _held(steps: array[int], step: int) -> bool:
+def _holds(steps: array[int], step: int) -> bool:
     at = bisect.bisect_left(steps, step)
     return at < len(steps) and steps[at] == step
-
-
-def _extend(spans: list[list[int]], step: int, message: str) -> None:
-    """An event goes on with the span before it where it is a reminder, or its end."""
-    goes_on = message.startswith((_STILL, _ENDED))
-    if spans and (goes_on or len(spans) >= _MOST_SPANS) and not spans[-1][2]:
-        spans[-1][1] = max(spans[-1][1], step)
-    elif len(spans) < _MOST_SPANS:
-        spans.append([step, step, 0])
-    else:
-        spans[-1][1:] = [max(spans[-1][1], step), 0]
-    if message.startswith(_ENDED):
-        spans[-1][2] = 1

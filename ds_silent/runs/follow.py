@@ -1,10 +1,7 @@
-"""A file of lines, read as it grows; also where it is truncated, replaced, or not there yet.
+"""Read a file of lines as it grows, also where it is truncated, replaced or not there yet.
 
 follower = Follower(Path("runs/my-run/metrics.jsonl"), ("step",))
-news = follower.poll()
-news.objects       # of the lines that have come since the last call
-news.restarted     # what was read before is no more: begin anew with these
-news.more          # there is more already: poll again
+follower.poll().objects       # of the lines that have come since the last call
 """
 
 from __future__ import annotations
@@ -22,16 +19,16 @@ _WITNESS = 64  # bytes before the place that was reached, which must still be th
 
 @dataclass(frozen=True)
 class News:
-    """What a file says that it did not say before."""
+    """Lines that have come since the last call."""
 
     objects: list[dict[str, Any]]
-    restarted: bool = False
-    broken: int = 0  # lines that are no such object
-    more: bool = False
+    restarted: bool = False  # what was read before is gone: begin anew with these
+    broken: int = 0  # lines that are not such objects
+    more: bool = False  # there is more already: poll again
 
 
 class Follower:
-    """Of one file. Every call reads at most 8 MiB, and only whole lines; a torn last one waits for its end.
+    """Reads one file, at most 8 MiB of whole lines a call; a torn last line waits for its end.
 
     Attributes:
         problem: why the file cannot be read, in a few words; None where it can, or is not there.
@@ -45,7 +42,7 @@ class Follower:
         self.problem: str | None = None
 
     def poll(self) -> News:
-        """Whatever is new. Raises nothing."""
+        """Return what is new. Raises nothing."""
         self.problem = None
         try:
             with open(self._path, "rb") as file:
@@ -57,7 +54,7 @@ class Follower:
             return News([])
 
     def rest(self) -> News:
-        """The last line, where it has no end and none will come: the run is over."""
+        """Return a last line without an end, once the run is over and none will come."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._place)
@@ -91,7 +88,7 @@ class Follower:
         return News(known, restarted, len(found) - len(known), self._place < status.st_size and len(data) == _AT_ONCE)
 
     def _long(self, data: bytes, restarted: bool, size: int) -> News:
-        """No line ends in what was read: its end is still to come, or it is too long to be ours."""
+        """Handle data without an end of line: it is still to come, or the line is too long to be ours."""
         if len(data) < _AT_ONCE:
             return News([], restarted)
         broken, self._skipping = int(not self._skipping), True
@@ -103,7 +100,7 @@ class Follower:
         self._witness = (self._witness + data[-_WITNESS:])[-_WITNESS:]
 
     def _forget(self) -> bool:
-        """Begin anew; whether there was anything to forget."""
+        """Begin anew; return whether anything had been read."""
         had, self._place, self._witness, self._skipping = self._place > 0, 0, b"", False
         self._file = (0, 0)
         return had

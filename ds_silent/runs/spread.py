@@ -1,25 +1,31 @@
-"""How far each rank, or each layer, is from the others at each step: of many steps the lowest and the highest.
+"""Numbers of each rank, layer or pair of ranks at each step: of many steps the lowest and the highest.
 
 spread = Envelope(width=3 * ranks)
 spread.add(step, values)                # float32 (width,)
-spread.view()                           # Buckets: steps (B, 2), low and high (B, width)
+spread.buckets()                           # Buckets: steps (B, 2), low and high (B, width)
 
-At most about 1,000 buckets are kept, however many steps there are: when they are more, two become one. Nothing is
-averaged, so that what stood out at one step still stands out.
+At most about 1,000 buckets are kept, however many steps there are: when there are more, two become one. Nothing is
+averaged, so a value that stood out at one step still does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ds_silent.runs.lines import number, numbers, text, whole
+
 Values = npt.NDArray[np.float32]
 _BLOCK = 256  # steps that are taken up together; a power of two
 _NUMBERS = 1 << 22  # that are kept, at most about twice
-QUANTITIES = ("loss", "norm", "cosine")
+_Part = tuple[int, int, int, Values, Values]  # first step, last step, count, lowest, highest
+MOST_MATRICES = 48
+MOST_LAYERS = 2000
 
 
 @dataclass(frozen=True)
@@ -44,31 +50,31 @@ class Envelope:
         self._per_bucket = 1
         self._rows: list[Values] = []
         self._steps: list[int] = []
-        self._done: list[tuple[int, int, int, Values, Values]] = []  # first, last, count, low, high
+        self._done: list[_Part] = []
 
     def add(self, step: int, values: Values) -> None:
-        """A step's; a step that comes again retires what was from it on, where it is not in one bucket with others."""
+        """Add a step; a step that comes again retires the buckets that begin at it or later."""
         if (self._steps and step <= self._steps[-1]) or (self._done and step <= self._done[-1][1]):
             self._retire(step)
         self._steps.append(step)
         self._rows.append(values)
         if len(self._rows) == _BLOCK:
-            self._done = list(self._with_rows())
+            self._done = self._with_rows()
             self._rows, self._steps = [], []
             while len(self._done) > 2 * self._most:
                 self._per_bucket *= 2
                 self._done = [_joined(self._done[at : at + 2]) for at in range(0, len(self._done), 2)]
 
-    def view(self) -> Buckets:
-        """Of all steps so far."""
-        parts = list(self._with_rows()) if self._rows else self._done
+    def buckets(self) -> Buckets:
+        """Return the buckets of all steps so far."""
+        parts = self._with_rows() if self._rows else self._done
         if not parts:
             nothing = np.zeros((0, self.width), dtype=np.float32)
             return Buckets(np.zeros((0, 2), dtype=np.int64), nothing, nothing)
         steps = np.array([(first, last) for first, last, *_ in parts], dtype=np.int64)
         return Buckets(steps, np.stack([low for *_, low, _ in parts]), np.stack([high for *_, high in parts]))
 
-    def _with_rows(self) -> Iterable[tuple[int, int, int, Values, Values]]:
+    def _with_rows(self) -> list[_Part]:
         rows = np.stack(self._rows)
         rows = rows if self._prepare is None else self._prepare(rows)
         each = min(self._per_bucket, _BLOCK)
@@ -96,7 +102,7 @@ class Envelope:
 
 
 class RankSpread:
-    """Each rank's distance from the median of all: of the loss, of ln(gradient norm), of the cosine with the others.
+    """Each rank's distance from the median of all ranks: of the loss, of ln(gradient norm), of the cosine.
 
     A rank without a number (NaN) is at infinity; a quantity that was not measured is NaN.
 
@@ -107,15 +113,10 @@ class RankSpread:
     def __init__(self) -> None:
         self.parts: list[tuple[int, Envelope]] = []
 
-    def add(
-        self,
-        step: int,
-        loss: npt.ArrayLike | None,
-        norm: npt.ArrayLike | None,
-        cosine: npt.ArrayLike | None,
-    ) -> None:
-        """A step's values, by rank; None where not measured."""
-        each = [None if values is None else np.asarray(values, dtype=np.float32) for values in (loss, norm, cosine)]
+    def add(self, step: int, *metrics: npt.ArrayLike | None) -> None:
+        """Add the ranks' losses, gradient norms and cosines of a step; None for what was not measured."""
+        with np.errstate(over="ignore"):
+            each = [None if values is None else np.asarray(values, dtype=np.float32) for values in metrics]
         ranks = max((len(values) for values in each if values is not None), default=0)
         if ranks == 0:
             return
@@ -132,7 +133,7 @@ _NOT_MEASURED = np.float32(-3.4e38)
 
 
 def _deviations(rows: Values) -> Values:
-    """(S, 3N) of values to distances from the median of the step's ranks."""
+    """Return the distances of (S, 3N) values from the median of the step's ranks."""
     each = rows.reshape(len(rows), 3, -1)
     missing = each == _NOT_MEASURED
     out = np.empty_like(each)
@@ -155,7 +156,7 @@ def _deviations(rows: Values) -> Values:
 
 
 def _median(values: Values) -> Values:
-    """(S, 1); of many ranks the lower of the two in the middle, which is found in half the time."""
+    """Return (S, 1); of many ranks the lower of the two in the middle, which is found in half the time."""
     if values.shape[1] <= 64:
         return np.median(values, axis=1, keepdims=True)
     middle = (values.shape[1] - 1) // 2
@@ -163,11 +164,52 @@ def _median(values: Values) -> Values:
     return found
 
 
-def _joined(
-    parts: list[tuple[int, int, int, Values, Values]],
-) -> tuple[int, int, int, Values, Values]:
-    """One bucket of neighbours."""
+def _joined(parts: list[_Part]) -> _Part:
+    """Make one bucket of two neighbours, or of one."""
     if len(parts) == 1:
         return parts[0]
     (first, _, one, low, high), (_, last, other, low2, high2) = parts
     return first, last, one + other, np.fmin(low, low2), np.fmax(high, high2)
+
+
+@dataclass
+class Layers:
+    """The dispersion of each layer's gradient norm over the ranks, and its mean cosine."""
+
+    names: list[str] = field(default_factory=list)
+    envelope: Envelope | None = None  # 2 x layers numbers: cv, cosine
+
+    def add(self, line: dict[str, Any]) -> bool:
+        """Add a line of layers.jsonl; False where it is not one."""
+        step, layers = whole(line.get("step")), line.get("layers")
+        if step is None or type(layers) is not list:
+            return False
+        known = [one for one in layers[:MOST_LAYERS] if type(one) is dict]
+        names = [text(one.get("name"), 200) for one in known]
+        if self.envelope is None or names != self.names:
+            self.names, self.envelope = names, Envelope(2 * len(names))
+        row = [number(one.get(key)) for key in ("norm_cv", "mean_cosine") for one in known]
+        with np.errstate(over="ignore"):
+            self.envelope.add(step, np.array([math.nan if v is None else v for v in row], dtype=np.float32))
+        return True
+
+
+@dataclass
+class Matrices:
+    """The N x N cosines at some steps: of many steps the first, the last and some between."""
+
+    kept: list[tuple[int, list[list[float]]]] = field(default_factory=list)
+
+    def add(self, line: dict[str, Any]) -> bool:
+        """Add a line of matrices.jsonl; False where it is not one."""
+        step, rows = whole(line.get("step")), line.get("cosines")
+        if step is None or type(rows) is not list or not 0 < len(rows) <= 256:
+            return False
+        table = [numbers(row) for row in rows]
+        if any(row is None or len(row) != len(rows) for row in table):
+            return False
+        self.kept = [one for one in self.kept if one[0] < step]
+        self.kept.append((step, [row for row in table if row is not None]))
+        if len(self.kept) > MOST_MATRICES:
+            del self.kept[1:-1:2]
+        return True

@@ -1,9 +1,9 @@
-"""What is said of a run when it ends, in one line: counted as its records pass, so that nothing is read back.
+"""The one line that a run prints at its end, counted as its records pass: nothing is read back.
 
-tally = Tally()
-tally.write(record)
-tally.write_event(event)
-tally.line("runs/my-run")
+summary = RunSummary()
+summary.write(record)
+summary.write_event(event)
+summary.line("runs/my-run")
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import shlex
 from pathlib import Path
 
 from ds_silent.records import Event, StepRecord, to_json
-from ds_silent.runs.run import Run
+from ds_silent.runs.events import in_words
+from ds_silent.runs.run import RunRecords
 from ds_silent.runs.verdict import verdict_of
 from ds_silent.sinks.files import written_event
 
-_WORDS = {"error": "error", "warning": "warning", "info": "note"}
 
-
-class Tally:
-    """Of what this process has measured; of a run that was resumed, of its last part."""
+class RunSummary:
+    """Counts what this process has measured; of a resumed run its last part."""
 
     def __init__(self) -> None:
         self.steps = 0
         self._ranks = 0
-        self._unseen = {"reduction", "replicas"}  # what no record has said anything of
-        self._run: Run | None = None  # only its events: a number for every step would be memory that grows
+        self._unseen = {"reduction", "replicas"}  # what no record speaks of
+        self._run: RunRecords | None = None  # only its events: a number for every step would be memory that grows
 
     @property
     def anything(self) -> bool:
@@ -44,13 +43,13 @@ class Tally:
             self._unseen.discard("replicas")
 
     def write_event(self, event: Event) -> None:
-        """Take up an event."""
+        """Count an event."""
         if self._run is None:
-            self._run = Run(Path())
+            self._run = RunRecords(Path())
         self._run.events.add(to_json(written_event(event)))
 
     def line(self, directory: str | None) -> str:
-        """Steps, events, the verdict in the words of the report, where the records are, and how to see them.
+        """Return steps, events, the report's verdict, where the records are, and how to see them.
 
         Args:
             directory: None where nothing was written.
@@ -59,12 +58,8 @@ class Tally:
         where = "no records were written"
         if directory is not None:
             where = f"records in {directory}; see them: ds-silent report {shlex.quote(directory)}"
-        return f"end  {steps}; {self._events()}; verdict: {self._verdict()} {where[0].upper()}{where[1:]}"
-
-    def _events(self) -> str:
-        counts = {} if self._run is None else self._run.events.findings
-        said = [f"{count:,} {_WORDS[name]}{'s' * (count != 1)}" for name, count in counts.items() if count]
-        return ", ".join(said) or "no events"
+        events = in_words({} if self._run is None else self._run.events.findings) or "no events"
+        return f"end  {steps}; {events}; verdict: {self._verdict()} {where[0].upper()}{where[1:]}"
 
     def _verdict(self) -> str:
         if self._run is not None:

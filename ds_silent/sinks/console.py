@@ -31,7 +31,7 @@ _NARROWEST = 40  # columns: in a terminal of fewer every word would be a line
 
 
 class Summary(Protocol):
-    """What is said of a run when it ends: :class:`ds_silent.runs.summary.Tally`."""
+    """What is said of a run when it ends: :class:`ds_silent.runs.summary.RunSummary`."""
 
     @property
     def anything(self) -> bool:

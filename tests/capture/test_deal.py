@@ -21,7 +21,7 @@ from ds_silent.detectors import Judge
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import DataDealt, Event, StepRecord
-from ds_silent.runs.report.figures import view_of
+from ds_silent.runs.report.figures import plot_context
 from ds_silent.runs.report.tables import facts_of
 from ds_silent.runs.run import read_run
 from ds_silent.runs.verdict import verdict_of
@@ -280,7 +280,7 @@ def test_in_a_training(
         assert facts["data"]["by"].endswith("epoch advances" if advance else "its epoch does not advance")
     run = read_run(tmp_path)
     assert run.data == DataDealt(**facts["data"]).sentence
-    assert ("data", run.data) in facts_of(view_of(run, verdict_of(run)))
+    assert ("data", run.data) in facts_of(plot_context(run, verdict_of(run)))
     before = json.loads((tmp_path / "preflight.json").read_text())
     assert before["data"]["dealt"] == "unknown"  # no loader had been named
 

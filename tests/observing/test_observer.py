@@ -22,7 +22,7 @@ from ds_silent.measure.rows import RowTracker
 from ds_silent.practice.probe import LENGTH, VOCABULARY
 from ds_silent.records import Event
 from ds_silent.runs import read_run, verdict_of
-from ds_silent.runs.watch.once import HEALTHY, WARNING, status_of
+from ds_silent.runs.watch.watch_command import HEALTHY, WARNING, status_of
 from ds_silent.runs.watch.watched import Watched
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.collectives import Call, check_collectives, record_collectives
@@ -130,7 +130,7 @@ def test_a_run_that_broke_off_is_not_called_healthy(how: str, tmp_path: Path) ->
     view = Watched(tmp_path)
     while view.poll():
         pass
-    assert status_of(view.view(), None, time.time()) == (HEALTHY if how == "ended" else WARNING)
+    assert status_of(view.snapshot(), None, time.time()) == (HEALTHY if how == "ended" else WARNING)
 
 
 def test_a_run_on_another_host_is_lost_only_after_a_long_silence(tmp_path: Path) -> None:

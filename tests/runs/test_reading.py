@@ -69,7 +69,7 @@ def test_a_resumed_run_retires_what_lay_ahead(tmp_path: Path) -> None:
     assert run.events.groups()[0].count == 1
     ranks, envelope = run.spread.parts[0]
     assert ranks == 2
-    assert envelope.view().steps[:, 0].tolist() == [1, 2, 3]
+    assert envelope.buckets().steps[:, 0].tolist() == [1, 2, 3]
 
 
 def test_the_follower_sees_growth_truncation_and_another_file(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_envelope_keeps_what_stood_out_at_one_step_of_many() -> None:
     envelope, steps = Envelope(2), 50_000
     for step in range(steps):
         envelope.add(step, np.array([0.0, -9.0 if step == 31_234 else 0.0], dtype=np.float32))
-    view = envelope.view()
+    view = envelope.buckets()
     assert len(view.steps) <= 2 * 512
     assert view.steps[0, 0] == 0
     assert view.steps[-1, 1] == steps - 1
@@ -156,7 +156,7 @@ def test_the_envelope_keeps_what_stood_out_at_one_step_of_many() -> None:
 def test_a_rank_without_a_number_is_at_infinity() -> None:
     spread = RankSpread()
     spread.add(1, [1.0, 2.0, 4.0], [1.0, math.nan, math.e], None)
-    view = spread.parts[0][1].view()
+    view = spread.parts[0][1].buckets()
     loss, norm, cosine = view.high.reshape(3, 3)
     assert loss.tolist() == [-1.0, 0.0, 2.0]
     assert norm.tolist() == pytest.approx([-0.5, math.inf, 0.5])
@@ -176,7 +176,7 @@ def test_many_ranks_come_from_the_file_of_raw_values(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     ranks, envelope = run.spread.parts[0]
     assert ranks == 100
-    assert np.argmax(envelope.view().high[0, :100]) == 37
+    assert np.argmax(envelope.buckets().high[0, :100]) == 37
     assert run.steps["loss high"].tolist() == [5.0, 5.0]
 
 

@@ -15,7 +15,7 @@ from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import IntegrityStats, LossStats
-from ds_silent.runs.summary import Tally
+from ds_silent.runs.summary import RunSummary
 from ds_silent.sinks.console import ConsoleSink, event_line, step_line, wrapped
 from tests.sinks.example_records import empty_record, event, full_record
 
@@ -193,7 +193,7 @@ def ended(sink: ConsoleSink, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(0, summary=Tally())
+    sink = ConsoleSink(0, summary=RunSummary())
     sink.directory = "runs/my run"
     for step in range(1, 1201):
         sink.write(full_record(step))
@@ -207,7 +207,7 @@ def test_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_last_line_counts_a_fault_once(capsys: pytest.CaptureFixture[str]) -> None:
-    sink, told = ConsoleSink(0, summary=Tally()), event(10, ranks=(1,))
+    sink, told = ConsoleSink(0, summary=RunSummary()), event(10, ranks=(1,))
     end = replace(told, step=400, severity="info", message="Ended: duplicate-data, from step 10 to step 399.")
     reminders = [replace(told, step=step, message="Still, since step 10: the same.") for step in (138, 266)]
     resumed = replace(told, where="since before the resume", message="Still, since step 3: the same.")
@@ -217,7 +217,7 @@ def test_the_last_line_counts_a_fault_once(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_last_line_of_a_healthy_run(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(0, label="engine-2", summary=Tally())
+    sink = ConsoleSink(0, label="engine-2", summary=RunSummary())
     sink.write(full_record(1))
     assert ended(sink, capsys) == [
         "[ds_silent engine-2] end  1 step measured; no events; verdict: no fault was seen. No records were written"
@@ -225,21 +225,21 @@ def test_the_last_line_of_a_healthy_run(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_last_line_says_what_was_not_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(0, summary=Tally())
+    sink = ConsoleSink(0, summary=RunSummary())
     record = full_record(1)
     sink.write(replace(record, integrity=replace(record.integrity, replica_groups=None)))
     assert "verdict: no fault was seen; not checked: replicas. No records" in ended(sink, capsys)[0]
-    sink = ConsoleSink(0, summary=Tally())
+    sink = ConsoleSink(0, summary=RunSummary())
     sink.write(replace(record, integrity=IntegrityStats()))
     assert "verdict: no fault was seen; not checked: reduction, replicas. No records" in ended(sink, capsys)[0]
 
 
 def test_a_run_without_a_step_ends_silently(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(ConsoleSink(0, summary=Tally()), capsys) == []
+    assert ended(ConsoleSink(0, summary=RunSummary()), capsys) == []
 
 
 def test_a_run_that_ends_before_its_first_step_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(0, summary=Tally())
+    sink = ConsoleSink(0, summary=RunSummary())
     sink.directory = "runs\x1b[2J"
     sink.write_event(event(0, kind="seed-mismatch", ranks=(1,)))
     (line,) = ended(sink, capsys)

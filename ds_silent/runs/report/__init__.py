@@ -1,11 +1,10 @@
-"""One page that says what a run's records say: reading -> aggregation -> drawing -> template.
+"""Make one page of what a run's records say.
 
     write_report([Path("runs/my-run")])      # ReadingError: one sentence
 
-:mod:`ds_silent.runs` reads; ``axis`` puts any number of steps into a few hundred bins without losing what stands
-out; ``figures``, ``heat`` and ``tables`` choose what is shown, ``drawing`` and ``png`` draw; ``page`` fills
-``page.html``. The page needs no network: style and script stand in it, and its content-security policy admits these two
-alone, by their hashes.
+``axis`` puts any number of steps into a few hundred bins without losing what stands out; ``figures``, ``heat`` and
+``tables`` choose what is shown, ``svg`` draws, ``page`` fills ``page.html``. The page needs no network: style and
+script stand in it, and its content-security policy admits these two alone, by their hashes.
 """
 
 from ds_silent.runs.report.page import page_of, write_report

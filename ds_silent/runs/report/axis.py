@@ -2,19 +2,20 @@
 
 axis = Axis.of(steps)                        # int64 (S,), ascending
 curve = binned(axis, steps, values)          # float64 (S,) to low, mean, high (B,)
-axis.at(step)                                # 0 ... 1
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Steps = npt.NDArray[np.int64]
+from ds_silent.runs.columns import Floats
+
+Ints = npt.NDArray[np.int64]
 MOST_BINS = 400
 
 
@@ -27,8 +28,8 @@ class Axis:
     bins: int
 
     @classmethod
-    def of(cls, steps: Steps, most: int = MOST_BINS) -> Axis:
-        """For these measured steps; of none, one bin around step 1."""
+    def of(cls, steps: Ints, most: int = MOST_BINS) -> Axis:
+        """Make the axis of these measured steps; of none, one bin around step 1."""
         if not len(steps):
             return cls(0.5, 1.5, 1)
         first, last = float(steps[0]), float(steps[-1])
@@ -37,32 +38,32 @@ class Axis:
         return cls(low, high, max(1, min(most, round((high - low) / interval))))
 
     def at(self, step: float) -> float:
-        """Its place from 0 to 1; what lies outside is at an end."""
+        """Return the place of a step from 0 to 1; a step outside is at an end."""
         return min(max((step - self.low) / (self.high - self.low), 0.0), 1.0)
 
-    def bin_of(self, steps: Steps) -> npt.NDArray[np.intp]:
-        """The bin of each step."""
+    def bin_of(self, steps: Ints) -> npt.NDArray[np.intp]:
+        """Return the bin of each step."""
         share = (steps.astype(np.float64) - self.low) / (self.high - self.low)
         return np.clip(share * self.bins, 0, self.bins - 1).astype(np.intp)
 
     def centre(self, index: int) -> float:
-        """Of a bin, from 0 to 1."""
+        """Return the place of a bin's centre from 0 to 1."""
         return (index + 0.5) / self.bins
 
     def steps(self) -> list[tuple[int, int]]:
-        """The first and the last step that each bin may hold."""
-        edges = np.linspace(self.low, self.high, self.bins + 1)
-        return [(math.ceil(a - 1e-9), max(math.ceil(b - 1e-9) - 1, math.ceil(a - 1e-9))) for a, b in _pairs(edges)]
+        """Return the first and the last step that each bin may hold."""
+        firsts = [math.ceil(edge - 1e-9) for edge in np.linspace(self.low, self.high, self.bins + 1).tolist()]
+        return [(first, max(following - 1, first)) for first, following in pairwise(firsts)]
 
     def ticks(self, count: int = 6) -> list[int]:
-        """Some steps that are round numbers, among those of the axis."""
+        """Return some steps of the axis that are round numbers."""
         first, last = math.ceil(self.low), math.floor(self.high)
         found = [int(tick) for tick in ticks(first, last, count) if float(tick).is_integer() and first <= tick <= last]
         return found or [first]
 
 
 @dataclass(frozen=True)
-class Curve:
+class BinnedCurve:
     """(B,) each; NaN where a bin holds no finite value.
 
     Attributes:
@@ -72,7 +73,12 @@ class Curve:
     low: Floats
     mean: Floats
     high: Floats
-    broken: npt.NDArray[np.intp]
+    broken: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+
+    @classmethod
+    def line(cls, values: Floats) -> BinnedCurve:
+        """Make a curve of one value for each bin."""
+        return cls(values, values, values)
 
     @property
     def empty(self) -> bool:
@@ -80,12 +86,8 @@ class Curve:
         return not np.isfinite(self.mean).any() and not len(self.broken)
 
 
-def binned(axis: Axis, steps: Steps, values: Floats, measured: npt.NDArray[np.bool_] | None = None) -> Curve:
-    """Of the values at these steps.
-
-    Args:
-        measured: where a value that is no number was measured as such; without it, nowhere.
-    """
+def binned(axis: Axis, steps: Ints, values: Floats, measured: npt.NDArray[np.bool_] | None = None) -> BinnedCurve:
+    """Put the values at these steps into the bins; ``measured``: where NaN and infinities were measured as such."""
     where = axis.bin_of(steps)
     finite = np.isfinite(values)
     low, high = np.full(axis.bins, np.inf), np.full(axis.bins, -np.inf)
@@ -98,13 +100,13 @@ def binned(axis: Axis, steps: Steps, values: Floats, measured: npt.NDArray[np.bo
         mean = np.where(count > 0, np.clip(total, low, high), np.nan)
     low[count == 0] = high[count == 0] = np.nan
     broken = np.unique(where[~finite & measured]) if measured is not None else np.zeros(0, dtype=np.intp)
-    return Curve(low, mean, high, broken)
+    return BinnedCurve(low, mean, high, broken)
 
 
 def rebinned(
-    axis: Axis, spans: Steps, low: npt.NDArray[np.float32], high: npt.NDArray[np.float32]
+    axis: Axis, spans: Ints, low: npt.NDArray[np.float32], high: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Buckets of steps (K, 2) with the lowest and the highest of each row (K, R) to what is furthest from 0, (R, B).
+    """Return (R, B), what is furthest from 0, of steps (K, 2) with the lowest and the highest of each row (K, R).
 
     A bucket that lies across bins counts in each of them: nothing that stands out is lost.
     """
@@ -119,7 +121,7 @@ def rebinned(
 
 
 def smoothed(values: Floats, window: int = 9) -> Floats:
-    """The median of each value's neighbours that are numbers."""
+    """Return the median of each value's finite neighbours."""
     if not len(values):
         return values
     half = window // 2
@@ -133,7 +135,7 @@ def smoothed(values: Floats, window: int = 9) -> Floats:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About ``count`` round numbers from ``low`` to ``high``."""
+    """Return about ``count`` round numbers from ``low`` to ``high``."""
     span = high - low
     if not math.isfinite(span) or span <= 0:
         return [low] if math.isfinite(low) else []
@@ -141,15 +143,12 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if raw <= power * factor * 1.0000001)
     begin = math.ceil(low / step - 1e-9)
-    return [
-        (begin + n) * step
-        for n in range(int((high - low) / step + 1e-6) + 2)
-        if (begin + n) * step <= high + 1e-9 * span
-    ]
+    found = [(begin + n) * step for n in range(int(span / step + 1e-6) + 2)]
+    return [tick for tick in found if tick <= high + 1e-9 * span]
 
 
 def shown(value: float | None, digits: int = 3) -> str:
-    """A number as a person reads it."""
+    """Return a number as people read it."""
     if value is None:
         return "not measured"
     if math.isnan(value):
@@ -168,7 +167,3 @@ def shown(value: float | None, digits: int = 3) -> str:
     text = f"{value:.{max(digits - 1 - math.floor(math.log10(size)), 0)}f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return text.replace("-", "−")
-
-
-def _pairs(edges: Floats) -> list[tuple[float, float]]:
-    return list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))

@@ -1,21 +1,23 @@
-"""What is drawn of a run: one function per figure, each from the run to a panel or None. Pure.
+"""Draw what was measured: one function per figure, each from the run to a panel or None. Pure.
 
 panel = loss(view)         # None where nothing of it was measured
-panel.figure.markup, panel.note
+panel.markup, panel.note
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
-from ds_silent.runs import Run, Verdict
-from ds_silent.runs.report.axis import Axis, Curve, Floats, binned, shown, smoothed
-from ds_silent.runs.report.drawing import Figure, Mark, Series, chart
+from ds_silent.runs.columns import Floats
+from ds_silent.runs.lines import Metric
+from ds_silent.runs.report.axis import Axis, BinnedCurve, binned, shown, smoothed
+from ds_silent.runs.report.svg import Mark, Panel, Series, chart
+from ds_silent.runs.run import RunRecords
+from ds_silent.runs.verdict import RunVerdict
 
 _OF_FEW = {4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14}
 """By which a median of so few deviations is too small (Croux and Rousseeuw 1992)."""
@@ -24,85 +26,68 @@ _OUTSIDE = 1e-3
 
 
 @dataclass(frozen=True)
-class View:
-    """A run, its verdict, and the bins that all its figures share."""
+class PlotContext:
+    """A run, its verdict, and the bins and marks that all its figures share."""
 
-    run: Run
-    verdict: Verdict
+    run: RunRecords
+    verdict: RunVerdict
     axis: Axis
     marks: tuple[Mark, ...]
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One drawing with what it says.
-
-    Attributes:
-        keys: name and tone of what is drawn, for the legend.
-    """
-
-    figure: Figure
-    note: str = ""
-    keys: tuple[tuple[str, str], ...] = ()
-    wide: bool = field(default=False)
-
-
-def view_of(run: Run, verdict: Verdict) -> View:
-    """The bins go over the measured steps, or over the events where none was measured."""
-    steps = run.steps.step
+def plot_context(run: RunRecords, verdict: RunVerdict) -> PlotContext:
+    """Put the bins over the measured steps, or over the events where none was measured."""
+    steps, groups = run.steps.step, run.events.groups()
     if not len(steps):
-        told = sorted({step for group in run.events.groups() for step in (group.first, group.last)})
-        steps = np.array(told, dtype=np.int64)
+        steps = np.array(sorted({step for group in groups for step in (group.first, group.last)}), dtype=np.int64)
     marks = {
         span[0]: Mark(span[0], group.severity)
-        for group in reversed(run.events.groups()[:200])
+        for group in reversed(groups[:200])
         if group.severity != "info" and not group.follows and group.first > 0
         for span in group.spans[:3]
     }
-    return View(run, verdict, Axis.of(steps), tuple(marks[step] for step in sorted(marks)[:40]))
+    return PlotContext(run, verdict, Axis.of(steps), tuple(marks[step] for step in sorted(marks)[:40]))
 
 
-def column(view: View, name: str) -> Curve:
-    """Of the steps' numbers."""
+def column(view: PlotContext, name: str) -> BinnedCurve:
+    """Return one of the steps' numbers in bins."""
     steps = view.run.steps
     return binned(view.axis, steps.step, steps[name], steps.measured(name))
 
 
-def _of_ranks(view: View, name: str, label: str, extra: list[Series] | None = None, zero: bool = False) -> Panel | None:
-    """The middle of the ranks, the lowest and the highest, and where sampling noise puts them."""
+def _of_ranks(
+    view: PlotContext, name: Metric, label: str, extra: Series | None = None, zero: bool = False, about: str = ""
+) -> Panel | None:
+    """Draw mean, lowest and highest rank, and where sampling noise puts them; ``about`` goes to the note."""
     middle, low, high = (column(view, f"{name} {what}") for what in ("median", "low", "high"))
     mean = column(view, f"{name} mean")
     if middle.empty and mean.empty:
         return None
-    ranks = view.run.world_size
-    band = _noise_band(middle.mean, column(view, f"{name} spread").mean, ranks)
+    band = _noise_band(middle.mean, column(view, f"{name} spread").mean, view.run.world_size)
     series = [
-        Series("sampling noise", band, "band", "quiet"),
-        Series("lowest rank", Curve(low.low, low.low, low.low, low.broken[:0]), "thin", "b"),
-        Series("highest rank", Curve(high.high, high.high, high.high, high.broken[:0]), "thin", "c"),
-        *(extra or []),
-        Series("mean", mean, "line", "a"),
+        Series("sampling noise", band, "band", "quiet", key="band: where sampling noise alone puts all ranks"),
+        Series("lowest rank", BinnedCurve.line(low.low), "thin", "b"),
+        Series("highest rank", BinnedCurve.line(high.high), "thin", "c"),
+        *([] if extra is None else [extra]),
+        Series("mean", mean, "line", "a", key="mean over all pairs" if name == "cosine" else ""),
     ]
     series = [one for one in series if not one.curve.empty]
-    figure = chart(view.axis, series, label, marks=view.marks, height=170, zero=zero)
-    names = {"band": "band: where sampling noise alone puts all ranks"}
-    keys = tuple((names.get(one.style, one.name), one.tone) for one in series)
-    return Panel(figure, _outside(view, name, band), keys)
+    note = " ".join(part for part in (_outside(view, low.low, high.high, band), about) if part)
+    return chart(view.axis, series, label, marks=view.marks, height=170, zero=zero, note=note)
 
 
-def _noise_band(middle: Floats, spread: Floats, ranks: int) -> Curve:
-    """Median ± z robust deviations, so that chance puts a rank outside in one step of a thousand."""
+def _noise_band(middle: Floats, spread: Floats, ranks: int) -> BinnedCurve:
+    """Return median ± z robust deviations: chance puts a rank outside in one step of a thousand."""
     z = -NormalDist().inv_cdf(_OUTSIDE / 2 / max(ranks, 1)) * _OF_FEW.get(ranks, 1.0)
-    usual = smoothed(spread)
     with np.errstate(over="ignore"):
-        return Curve(middle - z * usual, middle, middle + z * usual, np.zeros(0, dtype=np.intp))
+        away = z * smoothed(spread)
+        return BinnedCurve(middle - away, middle, middle + away)
 
 
-def _outside(view: View, name: str, band: Curve) -> str:
-    """In how many of the drawn bins a rank is outside."""
+def _outside(view: PlotContext, low: Floats, high: Floats, band: BinnedCurve) -> str:
+    """Say in how many of the drawn bins a rank is outside."""
     if view.run.world_size < 3:
         return ""
-    low, high = column(view, f"{name} low").low, column(view, f"{name} high").high
     known = np.isfinite(band.low) & np.isfinite(low)
     with np.errstate(invalid="ignore"):
         outside = int((known & ((low < band.low) | (high > band.high))).sum())
@@ -111,40 +96,33 @@ def _outside(view: View, name: str, band: Curve) -> str:
     return f"A rank is outside of the band in {outside:,} of {int(known.sum()):,} places."
 
 
-def loss(view: View) -> Panel | None:
-    """Losses of the ranks."""
+def loss(view: PlotContext) -> Panel | None:
+    """Draw the ranks' losses."""
     return _of_ranks(view, "loss", "Loss of each step: mean, lowest and highest rank, and the band of sampling noise")
 
 
-def norm(view: View) -> Panel | None:
-    """Norms of the ranks' gradients, and of what came out of the reduction."""
+def norm(view: PlotContext) -> Panel | None:
+    """Draw the norms of the ranks' gradients, and of the reduced gradient."""
     aggregated = Series("after the reduction", column(view, "norm aggregated"), "dash", "d")
     label = "Gradient norm of each step: mean, lowest and highest rank, after the reduction, and the noise band"
-    return _of_ranks(view, "norm", label, [aggregated], zero=True)
+    return _of_ranks(view, "norm", label, aggregated, zero=True)
 
 
-def cosine(view: View) -> Panel | None:
-    """Cosines of the ranks' gradients, and where the noise scale says their mean should be."""
-    expected = _expected_cosine(view)
-    flat = np.full(view.axis.bins, math.nan if expected is None else expected)
-    extra = [Series("expected", Curve(flat, flat, flat, np.zeros(0, dtype=np.intp)), "dash", "d", told=False)]
-    label = "Cosine of each rank's gradient with the mean of the others, and the mean over all pairs"
-    panel = _of_ranks(view, "cosine", label, extra)
-    if panel is None:
-        return None
-    mean = view.run.steps["cosine mean"]
-    known = mean[np.isfinite(mean)]
-    notes = [panel.note] if panel.note else []
-    if len(known) and float(np.median(known)) > 0.999:
-        notes.append("A mean cosine of 1 is no health: the ranks do the same work.")
+def cosine(view: PlotContext) -> Panel | None:
+    """Draw the cosines of the ranks' gradients, and where the noise scale says their mean should be."""
+    expected, about = _expected_cosine(view), ""
+    flat = BinnedCurve.line(np.full(view.axis.bins, math.nan if expected is None else expected))
+    usual = _usual(view, "cosine mean")
+    if usual is not None and usual > 0.999:
+        about = "A mean cosine of 1 is no health: the ranks do the same work."
     elif expected is not None:
-        notes.append(f"By the usual noise scale the mean should be about {shown(expected)} (dashed).")
-    keys = tuple(("mean over all pairs" if name == "mean" else name, tone) for name, tone in panel.keys)
-    return Panel(panel.figure, " ".join(notes), keys)
+        about = f"By the usual noise scale the mean should be about {shown(expected)} (dashed)."
+    label = "Cosine of each rank's gradient with the mean of the others, and the mean over all pairs"
+    return _of_ranks(view, "cosine", label, Series("expected", flat, "dash", "d", hover=False), about=about)
 
 
-def batch_of(view: View) -> float | None:
-    """Rows of all ranks in one step."""
+def batch_of(view: PlotContext) -> float | None:
+    """Return the rows of all ranks in one step."""
     steps = view.run.steps
     samples, step = steps["samples"], steps.step
     if len(step) == 1 and samples[0] > 0:
@@ -154,34 +132,33 @@ def batch_of(view: View) -> float | None:
     return float(np.median(rows)) if len(rows) else None
 
 
-def usual_noise(view: View) -> float | None:
-    """The median over the steps."""
-    noise = view.run.steps["noise scale"]
-    noise = noise[np.isfinite(noise)]
-    return float(np.median(noise)) if len(noise) else None
+def _usual(view: PlotContext, name: str) -> float | None:
+    """Return the median over the steps."""
+    values = view.run.steps[name]
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else None
 
 
-def _expected_cosine(view: View) -> float | None:
-    noise, batch, ranks = usual_noise(view), batch_of(view), view.run.world_size
+def _expected_cosine(view: PlotContext) -> float | None:
+    noise, batch, ranks = _usual(view, "noise scale"), batch_of(view), view.run.world_size
     if noise is None or batch is None or not ranks or noise <= 0:
         return None
     return 1.0 / (1.0 + noise * ranks / batch)
 
 
-def noise_scale(view: View) -> Panel | None:
-    """The noise scale beside the batch, and what that means."""
+def noise_scale(view: PlotContext) -> Panel | None:
+    """Draw the noise scale beside the batch, and say what that means."""
     curve = column(view, "noise scale")
     if curve.empty:
         return None
-    middle = smoothed(curve.mean, 15)
-    smooth = Curve(middle, middle, middle, np.zeros(0, dtype=np.intp))
-    batch = batch_of(view)
+    finite, batch = curve.mean[np.isfinite(curve.mean)], batch_of(view)
+    smooth = BinnedCurve.line(smoothed(curve.mean, 15))
     series = [Series("each step", curve, "thin", "quiet"), Series("smoothed", smooth, "line", "a")]
-    label = "Gradient noise scale in samples, and the batch of all ranks"
-    log = bool((curve.mean[np.isfinite(curve.mean)] > 0).mean() > 0.9) if np.isfinite(curve.mean).any() else False
-    figure = chart(view.axis, series, label, log=log, level=batch, marks=view.marks)
+    log = bool((finite > 0).mean() > 0.9) if len(finite) else False
     keys = (("one step", "quiet"), ("smoothed", "a"), ("rows of one step", "level"))
-    return Panel(figure, _noise_words(usual_noise(view), batch), keys)
+    note = _noise_words(_usual(view, "noise scale"), batch)
+    label = "Gradient noise scale in samples, and the batch of all ranks"
+    return chart(view.axis, series, label, log=log, level=batch, marks=view.marks, note=note, keys=keys)
 
 
 def _noise_words(noise: float | None, batch: float | None) -> str:
@@ -199,49 +176,37 @@ def _noise_words(noise: float | None, batch: float | None) -> str:
     return said + "The two are of one size: more ranks pay in part."
 
 
-def coverage(view: View) -> Panel | None:
-    """Shares of the epoch, and rows that several ranks hold."""
-    curves = [
-        ("seen once or more", column(view, "seen"), "a"),
-        ("seen again within an epoch", column(view, "repeated"), "c"),
-    ]
-    drawn = [Series(name, curve, "line", tone) for name, curve, tone in curves if not curve.empty]
-    if not drawn:
+def coverage(view: PlotContext) -> Panel | None:
+    """Draw shares of the epoch, and say how many rows several ranks hold."""
+    named = (("seen once or more", "seen", "a"), ("seen again within an epoch", "repeated", "c"))
+    series = [Series(name, column(view, key), "line", tone) for name, key, tone in named]
+    series = [one for one in series if not one.curve.empty]
+    if not series:
         return None
-    steps = view.run.steps
-    rows = steps["duplicates"]
-    total = float(rows[np.isfinite(rows)].sum()) if np.isfinite(rows).any() else None
-    figure = chart(view.axis, drawn, "Shares of the epoch's rows", zero=True, marks=view.marks)
-    said = (
-        ""
-        if total is None
-        else (
-            "No row was held by two ranks."
-            if total == 0
-            else f"{total:,.0f} rows were held by several ranks in one step."
-        )
-    )
-    return Panel(figure, said, tuple((one.name, one.tone) for one in drawn))
+    rows, note = view.run.steps["duplicates"], ""
+    rows = rows[np.isfinite(rows)]
+    if len(rows):
+        note = f"{rows.sum():,.0f} rows were held by several ranks in one step."
+        note = note if rows.sum() else "No row was held by two ranks."
+    return chart(view.axis, series, "Shares of the epoch's rows", zero=True, marks=view.marks, note=note)
 
 
-def integrity(view: View) -> Panel | None:
-    """The reduction's error against what rounding explains."""
+def integrity(view: PlotContext) -> Panel | None:
+    """Draw the reduction's error against what rounding explains."""
     error, bound = column(view, "integrity error"), column(view, "integrity bound")
     if error.empty and bound.empty:
         return None
     series = [Series("bound", bound, "dash", "bad"), Series("error", error, "line", "a")]
-    figure = chart(
-        view.axis, series, "Relative error of the reduced gradient and its rounding bound", log=True, marks=view.marks
-    )
-    steps = view.run.steps
+    steps, label = view.run.steps, "Relative error of the reduced gradient and its rounding bound"
     with np.errstate(invalid="ignore"):
         over = int((steps["integrity error"] > steps["integrity bound"]).sum())
     note = f"Above its bound at {over:,} step{'s' * (over != 1)}." if over else "Below its bound at every step."
-    return Panel(figure, note, (("error", "a"), ("what rounding explains at most", "bad")))
+    keys = (("error", "a"), ("what rounding explains at most", "bad"))
+    return chart(view.axis, series, label, log=True, marks=view.marks, note=note, keys=keys)
 
 
-def cost(view: View) -> Panel | None:
-    """What observing took of each step's time."""
+def cost(view: PlotContext) -> Panel | None:
+    """Draw what observing took of each step's time."""
     step, observe = column(view, "step seconds"), column(view, "observe seconds")
     series = [Series("step", step, "line", "a"), Series("observing", observe, "line", "c")]
     series = [one for one in series if not one.curve.empty]
@@ -253,66 +218,28 @@ def cost(view: View) -> Panel | None:
     if known.any():
         share, seconds = float(np.median(taken[known] / whole[known])), float(np.median(taken[known]))
         note = f"Observing took {share:.1%} of the typical measured step ({shown(seconds * 1e3, 2)} ms)."
-    figure = chart(view.axis, series, "Seconds of each step, and of observing it", zero=True, marks=view.marks)
-    return Panel(figure, note, tuple((one.name, one.tone) for one in series))
+    return chart(view.axis, series, "Seconds of each step, and of observing it", zero=True, marks=view.marks, note=note)
 
 
-def scores(view: View) -> list[tuple[str, Panel]]:
-    """Each detector's score over its threshold; nearest first."""
+def scores(view: PlotContext) -> list[tuple[str, Panel]]:
+    """Draw each detector's score over its threshold; nearest first."""
     found = []
     for (detector, where), held in view.run.scores.curves.items():
-        step = np.array(held.step, dtype=np.int64)
-        with np.errstate(all="ignore"):
-            share = np.array(held.score) / np.array(held.threshold)
-        share = np.where(np.array(held.threshold) > 0, np.maximum(share, 0.0), np.nan)
-        if not len(step) or not np.isfinite(share).any():
+        step, share = np.array(held.step, dtype=np.int64), held.shares()
+        if not np.isfinite(share).any():
             continue
-        curve = binned(view.axis, step, share)
         nearest = int(np.nanargmax(np.where(np.isfinite(share), share, -1.0)))
-        top = float(share[nearest])
+        top, rank = float(share[nearest]), held.rank[nearest]
         title = f"{detector}: {where}" if where else detector
-        upper = Curve(np.zeros(view.axis.bins), curve.high, curve.high, curve.broken)
-        series = [
-            Series(
-                "score / threshold",
-                Curve(upper.mean, upper.mean, upper.mean, upper.broken),
-                "line",
-                "bad" if top >= 1 else "a",
-            )
-        ]
-        figure = chart(
-            view.axis,
-            series,
-            f"{title}: score over threshold",
-            height=56,
-            level=1.0,
-            y_count=2,
-            between=(0.0, max(1.15, min(top * 1.1, 3.0))),
+        near = f"{top:.0%}" if top < 100 else f"{shown(top)} times"
+        note = f"nearest {near} at step {step[nearest]:,}{f', rank {rank}' if rank >= 0 else ''}"
+        curve, tone = binned(view.axis, step, share).high, "bad" if top >= 1 else "a"
+        series, ends = (
+            [Series("score / threshold", BinnedCurve.line(curve), "line", tone)],
+            (0.0, max(1.15, min(top * 1.1, 3.0))),
         )
-        rank = held.rank[nearest]
-        whose = f", rank {rank}" if rank >= 0 else ""
-        found.append((top, title, Panel(figure, f"nearest {_percent(top)} at step {step[nearest]:,}{whose}")))
+        label = f"{title}: score over threshold"
+        panel = chart(view.axis, series, label, height=56, level=1.0, y_count=2, between=ends, note=note)
+        found.append((top, title, panel))
     found.sort(key=lambda one: -one[0])
     return [(title, panel) for _, title, panel in found]
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share < 100 else f"{shown(share)} times"
-
-
-CURVES: tuple[tuple[str, str, str, Callable[[View], Panel | None]], ...] = (
-    ("loss", "Loss", "Of each rank's own rows.", loss),
-    ("norm", "Gradient norm", "Of each rank's own gradient, before the reduction.", norm),
-    ("cosine", "Gradient direction", "Cosine of each rank's gradient with the mean of the others.", cosine),
-)
-FURTHER: tuple[tuple[str, str, str, Callable[[View], Panel | None]], ...] = (
-    (
-        "integrity",
-        "Is the reduction right?",
-        "Distance of the reduced gradient from the mean of the ranks' gradients.",
-        integrity,
-    ),
-    ("noise", "Noise scale", "The batch, in samples, beyond which more data parallelism hardly helps.", noise_scale),
-    ("coverage", "Rows", "What the ranks have taken of the epoch.", coverage),
-    ("cost", "What observing costs", "Wall time of the writing rank, in seconds.", cost),
-)

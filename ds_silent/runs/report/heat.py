@@ -1,4 +1,4 @@
-"""Tables of numbers as pictures: ranks by steps, ranks by ranks, layers by steps. Pure.
+"""Draw tables of numbers as pictures: ranks by steps, ranks by ranks, layers by steps. Pure.
 
 tables = rank_tables(view)
 panel = rank_heat(view, "norm", tables, shown_ranks(view, tables))     # None where no rank's values are known
@@ -12,43 +12,44 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup, escape
 
+from ds_silent.runs.lines import METRICS, Metric
 from ds_silent.runs.report.axis import rebinned, shown
-from ds_silent.runs.report.drawing import Figure, cursor, data_uri, diverging, rounded, sequential, x_labels
-from ds_silent.runs.report.figures import Panel, View
-from ds_silent.runs.spread import QUANTITIES
+from ds_silent.runs.report.figures import PlotContext
+from ds_silent.runs.report.svg import Panel, cursor, diverging, image, rounded, sequential, x_labels
 
 MOST_ROWS = 64
 OF_MANY = 32
 """Rows of a run that has more than ``MOST_ROWS`` ranks."""
 MOST_MATRICES = 6
 Table = npt.NDArray[np.float32]
-_WORDS = {
+WORDS: dict[Metric, tuple[str, str]] = {
     "loss": ("Loss", "loss − median of the ranks"),
     "norm": ("Gradient norm", "norm / median of the ranks"),
     "cosine": ("Direction", "cosine − median of the ranks"),
 }
+"""Title and unit."""
 
 
-def rank_tables(view: View) -> dict[str, Table]:
-    """(N, B) by quantity: of each rank what lies furthest from the median of all in each bin."""
+def rank_tables(view: PlotContext) -> dict[Metric, Table]:
+    """Return (N, B) by metric: each rank's value that lies furthest from the median of all ranks in each bin."""
     most = max((ranks for ranks, _ in view.run.spread.parts), default=0)
-    tables = {name: np.full((most, view.axis.bins), np.nan, dtype=np.float32) for name in QUANTITIES}
+    tables: dict[Metric, Table] = {name: np.full((most, view.axis.bins), np.nan, dtype=np.float32) for name in METRICS}
     for ranks, envelope in view.run.spread.parts:
-        buckets = envelope.view()
+        buckets = envelope.buckets()
         if not len(buckets.steps):
             continue
         whole = rebinned(view.axis, buckets.steps, buckets.low, buckets.high)
-        for at, name in enumerate(QUANTITIES):
+        for at, name in enumerate(METRICS):
             if name == "cosine" and ranks == 2:  # both have one cosine, with each other
                 continue
             part = whole[at * ranks : (at + 1) * ranks]
             held = tables[name][:ranks]
             tables[name][:ranks] = np.where(np.isnan(part), held, part)
-    return {name: table for name, table in tables.items() if np.isfinite(table).any() or np.isinf(table).any()}
+    return {name: table for name, table in tables.items() if not np.isnan(table).all()}
 
 
-def shown_ranks(view: View, tables: dict[str, Table]) -> list[int]:
-    """The guilty first, then the others by host; of many, those that were named or stand out most."""
+def shown_ranks(view: PlotContext, tables: dict[Metric, Table]) -> list[int]:
+    """Return the ranks of the verdict, then those of events, then the others by host; of many those that stand out."""
     ranks = max((len(table) for table in tables.values()), default=0)
     named = list(view.verdict.ranks) if len(view.verdict.ranks) < max(view.run.world_size, 1) else []
     for group in view.run.events.groups():
@@ -60,48 +61,41 @@ def shown_ranks(view: View, tables: dict[str, Table]) -> list[int]:
         apart = np.zeros(ranks)
         for table in tables.values():
             away = np.abs(np.nan_to_num(table, nan=0.0, posinf=np.inf, neginf=-np.inf))
-            scale = _limit(table)
-            apart = np.maximum(apart, (away / scale).max(axis=1))
+            apart = np.maximum(apart, (away / _limit(table)).max(axis=1))
         rest = sorted(rest, key=lambda rank: (-apart[rank], rank))[: max(OF_MANY - len(named), 0)]
     places = view.run.places
     return named + sorted(rest, key=lambda rank: (places[rank].host if rank in places else "", rank))
 
 
-def rank_heat(view: View, name: str, tables: dict[str, Table], rows: list[int]) -> Panel | None:
-    """Ranks by steps, of one quantity."""
+def rank_heat(view: PlotContext, name: Metric, tables: dict[Metric, Table], rows: list[int]) -> Panel | None:
+    """Draw ranks by steps, of one metric."""
     if name not in tables or not rows:
         return None
     table = tables[name][rows]
     limit = _limit(tables[name])
-    title, unit = _WORDS[name]
+    title, unit = WORDS[name]
     labels = [_row_label(view, rank) for rank in rows]
     guilty = sum(1 for rank in rows if rank in view.verdict.ranks) if len(view.verdict.ranks) < len(rows) else 0
     values = np.exp(np.clip(table, -80, 80)) if name == "norm" else table
     values = np.where(np.isinf(table), np.inf, values)
     markup, height = _picture(view, diverging(table, limit), labels, f"{title}: {unit}, rank by step", guilty)
-    far = _far(name, limit)
-    total = max(view.run.world_size, len(tables[name]))
-    note = (
-        f"{len(rows)} of {total:,} ranks: those that were named, then those that stand out most."
-        if len(rows) < total
-        else ""
-    )
+    low, high = _far(name, limit)
+    total, note = max(view.run.world_size, len(tables[name])), ""
+    if len(rows) < total:
+        note = f"{len(rows)} of {total:,} ranks: those that were named, then those that stand out most."
     data = {"rows": labels, "unit": unit, "values": [_cells(row) for row in values]}
-    return Panel(
-        Figure(markup, data), note, ((f"below: {far[0]}", "below"), (f"above: {far[1]}", "above")), wide=height > 260
-    )
+    return Panel(markup, data, note, ((f"below: {low}", "below"), (f"above: {high}", "above")), wide=height > 260)
 
 
-def layer_heat(view: View, which: int) -> Panel | None:
-    """Layers by steps: 0 is the dispersion of the norm over the ranks, 1 the mean cosine."""
+def layer_heat(view: PlotContext, which: int) -> Panel | None:
+    """Draw layers by steps: 0 is the dispersion of the norm over the ranks, 1 the mean cosine."""
     layers = view.run.layers
     if layers.envelope is None or not layers.names:
         return None
-    buckets = layers.envelope.view()
+    buckets = layers.envelope.buckets()
     count = len(layers.names)
-    low, high = buckets.low[:, which * count :][:, :count], buckets.high[:, which * count :][:, :count]
     # of the cosine it is the lowest that matters, of the dispersion the highest
-    chosen = low if which else high
+    chosen = (buckets.low if which else buckets.high)[:, which * count :][:, :count]
     table = rebinned(view.axis, buckets.steps, chosen, chosen)
     if not np.isfinite(table).any():
         return None
@@ -115,11 +109,11 @@ def layer_heat(view: View, which: int) -> Panel | None:
     data = {"rows": names, "unit": unit, "values": [_cells(row) for row in table]}
     note = f"The first {len(names)} of {count:,} layers." if count > len(names) else ""
     key = f"{unit} {shown(bottom)}" if which else f"{unit} {shown(top)}"
-    return Panel(Figure(markup, data), note, ((key, "above"),), wide=height > 260)
+    return Panel(markup, data, note, ((key, "above"),), wide=height > 260)
 
 
-def matrices(view: View) -> list[tuple[str, int, Figure]]:
-    """Caption, step and picture of some of them: the first, the last, and those about where it went wrong."""
+def matrices(view: PlotContext) -> list[tuple[int, Panel]]:
+    """Draw some matrices, with their steps: the first, the last, and those around the beginning of the fault."""
     kept = view.run.matrices.kept
     if not kept:
         return []
@@ -139,18 +133,17 @@ def matrices(view: View) -> list[tuple[str, int, Figure]]:
         limit = max(float(np.abs(off).max()) if len(off) else 1.0, 1e-3)
         label = f"Cosines between the ranks' gradients at step {step:,}"
         np.fill_diagonal(table, np.nan)
-        image = _image(diverging(table, limit), "100%")
-        markup = f'<svg class="matrix" role="img" aria-label="{escape(label)}" viewBox="0 0 100 100">{image}</svg>'
+        picture = image(diverging(table, limit), "100%")
+        markup = f'<svg class="matrix" role="img" aria-label="{escape(label)}" viewBox="0 0 100 100">{picture}</svg>'
         caption = f"{shown(float(off.min()))} … {shown(float(off.max()))}" if len(off) else "no number"
         data = {"step": step, "values": [rounded(row) for row in table]} if len(table) <= 64 else {}
-        found.append((caption, step, Figure(Markup(markup), data)))
+        found.append((step, Panel(Markup(markup), data, caption)))
     return found
 
 
-def _picture(view: View, png: bytes, labels: list[str], title: str, guilty: int) -> tuple[Markup, int]:
+def _picture(view: PlotContext, png: bytes, labels: list[str], title: str, guilty: int) -> tuple[Markup, int]:
     row = 20 if len(labels) <= 10 else (13 if len(labels) <= 32 else 9)
     height = row * len(labels)
-    image = _image(png, str(height))
     size = "small" if row < 12 else ""
     texts = "".join(
         f'<text class="y {size}{" guilty" * (n < guilty)}" x="-8" y="{(n + 0.5) * row + 3.5:.1f}">{escape(one)}</text>'
@@ -161,29 +154,22 @@ def _picture(view: View, png: bytes, labels: list[str], title: str, guilty: int)
     if guilty:
         frame += f'<rect class="guilty" width="100%" height="{guilty * row}"/>'
     markup = f'<svg class="chart heat" role="img" aria-label="{escape(title)}" height="{height + 20}" data-row="{row}">'
-    markup += f"{image}{frame}{texts}{x_labels(view.axis, height)}{cursor(height)}</svg>"
+    markup += f"{image(png, str(height))}{frame}{texts}{x_labels(view.axis, height)}{cursor(height)}</svg>"
     return Markup(markup), height
 
 
-def _image(png: bytes, height: str) -> str:
-    return f'<image class="pixels" width="100%" height="{height}" preserveAspectRatio="none" href="{data_uri(png)}"/>'
-
-
-def _row_label(view: View, rank: int) -> str:
+def _row_label(view: PlotContext, rank: int) -> str:
     place = view.run.places.get(rank)
     return f"{rank} · {place.spot}"[:22] if place is not None else f"rank {rank}"
 
 
 def _limit(table: Table) -> float:
-    """Where the colours end: eight usual deviations."""
+    """Return the value at which the colours end: four usual deviations, and at least 2 % of the largest."""
     finite = np.abs(table[np.isfinite(table)])
-    if not len(finite):
-        return 1.0
-    usual = float(np.median(finite)) * 1.4826 * 4
-    return max(usual, float(finite.max()) * 0.02, 1e-9)
+    return max(4 * 1.4826 * float(np.median(finite)), 0.02 * float(finite.max()), 1e-9) if len(finite) else 1.0
 
 
-def _far(name: str, limit: float) -> tuple[str, str]:
+def _far(name: Metric, limit: float) -> tuple[str, str]:
     if name == "norm":
         return f"× {shown(math.exp(-limit), 2)}", f"× {shown(math.exp(min(limit, 80)), 2)}"
     return f"−{shown(limit, 2)}", f"+{shown(limit, 2)}"

@@ -1,130 +1,142 @@
 """The live view: a thread reads, this one draws and listens to the keys.
 
-    view = look(Watched("runs/my-run"), "runs/my-run", every=1.0)      # until q or Ctrl-C
+    snapshot = look(Watched("runs/my-run"), "runs/my-run", every=1.0)      # until q or Ctrl-C
 
-However long a file system takes, the picture and the keys do not wait for it; and what cannot be read is a line of the
-picture, never an end of it.
+However long a file system takes, the picture and the keys do not wait for it; a file that cannot be read is a line of
+the picture.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import TextIO
 
-from ds_silent.runs.watch.drawing import Glyphs, Wishes, draw, glyphs_for, most_scroll
-from ds_silent.runs.watch.terminal import Keyboard, Screen, wished
-from ds_silent.runs.watch.watched import View, Watched
+from rich.console import Console, Group
+from rich.live import Live
+
+from ds_silent.runs.watch.screen import ScreenState, draw, glyphs_for, most_scroll
+from ds_silent.runs.watch.watched import Snapshot, Watched
+
+try:
+    import termios
+    import tty
+except ImportError:  # not a Unix terminal: it is drawn, and Ctrl-C ends it
+    termios = tty = None  # type: ignore[assignment]
 
 TICK = 0.5
-"""Seconds after which the size of the terminal is looked at again."""
+"""Seconds between two looks at the terminal's size."""
 REDRAW = 1.0
 """Seconds between two pictures where no key is pressed."""
+_SEQUENCES = {
+    b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[5~": "page up",
+    b"\x1b[6~": "page down", b"\x1b[H": "home", b"\x1b[F": "end", b"\x1bOH": "home", b"\x1bOF": "end",
+    b"\x1b[1~": "home", b"\x1b[4~": "end",
+}  # fmt: skip
+_LETTERS = {"k": "up", "j": "down", "g": "home", "G": "end", " ": "page down"}
 
 
 class Following(threading.Thread):
-    """Reads a run every so many seconds; whoever draws takes the newest view.
+    """Reads a run every so many seconds.
 
     Args:
         every: seconds.
-        heard: called in this thread with every view, as soon as it is there.
-        caught_up: called likewise where all that there is has been read.
+        caught_up: called in this thread after a snapshot of everything that there is.
+
+    Attributes:
+        snapshot: the newest; None before the first.
     """
 
-    def __init__(
-        self,
-        watched: Watched,
-        every: float,
-        heard: Callable[[View], None] = lambda view: None,
-        caught_up: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, watched: Watched, every: float, caught_up: Callable[[], None] = lambda: None) -> None:
         super().__init__(name="ds_silent watch reads", daemon=True)  # a read that hangs must not keep the process
-        self._watched, self._every, self._heard, self._caught_up = watched, every, heard, caught_up
+        self._watched, self._every, self._caught_up = watched, every, caught_up
         self._left = threading.Event()
-        self._view: View | None = None
-
-    @property
-    def view(self) -> View | None:
-        """The newest; None before the first."""
-        return self._view
+        self.snapshot: Snapshot | None = None
 
     def run(self) -> None:
-        """Until :meth:`leave`."""
+        """Read until :meth:`leave`."""
         while not self._left.is_set():
             more = self._watched.poll()
-            view = self._watched.view()
-            self._view = view
-            self._heard(view)
+            self.snapshot = self._watched.snapshot()
             if not more:
                 self._caught_up()
             self._left.wait(0.0 if more else self._every)
 
     def leave(self) -> None:
-        """Read no more; does not wait for a read that is under way."""
+        """Stop reading; does not wait for a read in progress."""
         self._left.set()
 
 
-def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None] = lambda: None) -> View:
-    """Draw until somebody presses q, or the terminal is gone.
+def can_draw() -> bool:
+    """Return whether the output is a terminal on which lines can be drawn at their places."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
 
-    Returns:
-        the newest view.
+
+def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None] = lambda: None) -> Snapshot:
+    """Draw until the user presses q or the terminal is gone; return the newest snapshot.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the terminal is as it was before.
         SystemExit: SIGTERM; likewise.
     """
-    following = Following(watched, every, caught_up=caught_up)
+    following = Following(watched, every, caught_up)
     before = signal.signal(signal.SIGTERM, _end)
     # A shell that starts a job in the background has its commands ignore SIGINT, and children inherit that.
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
-    glyphs = glyphs_for(sys.stdout.encoding)
-    nothing = View(run=name, verdict="reading ...")
+    nothing = Snapshot(run=name, verdict="reading ...")
+    console = Console(force_terminal=True, force_interactive=True, highlight=False, markup=False, emoji=False)
     following.start()
     try:
-        with Keyboard(sys.stdin) as keyboard, Screen(sys.stdout) as screen:
-            _draw_until_left(following, keyboard, screen, glyphs, nothing)
+        with (
+            Keyboard(sys.stdin) as keyboard,
+            Live(
+                console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+            ) as live,
+        ):
+            _draw_until_left(following, keyboard, live, nothing)
     except OSError:  # of the terminal: all others are lines of the picture
         silence_stdout()
     finally:
         following.leave()
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, interrupt)
-    return following.view or nothing
+    return following.snapshot or nothing
 
 
 def follow(watched: Watched, every: float, caught_up: Callable[[], None]) -> None:
-    """Read without a picture until this process is ended: for who wants the alerts of a run only.
+    """Read without a picture until this process is ended.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
         SystemExit: SIGTERM.
     """
     signal.signal(signal.SIGTERM, _end)
-    following = Following(watched, every, caught_up=caught_up)
+    following = Following(watched, every, caught_up)
     following.start()
     while following.is_alive():
         following.join(TICK)
 
 
-def _draw_until_left(following: Following, keyboard: Keyboard, screen: Screen, glyphs: Glyphs, view: View) -> None:
-    wishes, drawn_at, size = Wishes(), 0.0, (0, 0)
+def _draw_until_left(following: Following, keyboard: Keyboard, live: Live, view: Snapshot) -> None:
+    state, glyphs, drawn_at, size = ScreenState(), glyphs_for(sys.stdout.encoding), 0.0, (0, 0)
     while True:
-        fresh = following.view
-        if fresh is not None and not wishes.paused:
+        fresh = following.snapshot
+        if fresh is not None and not state.paused:
             waited, view = view.verdict == "reading ...", fresh
             drawn_at = 0.0 if waited else drawn_at
-        if time.monotonic() - drawn_at >= REDRAW or screen.size() != size:
-            drawn_at, size = time.monotonic(), screen.size()
-            screen.show(draw(view, wishes, *size, glyphs, time.time()))
+        if time.monotonic() - drawn_at >= REDRAW or live.console.size != size:
+            drawn_at, size = time.monotonic(), live.console.size
+            live.update(Group(*draw(view, state, *size, glyphs, time.time())), refresh=True)
         for key in keyboard.wait(TICK):
             if key in ("q", "Q", "\x04"):
                 return
-            wishes = wished(wishes, key, max(size[1] // 2, 1), most_scroll(view, wishes))
+            state = state.after(key, max(size[1] // 2, 1), most_scroll(view, state))
             drawn_at = 0.0
 
 
@@ -133,7 +145,58 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def silence_stdout() -> None:
-    """Whoever has read the output is gone: what Python still flushes at its end goes nowhere, without a word."""
+    """Send what Python still flushes at its end nowhere: the reader of the output is gone."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, sys.stdout.fileno())
     os.close(descriptor)
+
+
+class Keyboard:
+    """The keys of a terminal, without Return and without an echo; none where the input is not a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._before: list[object] | None = None
+
+    def __enter__(self) -> Keyboard:
+        if termios is not None and self._stream.isatty():
+            self._before = termios.tcgetattr(self._stream)
+            tty.setcbreak(self._stream)
+            now = termios.tcgetattr(self._stream)
+            now[6][termios.VSUSP] = b"\0"  # stopped in the middle, it would leave the terminal as it is
+            termios.tcsetattr(self._stream, termios.TCSADRAIN, now)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            termios.tcsetattr(self._stream, termios.TCSADRAIN, self._before)  # type: ignore[arg-type]
+
+    def wait(self, seconds: float) -> list[str]:
+        """Return the keys that are pressed within this time, as soon as there is one; "q" if the terminal is gone."""
+        if self._before is None:
+            time.sleep(seconds)
+            return []
+        descriptor = self._stream.fileno()
+        if not select.select([descriptor], [], [], seconds)[0]:
+            return []
+        return keys_of(os.read(descriptor, 256)) or ["q"]
+
+
+def keys_of(data: bytes) -> list[str]:
+    """Return the names of the keys behind what a terminal has sent."""
+    keys = []
+    while data:
+        found = next((sequence for sequence in _SEQUENCES if data.startswith(sequence)), None)
+        if found:
+            keys.append(_SEQUENCES[found])
+            data = data[len(found) :]
+        elif data.startswith(b"\x1b") and len(data) > 1:  # a key that means nothing here
+            data = data[1:].lstrip(b"[O0123456789;")[1:]
+            keys.append("")
+        else:
+            letter = chr(data[0])
+            keys.append(_LETTERS.get(letter, letter))
+            data = data[1:]
+    return keys

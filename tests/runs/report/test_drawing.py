@@ -12,8 +12,8 @@ import pytest
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.runs.report import heat
 from ds_silent.runs.report.axis import Axis, binned, rebinned, shown, ticks
-from ds_silent.runs.report.drawing import Series, chart, diverging
-from ds_silent.runs.report.figures import view_of
+from ds_silent.runs.report.figures import plot_context
+from ds_silent.runs.report.svg import Series, chart, diverging
 
 
 @pytest.mark.parametrize(("first", "last", "every"), [(1, 30, 1), (10, 3000, 10), (1, 100_000, 1), (7, 7, 1)])
@@ -103,7 +103,7 @@ def test_a_long_run_of_many_ranks_hides_nothing(tmp_path: Path) -> None:
 
     make_run(tmp_path, steps=3000, ranks=80)
     run = read_run(tmp_path)
-    view = view_of(run, verdict_of(run))
+    view = plot_context(run, verdict_of(run))
     assert view.axis.bins == 400
     tables = heat.rank_tables(view)
     rows = heat.shown_ranks(view, tables)
@@ -113,4 +113,5 @@ def test_a_long_run_of_many_ranks_hides_nothing(tmp_path: Path) -> None:
     assert np.flatnonzero(jumped > 30).tolist() == [int(view.axis.bin_of(np.array([900]))[0])]  # of one step in 3,000
     larger = tables["norm"][37]
     assert np.median(larger[250:]) > np.log(1.3) > np.median(np.abs(larger[:230]))
-    assert list(run.events.by_step["error"]) == [900, 1808, 1936, 2192, 2704]  # reminders after 128, 256, 512
+    errors = sorted(step for group in run.events.groups() if group.severity == "error" for step in group.steps)
+    assert errors == [900, 1808, 1936, 2192, 2704]  # reminders after 128, 256, 512

@@ -8,19 +8,22 @@ import numpy as np
 import pytest
 
 from ds_silent.records import StepRecord, to_json
-from ds_silent.runs.watch.departures import MOST, Departures, values_of
+from ds_silent.runs.lines import StepLine, read_step
+from ds_silent.runs.watch.departures import MOST, Departures
 from ds_silent.sinks.files import written_record
 from tests.support.made_records import Run, make
 
 
-def lines(records: list[StepRecord]) -> list[dict[str, Any]]:
-    return [to_json(written_record(record)) for record in records]
+def step(line: dict[str, Any]) -> StepLine:
+    found = read_step({"step": 1} | line)
+    assert found is not None
+    return found
 
 
 def departures_of(records: list[StepRecord]) -> Departures:
     departures = Departures()
-    for line in lines(records):
-        departures.step(line)
+    for record in records:
+        departures.step(step(to_json(written_record(record))))
     return departures
 
 
@@ -59,7 +62,7 @@ def test_the_scale_is_the_ranks_own_distance() -> None:
 
 
 def test_two_ranks_are_equally_far() -> None:
-    departures = departures_of([make(step, [2.0, 2.0 + step], [1.0, 1.0], [0.1, 0.1]) for step in range(1, 40)])
+    departures = departures_of([make(number, [2.0, 2.0 + number], [1.0, 1.0], [0.1, 0.1]) for number in range(1, 40)])
     assert times(departures, 0) == times(departures, 1)
 
 
@@ -94,14 +97,14 @@ def test_above_64_ranks_only_those_that_stand_out_are_kept() -> None:
 )
 def test_foreign_values_are_left_out(value: object) -> None:
     for key in ("per_rank", "extremes"):
-        line = {"loss": {key: value}}
-        assert set(values_of(line, "loss")) <= {0, 1, 7}
+        line = step({"loss": {key: value}})
+        assert set(line.ranks["loss"].by_rank()) <= {0, 1, 7}
         Departures().step(line)
-    Departures().step({"loss": value})
+    Departures().step(step({"loss": value}))
 
 
 def test_huge_numbers() -> None:
     departures = Departures()
     for _ in range(3):
-        departures.step({"loss": {"per_rank": [1e308, -1e308, 1e308, 10**400]}})
+        departures.step(step({"loss": {"per_rank": [1e308, -1e308, 1e308, 10**400]}}))
     assert all(0.0 <= times(departures, rank) <= MOST for rank in departures.ranks())

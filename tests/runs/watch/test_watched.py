@@ -12,18 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.runs.watch.once import ERROR, HEALTHY, NOTHING, STALE, WARNING, status_of
-from ds_silent.runs.watch.watched import View, Watched
+from ds_silent.runs.watch.watch_command import ERROR, HEALTHY, NOTHING, STALE, WARNING, status_of
+from ds_silent.runs.watch.watched import Snapshot, Watched
 from tests.runs.watch.runs import made, write, write_places
 from tests.sinks.example_records import event
 
 RECORDS, EVENTS = made(ranks=4, steps=80, bad_from=40)
 
 
-def seen(watched: Watched) -> View:
+def seen(watched: Watched) -> Snapshot:
     while watched.poll():
         pass
-    return watched.view()
+    return watched.snapshot()
 
 
 def watch(*arguments: object) -> Any:
@@ -43,11 +43,18 @@ def test_a_run_that_grows(tmp_path: Path) -> None:
     assert (late.step, late.measured, late.level) == (80, 80, "warning")
     assert late.verdict == "Rank 2 (node0001:0) is not like the others, since step 40 (found at step 44)."
     assert [(one.kind, one.who) for one in late.events] == [("outlier-rank", "rank 2")]
-    (blamed,) = [one for one in late.standings if one.severity]
+    (blamed,) = [one for one in late.rows if one.severity]
     assert (blamed.rank, blamed.spot, blamed.kind) == (2, "node0001:0", "outlier-rank")
     assert blamed.departure is not None
     assert blamed.departure.metric == "norm"
     assert late.written is not None
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    write(tmp_path, RECORDS[:30])
+    write(tmp_path, RECORDS[25:40])
+    view = seen(Watched(tmp_path))
+    assert (view.step, view.measured, len(view.curves["loss"])) == (40, 40, 40)
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,11 +177,11 @@ def test_a_stale_run(tmp_path: Path) -> None:
 
 
 def test_statuses_in_their_order() -> None:
-    late = View("x", level="error", step=3, written=0.0)
+    late = Snapshot("x", level="error", step=3, written=0.0)
     assert status_of(late, None, 100.0) == ERROR
     assert status_of(late, 99.0, 100.0) == STALE  # a run that hangs is restarted, whatever it said before
     assert status_of(late, 101.0, 100.0) == ERROR
-    assert status_of(View("x"), 1.0, 100.0) == NOTHING
+    assert status_of(Snapshot("x"), 1.0, 100.0) == NOTHING
 
 
 def test_the_text(tmp_path: Path) -> None:

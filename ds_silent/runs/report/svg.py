@@ -1,8 +1,8 @@
-"""Curves as SVG that fits any width: the drawing is stretched, text and lines are not. Pure.
+"""Draw curves as SVG that fits any width, and tables as PNG: drawings are stretched, text and lines are not. Pure.
 
-figure = chart(axis, [Series("mean", curve)], label="Loss of each step")
-figure.markup      # <svg>, safe to put into a page
-figure.data        # what hovering shows: {"series": [{"name", "mean", "low", "high"}]}
+panel = chart(axis, [Series("mean", curve)], label="Loss of each step")
+panel.markup      # <svg>, safe to put into a page
+panel.data        # what hovering shows: {"series": [{"name", "mean", "low", "high"}]}
 """
 
 from __future__ import annotations
@@ -19,64 +19,17 @@ import numpy.typing as npt
 from markupsafe import Markup, escape
 from PIL import Image
 
-from ds_silent.runs.report.axis import Axis, Curve, Floats, shown, ticks
+from ds_silent.runs.columns import Floats
+from ds_silent.runs.report.axis import Axis, BinnedCurve, shown, ticks
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A picture with one byte per pixel: a table of numbers as colours that suit a light and a dark page. Pure.
-
-
+WIDTH, HEIGHT = 1000, 100
+"""Of the stretched drawing, in its own units."""
+BELOW, ABOVE, BROKEN = (38, 110, 190), (214, 88, 28), (190, 24, 120)
+"""Colours that suit a light and a dark page."""
+_LARGEST, _SMALLEST = 1e300, 1e-290
 _SIDES = 126  # shades on each side of nothing
 _NOT_A_NUMBER = 2 * _SIDES + 1
 _EMPTY = 2 * _SIDES + 2
-BELOW, ABOVE, BROKEN = (38, 110, 190), (214, 88, 28), (190, 24, 120)
-
-
-def diverging(values: npt.NDArray[np.float32], limit: float) -> bytes:
-    """PNG of (R, C): transparent at 0, stronger towards ``limit``; infinities in a colour of their own, NaN empty."""
-    with np.errstate(all="ignore"):
-        share = np.clip(np.nan_to_num(values / max(limit, 1e-30), nan=0.0, posinf=1.0, neginf=-1.0), -1.0, 1.0)
-    index = (np.rint(share * _SIDES) + _SIDES).astype(np.uint8)
-    index[np.isinf(values)] = _NOT_A_NUMBER
-    index[np.isnan(values)] = _EMPTY
-    shades = [(*BELOW, _alpha(_SIDES - n)) for n in range(_SIDES)]
-    shades += [(0, 0, 0, 0)] + [(*ABOVE, _alpha(n + 1)) for n in range(_SIDES)] + [(*BROKEN, 255), (0, 0, 0, 0)]
-    return _png(index, shades)
-
-
-def sequential(values: npt.NDArray[np.float32], low: float, high: float) -> bytes:
-    """PNG of (R, C): transparent at ``low``, full at ``high``."""
-    span = high - low
-    with np.errstate(all="ignore"):
-        share = (values - np.float32(low)) / np.float32(span if span > 0 else 1.0)
-    return diverging(np.where(np.isinf(values), values, np.clip(share, 0.0, 1.0)).astype(np.float32), 1.0)
-
-
-def data_uri(png: bytes) -> str:
-    """For an image's address."""
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
-
-
-def _alpha(n: int) -> int:
-    share: float = (n / _SIDES) ** 0.8
-    return round(255 * share)
-
-
-def _png(index: npt.NDArray[np.uint8], shades: list[tuple[int, int, int, int]]) -> bytes:
-    rows, columns = index.shape
-    image = Image.frombytes("P", (columns, rows), index.tobytes())
-    image.putpalette(b"".join(bytes(shade[:3]) for shade in shades))
-    held = io.BytesIO()
-    image.save(held, "PNG", transparency=bytes(shade[3] for shade in shades), bits=8, compress_level=9)
-    return held.getvalue()
-
-
-WIDTH, HEIGHT = 1000, 100
-"""Of the stretched drawing's own units."""
-_LARGEST, _SMALLEST = 1e300, 1e-290
-
-# -- Curves as SVG that fits any width ---------------------------------------------------------------------------------
-
-
 Style = Literal["line", "thin", "dash", "band"]
 
 
@@ -86,30 +39,72 @@ class Series:
 
     Attributes:
         tone: a class of the style sheet: "a", "b", "c", "ok", "bad", "quiet".
-        told: whether hovering gives its numbers.
+        hover: whether hovering gives its numbers.
+        key: its name in the legend, where that is another.
     """
 
     name: str
-    curve: Curve
+    curve: BinnedCurve
     style: Style = "line"
     tone: str = "a"
-    told: bool = True
+    hover: bool = True
+    key: str = ""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A step that something was told at."""
+    """A step at which an event was reported."""
 
     step: int
     severity: str
 
 
 @dataclass(frozen=True)
-class Figure:
-    """Markup, and the numbers behind it."""
+class Panel:
+    """One drawing, the numbers behind it and what is said of it.
+
+    Attributes:
+        keys: name and tone of each curve, for the legend.
+        wide: it is tall and wants all the room there is.
+    """
 
     markup: Markup
     data: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    keys: tuple[tuple[str, str], ...] = ()
+    wide: bool = False
+
+
+def diverging(values: npt.NDArray[np.float32], limit: float) -> bytes:
+    """Make a PNG of (R, C): transparent at 0, stronger towards ``limit``; infinities have their own colour."""
+    with np.errstate(all="ignore"):
+        share = np.clip(np.nan_to_num(values / max(limit, 1e-30), nan=0.0, posinf=1.0, neginf=-1.0), -1.0, 1.0)
+    index = (np.rint(share * _SIDES) + _SIDES).astype(np.uint8)
+    index[np.isinf(values)] = _NOT_A_NUMBER
+    index[np.isnan(values)] = _EMPTY
+    alphas = [round(255 * float(n / _SIDES) ** 0.8) for n in range(1, _SIDES + 1)]
+    shades = [*((*BELOW, alpha) for alpha in reversed(alphas)), (0, 0, 0, 0), *((*ABOVE, alpha) for alpha in alphas)]
+    shades += [(*BROKEN, 255), (0, 0, 0, 0)]
+    rows, columns = index.shape
+    picture = Image.frombytes("P", (columns, rows), index.tobytes())
+    picture.putpalette(b"".join(bytes(shade[:3]) for shade in shades))
+    held = io.BytesIO()
+    picture.save(held, "PNG", transparency=bytes(shade[3] for shade in shades), bits=8, compress_level=9)
+    return held.getvalue()
+
+
+def sequential(values: npt.NDArray[np.float32], low: float, high: float) -> bytes:
+    """Make a PNG of (R, C): transparent at ``low``, full at ``high``."""
+    span = high - low
+    with np.errstate(all="ignore"):
+        share = (values - np.float32(low)) / np.float32(span if span > 0 else 1.0)
+    return diverging(np.where(np.isinf(values), values, np.clip(share, 0.0, 1.0)).astype(np.float32), 1.0)
+
+
+def image(png: bytes, height: str) -> str:
+    """Return a picture as an element that is stretched to the width."""
+    uri = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+    return f'<image class="pixels" width="100%" height="{height}" preserveAspectRatio="none" href="{uri}"/>'
 
 
 def chart(
@@ -124,8 +119,10 @@ def chart(
     marks: Sequence[Mark] = (),
     y_count: int = 4,
     between: tuple[float, float] | None = None,
-) -> Figure:
-    """A chart of some curves over the steps.
+    note: str = "",
+    keys: tuple[tuple[str, str], ...] | None = None,
+) -> Panel:
+    """Draw some curves over the steps.
 
     Args:
         label: for those who do not see it.
@@ -133,11 +130,14 @@ def chart(
         zero: 0 belongs to the picture.
         level: a horizontal line.
         between: the scale's ends, whatever the values are.
+        keys: of the legend; None: those of the series.
     """
     shapes = [_scaled(one.curve, log) for one in series]
     low, high = between or _range(shapes, [one.style for one in series], zero, level, log)
-    parts = [_mark(axis, mark) for mark in marks]
-    clipped: list[str] = []
+    parts, clipped = [], []
+    for mark in marks:
+        x = f"{axis.at(mark.step) * WIDTH:.1f}"
+        parts.append(f'<line class="told {escape(mark.severity)}" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"/>')
     for one, curve in zip(series, shapes, strict=True):
         parts += _shape(axis, one, curve, low, high)
         clipped += _clipped(axis, one, curve, low, high, height)
@@ -149,14 +149,17 @@ def chart(
         share = 1 - (tick - low) / (high - low)
         grid.append(f'<line class="grid" x1="0" x2="{WIDTH}" y1="{share * HEIGHT:.2f}" y2="{share * HEIGHT:.2f}"/>')
         labels.append(f'<text class="y" x="-8" y="{share * height + 3.5:.1f}">{escape(text)}</text>')
-    body = f"<svg {_plot(height)}>{''.join(grid)}{''.join(parts)}</svg>{''.join(clipped)}"
+    plot = f'class="plot" width="100%" height="{height}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"'
+    body = f"<svg {plot}>{''.join(grid)}{''.join(parts)}</svg>{''.join(clipped)}"
     markup = f'<svg class="chart" role="img" aria-label="{escape(label)}" height="{height + 20}">{body}'
     markup += f"{''.join(labels)}{x_labels(axis, height, 3 if height < 100 else 6)}{cursor(height)}</svg>"
-    return Figure(Markup(markup), {"series": [_told(one) for one in series if one.told]})
+    data = {"series": [_numbers(one) for one in series if one.hover]}
+    keys = tuple((one.key or one.name, one.tone) for one in series) if keys is None else keys
+    return Panel(Markup(markup), data, note, keys)
 
 
 def x_labels(axis: Axis, height: int, count: int = 6) -> str:
-    """The steps below a drawing."""
+    """Return the steps below a drawing."""
     parts = []
     for step in axis.ticks(count):
         share = axis.at(step)
@@ -166,33 +169,26 @@ def x_labels(axis: Axis, height: int, count: int = 6) -> str:
 
 
 def cursor(height: int) -> str:
-    """What the page's script moves: the step under the pointer, and the marked one."""
+    """Return the lines that the page's script moves: the step under the pointer, and the marked one."""
     return "".join(f'<line class="{name}" x1="-9999" x2="-9999" y1="0" y2="{height}"/>' for name in ("pin", "at"))
 
 
-def _plot(height: int) -> str:
-    return f'class="plot" width="100%" height="{height}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"'
+def _scaled(curve: BinnedCurve, log: bool) -> BinnedCurve:
+    """Return the logarithm, or the values within what can be subtracted and divided."""
 
+    def scaled(values: Floats) -> Floats:
+        if log:
+            return np.log10(np.where(values > 0, values, np.nan))
+        return np.where(np.abs(values) < _SMALLEST, 0.0, np.clip(values, -_LARGEST, _LARGEST))
 
-def _scaled(curve: Curve, log: bool) -> Curve:
-    if not log:
-        return Curve(_drawable(curve.low), _drawable(curve.mean), _drawable(curve.high), curve.broken)
     with np.errstate(all="ignore"):
-        low, mean, high = (
-            np.log10(np.where(values > 0, values, np.nan)) for values in (curve.low, curve.mean, curve.high)
-        )
-    return Curve(low, mean, high, curve.broken)
-
-
-def _drawable(values: Floats) -> Floats:
-    """Within what can be subtracted and divided."""
-    return np.where(np.abs(values) < _SMALLEST, 0.0, np.clip(values, -_LARGEST, _LARGEST))
+        return BinnedCurve(scaled(curve.low), scaled(curve.mean), scaled(curve.high), curve.broken)
 
 
 def _range(
-    curves: Sequence[Curve], styles: Sequence[Style], zero: bool, level: float | None, log: bool
+    curves: Sequence[BinnedCurve], styles: Sequence[Style], zero: bool, level: float | None, log: bool
 ) -> tuple[float, float]:
-    """From the lowest to the highest; where few bins lie far off, what the others need. Those are marked."""
+    """Return the scale's ends; where few bins lie far off, what the others need: the drawing marks the few."""
     each = [
         values[np.isfinite(values)]
         for curve, style in zip(curves, styles, strict=True)
@@ -221,12 +217,10 @@ def _y(value: float, low: float, high: float) -> float:
     return HEIGHT * (1 - (min(max(value, low), high) - low) / (high - low))
 
 
-def _shape(axis: Axis, one: Series, curve: Curve, low: float, high: float) -> list[str]:
+def _shape(axis: Axis, one: Series, curve: BinnedCurve, low: float, high: float) -> list[str]:
     parts = []
-    if one.style in ("band", "line"):
-        wide = bool(np.nanmax(curve.high - curve.low, initial=0.0) > 0)
-        if wide:
-            parts += [f'<polygon class="{one.style} {one.tone}" points="{p}"/>' for p in _areas(axis, curve, low, high)]
+    if one.style in ("band", "line") and np.nanmax(curve.high - curve.low, initial=0.0) > 0:
+        parts += [f'<polygon class="{one.style} {one.tone}" points="{p}"/>' for p in _areas(axis, curve, low, high)]
     if one.style != "band":
         for run in _runs(curve.mean):
             points = [(axis.centre(n) * WIDTH, _y(float(curve.mean[n]), low, high)) for n in run]
@@ -238,22 +232,20 @@ def _shape(axis: Axis, one: Series, curve: Curve, low: float, high: float) -> li
     return parts
 
 
-def _areas(axis: Axis, curve: Curve, low: float, high: float) -> list[str]:
+def _areas(axis: Axis, curve: BinnedCurve, low: float, high: float) -> list[str]:
     found = []
     for run in _runs(curve.low + curve.high):
-        half = 0.5 / axis.bins if len(run) == 1 else 0.0
-        ends = [(n, axis.centre(n)) for n in run]
-        upper = [(x, _y(float(curve.high[n]), low, high)) for n, x in ends]
-        lower = [(x, _y(float(curve.low[n]), low, high)) for n, x in reversed(ends)]
-        if half:
-            (x, top), (_, bottom) = upper[0], lower[0]
-            upper, lower = [(x - half, top), (x + half, top)], [(x + half, bottom), (x - half, bottom)]
+        places = [(axis.centre(n), n) for n in run]
+        if len(run) == 1:  # as wide as its bin
+            places = [(axis.centre(run[0]) + side * 0.5 / axis.bins, run[0]) for side in (-1, 1)]
+        upper = [(x, _y(float(curve.high[n]), low, high)) for x, n in places]
+        lower = [(x, _y(float(curve.low[n]), low, high)) for x, n in reversed(places)]
         found.append(" ".join(f"{x * WIDTH:.1f},{y:.2f}" for x, y in upper + lower))
     return found
 
 
 def _runs(values: Floats) -> list[list[int]]:
-    """Neighbouring bins that hold something; an empty one between two counts as no gap where bins are often empty."""
+    """Group neighbouring bins that hold something; where bins are often empty, an empty one between is no gap."""
     known = np.flatnonzero(np.isfinite(values))
     if not len(known):
         return []
@@ -263,8 +255,8 @@ def _runs(values: Floats) -> list[list[int]]:
     return [part.tolist() for part in np.split(known, cuts)]
 
 
-def _clipped(axis: Axis, one: Series, curve: Curve, low: float, high: float, height: int) -> list[str]:
-    """Where a value lies outside the picture, or is none: a mark at the edge. Outside of what is stretched."""
+def _clipped(axis: Axis, one: Series, curve: BinnedCurve, low: float, high: float, height: int) -> list[str]:
+    """Mark at the edge where a value lies outside the picture or is not finite, outside of what is stretched."""
     if one.style == "band":
         return []
     parts = []
@@ -278,11 +270,6 @@ def _clipped(axis: Axis, one: Series, curve: Curve, low: float, high: float, hei
     return parts
 
 
-def _mark(axis: Axis, mark: Mark) -> str:
-    x = axis.at(mark.step) * WIDTH
-    return f'<line class="told {escape(mark.severity)}" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"/>'
-
-
 def _y_ticks(low: float, high: float, log: bool, count: int) -> list[tuple[float, str]]:
     if not log:
         return [(tick, shown(tick if abs(tick) > 1e-12 * (high - low) else 0.0)) for tick in ticks(low, high, count)]
@@ -294,20 +281,21 @@ def _y_ticks(low: float, high: float, log: bool, count: int) -> list[tuple[float
     return [(math.log10(tick), shown(tick)) for tick in ticks(10**low, 10**high, count) if tick > 0]
 
 
-def _told(one: Series) -> dict[str, Any]:
+def _numbers(one: Series) -> dict[str, Any]:
+    """Return what hovering shows."""
     curve = one.curve
-    told: dict[str, Any] = {"name": one.name, "tone": one.tone}
+    found: dict[str, Any] = {"name": one.name, "tone": one.tone}
     if one.style == "band":
-        return told | {"low": rounded(curve.low), "high": rounded(curve.high)}
+        return found | {"low": rounded(curve.low), "high": rounded(curve.high)}
     if np.array_equal(curve.low, curve.high, equal_nan=True):
-        told["mean"] = rounded(curve.mean)
+        found["mean"] = rounded(curve.mean)
     else:
-        told |= {"low": rounded(curve.low), "mean": rounded(curve.mean), "high": rounded(curve.high)}
+        found |= {"low": rounded(curve.low), "mean": rounded(curve.mean), "high": rounded(curve.high)}
     if len(curve.broken):
-        told["broken"] = curve.broken.tolist()
-    return told
+        found["broken"] = curve.broken.tolist()
+    return found
 
 
 def rounded(values: Any) -> list[float | None]:
-    """For JSON: four digits, null for what is no number."""
+    """Return numbers for JSON: four digits, None for what is not finite."""
     return [float(f"{value:.4g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]

@@ -9,24 +9,26 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from ds_silent.runs.watch.departures import METRICS, Departure
-from ds_silent.runs.watch.drawing import BLOCKS, PLAIN, SORTS, Wishes, draw, glyphs_for, most_scroll, rows_of
-from ds_silent.runs.watch.terminal import keys_of, wished
-from ds_silent.runs.watch.watched import Said, Standing, View
+from ds_silent.runs.events import EventLine
+from ds_silent.runs.lines import METRICS
+from ds_silent.runs.watch.departures import Departure
+from ds_silent.runs.watch.live import keys_of
+from ds_silent.runs.watch.screen import BLOCKS, PLAIN, SORTS, ScreenState, draw, glyphs_for, most_scroll, rows_of
+from ds_silent.runs.watch.watched import RankRow, Snapshot
 
 NOW = 1_000_000.0
 
 
-def standing(rank: int, times: float, severity: str = "", **values: float) -> Standing:
+def standing(rank: int, times: float, severity: str = "", **values: float) -> RankRow:
     known: Any = {metric: values.get(metric, 1.0 + rank) for metric in METRICS}
     departure = Departure(times, "norm")
-    return Standing(
+    return RankRow(
         rank, f"node{rank // 2}", f"node{rank // 2}:{rank % 2}", departure, known, severity, "x" * bool(severity)
     )
 
 
 RANKS = (standing(0, 1.0), standing(1, 9.0), standing(2, 2.0, "error"), standing(3, 3.0, "warning"))
-VIEW = View(
+VIEW = Snapshot(
     run="runs/my-run",
     verdict="Rank 2 (node1:0) is not like the others, since step 66.",
     level="error",
@@ -36,18 +38,20 @@ VIEW = View(
     ranks=4,
     curves={metric: tuple(float(k % 7) for k in range(200)) for metric in METRICS},
     spreads={"loss": "± 0.2"},
-    standings=RANKS,
-    events=tuple(Said(step, "warning", "outlier-rank", "rank 2", f"message {step}", "Look.") for step in range(30)),
+    rows=RANKS,
+    events=tuple(
+        EventLine(step, "warning", "outlier-rank", "rank 2", f"message {step}", "Look.") for step in range(30)
+    ),
     counts={"error": 2, "warning": 1, "info": 0},
     seconds=0.1,
     observe=0.002,
     written=NOW - 3,
 )
-PAGES = [Wishes(page=page, hosts=hosts) for page in ("ranks", "events", "help") for hosts in (False, True)]  # type: ignore[arg-type]
+PAGES = [ScreenState(page=page, hosts=hosts) for page in ("ranks", "events", "help") for hosts in (False, True)]  # type: ignore[arg-type]
 
 
-def screen(view: View = VIEW, wishes: Wishes = Wishes(), columns: int = 80, rows: int = 24) -> list[str]:  # noqa: B008
-    return [line.plain for line in draw(view, wishes, columns, rows, BLOCKS, NOW)]
+def screen(view: Snapshot = VIEW, state: ScreenState = ScreenState(), columns: int = 80, rows: int = 24) -> list[str]:  # noqa: B008
+    return [line.plain for line in draw(view, state, columns, rows, BLOCKS, NOW)]
 
 
 def test_it_fits_any_terminal() -> None:
@@ -55,16 +59,16 @@ def test_it_fits_any_terminal() -> None:
         VIEW,
         run="日本" * 60,
         verdict="語" * 300,
-        standings=tuple(Standing(rank, "字" * 40, "字" * 40) for rank in range(100)),
-        events=(Said(10**18, "severe" * 9, "字" * 60, "ranks" * 30, "字" * 4000, "r" * 4000),),
+        rows=tuple(RankRow(rank, "字" * 40, "字" * 40) for rank in range(100)),
+        events=(EventLine(10**18, "severe" * 9, "字" * 60, "ranks" * 30, "字" * 4000, "r" * 4000),),
     )
-    for view in (VIEW, hostile, View(run="x"), replace(VIEW, step=None, ranks=0)):
+    for view in (VIEW, hostile, Snapshot(run="x"), replace(VIEW, step=None, ranks=0)):
         for columns, rows in ((80, 24), (1, 1), (20, 5), (40, 10), (79, 11), (200, 60), (500, 12)):
-            for wishes in PAGES:
+            for state in PAGES:
                 for glyphs in (BLOCKS, PLAIN):
-                    lines = draw(view, replace(wishes, scroll=3), columns, rows, glyphs, NOW)
+                    lines = draw(view, replace(state, scroll=3), columns, rows, glyphs, NOW)
                     assert len(lines) == rows
-                    assert all(cell_len(line.plain) <= columns for line in lines), (columns, rows, wishes)
+                    assert all(cell_len(line.plain) <= columns for line in lines), (columns, rows, state)
                     assert all("\n" not in line.plain for line in lines)
 
 
@@ -91,13 +95,13 @@ def test_a_bar_is_as_long_as_the_departure() -> None:
 
 
 def test_the_colour_of_a_bar_is_the_severity_of_the_events() -> None:
-    styles = [str(line.spans[0].style) for line in draw(VIEW, Wishes(), 80, 24, BLOCKS, NOW)[7:11]]
+    styles = [str(line.spans[0].style) for line in draw(VIEW, ScreenState(), 80, 24, BLOCKS, NOW)[7:11]]
     assert styles == ["bold red", "yellow", "green", "green"]
 
 
 def test_every_order() -> None:
-    view = replace(VIEW, standings=(*RANKS, standing(4, 0.5, loss=math.nan), Standing(5)))
-    orders = {sort: [row.worst.rank for row in rows_of(view, Wishes(sort=sort))] for sort in SORTS}
+    view = replace(VIEW, rows=(*RANKS, standing(4, 0.5, loss=math.nan), RankRow(5)))
+    orders = {sort: [row.worst.rank for row in rows_of(view, ScreenState(sort=sort))] for sort in SORTS}
     assert orders == {
         "departure": [2, 3, 1, 0, 4, 5],
         "rank": [0, 1, 2, 3, 4, 5],
@@ -105,22 +109,22 @@ def test_every_order() -> None:
         "norm": [4, 3, 2, 1, 0, 5],
         "cosine": [4, 3, 2, 1, 0, 5],
     }
-    assert [row.worst.rank for row in rows_of(view, Wishes(sort="rank", turned=True))] == [5, 4, 3, 2, 1, 0]
+    assert [row.worst.rank for row in rows_of(view, ScreenState(sort="rank", reverse=True))] == [5, 4, 3, 2, 1, 0]
 
 
 def test_hosts() -> None:
-    rows = rows_of(VIEW, Wishes(hosts=True))
+    rows = rows_of(VIEW, ScreenState(hosts=True))
     assert [(row.name, row.place) for row in rows] == [("node1", "rank 2 of 2"), ("node0", "rank 1 of 2")]
 
 
 def test_scrolling_shows_every_rank() -> None:
-    view = replace(VIEW, standings=tuple(standing(rank, 1.0) for rank in range(50)))
-    wishes, seen = Wishes(sort="rank"), set()
+    view = replace(VIEW, rows=tuple(standing(rank, 1.0) for rank in range(50)))
+    state, seen = ScreenState(sort="rank"), set()
     for _ in range(12):
-        seen |= {line[:7].strip() for line in screen(view, wishes) if line.startswith("rank ")}
-        wishes = wished(wishes, "page down", 8, most_scroll(view, wishes))
+        seen |= {line[:7].strip() for line in screen(view, state) if line.startswith("rank ")}
+        state = state.after("page down", 8, most_scroll(view, state))
     assert seen == {f"rank {rank}" for rank in range(50)}
-    assert wishes.scroll == 49
+    assert state.scroll == 49
 
 
 def test_late_and_unread_are_said() -> None:
@@ -134,15 +138,15 @@ def test_keys() -> None:
     assert keys_of(b"\x1b[1;5C") == [""]  # one that means nothing
     assert keys_of(b"\x1b") == ["\x1b"]
     assert keys_of(bytes(range(256)))  # whatever comes
-    wishes = Wishes()
-    assert wished(wishes, "up", 5, 9).scroll == 0
-    assert wished(replace(wishes, scroll=4), "home", 5, 9).scroll == 0
-    assert wished(wishes, "end", 5, 9).scroll == 9
-    assert [wished(replace(wishes, sort=sort), "s", 5, 9).sort for sort in SORTS] == [*SORTS[1:], SORTS[0]]
-    assert wished(wished(wishes, "e", 5, 9), "e", 5, 9) == wishes
-    assert wished(wishes, "?", 5, 9).page == "help"
-    assert wished(wishes, "p", 5, 9).paused
-    assert wished(wishes, "x", 5, 9) == wishes
+    state = ScreenState()
+    assert state.after("up", 5, 9).scroll == 0
+    assert replace(state, scroll=4).after("home", 5, 9).scroll == 0
+    assert state.after("end", 5, 9).scroll == 9
+    assert [replace(state, sort=sort).after("s", 5, 9).sort for sort in SORTS] == [*SORTS[1:], SORTS[0]]
+    assert state.after("e", 5, 9).after("e", 5, 9) == state
+    assert state.after("?", 5, 9).page == "help"
+    assert state.after("p", 5, 9).paused
+    assert state.after("x", 5, 9) == state
 
 
 def test_sparklines_and_bars() -> None:
@@ -163,4 +167,4 @@ def test_sparklines_and_bars() -> None:
 def test_a_terminal_that_has_no_blocks(encoding: str | None, glyphs: object) -> None:
     assert glyphs_for(encoding) is glyphs
     if glyphs is PLAIN:
-        "".join(line.plain for line in draw(VIEW, Wishes(), 80, 24, PLAIN, NOW)[6:]).encode("ascii", "ignore")
+        "".join(line.plain for line in draw(VIEW, ScreenState(), 80, 24, PLAIN, NOW)[6:]).encode("ascii", "ignore")

@@ -1,0 +1,193 @@
+"""Typed values and lines of records that another program may have written: what is foreign becomes None. Pure.
+
+line = read_step({"step": 3, "loss": {"mean": 2.0, "per_rank": [1.9, 2.1]}})      # None: not a record of a step
+line.values["loss mean"]         # a float, perhaps not finite; None: not measured
+line.ranks["loss"].each          # [1.9, 2.1]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ds_silent.text import one_line
+
+MOST_STEP = 2**62
+MOST_RANKS = 1 << 20
+_LONGEST_TEXT = 4000
+_MOST_BY_RANK = 4096  # our own lines name 64 at most
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+Metric = Literal["loss", "norm", "cosine"]
+METRICS: Mapping[Metric, str] = {"loss": "loss", "norm": "grad_norm", "cosine": "direction"}
+"""What each rank has one value of, and its key in a line of metrics.jsonl."""
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "samples": ("samples",),
+    "epoch": ("epoch",),
+    "loss mean": ("loss", "mean"),
+    "loss std": ("loss", "std"),
+    "norm mean": ("grad_norm", "mean"),
+    "norm std": ("grad_norm", "std"),
+    "norm aggregated": ("grad_norm", "aggregated"),
+    "cosine mean": ("direction", "mean_cosine"),
+    "pair min": ("direction", "min_cosine"),
+    "pair max": ("direction", "max_cosine"),
+    "noise scale": ("noise_scale",),
+    "duplicates": ("coverage", "duplicates"),
+    "seen": ("coverage", "seen"),
+    "repeated": ("coverage", "repeated"),
+    "sampled": ("coverage", "sampled"),
+    "integrity error": ("integrity", "relative_error"),
+    "integrity bound": ("integrity", "rounding_bound"),
+    "step seconds": ("seconds", "step"),
+    "observe seconds": ("seconds", "observe"),
+}
+"""Name, and its place in a line of metrics.jsonl."""
+_OVER_RANKS = ("low", "high", "median", "spread")
+NAMES = (*COLUMNS, *(f"{metric} {what}" for metric in METRICS for what in _OVER_RANKS))
+"""All numbers of a step: the columns, and for each metric four over the ranks (:meth:`RankValues.over_ranks`)."""
+_QUARTILES = 1.349  # between them, in standard deviations of a normal distribution
+_DEVIATION = 1.4826
+
+
+def number(value: Any) -> float | None:
+    """Return a float, perhaps not finite; None where nothing was measured or it is not a number."""
+    if type(value) is float:
+        return value
+    if type(value) is int:
+        return float(value) if -(2**1000) < value < 2**1000 else (math.inf if value > 0 else -math.inf)
+    return _NOT_FINITE.get(value) if type(value) is str else None
+
+
+def whole(value: Any, most: int = MOST_STEP) -> int | None:
+    """Return a whole number from 0 to ``most``, or None."""
+    return value if type(value) is int and 0 <= value <= most else None
+
+
+def text(value: Any, longest: int = _LONGEST_TEXT) -> str:
+    """Return a text without control characters; "" for anything else."""
+    if not isinstance(value, str):
+        return ""
+    return one_line(value if len(value) <= longest else f"{value[: longest - 1]}…")
+
+
+def ranks(value: Any) -> tuple[int, ...]:
+    """Return the ranks among the first 64 entries, in their order."""
+    entries = value[:64] if isinstance(value, (list, tuple)) else ()
+    return tuple(one for one in entries if whole(one, MOST_RANKS) is not None)
+
+
+def of(value: Any, *keys: str) -> Any:
+    """Return what stands under these keys, one inside the other; None where there is no such thing."""
+    for key in keys:
+        if type(value) is not dict:
+            return None
+        value = value.get(key)
+    return value
+
+
+def numbers(value: Any) -> list[float] | None:
+    """Return a list of numbers, NaN where an entry is not one; None for an empty list or anything else."""
+    if type(value) is not list or not 0 < len(value) <= MOST_RANKS:
+        return None
+    return [math.nan if (known := number(one)) is None else known for one in value]
+
+
+@dataclass(frozen=True)
+class RankValues:
+    """One metric of one step: of each rank, or of many ranks their quantiles and the most extreme ones.
+
+    Attributes:
+        quantiles: lowest, first quartile, median, third quartile and highest.
+        extremes: as they stand in the line, by rank.
+    """
+
+    each: list[float] | None
+    quantiles: tuple[float, float, float, float, float] | None
+    extremes: Any
+
+    def by_rank(self) -> dict[int, float]:
+        """Return the values by rank; of many ranks those that were written."""
+        if self.each is not None:
+            return dict(enumerate(self.each[:_MOST_BY_RANK]))
+        found = {}
+        for key, value in list(self.extremes.items())[:_MOST_BY_RANK] if type(self.extremes) is dict else ():
+            known = number(value)
+            if key.isascii() and key.isdigit() and len(key) < 10 and known is not None:
+                found[int(key)] = known
+        return found
+
+    def over_ranks(self) -> tuple[float, float, float, float] | None:
+        """Return lowest, highest, median and spread of the finite values; None where there are none.
+
+        The spread is a standard deviation that one odd rank hardly moves: from the quartiles with 8 ranks or more,
+        from the median of the deviations with 4 or more, and the plain one below.
+        """
+        if self.each is None:
+            if self.quantiles is None:
+                return None
+            low, q25, median, q75, high = self.quantiles
+            return low, high, median, (q75 - q25) / _QUARTILES
+        values = sorted(filter(math.isfinite, self.each))
+        count = len(values)
+        if not count:
+            return None
+        median = (values[(count - 1) // 2] + values[count // 2]) / 2
+        if count >= 8:
+            spread = (values[-(-3 * (count - 1) // 4)] - values[(count - 1) // 4]) / _QUARTILES
+        elif count >= 4:
+            off = sorted(abs(value - median) for value in values)
+            spread = (off[(count - 1) // 2] + off[count // 2]) / 2 * _DEVIATION
+        else:
+            mean = sum(value / count for value in values)
+            spread = math.hypot(*(value - mean for value in values)) / math.sqrt(count)
+        return values[0], values[-1], median, spread
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """A line of metrics.jsonl.
+
+    Attributes:
+        world_size: 0 where it was not written.
+        values: by :data:`NAMES`; None where not measured.
+        ranks: of the metrics that were measured by rank.
+        replica_groups: how many groups of equal bits the replicas form; None where they were not compared.
+    """
+
+    step: int
+    world_size: int
+    values: Mapping[str, float | None]
+    ranks: Mapping[Metric, RankValues]
+    replica_groups: int | None
+
+
+def read_step(line: dict[str, Any]) -> StepLine | None:
+    """Read a line of metrics.jsonl; None where it is not a record of a step."""
+    step = whole(line.get("step"))
+    if step is None:
+        return None
+    found: dict[Metric, RankValues] = {}
+    values = {name: number(of(line, *path)) for name, path in COLUMNS.items()}
+    for metric, key in METRICS.items():
+        over_ranks = None
+        held = line.get(key)
+        if type(held) is dict:
+            found[metric] = RankValues(numbers(held.get("per_rank")), _quantiles(held), held.get("extremes"))
+            over_ranks = found[metric].over_ranks()
+        for what, value in zip(_OVER_RANKS, over_ranks or (None,) * len(_OVER_RANKS), strict=True):
+            values[f"{metric} {what}"] = value
+    groups = of(line, "integrity", "replica_groups")
+    count = len(groups) if type(groups) is list else whole(of(line, "integrity", "replica_group_count"), MOST_RANKS)
+    return StepLine(step, whole(line.get("world_size"), MOST_RANKS) or 0, values, found, count)
+
+
+def _quantiles(held: dict[str, Any]) -> tuple[float, float, float, float, float] | None:
+    low, q25, median, q75, high = (
+        number(of(held, "quantiles", name)) for name in ("min", "q25", "median", "q75", "max")
+    )
+    if low is None or q25 is None or median is None or q75 is None or high is None:
+        return None
+    return low, q25, median, q75, high
