@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,8 +38,8 @@ from ds_silent.sinks.claims import (
     runs_of,
 )
 from ds_silent.sinks.console import ConsoleSink
-from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
 from ds_silent.sinks.run_facts import write_end
+from ds_silent.sinks.scalars import MonitorSink, MonitorWrite
 
 logger = logging.getLogger("ds_silent")
 LONGEST = 4096
@@ -117,33 +118,18 @@ class RunDirectory:
             summary_writer_type()
         label = None if self._engine == 1 else f"engine-{self._engine}"
         self._console = ConsoleSink(label=label, summary=Tally())
-        self._background = Background([self._console, *self._metrics()], more=True)
+        self._background = Background(
+            [self._console, *_prometheus_sinks(self._config, lambda: self.directory)], more=True
+        )
         claim = claim_unused(self._base, first_only=True)
         self._undecided = claim is None
         if claim is not None:
             self._write_into(claim, None)
         monitor = [] if monitor_write is None else [MonitorSink(monitor_write, label)]
         # Not among what the thread writes: a disk that hangs is no reason to tell nobody.
-        self.sinks = FanOut([self._background, *self._alerts(monitor_write), *monitor])
-
-    def _metrics(self) -> list[Sink]:
-        """None where nobody is to ask, or where the port is taken, as by another engine of this process."""
-        if not self._config.metrics_port:
-            return []
-        from ds_silent.sinks.prometheus import open_prometheus  # an optional package: only who wants it needs it
-
-        sink = open_prometheus(self._config.metrics_port, self._config.metrics_address, lambda: self.directory)
-        return [] if sink is None else [sink]
-
-    def _alerts(self, monitor_write: MonitorWrite | None) -> list[Sink]:
-        """Nobody to tell: no sink. What cannot be reached has been refused before, unless it has just changed."""
-        if not self._config.alerts:
-            return []
-        try:
-            return [Alerts(self._config.alerts, lambda: self.directory, monitor_write=monitor_write)]
-        except WrongDestination as error:
-            logger.warning("ds_silent: nobody is alerted: an alert %s", error)
-            return []
+        self.sinks = FanOut(
+            [self._background, *_alert_sinks(self._config, lambda: self.directory, monitor_write), *monitor]
+        )
 
     def says(self) -> str:
         """For the console, at the start."""
@@ -265,6 +251,27 @@ class RunDirectory:
         dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._group)
         self.directory = os.fsdecode(bytes(answer[:LONGEST].tolist()).rstrip(b"\0"))
         return [int(number) for number in answer[LONGEST:].tolist()]
+
+
+def _prometheus_sinks(config: SilentConsistencyConfig, run: Callable[[], str]) -> list[Sink]:
+    """Return none where no metrics are wanted, or where the port is taken, as by another engine of this process."""
+    if not config.metrics_port:
+        return []
+    from ds_silent.sinks.prometheus import open_prometheus  # an optional package: only who wants it needs it
+
+    sink = open_prometheus(config.metrics_port, config.metrics_address, run)
+    return [] if sink is None else [sink]
+
+
+def _alert_sinks(
+    config: SilentConsistencyConfig, run: Callable[[], str], monitor_write: MonitorWrite | None
+) -> list[Sink]:
+    """Return none where no alerts are wanted. What cannot be reached was refused before, unless it has just changed."""
+    try:
+        return [Alerts(config.alerts, run, monitor_write=monitor_write)] if config.alerts else []
+    except WrongDestination as error:
+        logger.warning("ds_silent: nobody is alerted: an alert %s", error)
+        return []
 
 
 def _free_number(key: str) -> int:

@@ -31,16 +31,15 @@ from ds_silent.exchange.layout import layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
 from ds_silent.framework import HasPeers, SavesSuspect
 from ds_silent.measure.reduction import Audit
-from ds_silent.observing.deferred import DeferredRecorder
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.published import Published
-from ds_silent.observing.recorder import WritingRecorder, make_recorder
+from ds_silent.observing.recorder import make_recorder
 from ds_silent.observing.run_directory import RunDirectory
 from ds_silent.records import Event
 from ds_silent.replicas.compare import ReplicaChecks
 from ds_silent.respond.responder import Responder
 from ds_silent.respond.stop import end_by_event, end_suspect, save_suspect
-from ds_silent.sinks.monitor import MonitorSink
+from ds_silent.sinks.scalars import MonitorSink
 
 logger = logging.getLogger("ds_silent")
 
@@ -80,9 +79,8 @@ class Steps:
         self.replicas = ReplicaChecks(config, capture.framework.replicated(), capture.group, after_updates)
         words = capture.framework.words
         members, alike = dist.get_process_group_ranks(capture.group), capture.framework.ranks.alike
-        recorder = make_recorder(home.sinks, config, self._audit, self._layout, members, words, alike)
-        if isinstance(recorder, WritingRecorder) and self._may_judge_later(model is not None):
-            recorder = DeferredRecorder(recorder)
+        beside = self._may_judge_later(model is not None)
+        recorder = make_recorder(home.sinks, config, self._audit, self._layout, members, words, alike, beside)
         self.published = Published(capture, recorder, self.replicas, self._responder, model)
         self.records_loaded: str | None = None
         self.observing = True
