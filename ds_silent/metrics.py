@@ -15,10 +15,11 @@ from typing import Any
 
 from ds_silent.records import StepRecord
 
-_LOSS, _NORM = ("Consistency", "loss dispersion"), ("Consistency", "gradient-norm dispersion")
-_COSINE, _NOISE = ("Consistency", "gradient direction (cosine)"), ("Health", "noise scale (samples)")
-_AGGREGATED = ("Health", "norm of the aggregated gradient")
-_INTEGRITY = ("Health", "integrity of the aggregation")
+_LOSS, _NORM, _COSINE = "loss dispersion", "gradient-norm dispersion", "gradient direction (cosine)"
+_NOISE, _AGGREGATED = "noise scale (samples)", "norm of the aggregated gradient"
+_INTEGRITY = "integrity of the aggregation"
+CHARTS = {"Consistency": (_LOSS, _NORM, _COSINE), "Health": (_NOISE, _AGGREGATED, _INTEGRITY)}
+"""Charts in TensorBoard, by category."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Metric:
         tag: of its curve in TensorBoard and in DeepSpeed's monitor, behind "silent/".
         gauge: for Prometheus, behind "ds_silent_".
         help: what Prometheus says of it.
-        chart: category and title of the chart in TensorBoard that shows it.
+        chart: title of the chart in TensorBoard that shows it, see :data:`CHARTS`.
     """
 
     path: str
@@ -39,7 +40,7 @@ class Metric:
     tag: str = ""
     gauge: str = ""
     help: str = ""
-    chart: tuple[str, str] | None = None
+    chart: str = ""
 
     def of(self, record: StepRecord) -> float | None:
         """Return the number of a record; of groups of ranks, how many there are."""

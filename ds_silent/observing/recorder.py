@@ -31,7 +31,7 @@ from ds_silent.records import STILL, Dealt, Event, EventKind, Repair, Severity, 
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
 from ds_silent.sinks import Sink
-from ds_silent.sinks.worker import Worker, WorkQueue
+from ds_silent.sinks.worker import OneTask
 from ds_silent.text import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
@@ -140,6 +140,39 @@ class Recorder:
         """
 
 
+class _Callbacks:
+    """What is called with each event.
+
+    Attributes:
+        listeners: what is called.
+        found: events beside the training that wait for its thread.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Event], None]] = []
+        self.found: deque[Event] = deque()
+        self._calling = False
+
+    def call(self) -> None:
+        """Call with the events that wait."""
+        if self._calling:  # a callback asks for something: what else was found comes after it
+            return
+        self._calling = True
+        try:
+            while self.found:
+                self.call_with(self.found.popleft())
+        finally:
+            self._calling = False
+
+    def call_with(self, event: Event) -> None:
+        """Call somebody else's code, which must not end the observation."""
+        for listener in self.listeners:
+            try:
+                listener(event)
+            except Exception as error:
+                logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
+
+
 class WritingRecorder(Recorder):
     """Keeps what judging needs from step to step: baselines, rows seen, and a record that waits for more.
 
@@ -168,14 +201,11 @@ class WritingRecorder(Recorder):
         self._tracker = RowTracker()
         self._tracker.deal.declared = declared(dealt)
         self._newest: StepRecord | None = None
-        self._listeners: list[Callable[[Event], None]] = []
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
         self._ranks_before: int | None = None  # of a checkpoint with another number, until that was said
         self._parted = False
-        self._worker = Worker("ds_silent judges", [WorkQueue()], patient=True) if beside else None
-        self._broke: BaseException | None = None  # beside the training
-        self._found: deque[Event] = deque()  # there, for the callbacks
-        self._calling = False
+        self._callbacks = _Callbacks()
+        self._beside = OneTask("ds_silent judges") if beside else None
         self._finished = (False, False)  # wants_micro_batches and take_parted, as finish() has found them
 
     # -- beside the training -------------------------------------------------------------------------------------------
@@ -184,65 +214,38 @@ class WritingRecorder(Recorder):
         self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
     ) -> None:
         act = partial(self._write, gathered, context, drift, told, wait, self.unlike)
-        if self._worker is None:
+        if self._beside is None:
             act()
             return
         try:
-            self._wait()
-            self._worker.put(lambda _: self._keep_error(act))
-            if self._worker.alone:  # no thread can be started any more: it was done just now
-                self._wait()
+            self._beside.begin(act)
         finally:
-            self._call_back()  # behind it: a callback that flushes begins the next step
-
-    def _keep_error(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except BaseException as error:
-            self._broke = error
-
-    def _wait(self) -> None:
-        if self._worker is not None:
-            self._worker.drain()
-            broke, self._broke = self._broke, None
-            if broke is not None:
-                raise broke
+            self._callbacks.call()  # behind it: a callback that flushes begins the next step
 
     def _end(self) -> None:
         """Wait for what is under way: nothing else touches what is kept here then."""
         try:
-            self._wait()
+            if self._beside is not None:
+                self._beside.wait()
         finally:
-            self._call_back()
-
-    def _call_back(self) -> None:
-        if self._calling:  # a callback asks for something: what else was found comes after it
-            return
-        self._calling = True
-        try:
-            while self._found:
-                event = self._found.popleft()
-                for listener in self._listeners:
-                    _call(listener, event)
-        finally:
-            self._calling = False
+            self._callbacks.call()
 
     def finish(self) -> None:
-        if self._worker is not None:
+        if self._beside is not None:
             self._end()
             self._finished = self._audit.wants_micro_batches, self._parted
             self._parted = False
 
     def deliver(self) -> None:
-        if self._worker is not None and self._worker.is_idle:
+        if self._beside is not None and self._beside.is_done:
             self._end()
 
     @property
     def wants_micro_batches(self) -> bool:  # type: ignore[override]
-        return self._audit.wants_micro_batches if self._worker is None else self._finished[0]
+        return self._audit.wants_micro_batches if self._beside is None else self._finished[0]
 
     def take_parted(self) -> bool:
-        if self._worker is None:
+        if self._beside is None:
             parted, self._parted = self._parted, False
         else:
             parted, self._finished = self._finished[1], (self._finished[0], False)
@@ -296,11 +299,10 @@ class WritingRecorder(Recorder):
         if others and self._judge is not None:  # of the preflight, of a resume
             self._judge.told(event)
         self._sink.write_event(event)
-        if self._worker is not None:
-            self._found.append(event)
-            return
-        for listener in self._listeners:
-            _call(listener, event)
+        if self._beside is None:
+            self._callbacks.call_with(event)
+        else:
+            self._callbacks.found.append(event)
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
@@ -317,30 +319,30 @@ class WritingRecorder(Recorder):
             if drift is not None and reduction is not None and record.step == step:
                 reduction = dataclasses.replace(reduction, drift=drift)
             self._judged(record, dataclasses.replace(evidence, reduction=reduction))
-        self._call_back()
+        self._callbacks.call()
 
     def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
         self._end()
         for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
             self._report(event)
-        self._call_back()
+        self._callbacks.call()
 
     def repairs(self, repairs: tuple[Repair, ...]) -> None:
         self._end()
         for repair in repairs:
             self._report(repair_event(repair, len(self._members)))
-        self._call_back()
+        self._callbacks.call()
 
     def report(self, event: Event) -> None:
         try:
             self._end()
         finally:  # it may be about what broke there
             self._report(event)
-            self._call_back()
+            self._callbacks.call()
 
     def on_event(self, function: Callable[[Event], None]) -> None:
         self._end()
-        self._listeners.append(function)
+        self._callbacks.listeners.append(function)
 
     def flush(self) -> None:
         self._end()
@@ -351,8 +353,8 @@ class WritingRecorder(Recorder):
             self._end()
         finally:
             self._sink.close()
-            if self._worker is not None:
-                self._worker.end()
+            if self._beside is not None:
+                self._beside.end()
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
         self.flush()
@@ -372,14 +374,6 @@ class WritingRecorder(Recorder):
                     self._ranks_before = ranks
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", error)
-
-
-def _call(listener: Callable[[Event], None], event: Event) -> None:
-    """Call somebody else's code, which must not end the observation."""
-    try:
-        listener(event)
-    except Exception as error:
-        logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
 
 
 def _ranks_of(state: dict[str, Any]) -> int | None:

@@ -164,7 +164,14 @@ class RunDirectory:
     def _decide(self, done: int, samples: int, records: str | None) -> None:
         """On the writing rank: the directory of the run that goes on, or a new one."""
         used = runs_of(self._base)
-        found = next((n for n in reversed(used) if self._goes_on(n, done, samples, records)), None)
+        found = next(
+            (
+                n
+                for n in reversed(used)
+                if _goes_on(run_directory(self._base, n), done, samples, records, self._config.interval)
+            ),
+            None,
+        )
         claim = None if found is None else claim_used(self._base, found)
         if claim is not None:
             logger.warning("ds_silent: the records in %s go on after step %d", claim.directory, done)
@@ -180,13 +187,6 @@ class RunDirectory:
                 why = f"{self._base} holds the records of another run"
             logger.warning("ds_silent: %s, so the records of this one are in %s", why, claim.directory)
         self._write_into(claim, done)
-
-    def _goes_on(self, number: int, done: int, samples: int, records: str | None) -> bool:
-        """Whether the training that starts is the one recorded there."""
-        directory = run_directory(self._base, number)
-        if records is not None:
-            return identity(directory) == records
-        return done > 0 and holds_step(directory, done, samples, self._config.interval)
 
     def _write_into(self, claim: Claim, done: int | None) -> None:
         assert self._background is not None
@@ -251,6 +251,13 @@ class RunDirectory:
         dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._group)
         self.directory = os.fsdecode(bytes(answer[:LONGEST].tolist()).rstrip(b"\0"))
         return [int(number) for number in answer[LONGEST:].tolist()]
+
+
+def _goes_on(directory: Path, done: int, samples: int, records: str | None, interval: int) -> bool:
+    """Tell whether the training that starts is the one recorded there."""
+    if records is not None:
+        return identity(directory) == records
+    return done > 0 and holds_step(directory, done, samples, interval)
 
 
 def _prometheus_sinks(config: SilentConsistencyConfig, run: Callable[[], str]) -> list[Sink]:

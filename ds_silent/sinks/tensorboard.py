@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_silent.distributed.parts import ranks_of
-from ds_silent.metrics import METRICS, RANK_METRICS
+from ds_silent.metrics import CHARTS, METRICS, RANK_METRICS
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.files import MOST_RANKS, is_drawn, make_directory
@@ -255,11 +255,8 @@ def layout_message(ranks: int) -> Any:
 
 
 def _charts_of(category: str) -> Charts:
-    charts: dict[str, tuple[str, ...]] = {}
-    for metric in METRICS:
-        if metric.chart is not None and metric.chart[0] == category:
-            charts[metric.chart[1]] = (*charts.get(metric.chart[1], ()), f"silent/{metric.tag}$")
-    return {title: TagChart(patterns) for title, patterns in charts.items()}
+    tags = {title: tuple(f"silent/{one.tag}$" for one in METRICS if one.chart == title) for title in CHARTS[category]}
+    return {title: TagChart(patterns) for title, patterns in tags.items()}
 
 
 def _per_rank_charts(pattern: str) -> Charts:

@@ -6,7 +6,7 @@
     sinks.close()
 
 A :class:`Worker` serves queues from one thread, which starts with work and ends without. :class:`Background` has a
-queue for each sink; :class:`ds_silent.observing.recorder.WritingRecorder` has a worker of its own that judges.
+queue for each sink; :class:`OneTask` is a worker with one entry at a time, which judges a step.
 
 Every sink gets everything, in order, from one thread. One that raises is dropped with a sentence, see
 :class:`~ds_silent.sinks.base.FanOut`; nothing else is ever dropped. What a step may cost:
@@ -292,6 +292,43 @@ def _drain_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
+
+
+class OneTask:
+    """A thread that does one thing at a time; what breaks there is raised where it is waited for."""
+
+    def __init__(self, name: str) -> None:
+        self._worker = Worker(name, [WorkQueue()], patient=True)
+        self._broke: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is under way."""
+        return self._worker.is_idle
+
+    def begin(self, act: Callable[[], None]) -> None:
+        """Begin behind what is under way, and wait for that; without a thread, do it."""
+        self.wait()
+        self._worker.put(lambda _: self._do(act))
+        if self._worker.alone:
+            self.wait()
+
+    def _do(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            self._broke = error
+
+    def wait(self) -> None:
+        """Wait for what is under way, and raise what has broken."""
+        self._worker.drain()
+        broke, self._broke = self._broke, None
+        if broke is not None:
+            raise broke
+
+    def end(self) -> None:
+        """Begin nothing more."""
+        self._worker.end()
 
 
 class Background:

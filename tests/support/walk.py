@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.observing import deferred
 from ds_silent.sinks.jsonl import read_events
 from tests.support.training import Case, Probe, one_step
 from tests.support.training import _hash_weights as hash_weights
