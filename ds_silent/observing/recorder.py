@@ -19,8 +19,7 @@ from ds_silent.capture.conduct import Unlike
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Judge
 from ds_silent.detectors.lifecycle import ELSEWHERE
-from ds_silent.distributed.parts import ranks_of
-from ds_silent.distributed.places import Places
+from ds_silent.distributed.places import Places, in_whole
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
 from ds_silent.measure.evidence import Evidence, Told
@@ -394,18 +393,3 @@ def ranks_changed(step: int, before: int, now: int) -> Event:
         f"{before} ranks."
     )
     return Event(step, "ranks-changed", "info", (), "checkpoint", None, None, message, remedy)
-
-
-def in_whole(event: Event, members: tuple[int, ...]) -> Event:
-    """An event of a group that is a part of the training says which ranks of the whole it names.
-
-    Args:
-        members: of the group, as the whole training counts its ranks.
-    """
-    if not event.ranks or members == tuple(range(len(members))):
-        return event
-    whole = tuple(members[rank] for rank in event.ranks)
-    is_one = "is" if len(whole) == 1 else "are"
-    those = ranks_of(event.ranks).capitalize()
-    said = f"{those} of this data-parallel group {is_one} {ranks_of(whole)} of the whole training."
-    return dataclasses.replace(event, global_ranks=whole, message=f"{event.message} {said}")

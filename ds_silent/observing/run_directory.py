@@ -112,10 +112,7 @@ class RunDirectory:
         if self._engine > 1:
             self._base /= f"engine-{self._engine}"
         self.directory = str(self._base)
-        if self._config.tensorboard:
-            from ds_silent.sinks.tensorboard import summary_writer_type  # slow: only who wants it pays
-
-            summary_writer_type()
+        _refuse_without_tensorboard(self._config)
         label = None if self._engine == 1 else f"engine-{self._engine}"
         self._console = ConsoleSink(label=label, summary=Tally())
         self._background = Background(
@@ -188,6 +185,13 @@ class RunDirectory:
             logger.warning("ds_silent: %s, so the records of this one are in %s", why, claim.directory)
         self._write_into(claim, done)
 
+    def _goes_on(self, number: int, done: int, samples: int, records: str | None) -> bool:
+        """Tell whether the training that starts is the one recorded there."""
+        directory = run_directory(self._base, number)
+        if records is not None:
+            return identity(directory) == records
+        return done > 0 and holds_step(directory, done, samples, self._config.interval)
+
     def _write_into(self, claim: Claim, done: int | None) -> None:
         assert self._background is not None
         assert self._console is not None
@@ -253,11 +257,11 @@ class RunDirectory:
         return [int(number) for number in answer[LONGEST:].tolist()]
 
 
-def _goes_on(directory: Path, done: int, samples: int, records: str | None, interval: int) -> bool:
-    """Tell whether the training that starts is the one recorded there."""
-    if records is not None:
-        return identity(directory) == records
-    return done > 0 and holds_step(directory, done, samples, interval)
+def _refuse_without_tensorboard(config: SilentConsistencyConfig) -> None:
+    if config.tensorboard:
+        from ds_silent.sinks.tensorboard import summary_writer_type  # slow: only who wants it pays
+
+        summary_writer_type()
 
 
 def _prometheus_sinks(config: SilentConsistencyConfig, run: Callable[[], str]) -> list[Sink]:

@@ -191,11 +191,13 @@ class Worker:
         """Start a thread, where there is work and none that does it."""
         if self.alone or self._thread is not None or self._next() is None:
             return
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
-            self._thread.start()
+            thread.start()
         except RuntimeError as error:  # there are too many, or the interpreter is ending
             self._go_on_alone(error)
+        else:
+            self._thread = thread
 
     def _go_on_alone(self, error: BaseException) -> None:
         self.alone, self._thread = True, None
