@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ds_silent import device
 from ds_silent.config import BLOCK, ConfigError, shown
 from ds_silent.distributed.agreement import store_of_all
-from ds_silent.distributed.parts import SHOWN_RANKS, listed
+from ds_silent.distributed.parts import SHOWN_RANKS, listed, ranks_of
 from ds_silent.records import Event, Place, to_json
 
 logger = logging.getLogger("ds_silent")
@@ -222,4 +222,4 @@ def in_whole(event: Event, members: tuple[int, ...]) -> Event:
     is_one = "is" if len(whole) == 1 else "are"
     those = ranks_of(event.ranks).capitalize()
     said = f"{those} of this data-parallel group {is_one} {ranks_of(whole)} of the whole training."
-    return replace(event, global_ranks=whole, message=f"{event.message} {said}")
+    return dataclasses.replace(event, global_ranks=whole, message=f"{event.message} {said}")

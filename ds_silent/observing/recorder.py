@@ -196,8 +196,7 @@ class WritingRecorder(Recorder):
     ):
         self._sink, self._judge, self._audit = sink, judge, audit
         self._layout, self._members, self._stop_on = layout, tuple(members), stop_on
-        self._alike = alike
-        self._tracker = RowTracker()
+        self._alike, self._tracker = alike, RowTracker()
         self._tracker.deal.declared = declared(dealt)
         self._newest: StepRecord | None = None
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one

@@ -83,7 +83,7 @@ class RunDirectory:
         """
         home, refusal = cls(config, group, device), None
         if dist.get_rank(group) == 0:
-            home._engine = _free_number(home._key)
+            home._engine = _free_number(config.output_dir)
             try:
                 home._take(monitor_write)
             except SinkError as error:
@@ -101,10 +101,6 @@ class RunDirectory:
     def undecided(self) -> bool:
         """Whether the first step is to decide; the same on every rank."""
         return self._undecided
-
-    @property
-    def _key(self) -> str:
-        return os.path.realpath(self._config.output_dir)
 
     def _take(self, monitor_write: MonitorWrite | None) -> None:
         """On the writing rank: the directory if it is unused, and whatever can be refused now."""
@@ -160,15 +156,8 @@ class RunDirectory:
 
     def _decide(self, done: int, samples: int, records: str | None) -> None:
         """On the writing rank: the directory of the run that goes on, or a new one."""
-        used = runs_of(self._base)
-        found = next(
-            (
-                n
-                for n in reversed(used)
-                if _goes_on(run_directory(self._base, n), done, samples, records, self._config.interval)
-            ),
-            None,
-        )
+        runs = ((n, run_directory(self._base, n)) for n in reversed(runs_of(self._base)))
+        found = next((n for n, place in runs if _goes_on(place, done, samples, records, self._config.interval)), None)
         claim = None if found is None else claim_used(self._base, found)
         if claim is not None:
             logger.warning("ds_silent: the records in %s go on after step %d", claim.directory, done)
@@ -184,13 +173,6 @@ class RunDirectory:
                 why = f"{self._base} holds the records of another run"
             logger.warning("ds_silent: %s, so the records of this one are in %s", why, claim.directory)
         self._write_into(claim, done)
-
-    def _goes_on(self, number: int, done: int, samples: int, records: str | None) -> bool:
-        """Tell whether the training that starts is the one recorded there."""
-        directory = run_directory(self._base, number)
-        if records is not None:
-            return identity(directory) == records
-        return done > 0 and holds_step(directory, done, samples, self._config.interval)
 
     def _write_into(self, claim: Claim, done: int | None) -> None:
         assert self._background is not None
@@ -257,6 +239,13 @@ class RunDirectory:
         return [int(number) for number in answer[LONGEST:].tolist()]
 
 
+def _goes_on(directory: Path, done: int, samples: int, records: str | None, interval: int) -> bool:
+    """Tell whether the training that starts is the one recorded there."""
+    if records is not None:
+        return identity(directory) == records
+    return done > 0 and holds_step(directory, done, samples, interval)
+
+
 def _refuse_without_tensorboard(config: SilentConsistencyConfig) -> None:
     if config.tensorboard:
         from ds_silent.sinks.tensorboard import summary_writer_type  # slow: only who wants it pays
@@ -285,9 +274,10 @@ def _alert_sinks(
         return []
 
 
-def _free_number(key: str) -> int:
-    """Of an engine, from 1, among those of this process that write to the same directory."""
-    taken = {home._engine for home in _live if home._key == key}
+def _free_number(directory: str) -> int:
+    """Return the number of an engine, from 1, among those of this process that write to the same directory."""
+    place = os.path.realpath(directory)
+    taken = {home._engine for home in _live if os.path.realpath(home._config.output_dir) == place}
     return next(number for number in range(1, len(taken) + 2) if number not in taken)
 
 
