@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ds_silent.frameworks.ddp import attach_ddp
     from ds_silent.frameworks.deepspeed.attach import initialize
     from ds_silent.frameworks.megatron.attach import attach_megatron
-    from ds_silent.observing.attach import observer_of
+    from ds_silent.observing.observe import observer_of
     from ds_silent.observing.observer import Observer
     from ds_silent.records import Event, StepRecord
     from ds_silent.sinks import SinkError
@@ -54,7 +54,7 @@ _MODULES = {
     "attach": "frameworks.attach_any",
     "initialize": "frameworks.deepspeed.attach",
     "observe": "frameworks.attach_any",
-    "observer_of": "observing.attach",
+    "observer_of": "observing.observe",
 }
 
 

@@ -71,7 +71,7 @@ def _take_places(file: str | None, called: str) -> Patches:
         called: what has named the file.
     """
     from ds_silent.config import ConfigError
-    from ds_silent.observing.attach import given_block
+    from ds_silent.observing.observe import given_block
     from ds_silent.patches import Patches
 
     try:
@@ -99,7 +99,7 @@ def _take_places(file: str | None, called: str) -> Patches:
 
 def _say_if_nothing_was_observed(missed: Callable[[], list[str]]) -> None:
     """Silence would look like health."""
-    from ds_silent.observing.attach import anything_observed
+    from ds_silent.observing.observe import anything_observed
 
     if is_first() and not anything_observed():
         why = "; ".join(missed()) or (

@@ -13,10 +13,11 @@ A mistake is one sentence on standard error and exit status 2.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
+_JsonPath = Annotated[str | None, typer.Option("--json", help="Write everything to this file too.", metavar="FILE")]
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -146,9 +147,7 @@ def drill(
     dtype: Annotated[
         str | None, typer.Option(help="fp32 or bf16 instead of the configuration's.", metavar="DTYPE")
     ] = None,
-    json_path: Annotated[
-        str | None, typer.Option("--json", help="Write everything to this file too.", metavar="FILE")
-    ] = None,
+    json_path: _JsonPath = None,
 ) -> None:
     """Inject faults into short trainings on the CPU: is each found, with the right kind and ranks?
 
@@ -161,9 +160,13 @@ def drill(
     if framework == "deepspeed":
         _needs("ds-silent drill", "deepspeed")
     from ds_silent.drill.command import drill_command
+    from ds_silent.drill.program import LONGEST, DrillOptions
 
-    code = drill_command(config, fault or [], list_faults, ranks, rank, steps, stage, dtype, json_path, framework)
-    raise typer.Exit(code)
+    longest = LONGEST if steps is None else steps
+    options = DrillOptions(
+        config, tuple(fault or ()), ranks, rank, longest, stage, cast("Any", dtype), cast("Any", framework)
+    )
+    raise typer.Exit(drill_command(options, list_faults, json_path))
 
 
 @app.command()
@@ -203,9 +206,7 @@ def numerics(
         typer.Option(min=1.0, help="For fp16; default: where dynamic loss scaling settles. 1: none.", metavar="SCALE"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the small model's weights, rows and dropout.", metavar="N")] = 1,
-    json_path: Annotated[
-        str | None, typer.Option("--json", help="Write everything to this file too.", metavar="FILE")
-    ] = None,
+    json_path: _JsonPath = None,
 ) -> None:
     """Measure how far fp32, bf16 and fp16 reductions are from the float64 mean: what is rounding, what is a fault?
 
@@ -217,12 +218,12 @@ def numerics(
     Exit status: 0 rounding stays below the bound, 1 not so, 2 a mistake in what was typed.
     """
     from ds_silent.numerics.command import numerics_command
+    from ds_silent.numerics.orders import DTYPES
+    from ds_silent.numerics.program import Options
 
-    raise typer.Exit(
-        numerics_command(
-            gradients, world_size or [], dtype or [], steps, rounds, processes, elements, loss_scale, seed, json_path
-        )
-    )
+    sizes, dtypes = tuple(world_size or ()), tuple(dict.fromkeys(dtype or DTYPES))
+    options = Options(gradients, sizes, dtypes, steps, rounds, processes, elements, loss_scale, seed)
+    raise typer.Exit(numerics_command(options, json_path))
 
 
 @app.command()
@@ -230,9 +231,7 @@ def doctor(
     output_dir: Annotated[
         str, typer.Option(help="Where records are to be written; nothing is left there.", metavar="DIR")
     ] = "runs/silent",
-    json_path: Annotated[
-        str | None, typer.Option("--json", help="Write everything to this file too.", metavar="FILE")
-    ] = None,
+    json_path: _JsonPath = None,
 ) -> None:
     """Look this machine over: what is missing or doubtful for a watched training?
 

@@ -6,7 +6,7 @@
 
 A new framework is one folder beside ``deepspeed``: one class that has :class:`Framework`'s members, and those of the
 abilities that it has, its :class:`~ds_silent.text.Words`, and a way in that hands a
-:class:`~ds_silent.observing.attach.Subject` to :func:`ds_silent.observing.attach.observe`. Whatever a step remembers
+:class:`~ds_silent.observing.observe.Subject` to :func:`ds_silent.observing.observe.observe`. Whatever a step remembers
 is in :mod:`ds_silent.capture.step`, once for all of them.
 """
 

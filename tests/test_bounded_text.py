@@ -25,7 +25,7 @@ from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.detectors.same_order import SameOrderTest
 from ds_silent.distributed.agreement import Statement, differences
 from ds_silent.distributed.parts import parts_of
-from ds_silent.distributed.places import Places
+from ds_silent.distributed.places import Places, in_whole
 from ds_silent.exchange.observation import BROKE
 from ds_silent.maths.causes import Cause, Kind
 from ds_silent.maths.micro_batches import MicroBatches
@@ -33,7 +33,7 @@ from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, Coverage, Evidence, ReductionEvidence
 from ds_silent.measure.row_history import OrderAgain
 from ds_silent.observing.lockstep import apart, elsewhere, stopping
-from ds_silent.observing.recorder import in_whole, ranks_changed
+from ds_silent.observing.recorder import ranks_changed
 from ds_silent.preflight import messages as preflight
 from ds_silent.preflight.comparison import PreflightOutcome, outcome_of
 from ds_silent.preflight.items import item_of

@@ -26,6 +26,7 @@ from ds_silent.config import BLOCK, AlertConfig, ConfigError, SilentConsistencyC
 from ds_silent.destination import TRACKERS, Destination, WrongDestination, resolve
 from ds_silent.extras import installed
 from ds_silent.records import ENDED, STILL, Event, Scores, Severity, StepRecord, from_json
+from ds_silent.sinks.scalars import MonitorWrite
 
 logger = logging.getLogger("ds_silent")
 HOUR = 3_600.0
@@ -36,7 +37,6 @@ PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Seconds before the second try, doubled before each further one, and what a server may ask for at most."""
 END = 5.0
 """Seconds that the end of a run waits for its last alerts, all destinations together."""
-MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
 
 
 class OpenFaults:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ds_silent import device
 from ds_silent.config import BLOCK, ConfigError, shown
 from ds_silent.distributed.agreement import store_of_all
-from ds_silent.distributed.parts import SHOWN_RANKS, listed
+from ds_silent.distributed.parts import SHOWN_RANKS, listed, ranks_of
 from ds_silent.records import Event, Place, to_json
 
 logger = logging.getLogger("ds_silent")
@@ -208,3 +208,18 @@ def _pairs(pairs: list[tuple[str, Any]]) -> _Pairs:
 def _group_of(host: str, groups: Mapping[str, str]) -> str | None:
     """By the host's name, or by what stands before its first dot."""
     return groups.get(host, groups.get(host.partition(".")[0]))
+
+
+def in_whole(event: Event, members: tuple[int, ...]) -> Event:
+    """Say which ranks of the whole training an event of a group that is a part of it names.
+
+    Args:
+        members: of the group, as the whole training counts its ranks.
+    """
+    if not event.ranks or members == tuple(range(len(members))):
+        return event
+    whole = tuple(members[rank] for rank in event.ranks)
+    is_one = "is" if len(whole) == 1 else "are"
+    those = ranks_of(event.ranks).capitalize()
+    said = f"{those} of this data-parallel group {is_one} {ranks_of(whole)} of the whole training."
+    return dataclasses.replace(event, global_ranks=whole, message=f"{event.message} {said}")

@@ -21,7 +21,7 @@ from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.frameworks.recognised import is_alone, is_deepspeed, is_fsdp1, is_fsdp2, is_megatron
-from ds_silent.observing.attach import Given, idle_observer
+from ds_silent.observing.observe import Given, idle_observer
 from ds_silent.observing.observer import Observer
 
 _EARLY_FSDP2 = "torch.distributed._composable.fsdp"

@@ -33,7 +33,7 @@ from ds_silent.frameworks.torch_common import Applied, CountsItself, Wrapped, at
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
-from ds_silent.observing.attach import Given, idle_observer
+from ds_silent.observing.observe import Given, idle_observer
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 from ds_silent.text import TORCH

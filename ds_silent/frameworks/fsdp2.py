@@ -29,7 +29,7 @@ from ds_silent.frameworks.torch_common import Applied, CountsItself, Slice, Wrap
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
-from ds_silent.observing.attach import Given, idle_observer
+from ds_silent.observing.observe import Given, idle_observer
 from ds_silent.observing.observer import Observer
 from ds_silent.text import TORCH
 

@@ -19,7 +19,7 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.framework import Framework
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.sketch import offsets_of
-from ds_silent.observing.attach import Given, Subject, given_block, observe, told_in_a_sentence
+from ds_silent.observing.observe import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks
 from ds_silent.preflight.inventory import Training

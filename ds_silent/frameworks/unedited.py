@@ -27,7 +27,7 @@ from ds_silent.capture.row_ids import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks.attach_any import attach
 from ds_silent.frameworks.recognised import is_megatron
-from ds_silent.observing.attach import observer_of
+from ds_silent.observing.observe import observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
 from ds_silent.config_file import load_ds_config
 from ds_silent.destination import is_secret
-from ds_silent.observing.attach import Given, given_block, say_alone
+from ds_silent.observing.observe import Given, given_block, say_alone
 
 
 def alone(config: Given, launchers: str) -> bool:

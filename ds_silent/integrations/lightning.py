@@ -25,7 +25,7 @@ from ds_silent.integrations.callback_config import (
     alone,
     block_for,
 )
-from ds_silent.observing.attach import Given, observer_of, told_in_a_sentence
+from ds_silent.observing.observe import Given, observer_of, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from ds_silent.commands.measuring import Heard, carried_out
 from ds_silent.config import ConfigError
@@ -12,28 +11,15 @@ from ds_silent.numerics.program import Findings, Options, measure, to_json
 from ds_silent.numerics.report import print_report
 
 
-def numerics_command(
-    gradients: str | None,
-    world_sizes: Sequence[int],
-    dtypes: Sequence[str],
-    steps: int,
-    rounds: int,
-    processes: bool,
-    elements: int | None,
-    loss_scale: float | None,
-    seed: int,
-    json_path: str | None,
-) -> int:
-    """Measures and prints the report."""
+def numerics_command(options: Options, json_path: str | None) -> int:
+    """Measure, and print the report."""
 
     def measured(heard: Heard) -> Findings:
-        for dtype in dtypes:
+        for dtype in options.dtypes:
             if dtype not in DTYPES:
                 raise ConfigError(f"--dtype must be fp32, bf16 or fp16, got {dtype!a}")
-        if loss_scale is not None and not math.isfinite(loss_scale):
-            raise ConfigError(f"--loss-scale must be a finite number of at least 1, got {loss_scale}")
-        chosen = tuple(dict.fromkeys(dtypes)) or tuple(DTYPES)
-        sizes = tuple(world_sizes)
-        return measure(Options(gradients, sizes, chosen, steps, rounds, processes, elements, loss_scale, seed), heard)
+        if options.loss_scale is not None and not math.isfinite(options.loss_scale):
+            raise ConfigError(f"--loss-scale must be a finite number of at least 1, got {options.loss_scale}")
+        return measure(options, heard)
 
     return carried_out(measured, print_report, to_json, lambda findings: 0 if findings.sound else 1, json_path)

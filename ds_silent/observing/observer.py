@@ -21,7 +21,7 @@ from ds_silent.exchange.row_ids import as_ids
 from ds_silent.framework import Counts
 from ds_silent.observing.recorder import make_recorder
 from ds_silent.observing.run_directory import RunDirectory
-from ds_silent.observing.step_loop import Steps
+from ds_silent.observing.step_loop import StepLoop
 from ds_silent.records import Event, StepRecord
 from ds_silent.sinks.scalars import scalars
 
@@ -37,7 +37,7 @@ class Observer:
         """``first``: the step of rank 0, by which all begin to count."""
         self._capture, self._home = capture, home
         self._together = capture.together
-        self._steps = Steps(capture, config, home, self.close, first)
+        self._steps = StepLoop(capture, config, home, self.close, first)
         self._published, self._replicas = self._steps.published, self._steps.replicas
         self._closed = False
         self.closing: Callable[[], object] = list  # what is still to be done when it closes

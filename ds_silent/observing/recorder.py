@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ds_silent.capture.conduct import Unlike
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Judge
 from ds_silent.detectors.lifecycle import ELSEWHERE
-from ds_silent.distributed.parts import ranks_of
-from ds_silent.distributed.places import Places
+from ds_silent.distributed.places import Places, in_whole
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
 from ds_silent.measure.evidence import Evidence, Told
@@ -29,6 +30,7 @@ from ds_silent.records import STILL, Dealt, Event, EventKind, Repair, Severity, 
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
 from ds_silent.sinks import Sink
+from ds_silent.sinks.worker import OneTask
 from ds_silent.text import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
@@ -45,18 +47,20 @@ def make_recorder(
     members: Sequence[int] = (),
     words: Words = TORCH,
     alike: bool = True,
+    beside: bool = False,
 ) -> Recorder:
     """Return what writes into ``sinks``; without them, on all ranks but one, what does nothing.
 
     Args:
         members: of the group, as the whole training counts its ranks.
         alike: see :class:`ds_silent.framework.Ranks`.
+        beside: judge beside the training, see :class:`WritingRecorder`.
     """
     if sinks is None or config is None or audit is None or layout is None:
         return Recorder()
     judge = Judge(config.detectors, config.interval, words, alike, config.effects) if config.detectors.enabled else None
     return WritingRecorder(
-        sinks, judge, audit, layout, members, config.detectors.stop_on, alike, config.detectors.dealt
+        sinks, judge, audit, layout, members, config.detectors.stop_on, alike, config.detectors.dealt, beside
     )
 
 
@@ -135,8 +139,46 @@ class Recorder:
         """
 
 
+class _Callbacks:
+    """What is called with each event.
+
+    Attributes:
+        listeners: what is called.
+        found: events beside the training that wait for its thread.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Event], None]] = []
+        self.found: deque[Event] = deque()
+        self._calling = False
+
+    def call(self) -> None:
+        """Call with the events that wait."""
+        if self._calling:  # a callback asks for something: what else was found comes after it
+            return
+        self._calling = True
+        try:
+            while self.found:
+                self.call_with(self.found.popleft())
+        finally:
+            self._calling = False
+
+    def call_with(self, event: Event) -> None:
+        """Call somebody else's code, which must not end the observation."""
+        for listener in self.listeners:
+            try:
+                listener(event)
+            except Exception as error:
+                logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
+
+
 class WritingRecorder(Recorder):
-    """Keeps what judging needs from step to step: baselines, rows seen, and a record that waits for more."""
+    """Keeps what judging needs from step to step: baselines, rows seen, and a record that waits for more.
+
+    With ``beside`` a step is judged on a thread of its own, and has the time until the next measured step. Who comes
+    earlier waits for it, so that there is never more than one under way, and what is found does not depend on who was
+    faster. Whatever else is asked waits too. Callbacks run on the training's thread, between two steps, either way.
+    """
 
     writes = True
 
@@ -150,19 +192,73 @@ class WritingRecorder(Recorder):
         stop_on: str,
         alike: bool = True,
         dealt: Dealt | None = None,
+        beside: bool = False,
     ):
         self._sink, self._judge, self._audit = sink, judge, audit
         self._layout, self._members, self._stop_on = layout, tuple(members), stop_on
-        self._alike = alike
-        self._tracker = RowTracker()
+        self._alike, self._tracker = alike, RowTracker()
         self._tracker.deal.declared = declared(dealt)
-        self._listeners: list[Callable[[Event], None]] = []
+        self._newest: StepRecord | None = None
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
         self._ranks_before: int | None = None  # of a checkpoint with another number, until that was said
         self._parted = False
+        self._callbacks = _Callbacks()
+        self._beside = OneTask("ds_silent judges") if beside else None
+        self._finished = (False, False)  # wants_micro_batches and take_parted, as finish() has found them
+
+    # -- beside the training -------------------------------------------------------------------------------------------
 
     def step(
         self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+    ) -> None:
+        act = partial(self._write, gathered, context, drift, told, wait, self.unlike)
+        if self._beside is None:
+            act()
+            return
+        try:
+            self._beside.begin(act)
+        finally:
+            self._callbacks.call()  # behind it: a callback that flushes begins the next step
+
+    def _end(self) -> None:
+        """Wait for what is under way: nothing else touches what is kept here then."""
+        try:
+            if self._beside is not None:
+                self._beside.wait()
+        finally:
+            self._callbacks.call()
+
+    def finish(self) -> None:
+        if self._beside is not None:
+            self._end()
+            self._finished = self._audit.wants_micro_batches, self._parted
+            self._parted = False
+
+    def deliver(self) -> None:
+        if self._beside is not None and self._beside.is_done:
+            self._end()
+
+    @property
+    def wants_micro_batches(self) -> bool:  # type: ignore[override]
+        return self._audit.wants_micro_batches if self._beside is None else self._finished[0]
+
+    def take_parted(self) -> bool:
+        if self._beside is None:
+            parted, self._parted = self._parted, False
+        else:
+            parted, self._finished = self._finished[1], (self._finished[0], False)
+        return parted
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        gathered: Callable[[], Gathered],
+        context: Context,
+        drift: Drift | None,
+        told: Told,
+        wait: bool,
+        unlike: tuple[Unlike, ...],
     ) -> None:
         everybody = gathered()
         record = measure(everybody, self._layout, context)
@@ -170,44 +266,28 @@ class WritingRecorder(Recorder):
             record = dataclasses.replace(record, noise_scale=None)
         coverage, evidence = testimony(everybody, self._tracker, context)
         stats, seen = self._audit.step(everybody, drift, told)
-        evidence = dataclasses.replace(evidence, reduction=seen, unlike=self.unlike)
+        evidence = dataclasses.replace(evidence, reduction=seen, unlike=unlike)
         data = self._tracker.deal.newest
-        self.last_record = dataclasses.replace(record, coverage=coverage, integrity=stats, data=data)
-        self._sink.write(self.last_record)
+        record = self._newest = dataclasses.replace(record, coverage=coverage, integrity=stats, data=data)
+        self._sink.write(record)
         if self._ranks_before is not None:
-            self.report(ranks_changed(record.step, self._ranks_before, len(self._members)))
+            self._report(ranks_changed(record.step, self._ranks_before, len(self._members)))
             self._ranks_before = None
         if wait or self._unjudged:  # judged in order
-            self._unjudged.append((self.last_record, evidence))
+            self._unjudged.append((record, evidence))
         else:
-            self._judged(self.last_record, evidence)
-        self.repairs(told.repairs)
-
-    def settle(self, drift: Drift | None, step: int | None = None) -> None:
-        while self._unjudged and (step is None or self._unjudged[0][0].step <= step):
-            record, evidence = self._unjudged.pop(0)
-            reduction = evidence.reduction
-            if drift is not None and reduction is not None and record.step == step:
-                reduction = dataclasses.replace(reduction, drift=drift)
-            self._judged(record, dataclasses.replace(evidence, reduction=reduction))
+            self._judged(record, evidence)
+        for repair in told.repairs:
+            self._report(repair_event(repair, len(self._members)))
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
-        if self._judge is None:
-            return
-        events = self._judge.step(record, evidence)
-        self._sink.write_scores(self._judge.scores)
-        for event in events:
-            self.report(event)
+        if self._judge is not None:
+            events = self._judge.step(record, evidence)
+            self._sink.write_scores(self._judge.scores)
+            for event in events:
+                self._report(event)
 
-    def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
-        for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
-            self.report(event)
-
-    def repairs(self, repairs: tuple[Repair, ...]) -> None:
-        for repair in repairs:
-            self.report(repair_event(repair, len(self._members)))
-
-    def report(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         event = in_whole(event, self._members)
         event = event if self.places is None else self.places.told(event)
         if event.severity in _ENDS[self._stop_on]:
@@ -217,33 +297,62 @@ class WritingRecorder(Recorder):
         if others and self._judge is not None:  # of the preflight, of a resume
             self._judge.told(event)
         self._sink.write_event(event)
-        for listener in self._listeners:
-            self.call(listener, event)
+        if self._beside is None:
+            self._callbacks.call_with(event)
+        else:
+            self._callbacks.found.append(event)
 
-    @staticmethod
-    def call(listener: Callable[[Event], None], event: Event) -> None:
-        """Somebody else's code: it must not end the observation."""
-        try:
-            listener(event)
-        except Exception as error:
-            logger.warning("ds_silent: an on_event callback failed: %s: %s", type(error).__name__, error)
+    # -- between two steps ---------------------------------------------------------------------------------------------
 
     @property
-    def wants_micro_batches(self) -> bool:  # type: ignore[override]
-        return self._audit.wants_micro_batches
+    def last_record(self) -> StepRecord | None:  # type: ignore[override]
+        self._end()
+        return self._newest
 
-    def take_parted(self) -> bool:
-        parted, self._parted = self._parted, False
-        return parted
+    def settle(self, drift: Drift | None, step: int | None = None) -> None:
+        self._end()
+        while self._unjudged and (step is None or self._unjudged[0][0].step <= step):
+            record, evidence = self._unjudged.pop(0)
+            reduction = evidence.reduction
+            if drift is not None and reduction is not None and record.step == step:
+                reduction = dataclasses.replace(reduction, drift=drift)
+            self._judged(record, dataclasses.replace(evidence, reduction=reduction))
+        self._callbacks.call()
+
+    def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
+        self._end()
+        for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
+            self._report(event)
+        self._callbacks.call()
+
+    def repairs(self, repairs: tuple[Repair, ...]) -> None:
+        self._end()
+        for repair in repairs:
+            self._report(repair_event(repair, len(self._members)))
+        self._callbacks.call()
+
+    def report(self, event: Event) -> None:
+        try:
+            self._end()
+        finally:  # it may be about what broke there
+            self._report(event)
+            self._callbacks.call()
 
     def on_event(self, function: Callable[[Event], None]) -> None:
-        self._listeners.append(function)
+        self._end()
+        self._callbacks.listeners.append(function)
 
     def flush(self) -> None:
+        self._end()
         self._sink.flush()
 
     def close(self) -> None:
-        self._sink.close()
+        try:
+            self._end()
+        finally:
+            self._sink.close()
+            if self._beside is not None:
+                self._beside.end()
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
         self.flush()
@@ -251,6 +360,7 @@ class WritingRecorder(Recorder):
         return {"rows": self._tracker.state_dict(rows_waiting), "judge": judge, "ranks": len(self._members)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._end()
         try:
             if "rows" in state:
                 self._tracker.load_state_dict(state["rows"])
@@ -282,18 +392,3 @@ def ranks_changed(step: int, before: int, now: int) -> Event:
         f"{before} ranks."
     )
     return Event(step, "ranks-changed", "info", (), "checkpoint", None, None, message, remedy)
-
-
-def in_whole(event: Event, members: tuple[int, ...]) -> Event:
-    """An event of a group that is a part of the training says which ranks of the whole it names.
-
-    Args:
-        members: of the group, as the whole training counts its ranks.
-    """
-    if not event.ranks or members == tuple(range(len(members))):
-        return event
-    whole = tuple(members[rank] for rank in event.ranks)
-    is_one = "is" if len(whole) == 1 else "are"
-    those = ranks_of(event.ranks).capitalize()
-    said = f"{those} of this data-parallel group {is_one} {ranks_of(whole)} of the whole training."
-    return dataclasses.replace(event, global_ranks=whole, message=f"{event.message} {said}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,8 +38,8 @@ from ds_silent.sinks.claims import (
     runs_of,
 )
 from ds_silent.sinks.console import ConsoleSink
-from ds_silent.sinks.monitor import MonitorSink, MonitorWrite
 from ds_silent.sinks.run_facts import write_end
+from ds_silent.sinks.scalars import MonitorSink, MonitorWrite
 
 logger = logging.getLogger("ds_silent")
 LONGEST = 4096
@@ -82,7 +83,7 @@ class RunDirectory:
         """
         home, refusal = cls(config, group, device), None
         if dist.get_rank(group) == 0:
-            home._engine = _free_number(home._key)
+            home._engine = _free_number(config.output_dir)
             try:
                 home._take(monitor_write)
             except SinkError as error:
@@ -101,49 +102,27 @@ class RunDirectory:
         """Whether the first step is to decide; the same on every rank."""
         return self._undecided
 
-    @property
-    def _key(self) -> str:
-        return os.path.realpath(self._config.output_dir)
-
     def _take(self, monitor_write: MonitorWrite | None) -> None:
         """On the writing rank: the directory if it is unused, and whatever can be refused now."""
         self._base = Path(self._config.output_dir)
         if self._engine > 1:
             self._base /= f"engine-{self._engine}"
         self.directory = str(self._base)
-        if self._config.tensorboard:
-            from ds_silent.sinks.tensorboard import summary_writer_type  # slow: only who wants it pays
-
-            summary_writer_type()
+        _refuse_without_tensorboard(self._config)
         label = None if self._engine == 1 else f"engine-{self._engine}"
         self._console = ConsoleSink(label=label, summary=RunSummary())
-        self._background = Background([self._console, *self._metrics()], more=True)
+        self._background = Background(
+            [self._console, *_prometheus_sinks(self._config, lambda: self.directory)], more=True
+        )
         claim = claim_unused(self._base, first_only=True)
         self._undecided = claim is None
         if claim is not None:
             self._write_into(claim, None)
         monitor = [] if monitor_write is None else [MonitorSink(monitor_write, label)]
         # Not among what the thread writes: a disk that hangs is no reason to tell nobody.
-        self.sinks = FanOut([self._background, *self._alerts(monitor_write), *monitor])
-
-    def _metrics(self) -> list[Sink]:
-        """None where nobody is to ask, or where the port is taken, as by another engine of this process."""
-        if not self._config.metrics_port:
-            return []
-        from ds_silent.sinks.prometheus import open_prometheus  # an optional package: only who wants it needs it
-
-        sink = open_prometheus(self._config.metrics_port, self._config.metrics_address, lambda: self.directory)
-        return [] if sink is None else [sink]
-
-    def _alerts(self, monitor_write: MonitorWrite | None) -> list[Sink]:
-        """Nobody to tell: no sink. What cannot be reached has been refused before, unless it has just changed."""
-        if not self._config.alerts:
-            return []
-        try:
-            return [Alerts(self._config.alerts, lambda: self.directory, monitor_write=monitor_write)]
-        except WrongDestination as error:
-            logger.warning("ds_silent: nobody is alerted: an alert %s", error)
-            return []
+        self.sinks = FanOut(
+            [self._background, *_alert_sinks(self._config, lambda: self.directory, monitor_write), *monitor]
+        )
 
     def says(self) -> str:
         """For the console, at the start."""
@@ -177,8 +156,8 @@ class RunDirectory:
 
     def _decide(self, done: int, samples: int, records: str | None) -> None:
         """On the writing rank: the directory of the run that goes on, or a new one."""
-        used = runs_of(self._base)
-        found = next((n for n in reversed(used) if self._goes_on(n, done, samples, records)), None)
+        runs = ((n, run_directory(self._base, n)) for n in reversed(runs_of(self._base)))
+        found = next((n for n, place in runs if _goes_on(place, done, samples, records, self._config.interval)), None)
         claim = None if found is None else claim_used(self._base, found)
         if claim is not None:
             logger.warning("ds_silent: the records in %s go on after step %d", claim.directory, done)
@@ -194,13 +173,6 @@ class RunDirectory:
                 why = f"{self._base} holds the records of another run"
             logger.warning("ds_silent: %s, so the records of this one are in %s", why, claim.directory)
         self._write_into(claim, done)
-
-    def _goes_on(self, number: int, done: int, samples: int, records: str | None) -> bool:
-        """Whether the training that starts is the one recorded there."""
-        directory = run_directory(self._base, number)
-        if records is not None:
-            return identity(directory) == records
-        return done > 0 and holds_step(directory, done, samples, self._config.interval)
 
     def _write_into(self, claim: Claim, done: int | None) -> None:
         assert self._background is not None
@@ -267,9 +239,45 @@ class RunDirectory:
         return [int(number) for number in answer[LONGEST:].tolist()]
 
 
-def _free_number(key: str) -> int:
-    """Of an engine, from 1, among those of this process that write to the same directory."""
-    taken = {home._engine for home in _live if home._key == key}
+def _goes_on(directory: Path, done: int, samples: int, records: str | None, interval: int) -> bool:
+    """Tell whether the training that starts is the one recorded there."""
+    if records is not None:
+        return identity(directory) == records
+    return done > 0 and holds_step(directory, done, samples, interval)
+
+
+def _refuse_without_tensorboard(config: SilentConsistencyConfig) -> None:
+    if config.tensorboard:
+        from ds_silent.sinks.tensorboard import summary_writer_type  # slow: only who wants it pays
+
+        summary_writer_type()
+
+
+def _prometheus_sinks(config: SilentConsistencyConfig, run: Callable[[], str]) -> list[Sink]:
+    """Return none where no metrics are wanted, or where the port is taken, as by another engine of this process."""
+    if not config.metrics_port:
+        return []
+    from ds_silent.sinks.prometheus import open_prometheus  # an optional package: only who wants it needs it
+
+    sink = open_prometheus(config.metrics_port, config.metrics_address, run)
+    return [] if sink is None else [sink]
+
+
+def _alert_sinks(
+    config: SilentConsistencyConfig, run: Callable[[], str], monitor_write: MonitorWrite | None
+) -> list[Sink]:
+    """Return none where no alerts are wanted. What cannot be reached was refused before, unless it has just changed."""
+    try:
+        return [Alerts(config.alerts, run, monitor_write=monitor_write)] if config.alerts else []
+    except WrongDestination as error:
+        logger.warning("ds_silent: nobody is alerted: an alert %s", error)
+        return []
+
+
+def _free_number(directory: str) -> int:
+    """Return the number of an engine, from 1, among those of this process that write to the same directory."""
+    place = os.path.realpath(directory)
+    taken = {home._engine for home in _live if os.path.realpath(home._config.output_dir) == place}
     return next(number for number in range(1, len(taken) + 2) if number not in taken)
 
 

@@ -98,11 +98,11 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
 # Where the records of a data-parallel group go: each has a directory of its own, where there are several.
 
 
-Place = tuple[int, int]
+Position = tuple[int, int]
 """(this rank's place, how many ranks)."""
 
 
-def label_of(places: Mapping[str, Place]) -> str:
+def label_of(places: Mapping[str, Position]) -> str:
     """Of this rank's data-parallel group, from its place among the parts of the model; empty where there is one."""
     return "-".join(f"{name}{at}" for name, (at, of) in places.items() if of > 1)
 

@@ -1,7 +1,7 @@
 """One step, in the order of time: what was gathered of an earlier one is published, this one is observed and sent, the
 responses act, the update passes.
 
-steps = Steps(capture, config, home, end)      # the listener of every moment of the capture
+steps = StepLoop(capture, config, home, end)      # the listener of every moment of the capture
 steps.before_reduction(); steps.before_step(); steps.after_step()
 
 Whether anything communicates depends on the step and the configuration, and on what all ranks have read, never on what
@@ -25,27 +25,52 @@ from torch import Tensor
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
+from ds_silent.distributed.together import Once
 from ds_silent.exchange.collectives import Arrived, gather_on_host
-from ds_silent.exchange.gather import make_exchange
-from ds_silent.exchange.layout import layout_of
+from ds_silent.exchange.gather import Exchange, make_exchange
+from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
+from ds_silent.exchange.whole_model import WholeModel
 from ds_silent.framework import HasPeers, SavesSuspect
 from ds_silent.measure.reduction import Audit
-from ds_silent.observing.deferred import DeferredRecorder
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.published import Published
-from ds_silent.observing.recorder import WritingRecorder, make_recorder
+from ds_silent.observing.recorder import Recorder, make_recorder
 from ds_silent.observing.run_directory import RunDirectory
 from ds_silent.records import Event
 from ds_silent.replicas.compare import ReplicaChecks
 from ds_silent.respond.responder import Responder
 from ds_silent.respond.stop import end_by_event, end_suspect, save_suspect
-from ds_silent.sinks.monitor import MonitorSink
+from ds_silent.sinks.scalars import MonitorSink
 
 logger = logging.getLogger("ds_silent")
 
 
-class Steps:
+class _Schedule:
+    """Which steps are observed, and how: the same on every rank."""
+
+    observing: bool
+    _config: SilentConsistencyConfig
+    _lockstep: Lockstep
+
+    @property
+    def scheduled(self) -> int:
+        """The step under way as all ranks count it: what communicates is timed by it."""
+        return self._lockstep.scheduled
+
+    def measures(self, step: int) -> bool:
+        """Whether ``step`` is measured."""
+        return self.observing and step % self._config.interval == 0
+
+    def measures_exactly(self, step: int) -> bool:
+        """Whether ``step``, if it is measured, is measured exactly too."""
+        direction = self._config.direction
+        measurement = step // self._config.interval
+        due = direction.exact_interval > 0 and measurement % direction.exact_interval == 0
+        return direction.method == "exact" or (due and direction.method != "off")
+
+
+class StepLoop(_Schedule):
     """The steps of one training.
 
     Attributes:
@@ -69,21 +94,11 @@ class Steps:
         self._alone, self._once, self._decided = self._together.alone, self._together.once, self._together.decided
         self._layout = layout_of(config, capture.shape)
         self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.arithmetic.total)
-        log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
-        peers = capture.framework if isinstance(capture.framework, HasPeers) else None
-        self._beside = None if peers is None else peers.beside
-        model = None if peers is None else peers.model
-        whole_norm = None if model is None else model.norm
-        self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, whole_norm)
+        self._audit = _audit_of(capture, config, self._layout)
         self._responder = Responder(capture, self._exchange, self._audit, config)
         after_updates = self._responder.compares_replicas
         self.replicas = ReplicaChecks(config, capture.framework.replicated(), capture.group, after_updates)
-        words = capture.framework.words
-        members, alike = dist.get_process_group_ranks(capture.group), capture.framework.ranks.alike
-        recorder = make_recorder(home.sinks, config, self._audit, self._layout, members, words, alike)
-        if isinstance(recorder, WritingRecorder) and self._may_judge_later(model is not None):
-            recorder = DeferredRecorder(recorder)
-        self.published = Published(capture, recorder, self.replicas, self._responder, model)
+        self.published = _published_of(capture, config, home, self._layout, self._audit, self.replicas, self._responder)
         self.records_loaded: str | None = None
         self.observing = True
         most = capture.framework.boundaries
@@ -93,32 +108,6 @@ class Steps:
         self._idle = False  # a step without a backward before it: there is nothing that it could pair with
         self._posted: int | None = None  # step of the observation that was sent last
         self._observe_seconds = 0.0
-
-    def _may_judge_later(self, model: bool) -> bool:
-        """Whether nobody waits for what is found: no response, no word to end the training, no other group; and
-        nobody is told in the training's own order, as a framework's monitor is."""
-        config, sinks = self._config, self._home.sinks
-        responds = config.respond.on_aggregation_error != "report" or config.detectors.stop_on != "never"
-        monitored = sinks is not None and any(isinstance(sink, MonitorSink) for sink in sinks.sinks)
-        return not (responds or monitored or model)
-
-    # -- which steps ---------------------------------------------------------------------------------------------
-
-    @property
-    def scheduled(self) -> int:
-        """The step under way as all ranks count it: what communicates is timed by it."""
-        return self._lockstep.scheduled
-
-    def measures(self, step: int) -> bool:
-        """Whether ``step`` is measured."""
-        return self.observing and step % self._config.interval == 0
-
-    def measures_exactly(self, step: int) -> bool:
-        """Whether ``step``, if it is measured, is measured exactly too."""
-        direction = self._config.direction
-        measurement = step // self._config.interval
-        due = direction.exact_interval > 0 and measurement % direction.exact_interval == 0
-        return direction.method == "exact" or (due and direction.method != "off")
 
     # -- the step, in order --------------------------------------------------------------------------------------
 
@@ -167,20 +156,17 @@ class Steps:
             self._alone(self.published.recorder.finish)
         self._publish(self._exchange.collect(self._once))
         self._alone(self.published.weights_verified, step)
-        if self._beside is not None:
-            self._alone(self._look_beside, step)
+        if isinstance(self._capture.framework, HasPeers):
+            self._alone(_look_beside, self._capture.framework, self.published, step)
         if self._decided(lambda: self.observing and (self.measures(due) or not self._greeted)):
             observation = self._observation(step, due)
-            self._gather_micro_batches(step)
+            if self._once(lambda: self._capture.keeps_micro_batches):
+                everybody = _gather_micro_batches(self._capture, self._layout, self._once)
+                self._alone(lambda: self._audit.micro_batches(step, everybody.double()))
             self._exchange.post(step, observation, self._together)
             self._greeted, self._posted = True, step
         if not (self._responder.communicates(due, self.replicas.due) and self._someone_failed(step)):
             self._respond(step, partial(self._responder.before_update, step, due))
-
-    def _look_beside(self, step: int) -> None:
-        assert self._beside is not None
-        for event in self._beside(step):
-            self.published.report(event)
 
     def _publish(self, arrived: Arrived | None) -> None:
         if arrived is None:
@@ -206,28 +192,10 @@ class Steps:
             replica = self._alone(self.replicas.capture, step, due)
             seen = self._capture.observation(exact=self.measures_exactly(due), replica=replica)
             observation = seen if self._lockstep.whole else _only_words(seen)
-            wishes = self._alone(self._wishes)
+            wishes = self._alone(_wishes_of, self.published.recorder, self.replicas)
         status = self._decided(lambda: self._lockstep.status(step, observation.status))
         self._lockstep = self._decided(lambda: self._lockstep.told())
         return replace(observation, status=status, wishes=wishes or Wishes())
-
-    def _wishes(self) -> Wishes[float | Tensor]:
-        """What this rank wants of all ranks; the last two on the writing rank."""
-        recorder = self.published.recorder
-        compare, self.replicas.wanted = self.replicas.wanted or recorder.take_parted(), False
-        stop, diagnose = recorder.ends is not None, recorder.wants_micro_batches
-        return Wishes(float(stop), float(diagnose), float(compare))
-
-    def _gather_micro_batches(self, step: int) -> None:
-        """A collective, in a step before which every rank has read that micro-batches are wanted."""
-        if self._once(lambda: self._capture.keeps_micro_batches):
-            own = self._capture.take_micro_batches(self._layout.layer_size)
-            if not self._layout.gathers:  # of all ranks together: more is not known of any
-                self._once(lambda: dist.all_reduce(own, op=dist.ReduceOp.SUM, group=self._capture.group))
-                everybody = own.cpu()[None] / dist.get_world_size(self._capture.group)
-            else:
-                everybody = gather_on_host(own, self._capture.group, self._once)
-            self._alone(lambda: self._audit.micro_batches(step, everybody.double()))
 
     def _someone_failed(self, step: int) -> bool:
         """Whether a rank has said in this step's observation that it will not be there; waits for it."""
@@ -262,7 +230,7 @@ class Steps:
 
     def publish_early(self, closed: bool) -> None:
         """Write what is under way, as far as it goes without the others. ``closed``: they come no more."""
-        for arrived in self._under_way() if self.observing else ():
+        for arrived in _under_way(self._exchange) if self.observing else ():
             _, apart = self._lockstep.of(arrived)
             if apart is not None and apart.kind == "observer-off":
                 if closed and not _all_leave(arrived):
@@ -271,12 +239,6 @@ class Steps:
             if apart is not None and closed:
                 self._together.tried(self.published.report, apart)
             self._together.tried(self.published.early, arrived, closed)  # what comes after it all ranks read alike
-
-    def _under_way(self) -> Iterator[Arrived]:
-        try:
-            yield from self._exchange.under_way()
-        except Exception as error:  # a peer is gone: what it did not send cannot be published
-            logger.warning("ds_silent: the last measured step could not be collected: %s", error)
 
     def say_goodbye(self) -> None:
         """If the other ranks go on, their next observation must not wait for this one. Nobody waits for it here."""
@@ -305,6 +267,69 @@ class Steps:
         """Observe nothing from now on; the framework is as it was."""
         self.observing = False
         self._capture.close()
+
+
+def _audit_of(capture: StepCapture, config: SilentConsistencyConfig, layout: Layout) -> Audit:
+    log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
+    model = _model_of(capture)
+    whole_norm = None if model is None else model.norm
+    return Audit(layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, whole_norm)
+
+
+def _published_of(
+    capture: StepCapture,
+    config: SilentConsistencyConfig,
+    home: RunDirectory,
+    layout: Layout,
+    audit: Audit,
+    replicas: ReplicaChecks,
+    responder: Responder,
+) -> Published:
+    framework, model = capture.framework, _model_of(capture)
+    members, alike = dist.get_process_group_ranks(capture.group), framework.ranks.alike
+    beside = _may_judge_beside(config, home, model)
+    recorder = make_recorder(home.sinks, config, audit, layout, members, framework.words, alike, beside)
+    return Published(capture, recorder, replicas, responder, model)
+
+
+def _model_of(capture: StepCapture) -> WholeModel | None:
+    return capture.framework.model if isinstance(capture.framework, HasPeers) else None
+
+
+def _may_judge_beside(config: SilentConsistencyConfig, home: RunDirectory, model: WholeModel | None) -> bool:
+    """Tell whether nothing waits for what is found: no response, no word to end the training, no other group; and
+    nothing is written in the training's own order, as a framework's monitor is."""
+    responds = config.respond.on_aggregation_error != "report" or config.detectors.stop_on != "never"
+    monitored = home.sinks is not None and any(isinstance(sink, MonitorSink) for sink in home.sinks.sinks)
+    return not (responds or monitored or model is not None)
+
+
+def _look_beside(framework: HasPeers, published: Published, step: int) -> None:
+    for event in framework.beside(step):
+        published.report(event)
+
+
+def _wishes_of(recorder: Recorder, replicas: ReplicaChecks) -> Wishes[float | Tensor]:
+    """Return what this rank wants of all ranks; the last two on the writing rank."""
+    compare, replicas.wanted = replicas.wanted or recorder.take_parted(), False
+    stop, diagnose = recorder.ends is not None, recorder.wants_micro_batches
+    return Wishes(float(stop), float(diagnose), float(compare))
+
+
+def _gather_micro_batches(capture: StepCapture, layout: Layout, once: Once) -> Tensor:
+    """Gather them: a collective, in a step before which every rank has read that micro-batches are wanted."""
+    own = capture.take_micro_batches(layout.layer_size)
+    if layout.gathers:
+        return gather_on_host(own, capture.group, once)
+    once(lambda: dist.all_reduce(own, op=dist.ReduceOp.SUM, group=capture.group))  # more is not known of any
+    return own.cpu()[None] / dist.get_world_size(capture.group)
+
+
+def _under_way(exchange: Exchange) -> Iterator[Arrived]:
+    try:
+        yield from exchange.under_way()
+    except Exception as error:  # a peer is gone: what it did not send cannot be published
+        logger.warning("ds_silent: the last measured step could not be collected: %s", error)
 
 
 def _all_leave(arrived: Arrived) -> bool:

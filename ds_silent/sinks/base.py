@@ -4,7 +4,7 @@
     sinks.write(record)
 
 A sink only writes: it computes nothing and knows nothing of training. It runs on rank 0 only, and the caller sees
-to that. Its calls come one after the other, though perhaps from a thread, see :mod:`ds_silent.sinks.background`.
+to that. Its calls come one after the other, though perhaps from a thread, see :mod:`ds_silent.sinks.worker`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from ds_silent.records import FORMAT, CosineMatrix, Event, Scores, StepRecord, from_json, newer_version, to_json
 from ds_silent.sinks.base import logger
-from ds_silent.sinks.drawn import is_drawn
-from ds_silent.sinks.files import LineFile, make_directory, written_event, written_record
+from ds_silent.sinks.files import LineFile, is_drawn, make_directory, written_event, written_record
 
 
 class JsonlSink:

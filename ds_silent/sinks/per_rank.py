@@ -28,13 +28,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ds_silent.metrics import RANK_METRICS
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import logger
 from ds_silent.sinks.files import MOST_RANKS, AppendedFile
 
 MAGIC, VERSION = b"dssranks", 1
 MARK = b"STEP"
-COLUMNS = ("loss", "grad_norm", "cosine")
+COLUMNS = tuple(metric.name for metric in RANK_METRICS)
 Values = npt.NDArray[np.float32]
 _START = struct.Struct("<8sII")
 _HEAD = struct.Struct("<4sIIIQI")
@@ -58,7 +59,7 @@ class RanksOfStep:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _StepBlock:
     """Where a step's values are."""
 
     step: int
@@ -113,8 +114,8 @@ def block_of(record: StepRecord) -> bytes:
     """A step's block; empty where nothing was measured."""
     columns, parts = 0, []
     with np.errstate(over="ignore"):  # what fp32 cannot hold is an infinity
-        for bit, values in enumerate((record.loss.per_rank, record.grad_norm.per_rank, record.direction.per_rank)):
-            if values is not None:
+        for bit, metric in enumerate(RANK_METRICS):
+            if (values := metric.of(record)) is not None:
                 columns |= 1 << bit
                 parts.append(np.array(values, dtype="<f4").tobytes())
     if not parts:
@@ -148,7 +149,7 @@ def read_per_rank(path: str | Path) -> Iterator[RanksOfStep]:
         PerRankError: it is another file, or of a newer version.
     """
     with open(path, "rb") as file:
-        kept: list[_Block] = []
+        kept: list[_StepBlock] = []
         torn = 0
         for block in _blocks(file, path):
             if block is None:
@@ -167,13 +168,13 @@ def read_per_rank(path: str | Path) -> Iterator[RanksOfStep]:
         logger.warning("ds_silent: %s: %d torn blocks skipped", ascii(os.fspath(path)), torn)
 
 
-def _values(block: _Block, data: bytes) -> RanksOfStep:
+def _values(block: _StepBlock, data: bytes) -> RanksOfStep:
     table = iter(np.frombuffer(data, dtype="<f4").reshape(-1, block.ranks))
     each = [next(table) if block.columns >> bit & 1 else None for bit in range(len(COLUMNS))]
     return RanksOfStep(block.step, *each)
 
 
-def _blocks(file: BufferedReader, path: str | Path) -> Iterator[_Block | None]:
+def _blocks(file: BufferedReader, path: str | Path) -> Iterator[_StepBlock | None]:
     """In the order of the file; None for a gap that is no block."""
     if not _is_started(file, path):
         return
@@ -207,22 +208,22 @@ def _is_started(file: BufferedReader, path: str | Path) -> bool:
     )
 
 
-def _block_at(file: BufferedReader, place: int) -> _Block | None:
+def _block_at(file: BufferedReader, place: int) -> _StepBlock | None:
     """The block whose head is at ``place``; None where there is none."""
     file.seek(place)
     head = file.read(_HEAD_SIZE)
     if len(head) < _HEAD_SIZE or _CHECK.unpack(head[_HEAD.size :])[0] != zlib.crc32(head[: _HEAD.size]):
         return None
     mark, ranks, columns, check, step, _ = _HEAD.unpack(head[: _HEAD.size])
-    return _Block(step, ranks, columns, check, place + _HEAD_SIZE) if mark == MARK else None
+    return _StepBlock(step, ranks, columns, check, place + _HEAD_SIZE) if mark == MARK else None
 
 
-def _is_whole(file: BufferedReader, block: _Block, size: int) -> bool:
+def _is_whole(file: BufferedReader, block: _StepBlock, size: int) -> bool:
     """Whether it is what stands between two heads; where no other head follows, its values tell."""
     return block.ends == size or _block_at(file, block.ends) is not None or _data_of(file, block) is not None
 
 
-def _data_of(file: BufferedReader, block: _Block) -> bytes | None:
+def _data_of(file: BufferedReader, block: _StepBlock) -> bytes | None:
     """The values as they stand there; None where they are damaged."""
     file.seek(block.begins)
     data = file.read(block.ends - block.begins)

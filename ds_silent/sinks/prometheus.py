@@ -19,59 +19,12 @@ from functools import partial
 from itertools import product
 from typing import Any, get_args
 
+from ds_silent.metrics import METRICS
 from ds_silent.records import Event, EventKind, Scores, Severity, StepRecord
 
 logger = logging.getLogger("ds_silent")
 
 
-@dataclass(frozen=True)
-class Gauge:
-    """One number of a record, by the name under which it is scraped."""
-
-    name: str
-    help: str
-    value: Callable[[StepRecord], float | None]
-
-
-GAUGES = (
-    Gauge("ds_silent_step", "Optimizer step of the newest record.", lambda r: r.step),
-    Gauge("ds_silent_samples", "Rows consumed by all ranks so far.", lambda r: r.samples),
-    Gauge("ds_silent_world_size", "Data-parallel ranks that are compared.", lambda r: r.world_size),
-    Gauge("ds_silent_loss_mean", "Mean of the ranks' losses.", lambda r: r.loss.mean),
-    Gauge("ds_silent_loss_std", "Standard deviation of the ranks' losses.", lambda r: r.loss.std),
-    Gauge("ds_silent_loss_range", "Largest less smallest loss of the ranks.", lambda r: r.loss.range),
-    Gauge(
-        "ds_silent_grad_norm_mean",
-        "Mean of the norms of the ranks' gradients before the reduction.",
-        lambda r: r.grad_norm.mean,
-    ),
-    Gauge("ds_silent_grad_norm_std", "Standard deviation of these norms.", lambda r: r.grad_norm.std),
-    Gauge("ds_silent_grad_norm_cv", "Their standard deviation over their mean.", lambda r: r.grad_norm.cv),
-    Gauge("ds_silent_grad_norm_aggregated", "Norm of the reduced gradient.", lambda r: r.grad_norm.aggregated),
-    Gauge(
-        "ds_silent_cosine_mean", "Mean cosine between the gradients of two ranks.", lambda r: r.direction.mean_cosine
-    ),
-    Gauge("ds_silent_cosine_min", "Smallest such cosine.", lambda r: r.direction.min_cosine),
-    Gauge("ds_silent_cosine_max", "Largest such cosine.", lambda r: r.direction.max_cosine),
-    Gauge("ds_silent_noise_scale", "Gradient noise scale, in rows.", lambda r: r.noise_scale),
-    Gauge(
-        "ds_silent_duplicate_rows",
-        "Rows of the step that two or more ranks hold.",
-        lambda r: r.coverage.duplicates,
-    ),
-    Gauge(
-        "ds_silent_integrity_relative_error",
-        "Distance of the reduced gradient from the mean of the ranks', over its norm.",
-        lambda r: r.integrity.relative_error,
-    ),
-    Gauge(
-        "ds_silent_integrity_rounding_bound",
-        "What rounding explains of this distance.",
-        lambda r: r.integrity.rounding_bound,
-    ),
-    Gauge("ds_silent_step_seconds", "Wall time of the optimizer step.", lambda r: r.seconds.step),
-    Gauge("ds_silent_observe_seconds", "The observer's part of it.", lambda r: r.seconds.observe),
-)
 _SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
@@ -114,15 +67,15 @@ class Seen:
         self.observing = self.observing and event.kind != "observer-off"
 
     def families(self) -> Iterator[Family]:
-        """In the order of :data:`GAUGES`; what is not known has no family."""
+        """Yield them in the order of :data:`~ds_silent.metrics.METRICS`; what is not known has no family."""
         record, counts, last = self._record, self._counts, self._last
         yield Family("ds_silent_run_info", "Where the records are.", "gauge", (({"output_dir": self._run()}, 1.0),))
         yield _one("ds_silent_observing", "1 while the ranks are observed, 0 when that has ended.", self.observing)
         if record is not None:
-            for gauge in GAUGES:
-                value = gauge.value(record)
+            for metric in METRICS:
+                value = metric.of(record) if metric.gauge else None
                 if value is not None:
-                    yield _one(gauge.name, gauge.help, value)
+                    yield _one(f"ds_silent_{metric.gauge}", metric.help, value)
             help = "When the newest record was written, by this host's clock."
             yield _one("ds_silent_last_record_timestamp_seconds", help, self._written)
         if self._replica_groups is not None:

@@ -1,25 +1,29 @@
-"""Tag and value of every number of a record: what TensorBoard and DeepSpeed's monitor draw as curves.
+"""Draw the numbers of a record as curves: their tags and values, and the sink for DeepSpeed's own monitor.
 
-curves = Curves()
+curves = RankCurves()
 curves.write_event(event)          # the ranks that it names have curves of their own from now on
 curves.of(record)                  # [("silent/loss/mean", 2.31), ...]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ds_silent.distributed.parts import SHOWN_RANKS
-from ds_silent.records import Event, StepRecord
+from ds_silent.metrics import METRICS, RANK_METRICS
+from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.files import quantiles_of
 
 MAX_RANKS_DRAWN = 16
 """Ranks up to which each has curves of its own: nobody can read more, and every viewer crawls."""
 BANDS = ("min", "q10", "median", "q90", "max")
 """Quantiles that are drawn of more ranks."""
+MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
+"""``engine.monitor.write_events`` (deepspeed/monitor/monitor.py, 0.12-0.19): (tag, value, x) of each point."""
 
 
-class Curves:
+class RankCurves:
     """Which ranks have curves of their own where not all have: those that an event has named, the first 16 of them."""
 
     def __init__(self) -> None:
@@ -33,44 +37,23 @@ class Curves:
                     self._named[rank] = None
 
     def of(self, record: StepRecord) -> list[tuple[str, float]]:
-        """The :func:`scalars` of a record."""
+        """Return the :func:`scalars` of a record."""
         return scalars(record, self._named)
 
 
 def scalars(record: StepRecord, named: Iterable[int] = ()) -> list[tuple[str, float]]:
-    """``(tag, value)`` of everything measured in ``record``; what is ``None`` is left out, NaN and inf are not.
+    """Return ``(tag, value)`` of everything measured in ``record``, without what is ``None`` but with NaN and inf.
 
     Args:
         named: ranks that have curves of their own where the ranks are too many for all to have them.
     """
-    loss, norm, direction = record.loss, record.grad_norm, record.direction
-    coverage, integrity = record.coverage, record.integrity
-    groups = integrity.replica_groups
-    values: list[tuple[str, float | None]] = [
-        ("silent/loss/mean", loss.mean),
-        ("silent/loss/std", loss.std),
-        ("silent/loss/range", loss.range),
-        ("silent/grad_norm/mean", norm.mean),
-        ("silent/grad_norm/std", norm.std),
-        ("silent/grad_norm/cv", norm.cv),
-        ("silent/grad_norm/aggregated", norm.aggregated),
-        ("silent/direction/mean_cosine", direction.mean_cosine),
-        ("silent/direction/min_cosine", direction.min_cosine),
-        ("silent/direction/max_cosine", direction.max_cosine),
-        ("silent/direction/exact_check", record.exact_check),
-        ("silent/noise_scale", record.noise_scale),
-        ("silent/coverage/duplicates", coverage.duplicates),
-        ("silent/coverage/seen", coverage.seen),
-        ("silent/coverage/repeated", coverage.repeated),
-        ("silent/integrity/relative_error", integrity.relative_error),
-        ("silent/integrity/rounding_bound", integrity.rounding_bound),
-        ("silent/integrity/replica_groups", None if groups is None else len(groups)),
-    ]
+    values = [(f"silent/{metric.tag}", metric.of(record)) for metric in METRICS if metric.tag]
     everybody = record.world_size <= MAX_RANKS_DRAWN
-    for metric, each in (("loss", loss.per_rank), ("grad_norm", norm.per_rank), ("cosine", direction.per_rank)):
-        values += _per_rank(metric, each or (), range(record.world_size) if everybody else named)
+    for metric in RANK_METRICS:
+        each = metric.of(record) or ()
+        values += _per_rank(metric.name, each, range(record.world_size) if everybody else named)
         if not everybody:
-            values += _bands(metric, each or ())
+            values += _bands(metric.name, each)
     for layer in record.layers:
         values.append((f"silent/per_layer/mean_cosine/{layer.name}", layer.mean_cosine))
         values.append((f"silent/per_layer/mean_norm/{layer.name}", layer.mean_norm))
@@ -88,3 +71,37 @@ def _bands(metric: str, values: Sequence[float]) -> Iterator[tuple[str, float | 
     quantiles = quantiles_of(values)
     for name in BANDS if quantiles is not None else ():
         yield f"silent/per_rank/{metric}/{name}", getattr(quantiles, name)
+
+
+class MonitorSink:
+    """Hands the scalars to DeepSpeed's own monitor (TensorBoard, Weights & Biases, CSV, Comet), where there is one.
+
+    The x-axis is the monitor's own: samples, not steps. On the training thread, unlike the other sinks: the engine
+    writes to the same monitor from there, and Weights & Biases drops a point that comes after one of more samples.
+
+    A ``label`` stands before the tags: the engines of one process may share a monitor's run.
+    """
+
+    def __init__(self, write_events: MonitorWrite, label: str | None = None) -> None:
+        self._write_events, self._curves = write_events, RankCurves()
+        self._prefix = "" if label is None else f"{label}/"
+
+    def write(self, record: StepRecord) -> None:
+        # Not every backend takes NaN (CSV readers, Comet), and the JSON lines keep it anyway.
+        values = self._curves.of(record)
+        points = [(self._prefix + tag, value, record.samples) for tag, value in values if math.isfinite(value)]
+        if points:
+            self._write_events(points)
+
+    def write_scores(self, scores: Scores) -> None:
+        """Draw nothing: they are in scores.jsonl."""
+
+    def write_event(self, event: Event) -> None:
+        """Draw no event, but from now on the curves of the ranks that it names."""
+        self._curves.write_event(event)
+
+    def flush(self) -> None:
+        """Do nothing: the monitor flushes itself."""
+
+    def close(self) -> None:
+        """Do nothing: the monitor belongs to the engine."""

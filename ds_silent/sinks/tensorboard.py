@@ -12,16 +12,17 @@ staircase rises, the tab "Text" says why. A count that only grows is still seen 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_silent.distributed.parts import ranks_of
+from ds_silent.metrics import CHARTS, METRICS, RANK_METRICS
 from ds_silent.records import Event, Scores, StepRecord
 from ds_silent.sinks.base import SinkError
-from ds_silent.sinks.chart_layout import Categories, categories, layout_of
-from ds_silent.sinks.drawn import is_drawn
-from ds_silent.sinks.files import MOST_RANKS, make_directory
-from ds_silent.sinks.scalars import Curves
+from ds_silent.sinks.files import MOST_RANKS, is_drawn, make_directory
+from ds_silent.sinks.scalars import MAX_RANKS_DRAWN, RankCurves
 from ds_silent.text import one_line
 
 if TYPE_CHECKING:
@@ -30,6 +31,24 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 10  # what a killed run loses here at most; metrics.jsonl loses nothing
 
 COUNTED = ("error", "warning")  # events of these have a curve beside the others
+
+
+@dataclass(frozen=True)
+class TagChart:
+    """A chart of all tags that one of the regular expressions matches from the beginning."""
+
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BandChart:
+    """A chart of curves, each within a band: (value, lower, upper), which are whole tags."""
+
+    series: tuple[tuple[str, str, str], ...]
+
+
+Charts = Mapping[str, TagChart | BandChart]
+"""Title -> what it shows."""
 
 
 class TensorBoardSink:
@@ -51,9 +70,9 @@ class TensorBoardSink:
         self._purge_step = None if resume_step is None else resume_step + 1
         self._writer: SummaryWriter | None = None
         self._early_events: list[Event] = []
-        self._curves = Curves()
+        self._curves = RankCurves()
         self._pictures = 0
-        self._charts: Categories | None = None  # those in the file
+        self._charts: Mapping[str, Charts] | None = None  # those in the file
         self._told = dict.fromkeys(COUNTED, 0)
         self._step = 0  # of the newest record
 
@@ -164,7 +183,7 @@ def _add_layout(writer: SummaryWriter, ranks: int) -> None:
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG, create_summary_metadata
 
-    tensor = TensorProto(dtype="DT_STRING", string_val=[layout_of(ranks).SerializeToString()])
+    tensor = TensorProto(dtype="DT_STRING", string_val=[layout_message(ranks).SerializeToString()])
     tensor.tensor_shape.SetInParent()
     # Rebuilt by this process's messages: the plugin's may come from TensorFlow, where that is installed.
     summary, described = Summary(), create_summary_metadata().SerializeToString()
@@ -200,3 +219,59 @@ def escaped(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
+
+
+# -- The tab "Custom Scalars": categories of charts, which depend on how many ranks there are --------------------------
+
+
+def categories(ranks: int) -> dict[str, Charts]:
+    """Return the charts of each category."""
+    events = {"events so far": TagChart((r"silent/events/(error|warning)$",))}
+    each = _per_rank_charts(r"rank_\d+$")
+    many = {"Per rank": _band_charts(), "Ranks named": _per_rank_charts(r"(rank_\d+|median)$")}
+    shown = {"Per rank": each} if ranks <= MAX_RANKS_DRAWN else many
+    return {"Consistency": {**events, **_charts_of("Consistency")}, **shown, "Health": _charts_of("Health")}
+
+
+def layout_message(ranks: int) -> Any:
+    """Return TensorBoard's own ``layout_pb2.Layout``; torch's helper draws one band per chart only."""
+    from tensorboard.plugins.custom_scalar import layout_pb2 as made
+
+    def chart(title: str, shown: TagChart | BandChart) -> Any:
+        if isinstance(shown, TagChart):
+            return made.Chart(title=title, multiline=made.MultilineChartContent(tag=shown.patterns))
+        series = [
+            made.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+            for value, lower, upper in shown.series
+        ]
+        return made.Chart(title=title, margin=made.MarginChartContent(series=series))
+
+    return made.Layout(
+        category=[
+            made.Category(title=title, chart=[chart(name, shown) for name, shown in charts.items()])
+            for title, charts in categories(ranks).items()
+        ]
+    )
+
+
+def _charts_of(category: str) -> Charts:
+    tags = {title: tuple(f"silent/{one.tag}$" for one in METRICS if one.chart == title) for title in CHARTS[category]}
+    return {title: TagChart(patterns) for title, patterns in tags.items()}
+
+
+def _per_rank_charts(pattern: str) -> Charts:
+    """Return a chart of each rank's curves; of many ranks, those that events have named, beside the median of all."""
+    return {one.title: TagChart((f"silent/per_rank/{one.name}/{pattern}",)) for one in RANK_METRICS}
+
+
+def _band_charts() -> Charts:
+    """Return charts of all ranks, from the least to the most and from the first to the last tenth.
+
+    TensorBoard tells the bands of a chart apart by the tag of the curve within: with one median only one is drawn.
+    """
+    charts: dict[str, TagChart | BandChart] = {}
+    for one in RANK_METRICS:
+        tag = f"silent/per_rank/{one.name}/"
+        bands = (("max", "min", "max"), ("median", "q10", "q90"))
+        charts[one.title] = BandChart(tuple((tag + value, tag + lower, tag + upper) for value, lower, upper in bands))
+    return charts

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.commands import doctor
-from ds_silent.commands.doctor import Answer, Machine, Row
+from ds_silent.commands import doctor, doctor_host
+from ds_silent.commands.doctor_host import Answer, CheckResult, Machine
 
 CPU = {"torch": "2.8.0", "kind": "cpu", "gloo": True, "nccl": False, "devices": [], "broken": ""}
 GPU = {**CPU, "kind": "cuda", "nccl": True, "nccl_version": "2.27.3", "devices": ["NVIDIA H100"] * 8}
@@ -37,7 +37,7 @@ def machine(
     return Machine(environment or {}, run, (versions or {}).get, lambda: list(interfaces), root)
 
 
-def states(rows: Iterable[Row]) -> dict[str, str]:
+def states(rows: Iterable[CheckResult]) -> dict[str, str]:
     return {row.what: row.state for row in rows}
 
 
@@ -47,7 +47,7 @@ def test_every_row_that_is_not_ok_has_a_remedy_and_the_worst_decides(tmp_path: P
     assert all(bool(row.remedy) == (row.state != "ok") for row in rows)
     assert doctor.exit_code(rows) == 2
     assert doctor.exit_code([row for row in rows if row.state != "missing"]) == 1
-    assert doctor.exit_code([Row("a", "ok", "b")]) == 0
+    assert doctor.exit_code([CheckResult("ok", "a", "b")]) == 0
 
 
 def broken(*args: Any, **named: Any) -> Any:
@@ -64,21 +64,21 @@ def test_where_every_probe_breaks_there_is_still_a_table(tmp_path: Path) -> None
 
 
 def test_rows_before_a_break_stay() -> None:
-    def probe() -> Iterator[Row]:
-        yield Row("a", "ok", "b")
+    def probe() -> Iterator[CheckResult]:
+        yield CheckResult("ok", "a", "b")
         raise OSError("gone")
 
     assert [(row.what, row.state) for row in doctor.guarded("p", probe)] == [("a", "ok"), ("p", "doubtful")]
 
 
 def test_a_program_that_hangs_or_is_not_there_is_an_answer() -> None:
-    assert doctor.run_program(["sleep", "60"], seconds=0.2) == LATE
-    assert doctor.run_program(["no-such-program-anywhere"]) == Answer(None)
-    assert doctor.run_program(["sh", "-c", "echo one; exit 3"]) == Answer(3, "one\n")
+    assert doctor_host.run_program(["sleep", "60"], seconds=0.2) == LATE
+    assert doctor_host.run_program(["no-such-program-anywhere"]) == Answer(None)
+    assert doctor_host.run_program(["sh", "-c", "echo one; exit 3"]) == Answer(3, "one\n")
 
 
 def test_torch_that_hangs_crashes_or_is_not_there(tmp_path: Path) -> None:
-    def told(answer: Answer, versions: Mapping[str, str]) -> Row:
+    def told(answer: Answer, versions: Mapping[str, str]) -> CheckResult:
         asked = Machine({}, lambda command, seconds: answer, versions.get, list, tmp_path)
         found, row = doctor.torch_says(asked)
         assert found is None
@@ -169,7 +169,7 @@ def test_versions_are_judged_by_what_was_tried(tmp_path: Path) -> None:
     ],
 )
 def test_interfaces_are_chosen_as_gloo_and_nccl_do(told: str, exact: bool, chosen: list[str]) -> None:
-    assert doctor.chosen_interfaces(told, ["lo", "eth0", "eth1", "ib0"], exact) == chosen
+    assert doctor_host.chosen_interfaces(told, ["lo", "eth0", "eth1", "ib0"], exact) == chosen
 
 
 def test_an_interface_that_is_not_there_or_down_is_said(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_an_interface_that_is_not_there_or_down_is_said(tmp_path: Path) -> None:
     def found(**variables: str) -> dict[str, str]:
         answers = {"getent": Answer(0, "127.0.1.1  box\n")}
         here = machine(tmp_path, answers, environment=variables, interfaces=("lo", "eth0", "eth1"))
-        return states(doctor.network(here))
+        return states(doctor_host.network(here))
 
     assert found() == {"interfaces": "ok", "host name": "doubtful"}
     assert found(GLOO_SOCKET_IFNAME="eth0") == {"interfaces": "ok", "GLOO_SOCKET_IFNAME": "ok", "host name": "ok"}
@@ -189,10 +189,10 @@ def test_an_interface_that_is_not_there_or_down_is_said(tmp_path: Path) -> None:
 
 def test_a_compiler_is_wanted_where_deepspeed_is(tmp_path: Path) -> None:
     deepspeed = {"deepspeed": "0.19.8", "ninja": "1.11"}
-    assert states(doctor.compiler(machine(tmp_path, versions=deepspeed))) == {"C++ compiler": "missing"}
+    assert states(doctor_host.compiler(machine(tmp_path, versions=deepspeed))) == {"C++ compiler": "missing"}
     gcc = {"g++": Answer(0, "g++ (GCC) 13.2\n")}
-    assert states(doctor.compiler(machine(tmp_path, gcc, deepspeed))) == {"C++ compiler": "ok"}
-    assert list(doctor.compiler(machine(tmp_path))) == []
+    assert states(doctor_host.compiler(machine(tmp_path, gcc, deepspeed))) == {"C++ compiler": "ok"}
+    assert list(doctor_host.compiler(machine(tmp_path))) == []
 
 
 def test_a_lock_of_a_build_that_was_killed_is_found(tmp_path: Path) -> None:
@@ -201,20 +201,20 @@ def test_a_lock_of_a_build_that_was_killed_is_found(tmp_path: Path) -> None:
         (extensions / name).mkdir(parents=True)
     (extensions / "shm" / "lock").touch()
     there = machine(tmp_path, environment={"TORCH_EXTENSIONS_DIR": str(extensions)})
-    (stale,) = doctor.build_locks(there)
+    (stale,) = doctor_host.build_locks(there)
     assert (stale.what, stale.state) == ("compile lock", "doubtful")
     assert stale.remedy.endswith(f": rm '{extensions}/shm/lock'")
     (tmp_path / "proc" / "7" / "fd").mkdir(parents=True)
     (tmp_path / "proc" / "7" / "fd" / "3").symlink_to(extensions / "shm" / "lock")  # a process that compiles
-    assert states(doctor.build_locks(there)) == {"compile locks": "ok"}
+    assert states(doctor_host.build_locks(there)) == {"compile locks": "ok"}
     (extensions / "adam" / "lock").touch()
-    (stale,) = doctor.build_locks(there)
+    (stale,) = doctor_host.build_locks(there)
     assert "adam" in stale.remedy
     home = machine(tmp_path, environment={"HOME": str(tmp_path)})
-    assert list(doctor.build_locks(home)) == []
+    assert list(doctor_host.build_locks(home)) == []
     (tmp_path / ".cache" / "torch_extensions" / "py311_cpu" / "shm").mkdir(parents=True)
     (tmp_path / ".cache" / "torch_extensions" / "py311_cpu" / "shm" / "lock").touch()
-    assert states(doctor.build_locks(home)) == {"compile lock": "doubtful"}
+    assert states(doctor_host.build_locks(home)) == {"compile lock": "doubtful"}
 
 
 def test_a_lock_that_torch_holds_is_in_use(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_lock_that_torch_holds_is_in_use(tmp_path: Path) -> None:
     baton = FileBaton(str(tmp_path / "operator" / "lock"))
     there = Machine({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert baton.try_acquire()
-    assert states(doctor.build_locks(there)) == {"compile locks": "ok"}
+    assert states(doctor_host.build_locks(there)) == {"compile locks": "ok"}
     baton.release()
     assert not (tmp_path / "operator" / "lock").exists()
 
@@ -232,26 +232,26 @@ def test_a_lock_that_torch_holds_is_in_use(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_place_without_rights_is_missing(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert [row.state for row in doctor.output(str(tmp_path / "runs"))] == ["missing"]
+    assert [row.state for row in doctor_host.output(str(tmp_path / "runs"))] == ["missing"]
 
 
 def test_the_output_directory_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [row.state for row in doctor.output(str(tmp_path / "a" / "b"))] in (["ok"], ["doubtful"])
+    assert [row.state for row in doctor_host.output(str(tmp_path / "a" / "b"))] in (["ok"], ["doubtful"])
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert [row.state for row in doctor.output(str(tmp_path / "file" / "runs"))] == ["missing"]
+    assert [row.state for row in doctor_host.output(str(tmp_path / "file" / "runs"))] == ["missing"]
     usage = type("Usage", (), {"total": 2**36, "free": 2**20})
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: usage)
-    assert [row.state for row in doctor.output(str(tmp_path))] == ["missing"]
+    monkeypatch.setattr(doctor_host.shutil, "disk_usage", lambda place: usage)
+    assert [row.state for row in doctor_host.output(str(tmp_path))] == ["missing"]
 
 
 def test_shared_memory_of_a_container_is_doubtful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert states(doctor.shared_memory(machine(tmp_path))) == {"/dev/shm": "missing"}
+    assert states(doctor_host.shared_memory(machine(tmp_path))) == {"/dev/shm": "missing"}
     (tmp_path / "dev/shm").mkdir(parents=True)
     for total, state in ((2**26, "doubtful"), (2**34, "ok")):
         usage = type("Usage", (), {"total": total, "free": total})
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place, usage=usage: usage)
-        assert states(doctor.shared_memory(machine(tmp_path))) == {"/dev/shm": state}
+        monkeypatch.setattr(doctor_host.shutil, "disk_usage", lambda place, usage=usage: usage)
+        assert states(doctor_host.shared_memory(machine(tmp_path))) == {"/dev/shm": state}
 
 
 @pytest.mark.parametrize(
@@ -265,13 +265,13 @@ def test_shared_memory_of_a_container_is_doubtful(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_the_clock(tmp_path: Path, answers: dict[str, Answer], state: str) -> None:
-    assert states(doctor.clock(machine(tmp_path, answers), sleep=lambda seconds: None)) == {"clock": state}
+    assert states(doctor_host.clock(machine(tmp_path, answers), sleep=lambda seconds: None)) == {"clock": state}
 
 
 def test_a_clock_that_is_set_in_steps_is_doubtful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     walls = iter([1000.0, 1003.0])
-    monkeypatch.setattr(doctor.time, "time", lambda: next(walls))
-    assert states(doctor.clock(machine(tmp_path), sleep=lambda seconds: None)) == {"clock": "doubtful"}
+    monkeypatch.setattr(doctor_host.time, "time", lambda: next(walls))
+    assert states(doctor_host.clock(machine(tmp_path), sleep=lambda seconds: None)) == {"clock": "doubtful"}
 
 
 def test_doubtful_variables_are_shown_and_no_others(tmp_path: Path) -> None:
@@ -283,12 +283,12 @@ def test_doubtful_variables_are_shown_and_no_others(tmp_path: Path) -> None:
         "HF_TOKEN": "hf_secret",
         "WANDB_API_KEY": "secret",
     }
-    rows = list(doctor.environment(machine(tmp_path, environment=variables)))
+    rows = list(doctor_host.environment(machine(tmp_path, environment=variables)))
     doubted = {"NCCL_DEBUG", "DEEPSPEED_TIMEOUT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
     assert states(rows) == dict.fromkeys(doubted, "doubtful")
     assert "secret" not in repr(doctor.examine(machine(tmp_path, environment=variables), str(tmp_path)))
     good = {"NCCL_DEBUG": "WARN", "DEEPSPEED_TIMEOUT": "30", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}
-    assert states(doctor.environment(machine(tmp_path, environment=good))) == {"environment": "ok"}
+    assert states(doctor_host.environment(machine(tmp_path, environment=good))) == {"environment": "ok"}
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:

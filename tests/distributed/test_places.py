@@ -234,9 +234,9 @@ class Watched(PlaceBoard):
 
 
 def watched(directory: str) -> dict[str, Any]:
-    import ds_silent.observing.attach
+    import ds_silent.observing.observe
 
-    ds_silent.observing.attach.PlaceBoard = Watched  # type: ignore[misc]
+    ds_silent.observing.observe.PlaceBoard = Watched  # type: ignore[misc]
     return observed(directory)
 
 

@@ -260,7 +260,7 @@ HIT_BY: dict[str, tuple[tuple[str, str], ...]] = {  # fault → the functions wi
         ("ds_silent.detectors.duplicates", "by_gradients"),
     ),
     "learning-rate": (
-        ("ds_silent.observing.attach", "events_of"),
+        ("ds_silent.observing.observe", "events_of"),
         ("ds_silent.capture.conduct", "events_of"),
     ),
 }

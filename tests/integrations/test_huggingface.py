@@ -16,7 +16,7 @@ import torch
 import ds_silent
 from ds_silent.capture.mean_loss import mean_of, times_its_share
 from ds_silent.config import ConfigError
-from ds_silent.observing.attach import given_block
+from ds_silent.observing.observe import given_block
 from ds_silent.practice.ranks import RankBroke
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.frameworks.test_ways_in import free_port, run

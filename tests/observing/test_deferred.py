@@ -1,72 +1,59 @@
-"""Judging beside the training, without one: a recorder of our own stands for the one that judges."""
+"""Judging beside the training, without one: what judges a step is a stand-in."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from ds_silent.measure.evidence import Told
-from ds_silent.observing.deferred import DeferredRecorder
 from ds_silent.observing.recorder import WritingRecorder
 from ds_silent.records import Event
+from tests.sinks.recording import Recorder
 
 
-class Inner:
+class Judging(WritingRecorder):
     """Finds ``events`` in every step, once ``may_end`` is set."""
 
-    call = staticmethod(WritingRecorder.call)
-    wants_micro_batches = False
-    take_parted = staticmethod(bool)
-
     def __init__(self, events: int = 0) -> None:
+        nothing: Any = SimpleNamespace(wants_micro_batches=False)
+        sink = Recorder(lambda call: self.flushed_in.append(self._busy) if call == "flush" else None)
+        super().__init__(sink, None, nothing, nothing, (0, 1), "never", beside=True)
         self.may_end = threading.Event()
         self.may_end.set()
         self.began = threading.Event()
         self.steps: list[int] = []
         self.flushed_in: list[bool] = []  # whether a step was under way
-        self.last_record: int | None = None
         self._events, self._busy = events, False
-        self._listeners: list[Callable[[Event], None]] = []
 
-    def on_event(self, function: Callable[[Event], None]) -> None:
-        self._listeners.append(function)
-
-    def step(self, gathered: Any, context: int, drift: None, told: Told, wait: bool) -> None:
+    def _write(self, gathered: Any, context: Any, drift: Any, told: Told, wait: bool, unlike: Any) -> None:
         self._busy = True
         self.began.set()
         assert self.may_end.wait(20.0)
         self.steps.append(context)
-        self.last_record = context
+        self._newest = context
         for number in range(self._events):
-            for listener in self._listeners:
-                listener(event(context, str(number)))
+            self._report(event(context, str(number)))
         self._busy = False
-
-    def flush(self) -> None:
-        self.flushed_in.append(self._busy)
-
-    def close(self) -> None:
-        pass
 
 
 def event(step: int, message: str) -> Event:
     return Event(step, "drift", "info", (), None, None, None, message, "")
 
 
-def begin(recorder: DeferredRecorder, step: int) -> None:
+def begin(recorder: Judging, step: int) -> None:
     recorder.step(cast(Any, None), cast(Any, step), None, Told(), wait=False)
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[[Inner], DeferredRecorder]]:
+def made() -> Iterator[Callable[[Judging], Judging]]:
     recorders = []
 
-    def make(inner: Inner) -> DeferredRecorder:
-        recorders.append(DeferredRecorder(cast(Any, inner)))
+    def make(inner: Judging) -> Judging:
+        recorders.append(inner)
         return recorders[-1]
 
     yield make
@@ -75,9 +62,9 @@ def made() -> Iterator[Callable[[Inner], DeferredRecorder]]:
 
 
 def test_events_come_in_order_to_a_callback_that_looks_at_the_newest_record(
-    made: Callable[[Inner], DeferredRecorder],
+    made: Callable[[Judging], Judging],
 ) -> None:
-    recorder = made(Inner(events=3))
+    recorder = made(Judging(events=3))
     told: list[Any] = []
     recorder.on_event(lambda found: told.append((recorder.last_record, found.message)))
     recorder.on_event(lambda found: told.append(found.message))
@@ -87,10 +74,10 @@ def test_events_come_in_order_to_a_callback_that_looks_at_the_newest_record(
 
 
 def test_what_is_interrupted_while_it_waits_leaves_the_judging_to_its_thread(
-    made: Callable[[Inner], DeferredRecorder], monkeypatch: pytest.MonkeyPatch
+    made: Callable[[Judging], Judging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ctrl-C does where the script catches it and closes the observer."""
-    inner = Inner()
+    inner = Judging()
     recorder = made(inner)
     inner.may_end.clear()
     begin(recorder, 1)
@@ -109,16 +96,16 @@ def _interrupt(*args: Any, **named: Any) -> bool:
 
 
 def test_a_step_for_which_no_thread_starts_is_judged_once(
-    made: Callable[[Inner], DeferredRecorder], monkeypatch: pytest.MonkeyPatch
+    made: Callable[[Judging], Judging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = Inner()
+    inner = Judging()
     recorder = made(inner)
 
-    def refuse(self: ThreadPoolExecutor) -> None:
+    def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as exhausted:
-        exhausted.setattr(ThreadPoolExecutor, "_adjust_thread_count", refuse)
+        exhausted.setattr(threading.Thread, "start", refuse)
         begin(recorder, 1)
     for step in (2, 3):
         begin(recorder, step)

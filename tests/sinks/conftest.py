@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_silent.sinks import background as module
+from ds_silent.sinks import worker as module
 
 
 @pytest.fixture

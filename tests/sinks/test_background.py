@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_silent.sinks import background as module
-from ds_silent.sinks.background import Background
+from ds_silent.sinks import worker as module
 from ds_silent.sinks.base import FanOut
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records, read_records
+from ds_silent.sinks.worker import Background
 from tests.sinks.example_records import empty_record, full_record
 from tests.sinks.recording import SLACK, Gate, Recorder, note, run_of, seconds_of
 
@@ -110,7 +110,7 @@ def test_a_slow_sink_slows_the_training_down_before_the_queue_grows(bounds: Call
     longest, expected = 0, []
     for step in range(1, 60):
         expected += run_of(sinks, range(step, step + 1))
-        longest = max(longest, len(sinks._lines[0].entries))
+        longest = max(longest, len(sinks._worker.queues[0].entries))
     sinks.close()
     assert slow.calls == [*expected, "close"]
     assert longest <= 8
@@ -186,7 +186,7 @@ def test_an_error_overtakes_what_the_other_sinks_wait_for(bounds: Callable[..., 
     assert gate.reached.wait(10)  # the thread is at the first record in the last sink
     caller = threading.Thread(target=sinks.write_event, args=(note(3, severity="error"),))
     caller.start()
-    while len(sinks._lines[0].entries) < 3:
+    while len(sinks._worker.queues[0].entries) < 3:
         time.sleep(0.001)
     gate.opened.set()
     caller.join(60)

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_silent.sinks import background as module
-from ds_silent.sinks.background import Background
+from ds_silent.sinks import worker as module
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records
+from ds_silent.sinks.worker import Background
 from tests.sinks.example_records import empty_record, full_record
 from tests.sinks.recording import SLACK, Gate, Recorder, note, seconds_of
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
 import os, sys, time
 from pathlib import Path
-from ds_silent.sinks.background import Background
+from ds_silent.sinks.worker import Background
 from ds_silent.sinks.jsonl import JsonlSink
 from tests.sinks.example_records import event, full_record
 from tests.sinks.recording import Recorder, note

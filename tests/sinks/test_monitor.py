@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ds_silent.records import GradNormStats, LossStats
-from ds_silent.sinks.monitor import MonitorSink
-from ds_silent.sinks.scalars import scalars
+from ds_silent.sinks.scalars import MonitorSink, scalars
 from tests.sinks.example_records import empty_record, event, full_record
 
 

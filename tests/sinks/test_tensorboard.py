@@ -15,10 +15,9 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from ds_silent.records import DirectionStats, LossStats
 from ds_silent.sinks.base import SinkError
-from ds_silent.sinks.chart_layout import Curves, Margins, categories
 from ds_silent.sinks.matrix_image import _note, blocks_of, matrix_image, oddest, ranks_image
 from ds_silent.sinks.scalars import MAX_RANKS_DRAWN
-from ds_silent.sinks.tensorboard import TensorBoardSink, escaped
+from ds_silent.sinks.tensorboard import BandChart, TagChart, TensorBoardSink, categories, escaped
 from tests.sinks.example_records import empty_record, event, full_record
 
 EXPECTED = {
@@ -114,8 +113,8 @@ def test_per_rank_curves_only_where_they_can_be_read(tmp_path: Path, ranks: int)
     assert "silent/loss/mean" in tags
     laid_out = categories(ranks)
     charts = [*laid_out["Per rank"].values(), *laid_out.get("Ranks named", {}).values()]
-    matched = {tag for tag in expected for one in charts if isinstance(one, Curves) and matches(one.patterns, tag)}
-    within = {tag for one in charts if isinstance(one, Margins) for series in one.series for tag in series}
+    matched = {tag for tag in expected for one in charts if isinstance(one, TagChart) and matches(one.patterns, tag)}
+    within = {tag for one in charts if isinstance(one, BandChart) for series in one.series for tag in series}
     assert matched | within == expected
     if not every:
         bands = [points(accumulator, f"silent/per_rank/loss/{name}")[0][1] for name in shown]

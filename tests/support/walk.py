@@ -19,7 +19,7 @@ import logging
 import random
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.observing import deferred
+from ds_silent.observing import recorder
 from ds_silent.sinks.jsonl import read_events
+from ds_silent.sinks.worker import OneTask
 from tests.support.training import Case, Probe, one_step
 from tests.support.training import _hash_weights as hash_weights
 
@@ -124,23 +125,23 @@ def _taken() -> int:
     return int(_walked[-1].engine.global_steps)
 
 
-class _TracedThread(ThreadPoolExecutor):
+class _TracedTask(OneTask):
     """What judges beside the training is walked too. Of what breaks there the training hears a step later."""
 
     heard = threading.local()
 
-    def submit(self, act: Any, /, *args: Any, **named: Any) -> Any:
+    def begin(self, act: Callable[[], None]) -> None:
         tracer, step = sys.gettrace(), _taken()  # of the training's thread, which begins it
 
-        def traced() -> Any:
+        def traced() -> None:
             self.heard.step = step + 1
             sys.settrace(tracer)
             try:
-                return act(*args, **named)
+                act()
             finally:
                 sys.settrace(None)
 
-        return super().submit(traced)
+        super().begin(traced)
 
 
 class _Pair:
@@ -234,7 +235,7 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
     ``steps``: of each case; even, so that every case sees the same steps of an interval of 2.
     """
     logging.getLogger("ds_silent").setLevel(logging.CRITICAL)
-    deferred.ThreadPoolExecutor = _TracedThread  # type: ignore[attr-defined,misc]
+    recorder.OneTask = _TracedTask  # type: ignore[misc]
     pair = _Pair(cell, Path(directory), steps)
     _walked.append(pair)
     everybody: list[Any] = [None] * dist.get_world_size()
@@ -247,7 +248,7 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
 
         def strike(reached: Place, place: Place = place, fired: list[int] = fired) -> None:
             if reached == place and not fired:
-                fired.append(getattr(_TracedThread.heard, "step", _taken()) - pair.before + 1)
+                fired.append(getattr(_TracedTask.heard, "step", _taken()) - pair.before + 1)
                 raise Injected(f"at {place[0]}:{place[1]}")
 
         tracer = _Tracer(strike, place) if dist.get_rank() == rank else None

@@ -1,7 +1,7 @@
 """From ``deepspeed.initialize``, or from an engine that is there, to its observer.
 
 ``deepspeed.initialize`` communicates itself, so a rank that refuses remembers that, goes through it with the others,
-and all end together behind it (:mod:`ds_silent.observing.attach`).
+and all end together behind it (:mod:`ds_silent.observing.observe`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_silent.frameworks.deepspeed.state import engine_facts
 from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observing import start
-from ds_silent.observing.attach import Given, Subject, given_block, observe, told_in_a_sentence
+from ds_silent.observing.observe import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import placed
 from ds_silent.preflight.inventory import weights_hash
@@ -128,7 +128,7 @@ def _observe(
     before: Hash | None = None,
     gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """See :func:`ds_silent.observing.attach.observe`."""
+    """See :func:`ds_silent.observing.observe.observe`."""
     if not has_optimizer(engine):
         if dist.get_rank() == 0 and (config is not None or refusal is not None):
             logger.warning(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_silent.kernels.checksums import Items
-from ds_silent.observing.start import Place, label_of
+from ds_silent.observing.start import Position, label_of
 from ds_silent.replicas.duplicates import Duplicates
 
 
@@ -28,11 +28,11 @@ class Shape:
     """Of one engine, as this rank sees it."""
 
     sequence: int = 1  # ranks that share each row
-    tensor: Place = (0, 1)  # parts of each layer
-    pipe: Place = (0, 1)  # stages
-    meshed: Place | None = None  # among the ranks of a mesh that share a row; None without a mesh
-    reduced: Place = (0, 1)  # among those whose gradients DeepSpeed reduces together
-    experts: dict[str, Place] = field(default_factory=dict)  # the same of groups of experts that other ranks lack
+    tensor: Position = (0, 1)  # parts of each layer
+    pipe: Position = (0, 1)  # stages
+    meshed: Position | None = None  # among the ranks of a mesh that share a row; None without a mesh
+    reduced: Position = (0, 1)  # among those whose gradients DeepSpeed reduces together
+    experts: dict[str, Position] = field(default_factory=dict)  # the same of groups of experts that other ranks lack
 
     @property
     def label(self) -> str:
@@ -64,7 +64,7 @@ class Shape:
         """Whether this rank's aggregate counts: ranks of a mesh that share a row should all hold the same."""
         return self.meshed is None or self.meshed[0] == 0
 
-    def aggregate_of(self, parameter: Any) -> Place:
+    def aggregate_of(self, parameter: Any) -> Position:
         """Among the ranks that hold its whole aggregate, where each holds it whole."""
         return self.experts.get(expert_group(parameter) or "", self.reduced)
 
@@ -147,14 +147,14 @@ def _expert_duplicates(named: Items, every: int) -> Iterator[Duplicates]:
             yield Duplicates("experts", range(dist.get_world_size()), held, every, own)
 
 
-def _experts(engine: Any) -> dict[str, Place]:
+def _experts(engine: Any) -> dict[str, Position]:
     from deepspeed.utils import groups
 
     keys = {name for p in engine.module.parameters() if (name := expert_group(p))}
     return {key: _place(groups._get_expert_data_parallel_group(key)) for key in sorted(keys)}
 
 
-def _place(group: dist.ProcessGroup | None) -> Place:
+def _place(group: dist.ProcessGroup | None) -> Position:
     return dist.get_rank(group), dist.get_world_size(group)
 
 

@@ -50,7 +50,7 @@ def _look_at(engine: Any) -> None:
         return
 
     def forward_begins(module: Any, inputs: Any) -> None:
-        from ds_silent.observing.attach import observer_of
+        from ds_silent.observing.observe import observer_of
 
         if not (torch.is_grad_enabled() and module.training):
             return

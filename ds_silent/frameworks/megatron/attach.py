@@ -15,7 +15,7 @@ from ds_silent.frameworks.megatron.buffers import inner_optimizers
 from ds_silent.frameworks.megatron.framework import WORDS, MegatronFramework, module_of
 from ds_silent.frameworks.recognised import is_alone, is_megatron
 from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped
-from ds_silent.observing.attach import Given, given_block, idle_observer
+from ds_silent.observing.observe import Given, given_block, idle_observer
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import label_of, placed
 from ds_silent.preflight.inventory import config_item
