@@ -160,10 +160,11 @@ def drill(
     """
     if framework == "deepspeed":
         _needs("ds-silent drill", "deepspeed")
-    from ds_silent.drill.command import drill_command
+    from ds_silent.drill.printing import drill_command
+    from ds_silent.drill.run_drill import LONGEST, DrillOptions
 
-    code = drill_command(config, fault or [], list_faults, ranks, rank, steps, stage, dtype, json_path, framework)
-    raise typer.Exit(code)
+    options = DrillOptions(config, tuple(fault or ()), ranks, rank, steps or LONGEST, stage, dtype, framework)
+    raise typer.Exit(drill_command(options, list_faults, json_path))
 
 
 @app.command()

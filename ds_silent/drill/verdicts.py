@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ds_silent.detectors.lifecycle import FOLLOWS
-from ds_silent.drill.faults.fault import Fault
+from ds_silent.drill.faults.fault import Fault, Response
 from ds_silent.drill.faults.injection import Strike
-from ds_silent.drill.faults.responses import Response
 
 Answer = Literal["found", "missed", "wrong kind", "wrong ranks", "wrong cause", "false alarm", "below rounding"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FaultVerdict:
     """``step`` and ``ranks`` are those of the event that decided; ``late``: a deterministic fault's came too late.
 
     ``below rounding``: the corruption was no larger than twice what rounding alone explains at that step, so it is not
@@ -55,10 +54,10 @@ def tells(event: Mapping[str, Any]) -> bool:
     return event["severity"] != "info" or str(event.get("message", "")).startswith(FOLLOWS)
 
 
-def judge_healthy(events: Sequence[Mapping[str, Any]]) -> Verdict:
+def judge_healthy(events: Sequence[Mapping[str, Any]]) -> FaultVerdict:
     """A run without a fault must end without an alarm."""
     raised = alarms(events)
-    return Verdict("missed") if not raised else _verdict("false alarm", raised[0], raised)
+    return FaultVerdict("missed") if not raised else _verdict("false alarm", raised[0], raised)
 
 
 def judge(
@@ -69,7 +68,7 @@ def judge(
     replica_interval: int = 0,
     change: float | None = None,
     rounding: float | None = None,
-) -> Verdict:
+) -> FaultVerdict:
     """The first event of the right kind, ranks and cause decides; any alarm before the fault is a false one.
 
     Args:
@@ -99,10 +98,10 @@ def judge(
         return _verdict("wrong cause", right[0], raised)
     # rounding itself may take as much off the error as it may add to it: above twice the bound nothing can hide
     if not raised and change is not None and rounding is not None and change <= 2.0 * rounding:
-        return Verdict("below rounding")
+        return FaultVerdict("below rounding")
     if kinds:
         return _verdict("wrong ranks", kinds[0], raised)
-    return _verdict("wrong kind", raised[0], raised) if raised else Verdict("missed")
+    return _verdict("wrong kind", raised[0], raised) if raised else FaultVerdict("missed")
 
 
 def due(fault: Fault, strike: Strike, interval: int, replica_interval: int) -> int:
@@ -155,9 +154,9 @@ def loss_shift(losses: Sequence[float], healthy: Sequence[float], first: int, la
 
 def _verdict(
     answer: Answer, event: Mapping[str, Any], raised: Sequence[Mapping[str, Any]], late: bool = False
-) -> Verdict:
+) -> FaultVerdict:
     also = dict.fromkeys(other["kind"] for other in raised if other["kind"] != event["kind"])
-    return Verdict(answer, event["step"], event["kind"], tuple(event["ranks"]), late, tuple(also))
+    return FaultVerdict(answer, event["step"], event["kind"], tuple(event["ranks"]), late, tuple(also))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

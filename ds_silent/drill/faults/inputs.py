@@ -21,8 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds_silent.drill.faults.damage import flip_bit, noise_like, top_exponent_bit
-from ds_silent.drill.faults.injection import STEPS_PER_EPOCH, Batch, Config, Injection, Shard, Strike
+from ds_silent.drill.faults.injection import (
+    STEPS_PER_EPOCH,
+    Batch,
+    Config,
+    Injection,
+    Shard,
+    Strike,
+    flip_bit,
+    noise_like,
+    top_exponent_bit,
+)
 from ds_silent.practice.model import IGNORED, LAST_LAYER, VOCABULARY
 
 Change = Callable[[Any, float], Any]
@@ -166,14 +175,6 @@ def hyper_parameter_later(name: str, change: Change, strike: Strike, me: int) ->
 def _change_groups(optimizer: Any, name: str, change: Change, strike: Strike) -> None:
     for group in optimizer.param_groups:
         group[name] = change(group[name], strike.size)
-
-
-def multiplied(value: Any, size: float) -> Any:
-    return value * size
-
-
-def increased(value: Any, size: float) -> Any:
-    return value + size
 
 
 def first_beta(value: Any, size: float) -> Any:

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.drill.faults.damage import add_noise, flip_bit, top_exponent_bit
-from ds_silent.drill.faults.injection import Collective, Injection, Strike
+from ds_silent.drill.faults.injection import Collective, Injection, Strike, add_noise, flip_bit, top_exponent_bit
 
 UNREDUCED = "position.weight"  # a whole layer, in one owner's partition
 ALIKE = 104_729  # seed of noise that is the same on all ranks
