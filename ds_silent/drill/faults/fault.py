@@ -90,11 +90,11 @@ class Fault:
     (``again``), or, where ``repaired`` is False, be left as it is with an error that says so. ``repair_says``: words of
     the ``repaired`` event, or of that error.
 
-    Exceptions by framework, ``ddp``, ``fsdp2``, ``megatron-0`` (the plain optimizer) and ``megatron-1`` (the distributed
-    one), ``megatron`` for a wrapper: ``not_applicable``: why the fault means nothing there; ``expected_overrides``: fields that
-    have another value there, because its ranks hold other things; ``wrapper_options``: what the framework's wrapper
-    must be given for the fault to mean something. ``healthy``: the training that the loss is compared with;
-    ``only_ranks``: the only number of ranks that the fault can be tried with.
+    Exceptions by framework: ``ddp``, ``fsdp2``, ``megatron-0`` (its plain optimizer), ``megatron-1`` (its distributed
+    one). ``not_applicable``: why the fault means nothing there; ``expected_overrides``: fields that have another value
+    there, because its ranks hold other things. ``wrapper_options``: what the wrapper of ``ddp`` or ``megatron`` must be
+    given for the fault to mean something. ``healthy``: the training that the loss is compared with; ``only_ranks``: the
+    only number of ranks that the fault can be tried with.
     """
 
     name: str
