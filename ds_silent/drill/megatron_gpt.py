@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class GptShape:
-    """Of a model over ranks."""
+    """Say how a model is spread over ranks."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -63,7 +63,7 @@ def on_cpu() -> Iterator[None]:
 
 @contextmanager
 def parallel(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, **sizes: int) -> Iterator[None]:
-    """Megatron's process groups, and its names for the CPU; ``sizes`` of more of them. A collective.
+    """Make Megatron's process groups, and its names for the CPU; ``sizes`` of more of them. A collective.
 
     Megatron only forgets its groups: their threads would go on, and a second training would be slower than the first.
     """
@@ -85,7 +85,7 @@ def parallel(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, **s
 
 
 def gpt_models(shape: GptShape, vocabulary: int, length: int, per_token: bool = False) -> tuple[list[Any], Any]:
-    """(this rank's stages, Megatron's configuration) with tied embeddings; inside :func:`parallel`."""
+    """Return (this rank's stages, Megatron's configuration) with tied embeddings; inside :func:`parallel`."""
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -158,7 +158,7 @@ def take_step(
     per_token: bool = False,
     hear: Callable[[Tensor], object] = lambda loss: None,
 ) -> Any:
-    """One step over token ids (rows, length) = ``size``; what ``optimizer.step`` returns.
+    """Take one step over token ids (rows, length) = ``size``; return what ``optimizer.step`` returns.
 
     ``hear`` is told the mean loss of each micro-batch, on the ranks that compute one.
     """

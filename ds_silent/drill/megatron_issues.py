@@ -170,7 +170,7 @@ class ScenarioTraining:
         self.chunk, self.optimizer, self.observer, self._batches = chunk, optimizer, observer, batches
 
     def step(self) -> float:
-        """One optimizer step; the loss, averaged over the micro-batches of all ranks that compute one. A collective."""
+        """Take one optimizer step; return the loss, averaged over the micro-batches of all ranks that compute one. A collective."""
         seen = torch.zeros(2)
 
         def hear(loss: Tensor) -> None:
@@ -183,7 +183,7 @@ class ScenarioTraining:
 
 @contextmanager
 def training_of(scenario: Scenario, block: Mapping[str, Any]) -> Iterator[ScenarioTraining]:
-    """Observed with this block, and with the scenario's fault in it, until the training ends. A collective."""
+    """Train, observed with this block, and with the scenario's fault in it, until the training ends. A collective."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

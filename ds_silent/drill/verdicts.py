@@ -1,4 +1,4 @@
-"""Was the fault found? Pure: events and losses in, a judgement out.
+"""Judge from events and losses whether a fault was found, and from states whether it was repaired. Pure.
 
 verdict = judge(fault, strike, events, interval=1)
 verdict.right, verdict.step, verdict.answer
@@ -45,7 +45,7 @@ class FaultVerdict:
 
 
 def alarms(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Events that ask for somebody's attention: information and ends do not."""
+    """Return the events that ask for attention: information and ends do not."""
     return [event for event in events if event["severity"] != "info"]
 
 
@@ -69,7 +69,7 @@ def judge(
     change: float | None = None,
     rounding: float | None = None,
 ) -> FaultVerdict:
-    """The first event of the right kind, ranks and cause decides; any alarm before the fault is a false one.
+    """Judge by the first event of the right kind, ranks and cause; any alarm before the fault is a false one.
 
     Args:
         fault: what was injected.
@@ -105,7 +105,7 @@ def judge(
 
 
 def due(fault: Fault, strike: Strike, interval: int, replica_interval: int) -> int:
-    """The optimizer step at which a deterministic fault must be found."""
+    """Return the optimizer step at which a deterministic fault must be found."""
     if fault.response is not None:
         return fault.response.compared(strike.step)
     if fault.strikes == "replica" and replica_interval:
@@ -114,7 +114,7 @@ def due(fault: Fault, strike: Strike, interval: int, replica_interval: int) -> i
 
 
 def first_compared(after: int, interval: int, replica_interval: int) -> int:
-    """The first measured step that compares the replicas as the update of step ``after`` has left them."""
+    """Return the first measured step that compares the replicas as the update of step ``after`` has left them."""
     step = first_measured(after + 1, interval)
     while step // replica_interval == (step - interval) // replica_interval:
         step += interval
@@ -128,12 +128,12 @@ def says(event: Mapping[str, Any], words: Sequence[str]) -> bool:
 
 
 def first_measured(step: int, interval: int) -> int:
-    """The first measured optimizer step that is not before ``step``; 0 is the preflight."""
+    """Return the first measured optimizer step that is not before ``step``; 0 is the preflight."""
     return -(-step // interval) * interval
 
 
 def loss_shift(losses: Sequence[float], healthy: Sequence[float], first: int, last: int) -> float | None:
-    """How far the averaged loss went from the healthy run's while the fault was there, in the latter's deviations.
+    """Measure how far the averaged loss went from the healthy run's while the fault was there, in the latter's deviations.
 
     Both runs start from the same weights and take the same rows, so at each step their losses are compared in pairs;
     a person who watches one curve has no such pair and sees less. None: no step of both runs lies within.
@@ -207,7 +207,7 @@ def judge_repair(
     states: States,
     healthy: States,
 ) -> RepairVerdict:
-    """What the response has made of a fault, or of none.
+    """Judge what the response has made of a fault, or of none.
 
     Args:
         fault: what was injected; None is a healthy training.

@@ -1,4 +1,4 @@
-"""What goes wrong in the reduction: what a rank puts in, the collective itself, what comes out.
+"""Make injections of what goes wrong in the reduction: what a rank puts in, the collective itself, what comes out.
 
     injection = dropped_bucket(strike, me=2)
     injection.reduction(collective)            # runs the collective, or not, and corrupts what goes in or comes out

@@ -170,7 +170,7 @@ HEALTHY: Mapping[str, Callable[..., Any]] = {
 
 
 def limited(injection: Injection, due: Callable[[int], bool]) -> Injection:
-    """``injection`` at the steps that are due, and a healthy training at all others."""
+    """Do what ``injection`` does at the steps that are due, and nothing at all others."""
     wrong = {name: getattr(injection, name) for name in HEALTHY}
     limits: dict[str, Any] = {
         name: partial(_limited, due, act, HEALTHY[name]) for name, act in wrong.items() if act is not None
@@ -191,7 +191,7 @@ WORDS = {2: torch.int16, 4: torch.int32}
 
 
 def flip_bit(values: Tensor, element: int, bit: int) -> None:
-    """One bit of one element of a flat tensor, in place; bit 0 is the lowest, the highest the sign."""
+    """Flip one bit of one element of a flat tensor, in place; bit 0 is the lowest, the highest the sign."""
     width = 8 * values.element_size()
     mask = 1 << bit if bit < width - 1 else -(1 << bit)
     values.detach().view(WORDS[values.element_size()])[element] ^= mask
@@ -208,16 +208,16 @@ def lowest_exponent_bit(values: Tensor) -> int:
 
 
 def local_of(value: Any) -> Any:
-    """What this rank holds of a sharded tensor; anything else as it is."""
+    """Return what this rank holds of a sharded tensor; anything else as it is."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
 def noise_like(values: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Random numbers of ``size`` times the norm of ``values``, and of their type."""
+    """Draw random numbers of ``size`` times the norm of ``values``, and of their type."""
     noise = torch.randn(values.shape, generator=generator)
     return (noise * (size * float(values.float().norm()) / float(noise.norm()))).to(values)
 
 
 def add_noise(values: Tensor, size: float, generator: torch.Generator) -> None:
-    """Of ``size`` times their norm, in place."""
+    """Add noise of ``size`` times the norm of ``values``, in place."""
     values.add_(noise_like(values, size, generator))

@@ -1,4 +1,4 @@
-"""What goes wrong behind the reduction: what the optimizer gets, the weights that it leaves, and the repair of both.
+"""Make injections behind the reduction: what the optimizer gets, the weights that it leaves, the repair of both.
 
     injection = wrong_factor(strike, me=2)
     injection.update(optimizer, run, step=21)  # the optimizer gets a multiple of the gradient
