@@ -39,7 +39,7 @@ import ds_silent
 from ds_silent.config import parse
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.ordered.exchange import LongVector, OrderedExchange
-from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.probe import hash_of
 from ds_silent.practice.ranks import results_of
 
 MICRO_BATCHES, STEPS, ROWS, LENGTH = 8, 20, 2, 33

@@ -139,7 +139,7 @@ def _true_mean(engine: Any, copy: Any, batches: list[Any]) -> Any:
     import torch
     import torch.distributed as dist
 
-    from ds_silent.drill.deepspeed.training import full_parameters
+    from ds_silent.drill.train_deepspeed import full_parameters
 
     with torch.no_grad():
         for own, theirs in zip(copy.parameters(), full_parameters(engine), strict=True):
@@ -158,7 +158,7 @@ def _weights(engine: Any) -> Any:
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from ds_silent.drill.deepspeed.training import full_parameters
+    from ds_silent.drill.train_deepspeed import full_parameters
 
     pairs = list(zip(engine.module.parameters(), full_parameters(engine), strict=True))
     wholes = [whole for own, whole in pairs if own.requires_grad]

@@ -22,8 +22,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ds_silent.drill import rehearsal
-from ds_silent.drill.program import DrillOptions, perform, setting_of, trials_of
+from ds_silent.drill import run_trial
+from ds_silent.drill.run_drill import DrillOptions, perform, setting_of, trials_of
 from ds_silent.practice.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,7 +110,7 @@ def records_of(options: DrillOptions) -> dict[str, list[str]]:
 
 def perform_all(send: Any, setting: Any, trials: Any, directory: str) -> None:
     """On every rank. No training ends when rank 0 has read of its fault, which it does sooner or later."""
-    rehearsal.AFTER_FOUND = 10**6
+    run_trial.AFTER_FOUND = 10**6
     perform(send, setting, trials, directory)
 
 

@@ -159,8 +159,8 @@ def drill(
     """
     if framework == "deepspeed":
         _needs("ds-silent drill", "deepspeed")
-    from ds_silent.drill.command import drill_command
-    from ds_silent.drill.program import LONGEST, DrillOptions
+    from ds_silent.drill.printing import drill_command
+    from ds_silent.drill.run_drill import LONGEST, DrillOptions
 
     longest = LONGEST if steps is None else steps
     options = DrillOptions(

@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.drill.deepspeed.seams import Seams
 from ds_silent.drill.faults.injection import NOTHING, Collective, Injection
+from ds_silent.drill.train_deepspeed import EngineHooks
 from ds_silent.practice.ranks import on_ranks
 
 from .methods import METHODS, NO_COMPARISON, Method
@@ -153,12 +153,12 @@ def _turn(engine: Any, variant: Variant, images: Tensor, labels: Tensor, rank: i
     injection = Injection(reduction=partial(_wrong_at_first, [])) if variant.trouble == "fault" else NOTHING
     dist.barrier()
     started = time.perf_counter()
-    with Seams(engine, injection if rank == 1 else NOTHING) as seams:
+    with EngineHooks(engine, injection if rank == 1 else NOTHING) as hooks:
         for step in range(1, TURN + 1):
             if variant.trouble == "drift":
                 _drift(engine, rank)
             loss = engine(images, labels)
-            with seams.backward(step, 0, last=True):
+            with hooks.backward(step, 0, last=True):
                 engine.backward(loss)
                 engine.step()
     dist.barrier()

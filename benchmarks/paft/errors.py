@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_silent.drill.faults.damage import flip_bit, top_exponent_bit
-from ds_silent.drill.faults.injection import Collective
+from ds_silent.drill.faults.injection import Collective, flip_bit, top_exponent_bit
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 import ds_silent
 import ds_silent.exchange.gather
 import ds_silent.exchange.rows
-from ds_silent.drill.deepspeed.seams import Seams
 from ds_silent.drill.faults.injection import Injection
+from ds_silent.drill.train_deepspeed import EngineHooks
 from ds_silent.patches import Patches
-from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.probe import hash_of
 
 from .errors import Error, Errors
 from .methods import METHODS
@@ -84,13 +84,13 @@ def _train(training: Training, folder: str) -> dict[str, Any]:
     torch.manual_seed(1_000 * training.seed + rank)  # dropout
     divergences: list[float] = []
     started = time.perf_counter()
-    with counted_bytes() as sent, Seams(engine, Injection(reduction=errors.reduce)) as seams:
+    with counted_bytes() as sent, EngineHooks(engine, Injection(reduction=errors.reduce)) as hooks:
         for step in range(1, training.steps + 1):
             if not training.constant_rate:
                 for group in engine.optimizer.param_groups:
                     group["lr"] = training.learning_rate * (1.0 - (step - 1) / training.steps)
             loss = engine(*task.batch(training.seed, step, rank, ranks))
-            with seams.backward(step, 0, last=True):  # a reduction may be repeated as late as in engine.step
+            with hooks.backward(step, 0, last=True):  # a reduction may be repeated as late as in engine.step
                 engine.backward(loss)
                 engine.step()
             if training.divergence:

@@ -1,42 +1,50 @@
-"""The configuration that the drill trains under: the user's own as far as it decides what the observer sees.
+"""Make the configuration that the drill trains under: the user's own as far as it decides what the observer sees.
 
-    setting = make_setting(options)                  # of ds_silent.drill.deepspeed.setting or torch_loop.setting
-    setting.answering(MAJORITY)                      # with this response switched on
-    setting.why_not(fault)                           # None, or why the fault means nothing here
-    with setting.training(script) as training: ...   # a collective
+    setting = make_setting(load_ds_config("block.json"), ranks=4, framework="ddp")
+    setting.answering(MAJORITY)                          # with this response switched on
+    setting.why_not(FAULTS["gathered-weights-bit"])      # "every rank updates all weights, so none are gathered"
 
-What is here is the same for every framework. One that is added has a class of its own, whose :meth:`Setting.training`
-makes its training and reaches into its reduction.
+Of DeepSpeed's configuration what :mod:`ds_silent.drill.deepspeed_config` names is kept. For another framework the
+``silent_consistency`` block counts, alone or under its name, and beside it the micro-batch and the accumulation in
+DeepSpeed's words.
+
+With Megatron-core stage 0 is its plain optimizer, stage 1 its distributed one; in bf16 gradients are accumulated and
+reduced in fp32 and the optimizer updates fp32 copies, as Megatron's own training script has it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import copy
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.fault import Fault
-from ds_silent.drill.faults.responses import Response
+from ds_silent.drill.faults.fault import Fault, Response
+from ds_silent.drill.megatron_issues import PUBLIC
+from ds_silent.extras import installed, missing_sentence
 
-if TYPE_CHECKING:
-    from ds_silent.drill.training import Script, Training
-
-Dtype = Literal["fp32", "bf16"]
+FRAMEWORKS = {"deepspeed": "DeepSpeed", "ddp": "DistributedDataParallel", "fsdp2": "FSDP2", "megatron": "Megatron-core"}
+"""What the drill can train under: as it is typed, and as a person says it."""
+STAGES = {"ddp": 0, "fsdp2": 3, "megatron": 0}
+"""Unless the user says otherwise."""
+NO_REPAIR = {
+    "fsdp2": "a repair needs whole replicas, and FSDP2 shards them",
+    "megatron": "ds_silent does not write weights with Megatron-core",
+}
+"""Why replicas cannot be repaired."""
+READ = (BLOCK, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MICRO_BATCH, LARGEST_MICRO_BATCH, LARGEST_ACCUMULATION = 8, 16, 4
-LARGEST_BUCKET = 40_000  # elements, so that the practice model has several buckets, as a real one has
 REPLICA_MEASUREMENTS = 5  # measured steps between two comparisons of the replicas, unless the configuration says when
-LEARNING_RATE, WEIGHT_DECAY = 5e-5, 0.01
 
 
 @dataclass(frozen=True)
-class Setting(ABC):
+class DrillSetting:
     """A configuration without an output directory, the same on every rank, and what was changed to get there.
 
-    ``stage``: who holds what, in ZeRO's words: 0 is whole replicas, from 1 on each rank has a part of its own.
+    ``config``: a ds_config, or the block alone under its name. ``stage``: who holds what, in ZeRO's words: 0 is whole
+    replicas, from 1 on each rank has a part of its own.
     """
 
     config: dict[str, Any]
@@ -45,8 +53,9 @@ class Setting(ABC):
     micro_batch: int
     accumulation: int
     stage: int
-    dtype: Dtype
+    dtype: str
     notes: tuple[str, ...]
+    framework: str = "deepspeed"
 
     @property
     def interval(self) -> int:
@@ -58,8 +67,37 @@ class Setting(ABC):
         """Optimizer steps between two comparisons of the replicas; 0 is never."""
         return self.block.integrity.replica_interval
 
-    def answering(self, response: Response | None) -> Setting:
-        """With this response switched on and every step measured; as it is without one.
+    @property
+    def kind(self) -> str:
+        """Framework and kind of training, as a person would say it."""
+        if self.framework == "deepspeed":
+            return f"ZeRO stage {self.stage}"
+        distributed = self.framework == "megatron" and self.stage
+        return FRAMEWORKS[self.framework] + (", distributed optimizer" if distributed else "")
+
+    @property
+    def variant(self) -> str:
+        """The key of a fault's exceptions."""
+        return f"megatron-{self.stage}" if self.framework == "megatron" else self.framework
+
+    @property
+    def masters(self) -> bool:
+        """Whether the optimizer updates fp32 copies of weights of another dtype."""
+        return self.dtype == "bf16" and self.framework in ("deepspeed", "megatron")
+
+    @property
+    def faults(self) -> Mapping[str, Fault]:
+        return faults_of(self.framework)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the JSON file says of the framework."""
+        if self.framework == "deepspeed":
+            return {"zero_stage": self.stage}
+        distributed = {"distributed_optimizer": self.stage == 1} if self.framework == "megatron" else {}
+        return {"framework": self.framework, **distributed}
+
+    def answering(self, response: Response | None) -> DrillSetting:
+        """Switch this response on, and measure every step; leave all as it is without one.
 
         Raises:
             ConfigError: it cannot work under this configuration.
@@ -75,12 +113,12 @@ class Setting(ABC):
         config = {**self.config, BLOCK: block}
         parsed = parse(config)
         assert parsed is not None
-        self.refuse(config, parsed)
+        self._refuse(config, parsed)
         return replace(self, config=config, block=parsed)
 
     def why_not(self, fault: Fault) -> str | None:
-        """Why a fault means nothing in such a training; None where it does."""
-        why = self.meaningless(fault)
+        """Say why a fault means nothing in such a training; None where it does."""
+        why = self._not_applicable(fault)
         if why is not None or fault.response is None:
             return why
         if self.ranks < fault.response.least_ranks:
@@ -91,62 +129,112 @@ class Setting(ABC):
             return str(error)
         return None
 
-    # -- of each framework ---------------------------------------------------------------------------------------
-
-    @property
-    def faults(self) -> Mapping[str, Fault]:
-        """All that there are, by name: the catalogue, and what only this framework can do wrong."""
-        return FAULTS
-
-    def own_healthy(self, faults: list[Fault]) -> list[str]:
-        """Names of more healthy trainings, which some of these faults are compared with."""
-        return []
-
-    def reference(self, name: str) -> str:
-        """The healthy training whose loss that of training ``name`` is compared with."""
-        return "healthy"
-
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """Framework and kind of training, as a person would say it."""
-
-    @property
-    @abstractmethod
-    def masters(self) -> bool:
-        """Whether the optimizer updates fp32 copies of weights of another dtype."""
-
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """What the JSON file says of the framework."""
-
-    @abstractmethod
-    def refuse(self, config: dict[str, Any], block: SilentConsistencyConfig) -> None:
-        """Raise :class:`ConfigError` for what the framework cannot honour."""
-
-    @abstractmethod
-    def meaningless(self, fault: Fault) -> str | None:
-        """Why the fault means nothing here, whatever response is on."""
-
-    def expected(self, fault: Fault) -> Fault:
-        """The fault, with what must be said of it here."""
-        return fault
-
-    def skipped_facts(self, faults: list[Fault]) -> dict[str, Any]:
-        """What the JSON file says of faults that are left out, beside their names."""
-        return {}
-
-    @abstractmethod
     def left_out(self, faults: list[Fault]) -> list[str]:
-        """Lines that name faults that are left out."""
+        """Name faults that are left out, in lines for the report."""
+        if self.framework == "deepspeed":
+            names = ", ".join(fault.name for fault in faults)
+            return [f"Left out under {self.kind}, {self.dtype}, accumulation {self.accumulation}: {names}."]
+        reasons: dict[str, list[str]] = {}
+        for fault in faults:
+            reasons.setdefault(self.why_not(fault) or "", []).append(fault.name)
+        return [f"Not applicable, because {why}: {', '.join(names)}." for why, names in reasons.items()]
 
-    @abstractmethod
-    def training(self, script: Script) -> AbstractContextManager[Training]:
-        """A training, observed and with the script's fault in it. A collective."""
+    def _not_applicable(self, fault: Fault) -> str | None:
+        """Say why the fault means nothing here, whatever response is on."""
+        if self.framework == "deepspeed":
+            possible = fault.possible(self.stage, self.dtype, self.accumulation)
+            where = f"{self.kind}, {self.dtype}, accumulation {self.accumulation}"
+            return None if possible else f"means nothing under {where}"
+        if fault.only_ranks is not None:
+            return None if self.ranks == fault.only_ranks else f"its groups are of {fault.only_ranks} ranks"
+        if self.variant in fault.not_applicable:
+            return fault.not_applicable[self.variant]
+        if self.dtype not in fault.dtypes:
+            return f"it is tried in {', '.join(fault.dtypes)} only"
+        if self.accumulation < fault.accumulation:
+            return f"it takes gradient_accumulation_steps {fault.accumulation} in the configuration"
+        return None
+
+    def _refuse(self, config: dict[str, Any], block: SilentConsistencyConfig) -> None:
+        """Raise :class:`ConfigError` for what the framework cannot honour."""
+        if self.framework == "deepspeed":
+            from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config  # it may not be installed
+
+            return refuse_unsupported_config(config, block)
+        if block.respond.on_aggregation_error == "retry" or block.reduction == "ordered":
+            raise ConfigError("only a reduction of DeepSpeed can be repeated or ordered")
+        repairs = block.respond.on_replica_drift != "report" or block.resync.mode != "off"
+        if repairs and self.framework in NO_REPAIR:
+            raise ConfigError(NO_REPAIR[self.framework])
+        return None
+
+
+def faults_of(framework: str) -> Mapping[str, Fault]:
+    """Return all faults that a drill of this framework knows, by name; nothing of it need be installed."""
+    return {**FAULTS, **PUBLIC} if framework == "megatron" else FAULTS
+
+
+def make_setting(
+    given: Mapping[str, Any] | None,
+    ranks: int,
+    stage: int | None = None,
+    dtype: str | None = None,
+    framework: str = "deepspeed",
+) -> DrillSetting:
+    """Make the drill's configuration.
+
+    Args:
+        given: the user's; None takes an empty block, stage 0 and fp32.
+        ranks: data-parallel ranks of the drill, whatever the configuration was written for.
+        stage: replaces ``zero_optimization.stage``; with Megatron-core 1 is the distributed optimizer.
+        dtype: replaces the dtype.
+        framework: who trains, a key of ``FRAMEWORKS``.
+
+    Raises:
+        ConfigError: there is no active block, or something in the configuration cannot be honoured.
+    """
+    _refuse_stage(framework, stage)
+    held = copy.deepcopy(dict({BLOCK: {}} if given is None else given))
+    if framework != "deepspeed" and BLOCK not in held:
+        held = {BLOCK: held}
+    if isinstance(held.get(BLOCK), Mapping):  # the trainer fills it in; here it is replaced
+        held[BLOCK] = {key: value for key, value in held[BLOCK].items() if key != "output_dir"}
+    block, replicas = compared_soon(held)
+    if block is None and framework == "deepspeed":
+        raise ConfigError(f'the ds_config has no active "{BLOCK}" block to try; add "{BLOCK}": {{}} to it')
+    if block is None:
+        raise ConfigError(f'the configuration has no active "{BLOCK}" block to try; leave out "enabled": false')
+    if framework == "deepspeed":
+        from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
+
+        refuse_unsupported_config(held, block)
+    block, answers = only_reporting(held, block)
+    micro_batch, accumulation, sizes = batch_of(held)
+    own = {BLOCK: {**held[BLOCK], "tensorboard": False}}
+    if framework == "deepspeed":
+        from ds_silent.drill.deepspeed_config import ds_config_of  # it need not be installed for the others
+
+        config, dtype, notes = ds_config_of(held, ranks, micro_batch, accumulation, stage, dtype)
+        own, stage = {**config, **own}, config["zero_optimization"]["stage"]
+    else:
+        name = FRAMEWORKS[framework]
+        notes = [f"{key}: not part of the drill of {name}" for key in held if key not in READ]
+    stage, notes = STAGES[framework] if stage is None else stage, [*replicas, *answers, *notes, *sizes]
+    return DrillSetting(own, block, ranks, micro_batch, accumulation, stage, dtype or "fp32", tuple(notes), framework)
+
+
+def _refuse_stage(framework: str, stage: int | None) -> None:
+    if framework == "megatron" and not installed("megatron.core"):
+        raise ConfigError(missing_sentence("ds-silent drill --framework megatron", ["megatron.core"], "megatron"))
+    if framework == "megatron" and stage not in (None, 0, 1):
+        name = FRAMEWORKS[framework]
+        raise ConfigError(f"--stage must be 0, or 1 for the distributed optimizer, with {name}, got {stage}")
+    if framework in ("ddp", "fsdp2") and stage is not None:
+        raise ConfigError(f"--stage {stage} is DeepSpeed's; leave it out with --framework {framework}")
 
 
 def compared_soon(given: dict[str, Any]) -> tuple[SilentConsistencyConfig | None, list[str]]:
-    """The block, with replicas that are compared every few measured steps where ``given`` leaves the default."""
+    """Parse the block, with replicas that are compared every few measured steps where ``given`` leaves the default."""
     block = parse(given)
     if block is None or "replica_interval" in section(given[BLOCK].get("integrity")):
         return block, []
@@ -160,7 +248,8 @@ def compared_soon(given: dict[str, Any]) -> tuple[SilentConsistencyConfig | None
 
 
 def only_reporting(given: dict[str, Any], block: SilentConsistencyConfig) -> tuple[SilentConsistencyConfig, list[str]]:
-    """The block without responses: a fault must be seen as it is, and one that ends a training would end the drill.
+    """Parse the block without responses: a fault must be seen as it is, and one that ends a training would end
+    the drill.
 
     Nobody is alerted of faults that the drill has made.
     """
@@ -184,7 +273,7 @@ def only_reporting(given: dict[str, Any], block: SilentConsistencyConfig) -> tup
 
 
 def batch_of(given: Mapping[str, Any]) -> tuple[int, int, list[str]]:
-    """Rows of a micro-batch, micro-batches of a step, and what was changed."""
+    """Return rows of a micro-batch, micro-batches of a step, and what was changed."""
     notes, sizes = [], []
     for key, default, largest in (
         ("train_micro_batch_size_per_gpu", MICRO_BATCH, LARGEST_MICRO_BATCH),
@@ -202,5 +291,5 @@ def batch_of(given: Mapping[str, Any]) -> tuple[int, int, list[str]]:
 
 
 def section(value: Any) -> dict[str, Any]:
-    """A part of a configuration, its own to change."""
+    """Copy a part of a configuration."""
     return dict(value) if isinstance(value, Mapping) else {}

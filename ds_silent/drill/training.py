@@ -1,9 +1,8 @@
-"""What a training of the drill is made from, and what one step of it is, whatever the framework.
+"""Train on one rank with a fault in it: the loop, and the places where an injection acts, for every framework.
 
-    script = Script(trial, injection, weights, loader, output_dir)
-    with setting.training(script) as training:
+    with DDPTraining(setting, script).running() as training:      # a collective
         loss = training.step(batches, step=1)
-        training.state()                             # one hash of what this rank holds
+        training.state()                                          # one hash of what this rank holds
 
 The order matters, for every framework: replicas are made equal as it wraps the model, so weights are changed after it;
 the gradient hooks are registered before the observer's, so that it sees what they return; what strikes behind the
@@ -13,25 +12,33 @@ capture is registered, or patched, after it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_silent.drill.faults.damage import local_of
-from ds_silent.drill.faults.fault import Fault
-from ds_silent.drill.faults.injection import Batch, Injection, Strike
-from ds_silent.drill.faults.responses import Response
+from ds_silent.config import BLOCK
+from ds_silent.drill.faults.fault import Fault, Response
+from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection, Strike, local_of
 from ds_silent.observing.observer import Observer
-from ds_silent.practice.hashing import hash_of
+from ds_silent.patches import Patches
 from ds_silent.practice.model import PracticeModel
+from ds_silent.practice.probe import hash_of
+
+if TYPE_CHECKING:
+    from ds_silent.drill.setting import DrillSetting
 
 SEED = 42
+LEARNING_RATE, WEIGHT_DECAY = 5e-5, 0.01
+LARGEST_BUCKET = 40_000  # elements, so that the practice model has several buckets, as a real one has
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,17 @@ class Trial:
         """Whether the state is needed: of a repaired training and of those that it is compared with."""
         return self.response is not None or self.fault is None
 
+    def wrapper_options(self, framework: str) -> dict[str, Any]:
+        """Return what the framework's wrapper must be given for the fault to mean something."""
+        return {} if self.fault is None else dict(self.fault.wrapper_options.get(framework, {}))
+
+    def anywhere(self, *places: str) -> bool:
+        """Whether the fault sets one of these places of an injection on any rank."""
+        everyone = range(dist.get_world_size())
+        return self.fault is not None and any(
+            getattr(self.fault.inject(self.strike, rank), place) is not None for rank in everyone for place in places
+        )
+
 
 @dataclass(frozen=True)
 class Script:
@@ -63,39 +81,196 @@ class Script:
     output_dir: Path
 
     def model(self) -> PracticeModel:
-        """Seeds every generator, and makes the model as the training begins."""
+        """Seed every generator, and make the model as the training begins."""
         seed_all(SEED)
         model = PracticeModel()
         model.load_state_dict(self.weights)
         return model
 
-    def before_observer(self, module: nn.Module, optimizer: Any, reach_below: Callable[[], None]) -> None:
-        """What is different from the start; ``reach_below`` changes what lies below the observer."""
-        if self.trial.own_seeds:
-            seed_all(SEED + dist.get_rank())
-        if self.injection.model is not None:
-            self.injection.model(module)
-        if self.injection.optimizer is not None:
-            self.injection.optimizer(optimizer)
-        reach_below()
-        if self.injection.seed is not None:
-            self.injection.seed()
+
+class Hooks:
+    """Call the injection at its places in one rank's training, and count where the training is."""
+
+    def __init__(self, injection: Injection) -> None:
+        self.injection, self.patches = injection, Patches()
+        self.step, self.micro_batch, self.last, self.attempt, self._buckets = 1, 0, True, 0, 0
+        self.phase: Literal["step", "backward", "update", "repetition"] | None = None
+
+    def begin(self, step: int, micro_batch: int, last: bool) -> None:
+        """Note that a micro-batch begins, counted from 0; ``last`` of its step."""
+        self.step, self.micro_batch, self.last, self.phase = step, micro_batch, last, "step"
+        self._buckets, self.attempt = 0, 0
+
+    def act(self, place: str, *given: Any) -> Any:
+        """Do what the injection does at this place, or what a healthy training does."""
+        return (getattr(self.injection, place) or HEALTHY[place])(*given)
+
+    def collective(self, place: str, tensor: Tensor, run: Callable[[], object], **more: Any) -> None:
+        """Run a collective, as far as the injection lets it."""
+        number, self._buckets = (self.micro_batch, self._buckets), self._buckets + 1
+        self.act(place, Collective(tensor.view(-1), run, self.step, number, self.last, self.attempt, **more))
+
+    def corrupt_gradients(self, leaves: list[tuple[str, Tensor]]) -> None:
+        """Change gradients before the observer sees them."""
+        if self.injection.gradient is not None:
+            for name, leaf in leaves:
+                leaf.register_hook(partial(self._gradient, name))  # type: ignore[no-untyped-call]
+
+    def after_capture(self, leaves: list[tuple[str, Tensor]]) -> None:
+        """Change gradients that the observer has seen: hooks run in the order of their registration."""
+        if self.injection.captured is not None:
+            for name, leaf in leaves:
+                self.patches.add(leaf.register_hook(partial(self._captured, name)))  # type: ignore[no-untyped-call]
+
+    def damage_repairs(self) -> None:
+        """Change what a repair's collectives bring.
+
+        Repairs of replicas use ``torch.distributed.broadcast`` and asynchronous ``all_reduce``, which nobody else does
+        during a step (up to 64 ranks).
+        """
+        if self.injection.repair is not None:
+            self.patches.wrap(dist, "broadcast", self._restore)
+            self.patches.wrap(dist, "all_reduce", self._average)
+
+    def repairing(self) -> bool:
+        """Whether such a collective may be a repair's."""
+        return self.phase is not None
+
+    def _gradient(self, name: str, gradient: Tensor) -> Any:
+        return self.act("gradient", name, gradient, self.step)
+
+    def _captured(self, name: str, gradient: Tensor) -> Any:
+        return self.act("captured", name, gradient, self.last, self.step)
+
+    def _arrived(self, tensor: Tensor) -> None:
+        self.act("repair", tensor.view(-1), self.step)
+
+    def _restore(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        if self.repairing():
+            self._arrived(tensor)
+        return result
+
+    def _average(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        if not self.repairing() or not kwargs.get("async_op"):
+            return result
+        return _Arriving(result, partial(self._arrived, tensor))
 
 
-class Training(Protocol):
-    """A framework's training with an observer."""
+class _Arriving:
+    """Asynchronous work whose result changes when it is waited for."""
+
+    def __init__(self, work: Any, arrived: Callable[[], None]) -> None:
+        self._work, self._arrived = work, arrived
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._arrived()
+
+
+class ObservedTraining(Protocol):
+    """What a trial needs of a training."""
 
     observer: Observer
 
     def step(self, batches: list[Batch], step: int) -> float:
-        """One optimizer step, counted from 1; the loss of this rank, averaged over its micro-batches."""
+        """Take one optimizer step, counted from 1; return this rank's loss, averaged over its micro-batches."""
 
     def state(self) -> str:
-        """Of what this rank holds."""
+        """Hash what this rank holds."""
+
+
+class DrillTraining(ABC):
+    """A training of the practice model; each framework has a subclass.
+
+    Attributes:
+        hooks: through which the injection acts.
+        module: whose names the parameters go by.
+        optimizer: the one that updates this rank's weights, below a framework's wrappers.
+        leaves: the trainable parameters that a backward sees, with their names.
+        observer: there once the training runs.
+    """
+
+    observer: Observer
+
+    def __init__(
+        self, setting: DrillSetting, script: Script, hooks: Hooks, module: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.setting, self.script, self.hooks = setting, script, hooks
+        self.module, self.optimizer = module, optimizer
+        self.leaves = self.trainable()
+
+    @contextmanager
+    def running(self) -> Iterator[ObservedTraining]:
+        """Reach into the training and attach the observer; put everything back at the end."""
+        script, injection = self.script, self.script.injection
+        if script.trial.own_seeds:
+            seed_all(SEED + dist.get_rank())
+        if injection.model is not None:
+            injection.model(self.module)
+        if injection.optimizer is not None:
+            injection.optimizer(self.optimizer)
+        self.reach_below()
+        if injection.seed is not None:
+            injection.seed()
+        self.hooks.corrupt_gradients(self.leaves)
+        observer = self.attach({**self.setting.config[BLOCK], "output_dir": str(script.output_dir)})
+        assert observer is not None  # the setting's block is active
+        self.observer = observer
+        try:
+            self.reach_behind()
+            yield self
+        finally:
+            self.hooks.patches.undo()
+        observer.close()
+        self.close()
+
+    def step(self, batches: list[Batch], step: int) -> float:
+        hooks, total = self.hooks, 0.0
+        hooks.act("before", self.module, self.optimizer, step)
+        for number, batch in enumerate(batches):
+            hooks.begin(step, number, last=number == len(batches) - 1)
+            if self.script.trial.ids:
+                self.observer.observe_batch(batch.ids)
+            total += float(self.train(batch, len(batches)).detach())
+        self.update()
+        hooks.phase = None
+        hooks.act("afterwards", self.module, self.optimizer, step)
+        return total / len(batches)
+
+    def state(self) -> str:
+        return state_of(self.module, self.optimizer)
+
+    def trainable(self) -> list[tuple[str, Tensor]]:
+        """Return the leaves. A collective."""
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    def reach_below(self) -> None:  # noqa: B027
+        """Change what lies below the observer, before it is attached."""
+
+    def reach_behind(self) -> None:
+        """Change what lies behind the observer's capture of the local gradient, once it is attached."""
+        self.hooks.after_capture(self.leaves)
+        self.hooks.damage_repairs()
+
+    @abstractmethod
+    def attach(self, block: dict[str, Any]) -> Observer | None:
+        """Attach an observer with this block."""
+
+    @abstractmethod
+    def train(self, batch: Batch, count: int) -> Tensor:
+        """Run forward and backward of one of ``count`` micro-batches; return the loss."""
+
+    def update(self) -> None:  # noqa: B027
+        """Step the optimizer and clear the gradients, where the backward has not done so."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the framework holds."""
 
 
 def state_of(module: nn.Module, optimizer: Any) -> str:
-    """Hash of a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state; its own of shards."""
+    """Hash a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state; its own part of shards."""
     held: list[Any] = [*module.parameters(), *module.buffers()]
     for group in optimizer.param_groups:
         held += [value for _, value in sorted(group.items()) if isinstance(value, (int, float))]

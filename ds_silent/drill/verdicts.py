@@ -1,4 +1,4 @@
-"""Was the fault found? Pure: events and losses in, a judgement out.
+"""Judge from events and losses whether a fault was found, and from states whether it was repaired. Pure.
 
 verdict = judge(fault, strike, events, interval=1)
 verdict.right, verdict.step, verdict.answer
@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ds_silent.detectors.lifecycle import FOLLOWS
-from ds_silent.drill.faults.fault import Fault
+from ds_silent.drill.faults.fault import Fault, Response
 from ds_silent.drill.faults.injection import Strike
-from ds_silent.drill.faults.responses import Response
 
 Answer = Literal["found", "missed", "wrong kind", "wrong ranks", "wrong cause", "false alarm", "below rounding"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FaultVerdict:
     """``step`` and ``ranks`` are those of the event that decided; ``late``: a deterministic fault's came too late.
 
     ``below rounding``: the corruption was no larger than twice what rounding alone explains at that step, so it is not
@@ -46,7 +45,7 @@ class Verdict:
 
 
 def alarms(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Events that ask for somebody's attention: information and ends do not."""
+    """Return the events that ask for attention: information and ends do not."""
     return [event for event in events if event["severity"] != "info"]
 
 
@@ -55,10 +54,10 @@ def tells(event: Mapping[str, Any]) -> bool:
     return event["severity"] != "info" or str(event.get("message", "")).startswith(FOLLOWS)
 
 
-def judge_healthy(events: Sequence[Mapping[str, Any]]) -> Verdict:
+def judge_healthy(events: Sequence[Mapping[str, Any]]) -> FaultVerdict:
     """A run without a fault must end without an alarm."""
     raised = alarms(events)
-    return Verdict("missed") if not raised else _verdict("false alarm", raised[0], raised)
+    return FaultVerdict("missed") if not raised else _verdict("false alarm", raised[0], raised)
 
 
 def judge(
@@ -69,8 +68,8 @@ def judge(
     replica_interval: int = 0,
     change: float | None = None,
     rounding: float | None = None,
-) -> Verdict:
-    """The first event of the right kind, ranks and cause decides; any alarm before the fault is a false one.
+) -> FaultVerdict:
+    """Judge by the first event of the right kind, ranks and cause; any alarm before the fault is a false one.
 
     Args:
         fault: what was injected.
@@ -99,14 +98,14 @@ def judge(
         return _verdict("wrong cause", right[0], raised)
     # rounding itself may take as much off the error as it may add to it: above twice the bound nothing can hide
     if not raised and change is not None and rounding is not None and change <= 2.0 * rounding:
-        return Verdict("below rounding")
+        return FaultVerdict("below rounding")
     if kinds:
         return _verdict("wrong ranks", kinds[0], raised)
-    return _verdict("wrong kind", raised[0], raised) if raised else Verdict("missed")
+    return _verdict("wrong kind", raised[0], raised) if raised else FaultVerdict("missed")
 
 
 def due(fault: Fault, strike: Strike, interval: int, replica_interval: int) -> int:
-    """The optimizer step at which a deterministic fault must be found."""
+    """Return the optimizer step at which a deterministic fault must be found."""
     if fault.response is not None:
         return fault.response.compared(strike.step)
     if fault.strikes == "replica" and replica_interval:
@@ -115,7 +114,7 @@ def due(fault: Fault, strike: Strike, interval: int, replica_interval: int) -> i
 
 
 def first_compared(after: int, interval: int, replica_interval: int) -> int:
-    """The first measured step that compares the replicas as the update of step ``after`` has left them."""
+    """Return the first measured step that compares the replicas as the update of step ``after`` has left them."""
     step = first_measured(after + 1, interval)
     while step // replica_interval == (step - interval) // replica_interval:
         step += interval
@@ -129,12 +128,12 @@ def says(event: Mapping[str, Any], words: Sequence[str]) -> bool:
 
 
 def first_measured(step: int, interval: int) -> int:
-    """The first measured optimizer step that is not before ``step``; 0 is the preflight."""
+    """Return the first measured optimizer step that is not before ``step``; 0 is the preflight."""
     return -(-step // interval) * interval
 
 
 def loss_shift(losses: Sequence[float], healthy: Sequence[float], first: int, last: int) -> float | None:
-    """How far the averaged loss went from the healthy run's while the fault was there, in the latter's deviations.
+    """Measure how far the averaged loss went from the healthy run's while the fault was there, in the latter's deviations.
 
     Both runs start from the same weights and take the same rows, so at each step their losses are compared in pairs;
     a person who watches one curve has no such pair and sees less. None: no step of both runs lies within.
@@ -155,9 +154,9 @@ def loss_shift(losses: Sequence[float], healthy: Sequence[float], first: int, la
 
 def _verdict(
     answer: Answer, event: Mapping[str, Any], raised: Sequence[Mapping[str, Any]], late: bool = False
-) -> Verdict:
+) -> FaultVerdict:
     also = dict.fromkeys(other["kind"] for other in raised if other["kind"] != event["kind"])
-    return Verdict(answer, event["step"], event["kind"], tuple(event["ranks"]), late, tuple(also))
+    return FaultVerdict(answer, event["step"], event["kind"], tuple(event["ranks"]), late, tuple(also))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ def judge_repair(
     states: States,
     healthy: States,
 ) -> RepairVerdict:
-    """What the response has made of a fault, or of none.
+    """Judge what the response has made of a fault, or of none.
 
     Args:
         fault: what was injected; None is a healthy training.

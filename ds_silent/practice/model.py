@@ -1,4 +1,4 @@
-"""What the drill trains: a language model of 106,240 trainable parameters and made-up rows; nothing is downloaded.
+"""Train a language model of 106,240 trainable parameters and made-up rows; nothing is downloaded.
 
     rows = make_rows(512, seed=1)
     model = PracticeModel()
@@ -35,7 +35,7 @@ class Rows:
 
 
 def make_rows(count: int, seed: int, preference: tuple[float, ...] = NEW) -> Rows:
-    """Sentences of differing length in one of several dialects, each a Markov chain with preferred successors.
+    """Make sentences of differing length in one of several dialects, each a Markov chain with preferred successors.
 
     The drill's rows prefer other successors than those of the warm-up, as the data of a fine-tune differ from what the
     model has learnt: so the ranks' gradients share a direction (mean cosine about 0.1 at 8 rows, not 0.01).
@@ -75,7 +75,7 @@ class PracticeModel(nn.Module):
         nn.init.normal_(self.position.weight, std=0.05)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss over the labelled tokens, fp32; NaN when there is none."""
+        """Return the mean loss over the labelled tokens, fp32; NaN when there is none."""
         hidden = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             hidden = hidden + layer(hidden)
@@ -125,7 +125,7 @@ class Mlp(nn.Module):
 
 
 def warm_up(model: PracticeModel, steps: int = 160, batch: int = 32) -> float:
-    """Trains ``model`` in place on rows of its own, in fp32 on this process alone; returns the last loss."""
+    """Train ``model`` in place on rows of its own, in fp32 on this process alone; return the last loss."""
     rows = make_rows(WARM_UP_ROWS, seed=11, preference=LEARNT)
     generator = torch.Generator().manual_seed(12)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)

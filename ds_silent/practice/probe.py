@@ -1,14 +1,21 @@
-"""A tiny language model with what bites, for trainings that are compared bit by bit or with plain torch.
+"""Compare trainings bit by bit or with plain torch: a tiny language model with what bites, and a hash of its state.
 
     model = Probe(checkpointing=None)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     loss = model(tokens, skip=False)
+    hash_of(model.parameters())          # 64 hexadecimal digits; equal only where every bit is
 
 Weights tied between embedding and output, a frozen parameter, a layer that only some ranks (or only some micro-batches)
 use, a bias, a norm, and optional activation checkpointing of both kinds.
+
+The hash is another function than the responses' own checksum (:mod:`ds_silent.kernels.checksums`): who judges a repair
+must not believe it.
 """
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -45,3 +52,16 @@ class Probe(nn.Module):
             hidden = hidden + self.sometimes(hidden)
         logits = self.head(self.norm(hidden + self.frozen(hidden)))
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def hash_of(values: Iterable[object]) -> str:
+    """Return the sha256 of tensors' bits, and of anything else as Python shows it, in their order."""
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(_bytes(value) if isinstance(value, Tensor) else repr(value).encode())
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().tobytes()

@@ -1,4 +1,4 @@
-"""The one spawner: runs a plain function on N real gloo ranks on this machine's CPU.
+"""Run a plain function on N real gloo ranks on this machine's CPU.
 
     results = results_of(function, arguments, ranks=2)             # results[rank] is what the rank returned
     for message in on_ranks(work, arguments, ranks=4): ...         # in the order in which rank 0 sends them
@@ -54,7 +54,7 @@ class RankBroke(Exception):
 def on_ranks(
     work: Callable[..., None], arguments: tuple[Any, ...], ranks: int, silence: float = SILENCE_SECONDS
 ) -> Iterator[Any]:
-    """Yields every message of rank 0 until all ranks have ended.
+    """Yield every message of rank 0 until all ranks have ended.
 
     Raises:
         RankBroke: one of them did not end well.
@@ -73,7 +73,7 @@ def results_of(
     timeout: float = 120.0,
     may_die: tuple[int, ...] = (),
 ) -> list[Any]:
-    """What ``function(*arguments)`` returns on each rank.
+    """Return what ``function(*arguments)`` returns on each rank.
 
     Args:
         function: may start processes of its own.
@@ -117,7 +117,7 @@ def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], file: Path) 
 
 @contextmanager
 def _started(tasks: list[Task], daemon: bool) -> Iterator[tuple[list[BaseProcess], Path]]:
-    """A process for each task, and the folder of their notes; those that are left at the end are killed."""
+    """Start a process for each task, and make the folder of their notes; kill what is left at the end."""
     _CONTEXT.set_forkserver_preload([*PRELOADED, "ds_silent.practice.frozen"])  # what is there of it
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported, in the fork server
     with tempfile.TemporaryDirectory(prefix="ds_silent_ranks_") as directory:
@@ -201,7 +201,7 @@ def _messages(receiver: Connection, processes: list[BaseProcess], folder: Path, 
 def _refuse_broken(
     processes: list[BaseProcess], folder: Path, may_die: tuple[int, ...] = (), lines: int | None = LINES_SHOWN
 ) -> None:
-    """Names the rank that began it: one that died without a word, else the first that raised; its peers only miss it.
+    """Name the rank that began it: one that died without a word, else the first that raised; its peers only miss it.
 
     Raises:
         RankBroke: one has ended badly that may not.

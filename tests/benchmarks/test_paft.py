@@ -22,8 +22,8 @@ from benchmarks.paft.tasks import TASKS, shard_of
 from benchmarks.paft.theory import expected_divergence
 from benchmarks.paft.training import Training, make_engine, train
 from ds_silent.config import BLOCK, parse
-from ds_silent.drill.deepspeed.seams import Seams
 from ds_silent.drill.faults.injection import Collective, Injection
+from ds_silent.drill.train_deepspeed import EngineHooks
 from tests.support.distributed import run_distributed
 
 ELEMENTS, VARIANCE, RATE = 20_000, 0.04, 0.05
@@ -90,7 +90,7 @@ def _applied(error: Error, folder: str) -> list[float]:
     errors = Errors(error, 0, dist.get_rank(), dist.get_world_size())
     before = torch.cat([p.detach().reshape(-1).clone() for p in engine.module.parameters()])
     loss = engine(*TASKS["digits"].batch(3, 1, dist.get_rank(), dist.get_world_size()))
-    with Seams(engine, Injection(reduction=errors.reduce)) as seams, seams.backward(1, 0, last=True):
+    with EngineHooks(engine, Injection(reduction=errors.reduce)) as hooks, hooks.backward(1, 0, last=True):
         engine.backward(loss)
         engine.step()
     after = torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()])

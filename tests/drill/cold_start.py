@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_silent.drill.deepspeed.setting import make_setting
-from ds_silent.drill.rehearsal import Start
-from ds_silent.drill.setting import Setting
+from ds_silent.drill.run_trial import Start
+from ds_silent.drill.setting import DrillSetting, make_setting
 from ds_silent.practice.model import PracticeModel, Rows, make_rows
 
 QUIET = {"detectors": {"enabled": False}, "coverage": False, "preflight": False}
@@ -21,7 +20,7 @@ def cold_start(block: dict[str, Any], zero_stage: int, dtype: Any, accumulation:
     return cold(make_setting(given, dist.get_world_size(), zero_stage, dtype))
 
 
-def cold(setting: Setting) -> Start:
+def cold(setting: DrillSetting) -> Start:
     """Without the warm-up: what an injection does to a gradient does not depend on it."""
     torch.manual_seed(7)
     weights = {name: value.clone() for name, value in PracticeModel().state_dict().items()}

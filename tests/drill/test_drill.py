@@ -15,12 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.drill.deepspeed.setting import make_setting
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.injection import Strike
-from ds_silent.drill.program import Outcome, exit_code, judged, to_json
-from ds_silent.drill.rehearsal import Run, rehearse
-from ds_silent.drill.report import print_report, sentence
+from ds_silent.drill.printing import print_report, sentence
+from ds_silent.drill.run_drill import Outcome, exit_code, judged, to_json
+from ds_silent.drill.run_trial import TrialRun, run_trial
+from ds_silent.drill.setting import make_setting
 from ds_silent.drill.training import Trial
 from ds_silent.drill.verdicts import due, first_compared, first_measured, judge, judge_healthy, loss_shift
 from ds_silent.practice.ranks import RankBroke, on_ranks
@@ -216,16 +216,18 @@ def perform_with_fakes(send: Callable[[Any], None], directory: str) -> None:
     Background.write = write_and_judge  # type: ignore[method-assign]  # this process ends with the test
     start = cold_start({}, 0, "fp32")
     for fake in FAKES:
-        send((fake, [rehearse(start, trial, Path(directory, fake, trial.name)) for trial in TRIALS]))
+        send((fake, [run_trial(start, trial, Path(directory, fake, trial.name)) for trial in TRIALS]))
 
 
 @pytest.fixture(scope="module")
-def judged_by_fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Run]]:
+def judged_by_fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TrialRun]]:
     return dict(on_ranks(perform_with_fakes, (str(tmp_path_factory.mktemp("drill")),), 3))
 
 
 @pytest.mark.parametrize("fake", FAKES)
-def test_the_exit_code_is_0_only_for_a_judge_that_is_right(fake: str, judged_by_fakes: dict[str, list[Run]]) -> None:
+def test_the_exit_code_is_0_only_for_a_judge_that_is_right(
+    fake: str, judged_by_fakes: dict[str, list[TrialRun]]
+) -> None:
     outcome = Outcome(SETTING, tuple(judged(TRIALS, judged_by_fakes[fake], SETTING)), ())
     assert exit_code(outcome) == (0 if fake == "right" else 1)
     healthy, faulty = outcome.results
@@ -272,13 +274,13 @@ def perform_with_mutations(send: Callable[[Any], None], directory: str) -> None:
 
     start = cold_start(ON, 0, "fp32")
     for trial in real_trials():
-        send((trial.name, "intact", rehearse(start, trial, Path(directory, "intact", trial.name))))
+        send((trial.name, "intact", run_trial(start, trial, Path(directory, "intact", trial.name))))
     for trial in real_trials()[1:]:
         whole = [(importlib.import_module(module), name) for module, name in HIT_BY[trial.name]]
         kept = [getattr(module, name) for module, name in whole]
         for module, name in whole:
             setattr(module, name, lambda *given: [])
-        send((trial.name, "disabled", rehearse(start, trial, Path(directory, "disabled", trial.name))))
+        send((trial.name, "disabled", run_trial(start, trial, Path(directory, "disabled", trial.name))))
         for (module, name), function in zip(whole, kept, strict=True):
             setattr(module, name, function)
 
@@ -293,12 +295,12 @@ def real_trials() -> tuple[Trial, ...]:
 
 
 @pytest.fixture(scope="module")
-def real_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
+def real_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], TrialRun]:
     folder = str(tmp_path_factory.mktemp("real"))
     return {(name, state): run for name, state, run in on_ranks(perform_with_mutations, (folder,), 4)}
 
 
-def test_the_real_alarm_finds_the_faults_that_need_no_statistics(real_runs: dict[tuple[str, str], Run]) -> None:
+def test_the_real_alarm_finds_the_faults_that_need_no_statistics(real_runs: dict[tuple[str, str], TrialRun]) -> None:
     trials = real_trials()
     runs = [real_runs[trial.name, "intact"] for trial in trials]
     outcome = Outcome(SETTING, tuple(judged(trials, runs, SETTING)), ())
@@ -308,7 +310,7 @@ def test_the_real_alarm_finds_the_faults_that_need_no_statistics(real_runs: dict
 
 
 @pytest.mark.parametrize("name", HIT_BY)
-def test_a_disabled_detector_makes_the_drill_fail(name: str, real_runs: dict[tuple[str, str], Run]) -> None:
+def test_a_disabled_detector_makes_the_drill_fail(name: str, real_runs: dict[tuple[str, str], TrialRun]) -> None:
     trials = tuple(trial for trial in real_trials() if trial.name in ("healthy", name))
     runs = [real_runs["healthy", "intact"], real_runs[name, "disabled"]]
     outcome = Outcome(SETTING, tuple(judged(trials, runs, SETTING)), ())

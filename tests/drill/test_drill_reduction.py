@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.drill.deepspeed.setting import make_setting
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.damage import WORDS, flip_bit, top_exponent_bit
-from ds_silent.drill.faults.injection import Collective, Injection, Strike
-from ds_silent.drill.program import DrillOptions, Outcome, exit_code, judged, trial_of
-from ds_silent.drill.rehearsal import Run, rehearse
-from ds_silent.drill.setting import Dtype, Setting
+from ds_silent.drill.faults.injection import WORDS, Collective, Injection, Strike, flip_bit, top_exponent_bit
+from ds_silent.drill.run_drill import DrillOptions, Outcome, exit_code, judged, trial_of
+from ds_silent.drill.run_trial import TrialRun, run_trial
+from ds_silent.drill.setting import DrillSetting, make_setting
 from ds_silent.drill.training import Trial
 from ds_silent.maths.causes import Cause
 from ds_silent.practice.ranks import on_ranks
@@ -164,7 +162,7 @@ def test_a_flip_of_the_top_exponent_bit_is_a_factor_of_two_to_the_128() -> None:
 # -- in real trainings -------------------------------------------------------------------------------------------------
 
 BLOCK: dict[str, Any] = {"detectors": {"enabled": True}}
-CELLS: tuple[tuple[int, Dtype, int, tuple[str, ...]], ...] = (
+CELLS: tuple[tuple[int, str, int, tuple[str, ...]], ...] = (
     (0, "fp32", 1, ("contribution-missing", "bucket-dropped", "aggregate-flip-one-rank", "update-skipped")),
     (0, "bf16", 2, ("micro-batch-missing", "gradients-not-cleared", "weight-changed")),
     (1, "fp32", 1, ("aggregate-flip-lowest-bit", "aggregate-flip-byte-0", "gathered-weights-bit")),
@@ -177,12 +175,12 @@ HIT_BY: dict[str, tuple[str, tuple[str, ...], Any]] = {
 }
 
 
-def setting_of(cell: tuple[int, Dtype, int, tuple[str, ...]]) -> Setting:
+def setting_of(cell: tuple[int, str, int, tuple[str, ...]]) -> DrillSetting:
     stage, dtype, accumulation, _ = cell
     return make_setting({"silent_consistency": BLOCK, "gradient_accumulation_steps": accumulation}, 4, stage, dtype)
 
 
-def trials_of(cell: tuple[int, Dtype, int, tuple[str, ...]]) -> list[Trial]:
+def trials_of(cell: tuple[int, str, int, tuple[str, ...]]) -> list[Trial]:
     return [trial_of(FAULTS[name], DrillOptions(), setting_of(cell)) for name in cell[3]]
 
 
@@ -194,7 +192,7 @@ def perform(send: Callable[[Any], None], directory: str) -> None:
         stage, dtype, accumulation, _ = cell
         practice = cold_start(BLOCK, stage, dtype, accumulation)
         for trial in trials_of(cell):
-            send((number, "intact", trial.name, rehearse(practice, trial, Path(directory, str(number), trial.name))))
+            send((number, "intact", trial.name, run_trial(practice, trial, Path(directory, str(number), trial.name))))
     practice = cold_start(BLOCK, 0, "fp32")
     for trial in trials_of(CELLS[0]):
         if trial.name in HIT_BY:
@@ -203,19 +201,19 @@ def perform(send: Callable[[Any], None], directory: str) -> None:
             whole = {name: getattr(module, name) for name in names}
             for name in names:
                 setattr(module, name, lambda *given, nothing=nothing: nothing)
-            send((0, "disabled", trial.name, rehearse(practice, trial, Path(directory, "disabled", trial.name))))
+            send((0, "disabled", trial.name, run_trial(practice, trial, Path(directory, "disabled", trial.name))))
             for name, function in whole.items():
                 setattr(module, name, function)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, str], Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, str], TrialRun]:
     folder = str(tmp_path_factory.mktemp("reduction"))
     return {(number, state, name): run for number, state, name, run in on_ranks(perform, (folder,), 4)}
 
 
 @pytest.mark.parametrize("number", range(len(CELLS)))
-def test_the_real_alarm_finds_them_at_their_first_step(number: int, runs: dict[tuple[int, str, str], Run]) -> None:
+def test_the_real_alarm_finds_them_at_their_first_step(number: int, runs: dict[tuple[int, str, str], TrialRun]) -> None:
     cell = CELLS[number]
     found = [runs[number, "intact", name] for name in cell[3]]
     outcome = Outcome(setting_of(cell), tuple(judged(tuple(trials_of(cell)), found, setting_of(cell))), ())
@@ -231,7 +229,7 @@ def test_the_real_alarm_finds_them_at_their_first_step(number: int, runs: dict[t
 
 
 @pytest.mark.parametrize("name", HIT_BY)
-def test_without_a_piece_of_the_alarm_the_drill_fails(name: str, runs: dict[tuple[int, str, str], Run]) -> None:
+def test_without_a_piece_of_the_alarm_the_drill_fails(name: str, runs: dict[tuple[int, str, str], TrialRun]) -> None:
     cell = CELLS[0]
     trials = tuple(trial for trial in trials_of(cell) if trial.name == name)
     outcome = Outcome(setting_of(cell), tuple(judged(trials, [runs[0, "disabled", name]], setting_of(cell))), ())
@@ -241,7 +239,7 @@ def test_without_a_piece_of_the_alarm_the_drill_fails(name: str, runs: dict[tupl
     assert outcome.results[0].verdict.answer == expected[name]
 
 
-def test_a_flip_of_the_lowest_byte_is_judged_by_its_own_size(runs: dict[tuple[int, str, str], Run]) -> None:
+def test_a_flip_of_the_lowest_byte_is_judged_by_its_own_size(runs: dict[tuple[int, str, str], TrialRun]) -> None:
     run = runs[2, "intact", "aggregate-flip-byte-0"]
     assert run.change is not None
     assert run.rounding is not None

@@ -14,14 +14,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ds_silent.drill.deepspeed.setting import make_setting
+from ds_silent.drill.faults.answered import DYNAMIC, MAJORITY, MEAN, RETRY
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.injection import NOTHING, Collective, Injection, Strike
-from ds_silent.drill.faults.responses import DYNAMIC, MAJORITY, MEAN, RETRY
-from ds_silent.drill.program import DrillOptions, Outcome, exit_code, judged, to_json, trial_of, trials_of
-from ds_silent.drill.rehearsal import Run, rehearse
-from ds_silent.drill.report import print_report, sentence
-from ds_silent.drill.setting import Dtype, Setting
+from ds_silent.drill.printing import print_report, sentence
+from ds_silent.drill.run_drill import DrillOptions, Outcome, exit_code, judged, to_json, trial_of, trials_of
+from ds_silent.drill.run_trial import TrialRun, run_trial
+from ds_silent.drill.setting import DrillSetting, make_setting
 from ds_silent.drill.training import Trial
 from ds_silent.drill.verdicts import judge_repair
 from ds_silent.practice.ranks import on_ranks
@@ -218,11 +217,11 @@ MUTATED = {  # how the responder is broken -> the faults that it then meets, and
 }
 
 
-def setting_of(stage: int, dtype: Dtype) -> Setting:
+def setting_of(stage: int, dtype: str) -> DrillSetting:
     return make_setting({"silent_consistency": ON}, 4, stage, dtype)
 
 
-def trial_named(name: str, setting: Setting) -> Trial:
+def trial_named(name: str, setting: DrillSetting) -> Trial:
     if name.startswith("healthy"):
         return Trial(name, None, Strike(2, 4, 0), 8, response=MEAN if name == "healthy-mean" else None)
     return trial_of(FAULTS[name], DrillOptions(), setting)
@@ -232,15 +231,17 @@ def perform(send: Callable[[Any], None], directory: str) -> None:
     """Everything once as it is, then with a responder that is broken in a known way."""
     sharded = cold_start(ON, 1, "bf16")  # its reduction is repeated by other means
     for name in ("healthy", "retry-burst-twice"):
-        send(("sharded", name, rehearse(sharded, trial_named(name, sharded.setting), Path(directory, "sharded", name))))
+        send(
+            ("sharded", name, run_trial(sharded, trial_named(name, sharded.setting), Path(directory, "sharded", name)))
+        )
     practice = cold_start(ON, 0, "fp32")
     trial_of_name = partial(trial_named, setting=practice.setting)
     for name in ("healthy", "healthy-mean", *INTACT):
-        send(("intact", name, rehearse(practice, trial_of_name(name), Path(directory, "intact", name))))
+        send(("intact", name, run_trial(practice, trial_of_name(name), Path(directory, "intact", name))))
     for broken, cases in MUTATED.items():
         undo = _break(broken)
         for name, _ in cases:
-            send((broken, name, rehearse(practice, trial_of_name(name), Path(directory, broken, name))))
+            send((broken, name, run_trial(practice, trial_of_name(name), Path(directory, broken, name))))
         undo()
 
 
@@ -299,19 +300,19 @@ def _restore(kept: list[tuple[Any, str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], TrialRun]:
     folder = str(tmp_path_factory.mktemp("repair"))
     return {(state, name): run for state, name, run in on_ranks(perform, (folder,), 4)}
 
 
-def outcome_of(runs: dict[tuple[str, str], Run], state: str, named: tuple[str, ...]) -> Outcome:
+def outcome_of(runs: dict[tuple[str, str], TrialRun], state: str, named: tuple[str, ...]) -> Outcome:
     setting = setting_of(1, "bf16") if state == "sharded" else setting_of(0, "fp32")
     trials = tuple(trial_named(name, setting) for name in ("healthy", *named))
     own = [runs["sharded" if state == "sharded" else "intact", "healthy"], *(runs[state, name] for name in named)]
     return Outcome(setting, tuple(judged(trials, own, setting)), ())
 
 
-def test_under_zero_1_every_rank_gets_its_own_shard_back(runs: dict[tuple[str, str], Run]) -> None:
+def test_under_zero_1_every_rank_gets_its_own_shard_back(runs: dict[tuple[str, str], TrialRun]) -> None:
     outcome = outcome_of(runs, "sharded", ("retry-burst-twice",))
     repair = outcome.results[1].repair
     assert repair is not None
@@ -320,7 +321,7 @@ def test_under_zero_1_every_rank_gets_its_own_shard_back(runs: dict[tuple[str, s
     assert exit_code(outcome) == 0
 
 
-def test_the_real_responder_repairs_what_it_can_and_says_what_it_cannot(runs: dict[tuple[str, str], Run]) -> None:
+def test_the_real_responder_repairs_what_it_can_and_says_what_it_cannot(runs: dict[tuple[str, str], TrialRun]) -> None:
     outcome = outcome_of(runs, "intact", ("healthy-mean", *INTACT))
     answers = {result.trial.name: result.repair.answer for result in outcome.results if result.repair is not None}
     assert answers == {
@@ -343,7 +344,7 @@ def test_the_real_responder_repairs_what_it_can_and_says_what_it_cannot(runs: di
 
 @pytest.mark.parametrize(("broken", "name", "answer"), [(b, n, a) for b, cases in MUTATED.items() for n, a in cases])
 def test_a_responder_that_is_broken_makes_the_drill_fail(
-    broken: str, name: str, answer: str, runs: dict[tuple[str, str], Run]
+    broken: str, name: str, answer: str, runs: dict[tuple[str, str], TrialRun]
 ) -> None:
     outcome = outcome_of(runs, broken, (name,))
     result = outcome.results[1]

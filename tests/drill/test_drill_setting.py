@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ds_silent.config import ConfigError, RespondConfig
-from ds_silent.drill.deepspeed.setting import make_setting
+from ds_silent.drill.faults.answered import MAJORITY, RETRY
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.responses import MAJORITY, RETRY
-from ds_silent.drill.program import HEALTHY, DrillOptions, trials_of
+from ds_silent.drill.run_drill import HEALTHY, DrillOptions, trials_of
+from ds_silent.drill.setting import make_setting
 
 BLOCK: dict[str, Any] = {"silent_consistency": {}}
 

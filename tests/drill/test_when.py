@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from ds_silent.drill import faults
-from ds_silent.drill.faults import inputs, reduction, update
+from ds_silent.drill.faults import aggregate, inputs, update
 from ds_silent.drill.faults.injection import HEALTHY, NOTHING, Collective, Injection, Strike, limited
 from ds_silent.drill.faults.when import Maker, attempts, both, from_on, once, one
 
 STRIKE = Strike(rank=2, ranks=4, step=3, size=4.0)
+FRAMEWORKS = ("deepspeed", "ds_silent.drill.train", "ds_silent.drill.deepspeed", "ds_silent.frameworks")
 BEFORE_TRAINING = {"environment", "config", "shard", "seed", "model", "optimizer"}
 
 
@@ -35,7 +36,7 @@ def test_one_fault_at_each_moment() -> None:
 
 @pytest.mark.parametrize(("count", "hit"), [(1, [True, False, False]), (2, [True, True, False]), (None, [True] * 3)])
 def test_the_attempts_of_a_reduction(count: int | None, hit: list[bool]) -> None:
-    injection = once(attempts(partial(reduction.weighted_contribution, 0.0), count))(STRIKE, 2)
+    injection = once(attempts(partial(aggregate.weighted_contribution, 0.0), count))(STRIKE, 2)
     for step in (2, 3):
         zeroed = []
         for attempt in range(3):
@@ -74,4 +75,6 @@ def imported(path: Path) -> Iterator[str]:
 def test_faults_know_no_framework() -> None:
     for path in Path(faults.__path__[0]).glob("*.py"):
         for name in imported(path):
-            assert not name.startswith(("deepspeed", "ds_silent.drill.deepspeed", "ds_silent.frameworks")), path.name
+            assert not name.startswith(
+                ("deepspeed", "ds_silent.drill.train", "ds_silent.drill.deepspeed", "ds_silent.frameworks")
+            ), path.name

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_silent
 from ds_silent.capture.observation import differs, moved, remember
 from ds_silent.frameworks.torch_common import cut, nth_share, row_of
-from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 

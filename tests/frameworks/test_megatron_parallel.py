@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.practice.hashing import hash_of
-from ds_silent.practice.probe import ROWS
+from ds_silent.practice.probe import ROWS, hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.frameworks.test_oracle import chunks as in_parts
 from tests.support.distributed import run_distributed

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ds_silent.integrations import BLOCK_FILE
-from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
 ROWS, WIDTH, BATCH = 64, 8, 4

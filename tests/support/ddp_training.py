@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.practice.hashing import hash_of
-from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
+from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.training import Case, Trace, oracle_step
 

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_silent
-from ds_silent.practice.hashing import hash_of
-from ds_silent.practice.megatron_gpt import Shape, gpt_models, parallel, take_step
-from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
+from ds_silent.drill.megatron_gpt import GptShape, gpt_models, parallel, take_step
+from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.ddp_training import skips
 from tests.support.training import Case, Trace, oracle_step
@@ -134,7 +133,7 @@ def build_gpt(
 ) -> tuple[list[Any], Any, Any]:
     """(chunks, optimizer, Megatron's configuration) of a small GPT with tied embeddings, of Megatron's own layers."""
     torch.manual_seed(1)
-    shape = Shape(tensor, pipeline, virtual, sequence)
+    shape = GptShape(tensor, pipeline, virtual, sequence)
     models, config = gpt_models(shape, VOCABULARY + 3, LENGTH, case.per_token)
     return *wrap(models, case, transformer=config), config
 

@@ -15,15 +15,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import ds_silent
-from ds_silent.drill.deepspeed.training import state_hash
-from ds_silent.drill.faults.damage import add_noise
-from ds_silent.drill.faults.injection import Strike
-from ds_silent.drill.faults.reduction import flip_some
+from ds_silent.drill.faults.aggregate import flip_some
+from ds_silent.drill.faults.injection import Strike, add_noise
 from ds_silent.drill.faults.update import skipped
 from ds_silent.drill.faults.when import Maker, once, one
+from ds_silent.drill.train_deepspeed import state_hash
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
-from ds_silent.practice.hashing import hash_of
+from ds_silent.practice.probe import hash_of
 from tests.support.training import Case, Probe, one_step
 
 STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2

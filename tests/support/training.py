@@ -17,10 +17,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.drill.deepspeed.training import full_parameters
+from ds_silent.drill.train_deepspeed import full_parameters
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.practice.hashing import hash_of
-from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
+from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, hash_of
 
 REPLICA_INTERVAL = 4
 

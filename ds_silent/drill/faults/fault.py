@@ -1,4 +1,4 @@
-"""One fault of the drill, and what the observer must say about it: the kind of event, the ranks, the cause.
+"""Describe one fault of the drill, and what must come of it: the kind of event, the ranks, the cause, the repair.
 
 fault = Fault(name, kinds, "the rank", "gradient", one(from_on(scaled_gradient)), description, size=1.5)
 strike = Strike(rank=2, ranks=4, step=21, size=fault.size)
@@ -8,11 +8,11 @@ fault.expected_ranks(strike)                    # ((2,),)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from ds_silent.drill.faults.injection import Strike
-from ds_silent.drill.faults.responses import Response
 from ds_silent.drill.faults.when import Maker
 from ds_silent.records import EventKind
 
@@ -42,6 +42,41 @@ EARLY = 4  # facts and rounding bounds need none
 
 
 @dataclass(frozen=True)
+class Response:
+    """One response.
+
+    ``block``: what it needs of the ``silent_consistency`` block. ``interval``: optimizer steps between its
+    comparisons, counted from ``first``. ``delay``: steps from its finding a fault to the end of the repair.
+    ``exact``: what it leaves is the healthy training's state, bit for bit; else the same on all ranks. ``reference``:
+    the healthy training to compare with. ``least_ranks``: with fewer it is refused. ``names_ranks``: its ``repaired``
+    events say who got others' bits.
+    """
+
+    name: str
+    block: Mapping[str, Any] = field(default_factory=dict)
+    interval: int = 1
+    first: int = 0
+    delay: int = 0
+    exact: bool = True
+    reference: str = "healthy"
+    least_ranks: int = 2
+    names_ranks: bool = False
+
+    @property
+    def healthy(self) -> str:
+        """The training without a fault that has this response."""
+        return f"healthy-{self.name}"
+
+    def compared(self, step: int) -> int:
+        """The first comparison that sees what happened at ``step``."""
+        return self.first + -(-(step - self.first) // self.interval) * self.interval
+
+    def settled(self, step: int) -> int:
+        """The step at which it is repaired."""
+        return self.compared(step) + self.delay
+
+
+@dataclass(frozen=True)
 class Fault:
     """One way in which a data-parallel training goes wrong, and what must be said about it.
 
@@ -54,6 +89,12 @@ class Fault:
     ``response``: switched on in this fault's training, which must then be repaired, at one step or at every step
     (``again``), or, where ``repaired`` is False, be left as it is with an error that says so. ``repair_says``: words of
     the ``repaired`` event, or of that error.
+
+    Exceptions by framework: ``ddp``, ``fsdp2``, ``megatron-0`` (its plain optimizer), ``megatron-1`` (its distributed
+    one). ``not_applicable``: why the fault means nothing there; ``expected_overrides``: fields that have another value
+    there, because its ranks hold other things. ``wrapper_options``: what the wrapper of ``ddp`` or ``megatron`` must be
+    given for the fault to mean something. ``healthy``: the training that the loss is compared with; ``only_ranks``: the
+    only number of ranks that the fault can be tried with.
     """
 
     name: str
@@ -75,13 +116,22 @@ class Fault:
     repaired: bool = True
     again: bool = False
     repair_says: tuple[str, ...] = ()
+    not_applicable: Mapping[str, str] = field(default_factory=dict)
+    expected_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    wrapper_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    healthy: str = "healthy"
+    only_ranks: int | None = None
+
+    def under(self, variant: str) -> Fault:
+        """Return the fault with what must be said of it under this framework."""
+        return replace(self, **self.expected_overrides.get(variant, {}))
 
     def possible(self, stage: int, dtype: str, accumulation: int) -> bool:
         """Whether the fault means something in such a training."""
         return stage in self.stages and dtype in self.dtypes and accumulation >= self.accumulation
 
     def expected_words(self, strike: Strike) -> tuple[str, ...]:
-        """What the event must say of cause and place."""
+        """Return what the event must say of cause and place."""
         return tuple(phrase.format(rank=strike.rank, ranks=strike.ranks, step=strike.step) for phrase in self.says)
 
     @property
@@ -90,7 +140,7 @@ class Fault:
         return self.kinds[0]
 
     def expected_ranks(self, strike: Strike) -> tuple[tuple[int, ...], ...]:
-        """What the event may name; the first is the best answer. Empty: no majority, so nobody is accused."""
+        """Return the ranks that the event may name; the first is the best answer. Empty: no majority, so nobody is accused."""
         everyone, rank = tuple(range(strike.ranks)), (strike.rank,)
         sharded = strike.stage > 0
         if self.who == "nobody" or (self.who == "the receiver" and sharded):
@@ -105,7 +155,7 @@ class Fault:
         return (rank, everyone) if self.who == "the rank or all" else (rank,)
 
     def mended_ranks(self, strike: Strike) -> tuple[int, ...]:
-        """Whom the response's event must name: those that got, or should have got, a majority's bits."""
+        """Return the ranks that the response's event must name: those that got, or should have got, a majority's bits."""
         if self.response is None or not self.response.names_ranks or self.who == "nobody":
             return ()
         return tuple(sorted((strike.rank, strike.partner))) if self.who == "the pair or nobody" else (strike.rank,)

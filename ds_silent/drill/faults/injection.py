@@ -1,10 +1,11 @@
-"""What one rank does differently in a training with a fault; a framework's seams do it, no framework here.
+"""Describe what one rank does differently in a training with a fault, for every framework.
 
     injection = Injection(loss=lambda loss, step: 4.0 * loss)
     injection == NOTHING                            # False; what is not set changes nothing
     limited(injection, lambda step: step >= 21)     # healthy until then
 
-An injection declares: a function for each place of a training that it changes, and the seams call it there.
+An injection has a function for each place of a training that it changes; the training calls it there. What is done to
+numbers is at the end: a flipped bit, or noise of a known size, in place and reproducible.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -168,7 +170,7 @@ HEALTHY: Mapping[str, Callable[..., Any]] = {
 
 
 def limited(injection: Injection, due: Callable[[int], bool]) -> Injection:
-    """``injection`` at the steps that are due, and a healthy training at all others."""
+    """Do what ``injection`` does at the steps that are due, and nothing at all others."""
     wrong = {name: getattr(injection, name) for name in HEALTHY}
     limits: dict[str, Any] = {
         name: partial(_limited, due, act, HEALTHY[name]) for name, act in wrong.items() if act is not None
@@ -179,3 +181,43 @@ def limited(injection: Injection, due: Callable[[int], bool]) -> Injection:
 def _limited(due: Callable[[int], bool], wrong: Callable[..., Any], healthy: Callable[..., Any], *given: Any) -> Any:
     step = given[-1].step if isinstance(given[-1], Collective) else given[-1]
     return (wrong if due(step) else healthy)(*given)
+
+
+# -- what is done to numbers -----------------------------------------------------------------------------------------
+
+
+WORDS = {2: torch.int16, 4: torch.int32}
+"""Integers by the bytes of a number."""
+
+
+def flip_bit(values: Tensor, element: int, bit: int) -> None:
+    """Flip one bit of one element of a flat tensor, in place; bit 0 is the lowest, the highest the sign."""
+    width = 8 * values.element_size()
+    mask = 1 << bit if bit < width - 1 else -(1 << bit)
+    values.detach().view(WORDS[values.element_size()])[element] ^= mask
+
+
+def top_exponent_bit(values: Tensor) -> int:
+    """Of 2- and 4-byte numbers: 0 in every number below 2 in size; flipped, it makes one above 2, often far above."""
+    return 8 * values.element_size() - 2
+
+
+def lowest_exponent_bit(values: Tensor) -> int:
+    """Of fp32 and bf16, which have 8 bits of it; flipped, it makes twice or half."""
+    return 8 * values.element_size() - 9
+
+
+def local_of(value: Any) -> Any:
+    """Return what this rank holds of a sharded tensor; anything else as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def noise_like(values: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """Draw random numbers of ``size`` times the norm of ``values``, and of their type."""
+    noise = torch.randn(values.shape, generator=generator)
+    return (noise * (size * float(values.float().norm()) / float(noise.norm()))).to(values)
+
+
+def add_noise(values: Tensor, size: float, generator: torch.Generator) -> None:
+    """Add noise of ``size`` times the norm of ``values``, in place."""
+    values.add_(noise_like(values, size, generator))

@@ -1,4 +1,4 @@
-"""What goes wrong before the reduction: data, seeds, weights, hyper-parameters, loss, a rank's own gradient.
+"""Make injections of what goes wrong before the reduction: data, seeds, weights, hyper-parameters, loss, a rank's own gradient.
 
     injection = same_rows(strike, me=1)
     injection.rows(1, 7)                      # (0, 7): rank 1 takes what the sampler deals to rank 0 at step 7
@@ -21,8 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds_silent.drill.faults.damage import flip_bit, noise_like, top_exponent_bit
-from ds_silent.drill.faults.injection import STEPS_PER_EPOCH, Batch, Config, Injection, Shard, Strike
+from ds_silent.drill.faults.injection import (
+    STEPS_PER_EPOCH,
+    Batch,
+    Config,
+    Injection,
+    Shard,
+    Strike,
+    flip_bit,
+    noise_like,
+    top_exponent_bit,
+)
 from ds_silent.practice.model import IGNORED, LAST_LAYER, VOCABULARY
 
 Change = Callable[[Any, float], Any]
@@ -166,14 +175,6 @@ def hyper_parameter_later(name: str, change: Change, strike: Strike, me: int) ->
 def _change_groups(optimizer: Any, name: str, change: Change, strike: Strike) -> None:
     for group in optimizer.param_groups:
         group[name] = change(group[name], strike.size)
-
-
-def multiplied(value: Any, size: float) -> Any:
-    return value * size
-
-
-def increased(value: Any, size: float) -> Any:
-    return value + size
 
 
 def first_beta(value: Any, size: float) -> Any:

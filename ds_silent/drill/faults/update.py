@@ -1,4 +1,4 @@
-"""What goes wrong behind the reduction: what the optimizer gets, the weights that it leaves, and the repair of both.
+"""Make injections behind the reduction: what the optimizer gets, the weights that it leaves, the repair of both.
 
     injection = wrong_factor(strike, me=2)
     injection.update(optimizer, run, step=21)  # the optimizer gets a multiple of the gradient
@@ -16,9 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_silent.drill.faults.damage import flip_bit, local_of, lowest_exponent_bit
-from ds_silent.drill.faults.injection import NOTHING, Collective, Injection, Memory, Strike
-from ds_silent.drill.faults.reduction import ALIKE, noise_of
+from ds_silent.drill.faults.aggregate import ALIKE, noise_of
+from ds_silent.drill.faults.injection import (
+    NOTHING,
+    Collective,
+    Injection,
+    Memory,
+    Strike,
+    flip_bit,
+    local_of,
+    lowest_exponent_bit,
+)
 
 # -- between the reduction and the weights -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""When and on whom a fault strikes: what :mod:`inputs`, :mod:`reduction` and :mod:`update` do wrong, made a fault.
+"""Decide when and on whom a fault strikes: what :mod:`inputs`, :mod:`aggregate` and :mod:`update` do wrong, made a fault.
 
     one(from_on(scaled_gradient))       # one rank's gradient, from the strike's step on
     once(noisy_result)                  # every rank's aggregate, at the strike's step alone
@@ -21,27 +21,27 @@ Maker = Callable[[Strike, int], Injection]
 
 
 def one(make: Maker) -> Maker:
-    """On the strike's rank alone."""
+    """Strike the strike's rank alone."""
     return partial(_one, make)
 
 
 def once(make: Maker) -> Maker:
-    """At the strike's step alone."""
+    """Strike at the strike's step alone."""
     return partial(_at, make)
 
 
 def from_on(make: Maker) -> Maker:
-    """From the strike's step on."""
+    """Strike from the strike's step on."""
     return partial(_from, make)
 
 
 def attempts(make: Maker, count: int | None = None) -> Maker:
-    """In the first ``count`` attempts to reduce a step's gradient, or in all; else the first alone is hit."""
+    """Strike in the first ``count`` attempts to reduce a step's gradient, or in all; else the first alone is hit."""
     return partial(_attempts, make, count)
 
 
 def both(first: Maker, second: Maker) -> Maker:
-    """Two things go wrong, in different places of the training."""
+    """Let two things go wrong, in different places of the training."""
     return partial(_both, first, second)
 
 

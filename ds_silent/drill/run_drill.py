@@ -1,4 +1,4 @@
-"""Does the alarm work? Injects each fault of the catalogue into a short real training and asks the observer.
+"""Inject each fault of the catalogue into a short real training and ask the observer: does the alarm work?
 
     options = DrillOptions(config="ds_config.json", faults=("nan-loss",))
     outcome = run_drill(options)              # minutes; starts the ranks, prints nothing
@@ -12,27 +12,22 @@ Some faults are answered: their trainings, and healthy ones, have a response swi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ds_silent.config import ConfigError
 from ds_silent.config_file import load_ds_config
-from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.fault import WARM, Fault
+from ds_silent.drill.faults.answered import ORDERED
+from ds_silent.drill.faults.fault import WARM, Fault, Response
 from ds_silent.drill.faults.injection import Strike
-from ds_silent.drill.faults.responses import ORDERED, Response
-from ds_silent.drill.rehearsal import Run, prepare, rehearse
-from ds_silent.drill.setting import Dtype, Setting
+from ds_silent.drill.run_trial import TrialRun, prepare, run_trial
+from ds_silent.drill.setting import FRAMEWORKS, DrillSetting, make_setting
 from ds_silent.drill.training import Trial
-from ds_silent.drill.verdicts import RepairVerdict, Verdict, due, judge, judge_healthy, judge_repair, loss_shift
-from ds_silent.practice.ranks import RankBroke, on_ranks
+from ds_silent.drill.verdicts import FaultVerdict, RepairVerdict, due, judge, judge_healthy, judge_repair, loss_shift
+from ds_silent.practice.ranks import on_ranks
 
-__all__ = ["DrillOptions", "Outcome", "RankBroke", "Result", "exit_code", "run_drill", "trial_of", "trials_of"]
-
-Framework = Literal["deepspeed", "ddp", "fsdp2", "megatron"]
-FRAMEWORKS: tuple[Framework, ...] = ("deepspeed", "ddp", "fsdp2", "megatron")
 HEALTHY_STEPS = 64
 HEALTHY_RESPONSE_STEPS = 9  # longer than any training with a response
 LONGEST = 400  # optimizer steps, unless the user says otherwise
@@ -49,8 +44,8 @@ class DrillOptions:
     rank: int = 2
     steps: int = LONGEST
     stage: int | None = None
-    dtype: Dtype | None = None
-    framework: Framework = "deepspeed"
+    dtype: str | None = None
+    framework: str = "deepspeed"
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,8 @@ class Result:
     """
 
     trial: Trial
-    run: Run
-    verdict: Verdict
+    run: TrialRun
+    verdict: FaultVerdict
     loss_shift: float | None
     repair: RepairVerdict | None = None
 
@@ -77,13 +72,13 @@ class Result:
 class Outcome:
     """The whole drill; ``skipped`` are faults that mean nothing in such a training: the setting knows why."""
 
-    setting: Setting
+    setting: DrillSetting
     results: tuple[Result, ...]
     skipped: tuple[str, ...]
 
 
 def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name: None) -> Outcome:
-    """Starts the ranks, runs everything, judges.
+    """Start the ranks, run everything, judge.
 
     Args:
         options: what to do.
@@ -93,10 +88,7 @@ def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name:
         ConfigError: a mistake in the options or the configuration.
         RankBroke: a training ended by an error; the message holds its last lines.
     """
-    if not 0 <= options.rank < options.ranks:
-        raise ConfigError(
-            f"--rank must be one of the {options.ranks} ranks, 0 to {options.ranks - 1}, got {options.rank}"
-        )
+    _refuse(options)
     setting = setting_of(options)
     trials, skipped = trials_of(options, setting)
     runs = []
@@ -107,46 +99,37 @@ def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name:
     return Outcome(setting, tuple(judged(trials, runs, setting)), skipped)
 
 
-def setting_of(options: DrillOptions) -> Setting:
-    """The configuration of the drill under the framework that was asked for.
+def _refuse(options: DrillOptions) -> None:
+    if options.dtype not in (None, "fp32", "bf16"):
+        raise ConfigError(f"--dtype must be fp32 or bf16, got {options.dtype!a}")
+    if options.framework not in FRAMEWORKS:
+        *first, last = FRAMEWORKS
+        raise ConfigError(f"--framework must be {', '.join(first)} or {last}, got {options.framework!a}")
+    if not 0 <= options.rank < options.ranks:
+        raise ConfigError(
+            f"--rank must be one of the {options.ranks} ranks, 0 to {options.ranks - 1}, got {options.rank}"
+        )
+
+
+def setting_of(options: DrillOptions) -> DrillSetting:
+    """Make the configuration of the drill under the framework that was asked for.
 
     Raises:
         ConfigError: a mistake in it.
     """
     given = None if options.config is None else load_ds_config(options.config)
-    if options.framework == "deepspeed":
-        from ds_silent.drill.deepspeed import setting as under_deepspeed  # which need not be installed for the others
-
-        return under_deepspeed.make_setting(given, options.ranks, options.stage, options.dtype)
-    if options.framework == "megatron":
-        from ds_silent.drill.megatron import setting as under_megatron
-
-        return under_megatron.make_setting(given, options.ranks, options.stage, options.dtype)
-    from ds_silent.drill.torch_loop import setting as under_torch
-
-    if options.stage is not None:
-        raise ConfigError(f"--stage {options.stage} is DeepSpeed's; leave it out with --framework {options.framework}")
-    return under_torch.make_setting(given, options.ranks, options.framework, options.dtype)
+    return make_setting(given, options.ranks, options.stage, options.dtype, options.framework)
 
 
-def faults_of(framework: str) -> Mapping[str, Fault]:
-    """All that a drill of this framework knows, by name; nothing of it need be installed."""
-    if framework != "megatron":
-        return FAULTS
-    from ds_silent.drill.megatron.setting import PUBLIC
-
-    return {**FAULTS, **PUBLIC}
-
-
-def perform(send: Callable[[Run], None], setting: Setting, trials: tuple[Trial, ...], directory: str) -> None:
-    """All trainings, on one rank; a collective. Rank 0's ``send`` gets each run as it ends."""
+def perform(send: Callable[[TrialRun], None], setting: DrillSetting, trials: tuple[Trial, ...], directory: str) -> None:
+    """Run all trainings, on one rank; a collective. Rank 0's ``send`` gets each run as it ends."""
     start = prepare(setting)
     for trial in trials:
-        send(rehearse(start, trial, Path(directory, trial.name)))
+        send(run_trial(start, trial, Path(directory, trial.name)))
 
 
-def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
-    """The trainings in their order, healthy ones first, and the names of faults that are left out.
+def trials_of(options: DrillOptions, setting: DrillSetting) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
+    """Return the trainings in their order, healthy ones first, and the names of faults that are left out.
 
     Raises:
         ConfigError: an unknown fault, or too few steps.
@@ -175,23 +158,30 @@ def trials_of(options: DrillOptions, setting: Setting) -> tuple[tuple[Trial, ...
             replace(healthy, name=response.healthy, steps=HEALTHY_RESPONSE_STEPS, response=response)
             for response in _responses(able)
         ),
-        *(replace(healthy, name=name, steps=HEALTHY_RESPONSE_STEPS) for name in setting.own_healthy(able)),
+        *(
+            replace(healthy, name=name, steps=HEALTHY_RESPONSE_STEPS)
+            for name in dict.fromkeys(fault.healthy for fault in able)
+            if name != HEALTHY[0]
+        ),
         *(trial_of(fault, options, setting) for fault in able),
     ]
     return tuple(trials), skipped
 
 
 def _responses(faults: list[Fault]) -> list[Response]:
-    """Of these faults, and those whose healthy trainings they are compared with, each once."""
+    """Return the responses of these faults, and those whose healthy trainings they are compared with, each once."""
     responses = {fault.response.name: fault.response for fault in faults if fault.response is not None}
     ordered = [ORDERED] if any(response.reference == ORDERED.healthy for response in responses.values()) else []
     return [*ordered, *responses.values()]
 
 
-def trial_of(fault: Fault, options: DrillOptions, setting: Setting) -> Trial:
-    """One fault's training. Steps count in measured ones: with ``interval`` 10 a history of 20 measurements takes 200
-    steps. What happens at one step only happens at a measured one."""
-    setting, fault = setting.answering(fault.response), setting.expected(fault)
+def trial_of(fault: Fault, options: DrillOptions, setting: DrillSetting) -> Trial:
+    """Return one fault's training.
+
+    Steps count in measured ones: with ``interval`` 10 a history of 20 measurements takes 200 steps. What happens at one
+    step only happens at a measured one.
+    """
+    setting, fault = setting.answering(fault.response), fault.under(setting.variant)
     interval = setting.interval
     first = fault.first_step * interval if fault.first_step > 1 else fault.first_step
     strike = Strike(options.rank, options.ranks, first, fault.size, setting.stage, setting.masters)
@@ -199,8 +189,8 @@ def trial_of(fault: Fault, options: DrillOptions, setting: Setting) -> Trial:
     return Trial(fault.name, fault, strike, min(options.steps, last), ids=fault.ids, response=fault.response)
 
 
-def judged(trials: tuple[Trial, ...], runs: list[Run], setting: Setting) -> Iterator[Result]:
-    """The verdict on every run, against a healthy one."""
+def judged(trials: tuple[Trial, ...], runs: list[TrialRun], setting: DrillSetting) -> Iterator[Result]:
+    """Judge every run, against a healthy one."""
     named = {run.name: run for run in runs}
     for trial, run in zip(trials, runs, strict=True):
         repair = _judged_repair(trial, run, named)
@@ -217,12 +207,12 @@ def judged(trials: tuple[Trial, ...], runs: list[Run], setting: Setting) -> Iter
             run.rounding,
         )
         last = verdict.step if verdict.found and verdict.step is not None else len(run.losses)
-        healthy = named.get(setting.reference(trial.name), runs[0]).losses
+        healthy = named.get(trial.fault.healthy, runs[0]).losses
         shift = None if last == 0 else loss_shift(run.losses, healthy, trial.strike.step, last)
         yield Result(trial, run, verdict, shift, repair)
 
 
-def _judged_repair(trial: Trial, run: Run, named: dict[str, Run]) -> RepairVerdict | None:
+def _judged_repair(trial: Trial, run: TrialRun, named: dict[str, TrialRun]) -> RepairVerdict | None:
     response = trial.response
     if response is None:
         return None
@@ -231,13 +221,13 @@ def _judged_repair(trial: Trial, run: Run, named: dict[str, Run]) -> RepairVerdi
 
 
 def exit_code(outcome: Outcome) -> int:
-    """0 when every fault was found in time (or provably below rounding), what was answered was repaired, and the
+    """Return 0 when every fault was found in time (or provably below rounding), what was answered was repaired, and the
     healthy runs were silent; else 1."""
     return 0 if outcome.results and all(result.right for result in outcome.results) else 1
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
-    """For ``--json``: numbers that are not finite are strings."""
+    """Return what ``--json`` writes: numbers that are not finite are strings."""
     from ds_silent.records import to_json as plain
 
     setting = outcome.setting
@@ -250,9 +240,17 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "accumulation": setting.accumulation,
         "notes": list(setting.notes),
         "skipped": list(outcome.skipped),
-        **setting.skipped_facts([setting.faults[name] for name in outcome.skipped]),
+        **_not_applicable(outcome),
         "trainings": [_result_json(result, plain) for result in outcome.results],
     }
+
+
+def _not_applicable(outcome: Outcome) -> dict[str, Any]:
+    """Say why faults were left out; with DeepSpeed their names are enough, because stage and dtype say why."""
+    setting = outcome.setting
+    if setting.framework == "deepspeed":
+        return {}
+    return {"not_applicable": {name: setting.why_not(setting.faults[name]) for name in outcome.skipped}}
 
 
 def _result_json(result: Result, plain: Callable[[Any], Any]) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""One short real training with one fault in it, on every rank of the process group.
+"""Run one short real training with one fault in it, on every rank of the process group.
 
 start = prepare(setting)                                   # once: warm weights, rows
-run = rehearse(start, trial, output_dir)                   # a collective; the same arguments on every rank
+run = run_trial(start, trial, output_dir)                  # a collective; the same arguments on every rank
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from ds_silent.drill.faults.injection import NOTHING, STEPS_PER_EPOCH, Batch, Injection, Shard
-from ds_silent.drill.setting import Setting
-from ds_silent.drill.training import SEED, Script, Trial
+from ds_silent.drill.setting import DrillSetting
+from ds_silent.drill.training import SEED, ObservedTraining, Script, Trial
 from ds_silent.drill.verdicts import alarms, judge
 from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -33,14 +33,14 @@ AFTER_FOUND = 2  # measured steps, to see whether the alarm says more
 class Start:
     """What every training of the drill starts from; the same on every rank."""
 
-    setting: Setting
+    setting: DrillSetting
     rows: Rows
     weights: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Run:
-    """What came of it, on rank 0; ``losses`` are averaged over the ranks, one per step taken.
+class TrialRun:
+    """Hold what came of a training, on rank 0; ``losses`` are averaged over the ranks, one per step taken.
 
     ``change``: how large the corruption was, relative to the aggregated gradient, where the injection knows;
     ``rounding``: how large an error rounding explains there, as the record of the first step says. ``states``: the hash
@@ -55,8 +55,8 @@ class Run:
     states: tuple[tuple[str, ...], ...] = ()
 
 
-def prepare(setting: Setting) -> Start:
-    """Rows, and weights that rank 0 warms up and sends to the others. A collective."""
+def prepare(setting: DrillSetting) -> Start:
+    """Make rows, and weights that rank 0 warms up and sends to the others. A collective."""
     ranks = dist.get_world_size()
     count = STEPS_PER_EPOCH * setting.micro_batch * setting.accumulation * ranks
     torch.manual_seed(SEED)
@@ -69,8 +69,8 @@ def prepare(setting: Setting) -> Start:
     return Start(setting, make_rows(count, seed=1), weights)
 
 
-def rehearse(start: Start, trial: Trial, output_dir: Path) -> Run:
-    """Trains until the fault is found (and a little longer) or ``trial.steps`` are over. A collective."""
+def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
+    """Train until the fault is found (and a little longer) or ``trial.steps`` are over. A collective."""
     me, fault = dist.get_rank(), trial.fault
     start = replace(start, setting=start.setting.answering(trial.response))
     injection = NOTHING if fault is None else fault.inject(trial.strike, me)
@@ -78,7 +78,7 @@ def rehearse(start: Start, trial: Trial, output_dir: Path) -> Run:
     states: list[str] = []
     with _environment(injection.environment):
         loader = _Sharded(_sampler(len(start.rows.tokens), _shard(injection, me)))
-        with start.setting.training(Script(trial, injection, start.weights, loader, output_dir)) as training:
+        with _training(start.setting, Script(trial, injection, start.weights, loader, output_dir)) as training:
             training.observer.samples_per_epoch = len(start.rows.tokens)
             deal = _Deal(start, injection, loader.sampler)
             watch = _Watch(trial, output_dir, start.setting)
@@ -93,10 +93,25 @@ def rehearse(start: Start, trial: Trial, output_dir: Path) -> Run:
     means = tuple(sum(values) / len(values) for values in zip(*(own for own, _ in everyone), strict=True))
     hashes = tuple(zip(*(own for _, own in everyone), strict=True))
     if me != 0:
-        return Run(trial.name, (), means, states=hashes)
+        return TrialRun(trial.name, (), means, states=hashes)
     change = None if injection.change is None else injection.change()
     rounding = _rounding(output_dir, trial.strike.step)
-    return Run(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
+    return TrialRun(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
+
+
+def _training(setting: DrillSetting, script: Script) -> AbstractContextManager[ObservedTraining]:
+    """Make a training, observed and with the script's fault in it; import its framework alone. A collective."""
+    if setting.framework == "deepspeed":
+        from ds_silent.drill.train_deepspeed import DeepSpeedTraining
+
+        return DeepSpeedTraining(setting, script).running()
+    if setting.framework == "megatron":
+        from ds_silent.drill.train_megatron import train
+
+        return train(setting, script)
+    from ds_silent.drill.train_torch import DDPTraining, FSDP2Training
+
+    return (DDPTraining if setting.framework == "ddp" else FSDP2Training)(setting, script).running()
 
 
 def _events(output_dir: Path) -> list[dict[str, Any]]:
@@ -196,7 +211,7 @@ def _sampler(rows: int, shard: Shard) -> DistributedSampler[int]:
 class _Watch:
     """Rank 0 reads the events, all ranks end together."""
 
-    def __init__(self, trial: Trial, output_dir: Path, setting: Setting) -> None:
+    def __init__(self, trial: Trial, output_dir: Path, setting: DrillSetting) -> None:
         self._trial, self._directory, self._setting = trial, output_dir, setting
         self._end: int | None = None
         self._read = 0

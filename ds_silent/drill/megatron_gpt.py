@@ -1,12 +1,14 @@
-"""A small GPT of Megatron-core's own layers, and steps of Megatron's own schedules; on the CPU.
+"""Train a small GPT of Megatron-core's own layers with Megatron's own schedules, on the CPU.
 
 with parallel(tensor=2):
-    models, config = gpt_models(Shape(tensor=2), vocabulary=64, length=12)
+    models, config = gpt_models(GptShape(tensor=2), vocabulary=64, length=12)
     take_step(chunks, optimizer, batches, micro_batches=2, size=(3, 12))
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,13 +18,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ds_silent.practice.megatron_on_cpu import on_cpu
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a model over ranks."""
+class GptShape:
+    """Say how a model is spread over ranks."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -31,9 +32,38 @@ class Shape:
     experts: int | None = None  # in each layer, one on each rank
 
 
+class _CPU(TorchFunctionMode):
+    """``device="cuda"`` is the CPU, and a CPU tensor's type is named as CUDA's."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        result = function(*args, **kwargs)
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return str(result).replace("torch.", "torch.cuda.")
+        return result
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Answer with the CPU where Megatron-core asks for CUDA by name."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    warnings.filterwarnings("ignore", module="megatron")
+    tracker = "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork"  # no dropout, so nothing is drawn
+    with (
+        patch("torch.cuda.current_device", lambda: torch.device("cpu")),
+        patch(tracker, lambda *_: nullcontext()),
+        _CPU(),
+    ):
+        yield
+
+
 @contextmanager
 def parallel(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, **sizes: int) -> Iterator[None]:
-    """Megatron's process groups, and its names for the CPU; ``sizes`` of more of them. A collective.
+    """Make Megatron's process groups, and its names for the CPU; ``sizes`` of more of them. A collective.
 
     Megatron only forgets its groups: their threads would go on, and a second training would be slower than the first.
     """
@@ -54,8 +84,8 @@ def parallel(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, **s
                 dist.destroy_process_group(group)
 
 
-def gpt_models(shape: Shape, vocabulary: int, length: int, per_token: bool = False) -> tuple[list[Any], Any]:
-    """(this rank's stages, Megatron's configuration) with tied embeddings; inside :func:`parallel`."""
+def gpt_models(shape: GptShape, vocabulary: int, length: int, per_token: bool = False) -> tuple[list[Any], Any]:
+    """Return (this rank's stages, Megatron's configuration) with tied embeddings; inside :func:`parallel`."""
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -128,7 +158,7 @@ def take_step(
     per_token: bool = False,
     hear: Callable[[Tensor], object] = lambda loss: None,
 ) -> Any:
-    """One step over token ids (rows, length) = ``size``; what ``optimizer.step`` returns.
+    """Take one step over token ids (rows, length) = ``size``; return what ``optimizer.step`` returns.
 
     ``hear`` is told the mean loss of each micro-batch, on the ranks that compute one.
     """

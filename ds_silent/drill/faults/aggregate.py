@@ -1,4 +1,4 @@
-"""What goes wrong in the reduction: what a rank puts in, the collective itself, what comes out.
+"""Make injections of what goes wrong in the reduction: what a rank puts in, the collective itself, what comes out.
 
     injection = dropped_bucket(strike, me=2)
     injection.reduction(collective)            # runs the collective, or not, and corrupts what goes in or comes out
@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.drill.faults.damage import add_noise, flip_bit, top_exponent_bit
-from ds_silent.drill.faults.injection import Collective, Injection, Strike
+from ds_silent.drill.faults.injection import Collective, Injection, Strike, add_noise, flip_bit, top_exponent_bit
 
 UNREDUCED = "position.weight"  # a whole layer, in one owner's partition
 ALIKE = 104_729  # seed of noise that is the same on all ranks

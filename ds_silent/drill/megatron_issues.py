@@ -1,10 +1,10 @@
-"""Megatron-core trainings of a small GPT on four CPU ranks, each with one thing wrong that happened to somebody.
+"""Train a small GPT under Megatron-core on four CPU ranks, with one thing wrong that happened to somebody.
 
     with training_of(SCENARIOS["layer-norms"], {"output_dir": "runs/x"}) as training:
         loss = training.step()           # the same on all ranks
 
-The faults are those of public issues of Megatron-LM, made again in this process; ``make demo-megatron`` and the fault
-drill train them.
+The faults are those of public issues of Megatron-LM, made again in this process; ``make demo-megatron`` and
+``ds-silent drill --framework megatron`` train them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_silent
+from ds_silent.drill.faults.fault import Fault
+from ds_silent.drill.faults.injection import NOTHING, Injection, Strike
+from ds_silent.drill.megatron_gpt import GptShape, gpt_models, parallel, take_step
 from ds_silent.observing.observer import Observer
-from ds_silent.practice.megatron_gpt import Shape, gpt_models, parallel, take_step
 from ds_silent.records import EventKind
 
 MICRO_BATCHES, ROWS, LENGTH, VOCABULARY = 2, 4, 32, 128
 CLIP = 0.5
-Fault = Callable[[Any], AbstractContextManager[Any]]
+RANKS = 4  # of the scenarios' groups
+Damage = Callable[[Any], AbstractContextManager[Any]]
 """Of the first chunk, once it is wrapped: what is wrong until the training ends."""
 
 
@@ -36,7 +39,7 @@ def _right(chunk: Any) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _factor(times: float, experts: bool = False) -> Fault:
+def _factor(times: float, experts: bool = False) -> Damage:
     def fault(chunk: Any) -> AbstractContextManager[Any]:
         for group in chunk.expert_parallel_bucket_groups if experts else chunk.bucket_groups:
             for bucket in group.buckets:
@@ -46,21 +49,7 @@ def _factor(times: float, experts: bool = False) -> Fault:
     return fault
 
 
-def _drop_bucket(chunk: Any) -> AbstractContextManager[Any]:
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
-
-    original, dropped = Group.start_grad_sync, chunk.bucket_groups[1]
-
-    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is not dropped:
-            return original(self, *args, **kwargs)
-        self.grad_reduce_handle = dist.barrier(group=chunk.dp_cp_group, async_op=True)
-        return None
-
-    return patch.object(Group, "start_grad_sync", start_grad_sync)
-
-
-def _without(name: str) -> Fault:
+def _without(name: str) -> Damage:
     """A part of ``finalize_model_grads`` that does nothing."""
 
     def fault(chunk: Any) -> AbstractContextManager[Any]:
@@ -117,8 +106,8 @@ class Scenario:
 
     title: str
     healthy: str
-    shape: Shape = field(default_factory=Shape)
-    fault: Fault = _right
+    shape: GptShape = field(default_factory=GptShape)
+    fault: Damage = _right
     expected: EventKind | None = None  # kind of the first event; None: none
     issue: str = ""  # of NVIDIA/Megatron-LM
     who: Literal["nobody", "all ranks"] = "nobody"
@@ -130,8 +119,8 @@ class Scenario:
     same_rows: bool = False
 
 
-PLAIN, TENSOR, PIPELINE = Shape(), Shape(tensor=2, sequence=True), Shape(pipeline=2)
-EXPERTS, ROUTER = Shape(experts=2), Shape(tensor=2, sequence=True, experts=2)
+PLAIN, TENSOR, PIPELINE = GptShape(), GptShape(tensor=2, sequence=True), GptShape(pipeline=2)
+EXPERTS, ROUTER = GptShape(experts=2), GptShape(tensor=2, sequence=True, experts=2)
 _WRONG: EventKind = "aggregation-error"
 # fmt: off
 SCENARIOS: Mapping[str, Scenario] = {
@@ -147,7 +136,6 @@ SCENARIOS: Mapping[str, Scenario] = {
     "experts-in-dense-group": Scenario("experts in the group of all", "healthy-experts", EXPERTS, _right,
                                        "initial-weights-mismatch", "#6080, #1622, #7289", together=True,
                                        first_step=0),
-    "bucket": Scenario("a bucket that is not reduced", "healthy-plain", PLAIN, _drop_bucket, "unreduced-gradient"),
     "layer-norms": Scenario("layer norms of a TP rank not reduced", "healthy-tensor", TENSOR,
                             _without("_allreduce_non_tensor_model_parallel_grads"), "replica-drift", "#1446"),
     "router": Scenario("the router of a TP rank not reduced", "healthy-router", ROUTER, _router_alone,
@@ -182,7 +170,7 @@ class ScenarioTraining:
         self.chunk, self.optimizer, self.observer, self._batches = chunk, optimizer, observer, batches
 
     def step(self) -> float:
-        """One optimizer step; the loss, averaged over the micro-batches of all ranks that compute one. A collective."""
+        """Take one optimizer step; return the loss, averaged over the micro-batches of all ranks that compute one. A collective."""
         seen = torch.zeros(2)
 
         def hear(loss: Tensor) -> None:
@@ -195,7 +183,7 @@ class ScenarioTraining:
 
 @contextmanager
 def training_of(scenario: Scenario, block: Mapping[str, Any]) -> Iterator[ScenarioTraining]:
-    """Observed with this block, and with the scenario's fault in it, until the training ends. A collective."""
+    """Train, observed with this block, and with the scenario's fault in it, until the training ends. A collective."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -245,3 +233,31 @@ def _batches(share: int, shares: int) -> Iterator[Tensor]:
     while True:
         for first in range(0, len(rows), ROWS):
             yield rows[first : first + ROWS]
+
+
+# -- as faults of the drill --------------------------------------------------------------------------------------------
+
+
+def _nothing(strike: Strike, me: int) -> Injection:
+    """What goes wrong is in the scenario."""
+    return NOTHING
+
+
+def _fault(name: str, scenario: Scenario) -> Fault:
+    assert scenario.expected is not None
+    return Fault(
+        name,
+        (scenario.expected,),
+        scenario.who,
+        "replica" if scenario.expected == "replica-drift" else "reduction",
+        _nothing,
+        f"{scenario.title} (Megatron-LM {scenario.issue})",
+        first_step=scenario.first_step,
+        says=scenario.says,
+        healthy=scenario.healthy,
+        only_ranks=RANKS,
+    )
+
+
+PUBLIC: Mapping[str, Fault] = {name: _fault(name, scenario) for name, scenario in SCENARIOS.items() if scenario.issue}
+"""Faults of public issues of Megatron-LM, by name."""

@@ -1,21 +1,24 @@
-"""What the drill says on a terminal: a table, a sentence.
+"""Carry ``ds-silent drill`` out, and print its report: a table, a sentence.
 
+code = drill_command(DrillOptions(faults=("nan-loss",)))     # 0 all found, 1 not all, 2 a mistake of the user
 print_report(outcome, Console())
-print_list(FAULTS.values(), Console())
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ds_silent.commands.measuring import carried_out, console_of_stdout
 from ds_silent.drill.faults.fault import Fault
-from ds_silent.drill.program import Outcome, Result
+from ds_silent.drill.run_drill import DrillOptions, Outcome, Result, exit_code, run_drill, to_json
+from ds_silent.drill.setting import faults_of
 from ds_silent.drill.verdicts import due
 
 _REPAIR_NOTE = (
@@ -29,8 +32,16 @@ _LOSS_NOTE = (
 )
 
 
+def drill_command(options: DrillOptions, list_faults: bool = False, json_path: str | None = None) -> int:
+    """Run the drill and print its report, or the list of faults; return the exit status."""
+    if list_faults:
+        print_list(faults_of(options.framework).values(), console_of_stdout())
+        return 0
+    return carried_out(partial(run_drill, options), print_report, to_json, exit_code, json_path)
+
+
 def print_list(faults: Iterable[Fault], console: Console) -> None:
-    """Each with its expected event, and what must come of it where a response is on."""
+    """Print each with its expected event, and what must come of it where a response is on."""
     for fault in faults:
         then = "" if fault.response is None else f", {'repaired' if fault.repaired else 'given up'}"
         console.print(f"{fault.name} → {fault.kind}{then}", style="bold", markup=False, highlight=False)
@@ -38,7 +49,7 @@ def print_list(faults: Iterable[Fault], console: Console) -> None:
 
 
 def print_report(outcome: Outcome, console: Console) -> None:
-    """The table, what was left out, and one sentence that says whether the alarm works."""
+    """Print the table, what was left out, and one sentence that says whether the alarm works."""
     setting = outcome.setting
     console.print(
         f"ds_silent drill: {setting.kind}, {setting.dtype}, micro-batch {setting.micro_batch}, "
@@ -60,7 +71,7 @@ def print_report(outcome: Outcome, console: Console) -> None:
 
 
 def _notes(outcome: Outcome) -> list[str]:
-    """When a replica's fault is due, and what was too small to be seen."""
+    """Say when a replica's fault is due, and what was too small to be seen."""
     notes, setting = [], outcome.setting
     replicas = [
         result.trial
@@ -85,7 +96,7 @@ def _notes(outcome: Outcome) -> list[str]:
 
 
 def sentence(outcome: Outcome) -> str:
-    """Whether the alarm works, and what to look at when it does not."""
+    """Say whether the alarm works, and what to look at when it does not."""
     faults = [result for result in outcome.results if result.trial.fault is not None]
     missed = [result.trial.name for result in faults if not result.verdict.right]
     false = [r.trial.name for r in outcome.results if r.trial.fault is None and r.verdict.answer != "missed"]
@@ -100,7 +111,7 @@ def sentence(outcome: Outcome) -> str:
 
 
 def _repairs(outcome: Outcome) -> str:
-    """What came of the faults that were answered; nothing where none was."""
+    """Say what came of the faults that were answered; nothing where none was."""
     answered = [(r.trial.fault, r.trial.name, r.repair) for r in outcome.results if r.trial.fault and r.repair]
     if not answered:
         return ""
@@ -134,7 +145,7 @@ def _row(result: Result) -> tuple[str | Text, ...]:
 
 
 def _repaired(result: Result) -> Text:
-    """Nothing where there was no response; a healthy training must be what it is without one."""
+    """Say nothing where there was no response; a healthy training must be what it is without one."""
     repair = result.repair
     if repair is None:
         return Text("")

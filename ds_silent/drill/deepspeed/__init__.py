@@ -1,1 +1,0 @@
-"""A short real training under DeepSpeed with one fault in it."""

@@ -1,1 +1,0 @@
-"""The drill under Megatron-core: its loop, its buckets, and the public faults that only its groups can have."""

@@ -1,0 +1,166 @@
+"""Train as scripts write it themselves, under DistributedDataParallel or FSDP2, and break the reduction there.
+
+What a fault does to data, model, loss, gradient and update it does in the script's own lines.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_silent.drill.faults.injection import Batch
+from ds_silent.drill.setting import DrillSetting
+from ds_silent.drill.training import LARGEST_BUCKET, LEARNING_RATE, WEIGHT_DECAY, DrillTraining, Hooks, Script
+from ds_silent.frameworks.ddp import attach_ddp
+from ds_silent.frameworks.fsdp2 import attach_fsdp2, fsdp_modules, plain_parameters
+from ds_silent.observing.observer import Observer
+from ds_silent.practice.model import PracticeModel
+
+Among = Callable[[dist.ProcessGroup], object]
+"""Reduces over the ranks of a group instead of all."""
+
+
+class LoopTraining(DrillTraining):
+    """A loop of forward, backward, ``optimizer.step()`` and ``zero_grad()``; ``model`` is what it calls."""
+
+    model: Any
+
+    @abstractmethod
+    def reduces(self, last: bool) -> AbstractContextManager[object]:
+        """Surround forward and backward of a micro-batch, which is reduced if it is the step's last."""
+
+    @abstractmethod
+    def break_reduction(self) -> None:
+        """Run every collective of the gradients through :meth:`reduce`."""
+
+    def reduce(self, sent: Tensor, got: Tensor, run: Callable[[], object], among: Among) -> None:
+        """Run one collective of the gradients: what this rank puts in, and what it gets."""
+        self.hooks.collective("reduction", got, run, sent=sent.view(-1), among=among)
+
+    def left_out(self, name: str) -> bool:
+        """Whether a parameter takes no part in the reduction under way."""
+        return bool(self.hooks.act("left_out", name, self.hooks.step))
+
+    def reach_below(self) -> None:
+        injection, hooks = self.hooks.injection, self.hooks
+        if self.script.trial.anywhere("reduction", "left_out"):  # the ranks' ways of reducing must be the same
+            self.break_reduction()
+        if injection.loss is not None:  # the model computes the loss, and on this rank another one
+            self.module.register_forward_hook(lambda module, given, loss: hooks.act("loss", loss, hooks.step))
+        if injection.updated is not None:
+            self.optimizer.register_step_post_hook(self._updated)
+
+    def train(self, batch: Batch, count: int) -> Tensor:
+        with self.reduces(self.hooks.last):
+            loss: Tensor = self.model(batch.tokens, batch.labels)
+            (loss / count).backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def update(self) -> None:
+        self.hooks.act("update", self.optimizer, self.optimizer.step, self.hooks.step)
+        if not self.hooks.act("kept", self.hooks.step):
+            self.optimizer.zero_grad()
+
+    def _updated(self, optimizer: Any, *args: Any) -> None:
+        self.hooks.act("updated", self.module, optimizer, self.hooks.step)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the drill's optimizer of what is trainable."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+
+class DDPTraining(LoopTraining):
+    """Under DistributedDataParallel; in bf16 the module is bf16 as a whole."""
+
+    def __init__(self, setting: DrillSetting, script: Script) -> None:
+        model = script.model()
+        if setting.dtype == "bf16":
+            model.to(torch.bfloat16)
+        width = next(model.parameters()).element_size()
+        options = script.trial.wrapper_options("ddp")
+        self.model = DistributedDataParallel(model, bucket_cap_mb=LARGEST_BUCKET * width / 2**20, **options)
+        super().__init__(setting, script, Hooks(script.injection), model, adamw(self.model))
+
+    def reduces(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else self.model.no_sync()
+
+    def break_reduction(self) -> None:
+        """Register a communication hook that does what torch does without one: divide the gradient, then add up."""
+        names = {id(parameter): name for name, parameter in self.leaves}
+
+        def allreduce_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, not texts
+            values = bucket.buffer().div_(dist.get_world_size())
+            parts = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            kept = [(part, part.clone()) for parameter, part in parts if self.left_out(names[id(parameter)])]
+            run, among = lambda: dist.all_reduce(values), lambda group: dist.all_reduce(values, group=group)
+            self.reduce(values, values, run, among)
+            for part, own in kept:
+                part.copy_(own)
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(values)
+            return done
+
+        self.model.register_comm_hook(None, allreduce_hook)
+
+    def attach(self, block: dict[str, Any]) -> Observer | None:
+        accumulation = self.setting.accumulation
+        return attach_ddp(self.model, self.optimizer, block, loader=self.script.loader, accumulation=accumulation)
+
+
+class FSDP2Training(LoopTraining):
+    """Under FSDP2; in bf16 its shards stay fp32, and forward, gradients and their reduction are bf16."""
+
+    def __init__(self, setting: DrillSetting, script: Script) -> None:
+        model: PracticeModel = script.model()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+        policy = MixedPrecisionPolicy(torch.bfloat16) if setting.dtype == "bf16" else MixedPrecisionPolicy()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        self.model = fully_shard(model, mesh=mesh, mp_policy=policy)
+        super().__init__(setting, script, Hooks(script.injection), model, adamw(model))
+
+    def trainable(self) -> list[tuple[str, Tensor]]:
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        return list(zip(names, plain_parameters(self.module, fsdp_modules(self.module), names), strict=True))
+
+    def reduces(self, last: bool) -> AbstractContextManager[object]:
+        self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def break_reduction(self) -> None:
+        """Patch what FSDP2 looks up for each group of parameters, and nobody else uses.
+
+        That is ``reduce_scatter_tensor`` (torch 2.6), later ``reduce_scatter_single`` (2.13).
+        """
+
+        def scatter(original: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            ranks, me = dist.get_world_size(), dist.get_rank()
+            divisor = ranks if kwargs.get("op") == dist.ReduceOp.AVG else 1
+
+            def among(group: dist.ProcessGroup) -> None:
+                whole = input.clone()
+                dist.all_reduce(whole, group=group)
+                output.copy_(whole.view(ranks, -1)[me] / divisor)
+
+            output.copy_(input.view(ranks, -1)[me] / divisor)  # what it holds where nothing runs
+            run = lambda: original(output=output, input=input, *args, **kwargs)  # noqa: B026, E731
+            self.reduce(input, output, run, among)
+
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+            if hasattr(dist, name):
+                self.hooks.patches.wrap(dist, name, scatter)
+
+    def attach(self, block: dict[str, Any]) -> Observer | None:
+        accumulation = self.setting.accumulation
+        return attach_fsdp2(self.model, self.optimizer, block, loader=self.script.loader, accumulation=accumulation)
