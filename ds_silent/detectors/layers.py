@@ -95,12 +95,12 @@ class LayerTest:
         sizes: below which a finding is a note.
 
     Attributes:
-        saw: the largest score of the ranks compared at the newest step.
+        scores: the largest score of the ranks compared at the newest step.
         notes: of the newest step: changes that the rank's rows may have made.
     """
 
     def __init__(self, ranks: int, log_threshold: float, sizes: EffectsConfig | None = None):
-        self.saw: tuple[Score, ...] = ()
+        self.scores: tuple[Score, ...] = ()
         self.notes: tuple[Event, ...] = ()
         self.ranks, self._sizes = ranks, sizes or EffectsConfig()
         self._own: OwnPast | None = None  # where rows are not known to be dealt at random
@@ -126,7 +126,7 @@ class LayerTest:
             random: whether rows are known to be dealt at random.
             plain: whether a rank's loss is since a step as it was before.
         """
-        self.saw, self.notes = (), ()
+        self.scores, self.notes = (), ()
         if seen is None or len(seen.names) < 2:
             return self.standing()
         values = self._values(seen, label_tokens)
@@ -314,7 +314,7 @@ class LayerTest:
     def _flag(self, step: int, names: tuple[str, ...], healthy: Flags, plain: Callable[[int, int], bool]) -> None:
         score = np.where(healthy, self.score(), -np.inf)
         rank = int(np.argmax(score))
-        self.saw = (Score("layers", float(score[rank]), self._threshold, rank),)
+        self.scores = (Score("layers", float(score[rank]), self._threshold, rank),)
         if not score[rank] >= self._threshold:
             return
         series = int(np.argmax(self._of_series[:-1, rank]))

@@ -31,7 +31,7 @@ import numpy as np
 from ds_silent.config import EffectsConfig
 from ds_silent.detectors.at_once import LASTING, AtOnce, StandsOut
 from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast, Strongest
-from ds_silent.detectors.effects import SUDDEN, UNLIKE, Setting, effect_of, is_plain
+from ds_silent.detectors.effects import SUDDEN, UNLIKE, EffectContext, effect_of, is_plain
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, either_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, Flags, strongest_tilt
@@ -84,12 +84,12 @@ class OutlierTest:
         sizes: below which a finding is a note.
 
     Attributes:
-        saw: the largest score of the ranks compared at the newest step; and what ``at_once`` saw.
+        scores: the largest score of the ranks compared at the newest step; and what ``at_once`` saw.
         notes: of the newest step: changes that the rank's rows may have made.
     """
 
     def __init__(self, ranks: int, log_threshold: float, words: Words = TORCH, sizes: EffectsConfig | None = None):
-        self.saw: tuple[Score, ...] = ()
+        self.scores: tuple[Score, ...] = ()
         self.notes: tuple[Event, ...] = ()
         self.ranks, self._words, self._sizes = ranks, words, sizes or EffectsConfig()
         self._alone = log_threshold - math.log1p(-AT_ONCE_SHARE) + math.log(ranks)  # threshold of one comparison
@@ -124,7 +124,7 @@ class OutlierTest:
             healthy = self._unflagged(notes=True)
             losses, lengths = np.stack([loss, norms]) / usual
             apart = self._at_once.step(record.step, losses, lengths, tokens, healthy, least)
-            self.saw = self._at_once.saw
+            self.scores = self._at_once.scores
             if apart is not None:  # before anything is learnt from it
                 self._flag_at_once(apart, record.step, healthy)
             columns = np.stack([loss, np.log(norms), _column(record.direction.per_rank, self.ranks), np.log(tokens)])
@@ -205,7 +205,7 @@ class OutlierTest:
         waiting = own_past & np.isin(np.arange(self.ranks), list(self._unsure))
         candidates = np.where(healthy & ~waiting, score, -np.inf)
         rank = int(np.argmax(candidates))
-        self.saw += (Score("change" if own_past else "outlier", float(candidates[rank]), self._threshold, rank),)
+        self.scores += (Score("change" if own_past else "outlier", float(candidates[rank]), self._threshold, rank),)
         if not candidates[rank] >= self._threshold:
             return
         found = test.strongest(rank)
@@ -308,7 +308,7 @@ class OutlierTest:
 
     def _setting(
         self, rank: int, others: Sequence[int], since: int, own_past: bool = False, sudden: bool = True
-    ) -> Setting:
+    ) -> EffectContext:
         others = [other for other in np.flatnonzero(self._unflagged(notes=True)).tolist() if other != rank] or others
         highest = self._highest[0, list(others)].max(initial=-np.inf)
         if own_past:
@@ -322,7 +322,9 @@ class OutlierTest:
         beyond = self._recent.beyond(rank, others, since, "gradient norm") if own_past else None
         if own_past and not self._recent.norm_moved_alone(rank, others, since):
             beyond = 0.0
-        return Setting(bool(self._random), own_past, above, unlike if math.isfinite(unlike) else None, sudden, beyond)
+        return EffectContext(
+            bool(self._random), own_past, above, unlike if math.isfinite(unlike) else None, sudden, beyond
+        )
 
     def _weigh_again(self, step: int) -> None:
         """A note may have become a fault, as when a rank's labels are wrong and only the others learn."""

@@ -21,7 +21,7 @@ from typing import Any
 from ds_silent.capture.conduct import Unlike
 from ds_silent.distributed.places import Places
 from ds_silent.exchange.observation import Gathered
-from ds_silent.measure.evidence import Told
+from ds_silent.measure.evidence import ResponseLog
 from ds_silent.measure.record import Context
 from ds_silent.observing.recorder import Recorder, WritingRecorder
 from ds_silent.records import Event, Repair, StepRecord
@@ -57,7 +57,7 @@ class DeferredRecorder(Recorder):
     # -- beside the training -------------------------------------------------------------------------------------------
 
     def step(
-        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: ResponseLog, wait: bool
     ) -> None:
         """Begin what the inner one does with a step, behind the step before."""
         try:

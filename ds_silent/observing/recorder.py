@@ -21,10 +21,10 @@ from ds_silent.distributed.parts import ranks_of
 from ds_silent.distributed.places import Places
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
-from ds_silent.measure.evidence import Evidence, Told
+from ds_silent.measure.evidence import Evidence, ResponseLog
 from ds_silent.measure.record import Context, measure
-from ds_silent.measure.reduction import Audit
-from ds_silent.measure.rows import RowTracker, testimony
+from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.measure.row_tracker import RowTracker, row_evidence
 from ds_silent.records import STILL, Dealt, Event, EventKind, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
@@ -40,7 +40,7 @@ _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "war
 def make_recorder(
     sinks: Sink | None,
     config: SilentConsistencyConfig | None = None,
-    audit: Audit | None = None,
+    audit: ReductionChecker | None = None,
     layout: Layout | None = None,
     members: Sequence[int] = (),
     words: Words = TORCH,
@@ -80,7 +80,7 @@ class Recorder:
     """Whether the sketches of single micro-batches would tell more."""
 
     def step(
-        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: ResponseLog, wait: bool
     ) -> None:
         """Write one step's record and judge it.
 
@@ -144,7 +144,7 @@ class WritingRecorder(Recorder):
         self,
         sink: Sink,
         judge: Judge | None,
-        audit: Audit,
+        audit: ReductionChecker,
         layout: Layout,
         members: Sequence[int],
         stop_on: str,
@@ -162,13 +162,13 @@ class WritingRecorder(Recorder):
         self._parted = False
 
     def step(
-        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: ResponseLog, wait: bool
     ) -> None:
         everybody = gathered()
         record = measure(everybody, self._layout, context)
         if not self._alike:  # it compares gradients of one rank's rows with those of all
             record = dataclasses.replace(record, noise_scale=None)
-        coverage, evidence = testimony(everybody, self._tracker, context)
+        coverage, evidence = row_evidence(everybody, self._tracker, context)
         stats, seen = self._audit.step(everybody, drift, told)
         evidence = dataclasses.replace(evidence, reduction=seen, unlike=self.unlike)
         data = self._tracker.deal.newest

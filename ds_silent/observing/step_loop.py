@@ -30,7 +30,7 @@ from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
 from ds_silent.framework import HasPeers, SavesSuspect
-from ds_silent.measure.reduction import Audit
+from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.deferred import DeferredRecorder
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.published import Published
@@ -74,7 +74,9 @@ class Steps:
         self._beside = None if peers is None else peers.beside
         model = None if peers is None else peers.model
         whole_norm = None if model is None else model.norm
-        self._audit = Audit(self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, whole_norm)
+        self._audit = ReductionChecker(
+            self._layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, whole_norm
+        )
         self._responder = Responder(capture, self._exchange, self._audit, config)
         after_updates = self._responder.compares_replicas
         self.replicas = ReplicaChecks(config, capture.framework.replicated(), capture.group, after_updates)

@@ -15,10 +15,10 @@ from ds_silent.detectors import Judge
 from ds_silent.detectors.layers import CLIP, WITHIN, LayerTest
 from ds_silent.exchange.observation import EachRank, Gathered
 from ds_silent.measure.evidence import Evidence, LayerValues
-from ds_silent.measure.rows import _layer_values
+from ds_silent.measure.row_tracker import _layer_values
 from ds_silent.records import Event
 from tests.support.made_observations import gathered_of
-from tests.support.made_records import Run, make
+from tests.support.made_records import Run, comparison_of, make
 
 LOG_STEPS = math.log(8e6)
 
@@ -229,8 +229,9 @@ def test_a_layer_that_is_seen_later_adds_no_event() -> None:
     run, layers, judge = Run(ranks=8), Layers(8, 7), Judge(DetectorsConfig())
     events = [event for _ in range(60) for event in judged(judge, run, layers)]
     events += [event for _ in range(80) for event in judged(judge, run, layers, factor=1.3, layer=3, scale=1000.0)]
-    assert judge._layers is not None
-    assert [finding.ranks for finding in judge._layers.standing()] == [(7,)]
+    test = comparison_of(judge).layers
+    assert test is not None
+    assert [finding.ranks for finding in test.standing()] == [(7,)]
     assert [(e.kind, e.ranks, e.where) for e in events] == [("outlier-rank", (7,), "gradient norm")]
 
 
@@ -248,18 +249,20 @@ def test_rows_that_go_on_changing_are_one_note() -> None:
     assert notes(60, factor=0.4, layer=1) == []
     assert notes(60, factor=2.0, layer=4) == []
     assert notes(80) == []
-    [(rank, noted)] = judge._noted.items()
+    comparison = comparison_of(judge)
+    [(rank, noted)] = comparison._noted.items()
     again = Event(1, "outlier-rank", "info", (rank,), None, None, None, "", "")
-    assert judge._new_notes(noted + 255, [again]) == []
-    assert judge._new_notes(noted + 256, [again]) == [again]
+    assert comparison._new_notes(noted + 255, [again]) == []
+    assert comparison._new_notes(noted + 256, [again]) == [again]
 
 
 def test_both_share_one_detectors_rate() -> None:
     judge = Judge(DetectorsConfig(false_alarms_per_million_steps=1.0))
     judge.step(make(1, [1.0] * 4, [1.0] * 4, [0.1] * 4), Evidence(dealt="random"))
-    assert judge._outlier is not None
-    assert judge._layers is not None
-    over_steps, of_layers = (math.exp(-test._threshold) * 4 for test in (judge._outlier, judge._layers))
+    outlier, layers = comparison_of(judge).outlier, comparison_of(judge).layers
+    assert outlier is not None
+    assert layers is not None
+    over_steps, of_layers = (math.exp(-test._threshold) * 4 for test in (outlier, layers))
     # the other sixteenth of the outlier test's half is that of the test at once
     assert over_steps * 16 / 15 + of_layers == pytest.approx(1e-6 / 4)
 

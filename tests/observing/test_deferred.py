@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from ds_silent.measure.evidence import Told
+from ds_silent.measure.evidence import ResponseLog
 from ds_silent.observing.deferred import DeferredRecorder
 from ds_silent.observing.recorder import WritingRecorder
 from ds_silent.records import Event
@@ -35,7 +35,7 @@ class Inner:
     def on_event(self, function: Callable[[Event], None]) -> None:
         self._listeners.append(function)
 
-    def step(self, gathered: Any, context: int, drift: None, told: Told, wait: bool) -> None:
+    def step(self, gathered: Any, context: int, drift: None, told: ResponseLog, wait: bool) -> None:
         self._busy = True
         self.began.set()
         assert self.may_end.wait(20.0)
@@ -58,7 +58,7 @@ def event(step: int, message: str) -> Event:
 
 
 def begin(recorder: DeferredRecorder, step: int) -> None:
-    recorder.step(cast(Any, None), cast(Any, step), None, Told(), wait=False)
+    recorder.step(cast(Any, None), cast(Any, step), None, ResponseLog(), wait=False)
 
 
 @pytest.fixture

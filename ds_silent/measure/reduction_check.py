@@ -1,6 +1,6 @@
 """From what all ranks sent to what is known of the reduction, the optimizer's input and the replicas.
 
-    audit = Audit(layout, arithmetic, clip, log_rate)        # on every rank: each may examine
+    audit = ReductionChecker(layout, arithmetic, clip, log_rate)        # on every rank: each may examine
     stats, findings = audit.step(gathered, drift)            # once per gathered step, in order
 
 What the optimizer applied is known one measurement later than the rest: it is compared with the aggregate of the step
@@ -32,7 +32,7 @@ from ds_silent.maths.rounding_bound import (
     terms_of,
     terms_of_sums,
 )
-from ds_silent.measure.evidence import AppliedCheck, Examined, ReductionEvidence, Told, factors_alike
+from ds_silent.measure.evidence import AppliedCheck, ReductionCheck, ReductionEvidence, ResponseLog, factors_alike
 from ds_silent.records import IntegrityStats
 from ds_silent.replicas.compare import Drift
 
@@ -52,7 +52,7 @@ class _Past:
     changed: bool  # before the step, unseen
 
 
-class Audit:
+class ReductionChecker:
     """Keeps the measurement before, and what is known of an error that goes on.
 
     Args:
@@ -85,7 +85,7 @@ class Audit:
         self._found: MicroBatches | None = None
 
     def step(
-        self, gathered: Gathered, drift: Drift | None, told: Told | None = None
+        self, gathered: Gathered, drift: Drift | None, told: ResponseLog | None = None
     ) -> tuple[IntegrityStats, ReductionEvidence]:
         """The record's part and the detectors' evidence of one step.
 
@@ -95,7 +95,7 @@ class Audit:
             told: what was found and perhaps repaired apart from them: the detectors see the fault, the record
                 what was applied.
         """
-        told = told or Told()
+        told = told or ResponseLog()
         examined = self.examine(gathered)
         check = examined.check
         micro_batches = self._diagnose(gathered, check)
@@ -129,12 +129,12 @@ class Audit:
 
     # -- the reduction -------------------------------------------------------------------------------------------------
 
-    def examine(self, gathered: Gathered) -> Examined:
+    def examine(self, gathered: Gathered) -> ReductionCheck:
         """The reduction of one step, without remembering anything of it."""
         overflows = self._arithmetic.communication == torch.float16
         changed = bool((gathered.reduced.handed_seen != 0.0).any())
         check, cause = self._aggregation(gathered)
-        return Examined(check, cause, self._received(gathered), overflows, changed, self._handed(gathered))
+        return ReductionCheck(check, cause, self._received(gathered), overflows, changed, self._handed(gathered))
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         if not self._layout.size or not on_all(gathered.local.seen) or not on_all(gathered.reduced.seen):
