@@ -47,7 +47,7 @@ class OwnWeightTest(Detector):
     def _start(self, ranks: int) -> None:
         self.ranks, self.scores = ranks, ()
         self._threshold = self._log_threshold + float(np.log(max(ranks, 1)))
-        self._test = SequentialTest(1, ranks, 2.0 * self._threshold)
+        self._test = SequentialTest(1, max(ranks, 1), 2.0 * self._threshold)
         self._recent: deque[tuple[int, Array, Array]] = deque(maxlen=RECENT)  # step, weight - 1, 1 / variance
         self._flagged: dict[int, dict[str, Any]] = {}
 

@@ -51,7 +51,7 @@ class RankComparison(Detector):
         else:
             random = evidence.dealt == "random"
             whole = outlier.step(record, evidence)
-            single = layers.step(record.step, evidence.layers, evidence.label_tokens, random, outlier.plain)
+            single = layers.step(record.step, evidence.layers, evidence.label_tokens, random, outlier.weigher.plain)
             self.scores = (*outlier.scores, *layers.scores)
             self.notes = tuple(self._new_notes(record.step, (*outlier.notes, *layers.notes)))
         untrained = {rank for finding in before if finding.key.startswith("stale:") for rank in finding.ranks}

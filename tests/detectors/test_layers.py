@@ -12,7 +12,8 @@ import torch
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.layers import CLIP, WITHIN, LayerTest
+from ds_silent.detectors.layer_evidence import CLIP, WITHIN, LayerEvidence
+from ds_silent.detectors.layers import LayerTest
 from ds_silent.exchange.observation import EachRank, Gathered
 from ds_silent.measure.evidence import Evidence, LayerValues
 from ds_silent.measure.row_tracker import _layer_values
@@ -142,21 +143,21 @@ def test_the_evidence_of_one_step_has_expectation_one() -> None:
     values = random.standard_cauchy(ranks)
     gains = np.zeros((2 * len(WITHIN), ranks))
     for turn in range(ranks):
-        test = LayerTest(ranks, LOG_STEPS)
-        test._start(1)
+        test = LayerEvidence(ranks)
+        test.start(1)
         rolled = np.clip(np.roll(values, turn)[None], -CLIP, CLIP)
         known = np.ones((1, ranks), dtype=bool)
         test._grow(1, rolled, known, known, None)
-        gains += test._gain[: 2 * len(WITHIN), 0]
+        gains += test.gain[: 2 * len(WITHIN), 0]
     assert gains / ranks == pytest.approx(np.ones_like(gains))
 
 
 def test_more_layers_cost_their_logarithm() -> None:
-    few, many = LayerTest(4, LOG_STEPS), LayerTest(4, LOG_STEPS)
-    few._start(3)
-    many._start(57)
+    few, many = LayerEvidence(4), LayerEvidence(4)
+    few.start(3)
+    many.start(57)
     for test in (few, many):
-        test._of_series[0, 1] = 1e9
+        test.of_series[0, 1] = 1e9
     assert float(few.score()[1] - many.score()[1]) == pytest.approx(math.log(56 / 2))
 
 

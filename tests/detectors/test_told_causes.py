@@ -69,7 +69,7 @@ def test_only_multiples_of_the_aggregate_are_compared(
     observation = gathered_of(3, 4, **FACTORS, **{f"reduced.handed_{name}": values for name, values in known.items()})
     arithmetic = Arithmetic(torch.float32, before=1, elements=1000, width=64)
     audit = ReductionChecker(Layout(64), arithmetic, 0.0, 12.0, ("head",))
-    seen = audit._handed(replace(observation, aggregate=torch.ones(64, dtype=torch.float64)))
+    seen = audit._applied.handed(replace(observation, aggregate=torch.ones(64, dtype=torch.float64)))
     assert seen is None if expected is None else seen == pytest.approx(expected)
 
 
