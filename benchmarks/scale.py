@@ -41,8 +41,8 @@ from ds_silent.exchange.layout import WORDS, Layout, Shape, layout_of
 from ds_silent.exchange.observation import Local, Loss, Observation, Reduced, Status
 from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.rounding_bound import Arithmetic
-from ds_silent.measure.evidence import Told
-from ds_silent.measure.reduction import Audit
+from ds_silent.measure.evidence import ResponseLog
+from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.published import Context
 from ds_silent.observing.recorder import WritingRecorder, make_recorder
@@ -78,7 +78,7 @@ class Writer:
         arithmetic = Arithmetic(dtype, after=after, elements=PARAMETERS, width=8 * self.layout.size)
         rate = log_steps(self.config.detectors, 1) + math.log(2.0)
         names = tuple(f"layers.{number}" for number in range(LAYERS))
-        audit = Audit(self.layout, arithmetic, 0.0, rate, names)
+        audit = ReductionChecker(self.layout, arithmetic, 0.0, rate, names)
         self.recorder = make_recorder(FanOut([JsonlSink(directory)]), self.config, audit, self.layout, range(ranks))
         assert isinstance(self.recorder, WritingRecorder)
         self.events: list[Event] = []
@@ -106,7 +106,7 @@ class Writer:
         started = time.thread_time()
         if arrived is not None:
             context = Context(8 * step, 8.0, None, Seconds(0.6, 0.001), self._names)
-            self.recorder.step(lambda: arrived.all, context, None, Told(), False)
+            self.recorder.step(lambda: arrived.all, context, None, ResponseLog(), False)
         return Step(training, time.thread_time() - started)
 
     def _observation(self, step: int) -> Observation:

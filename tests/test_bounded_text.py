@@ -15,14 +15,13 @@ from rich.console import Console
 from ds_silent.capture.conduct import same_draws, unlike
 from ds_silent.capture.untrained import Missed, reported
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Judge, broken, conduct, duplicates, result
+from ds_silent.detectors import Judge, broken, duplicate_data, reduction_errors
 from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.jump import JumpTest
-from ds_silent.detectors.lifecycle import Episodes
-from ds_silent.detectors.order import OrderTest
+from ds_silent.detectors.lifecycle import Episodes, setting_findings
+from ds_silent.detectors.order import OrderTest, SameOrderTest
 from ds_silent.detectors.repeats import RepeatTest
-from ds_silent.detectors.same_order import SameOrderTest
 from ds_silent.distributed.agreement import Statement, differences
 from ds_silent.distributed.parts import parts_of
 from ds_silent.distributed.places import Places, in_whole
@@ -85,8 +84,8 @@ def from_numbers(ranks: int) -> list[Finding]:
 def from_rows(ranks: int) -> list[Finding]:
     record, found = record_of(ranks), []
     shared = Evidence(duplicates={(0, rank): 8 for rank in range(1, ranks)}, rows_per_rank=(8,) * ranks)
-    found += duplicates.by_ids(record, shared, set())
-    found += duplicates.by_gradients(make(7, [2.0] * ranks, [1.0] * ranks, [1.0] * ranks))
+    found += duplicate_data.by_ids(record, shared, set())
+    found += duplicate_data.by_gradients(make(7, [2.0] * ranks, [1.0] * ranks, [1.0] * ranks))
     sizes, repeats, order = BatchSizeTest(), RepeatTest(16.0), OrderTest(16.0)
     same = SameOrderTest(16.0)
     taken, again = (8,) * (ranks // 2) + (4,) * (ranks - ranks // 2), (64,) * (ranks // 8) + (0,) * (ranks - ranks // 8)
@@ -102,8 +101,8 @@ def from_rows(ranks: int) -> list[Finding]:
         last = [
             *sizes.step(record, evidence),
             *repeats.step(record, evidence),
-            *order.step(record, evidence, False),
-            *same.step(record, evidence, False),
+            *order.step(record, evidence),
+            *same.step(record, evidence),
         ]
     return found + last
 
@@ -120,19 +119,19 @@ def from_the_reduction(ranks: int) -> list[Finding]:
             cause = Cause(kind, everywhere[:-9], 0.5, who, weights, (other, other, other), everywhere[-9:])
             for parts in split:
                 seen = ReductionEvidence(check, cause, dict.fromkeys(range(5), parts), layers=LAYERS)
-                found += result.reduction(record, seen)
+                found += reduction_errors.reduction(record, seen)
     off = MicroBatches(6, tuple((1.0 + rank % 5,) * 4 + (0.0, 1.0, 0.0, 1.0) for rank in range(ranks)), (1, 2, 3, 4))
-    found += result.reduction(record, ReductionEvidence(check, layers=LAYERS, micro_batches=off))
+    found += reduction_errors.reduction(record, ReductionEvidence(check, layers=LAYERS, micro_batches=off))
     for parts in split:
         drift = Drift(LAYERS, parts, 5, 3)
-        found += result.replicas(record, parts, drift)
-        found += result.reduction(record, ReductionEvidence(received={0: parts, 5: parts}, layers=LAYERS))
+        found += reduction_errors.replicas(record, parts, drift)
+        found += reduction_errors.reduction(record, ReductionEvidence(received={0: parts, 5: parts}, layers=LAYERS))
     handed = tuple(1.0 + rank / 7 for rank in range(ranks))
     check = AggregateCheck(1e-9, 1.0, 1e-6)
-    found += result.reduction(record, ReductionEvidence(check, layers=LAYERS, handed=handed))
+    found += reduction_errors.reduction(record, ReductionEvidence(check, layers=LAYERS, handed=handed))
     for who in groups_of(ranks):
         applied = AppliedCheck(6, 1.0, handed, 1e-3, 0.5, 1e-4, who, who)
-        found += result.reduction(record, ReductionEvidence(applied=applied))
+        found += reduction_errors.reduction(record, ReductionEvidence(applied=applied))
     return found
 
 
@@ -146,7 +145,7 @@ def from_conduct(ranks: int) -> list[Finding]:
     found = [
         one for part in parts for one in unlike({"hyper_parameters": part, "trainable": part, "objective": part}, 6)
     ]
-    return conduct.unlike((*found, *reported(Missed(every, every), 6)))
+    return setting_findings((*found, *reported(Missed(every, every), 6)))
 
 
 def from_the_preflight(ranks: int) -> list[Event]:
@@ -183,7 +182,7 @@ def from_others(ranks: int) -> list[Event]:
         elsewhere(7, [float(rank) for rank in range(ranks)], [0.0] * ranks),
         same_draws(1, ranks, TORCH),
         apart(7, [7.0] * ranks, [float(rank) for rank in range(ranks)]),
-        *result.notes(
+        *reduction_errors.notes(
             ReductionEvidence(applied=AppliedCheck(6, 1.0, (0.3,) * ranks, 1e-3, 0.5, 1e-4, (), (), note=True))
         ),
     ]
@@ -207,7 +206,7 @@ def from_the_judge(ranks: int) -> list[Event]:
     jump, noise = JumpTest(math.log(3e6)), random.standard_normal(556)
     noise[256:] += 3.0
     for step, value in enumerate(noise, start=1):
-        found += jump.step(make(step, [math.nan], [math.nan], [0.1], float(value)))
+        found += jump.follow(make(step, [math.nan], [math.nan], [0.1], float(value)))
     return found
 
 

@@ -118,11 +118,11 @@ class AtOnce:
         log_threshold: log of the mean number of measured steps between false alarms.
 
     Attributes:
-        saw: of each quantity judged at the newest step, the rank that is above, or below, all others.
+        scores: of each quantity judged at the newest step, the rank that is above, or below, all others.
     """
 
     def __init__(self, ranks: int, log_threshold: float):
-        self.saw: tuple[Score, ...] = ()
+        self.scores: tuple[Score, ...] = ()
         self.ranks = ranks
         above = log_threshold + math.log(len(QUANTITIES)) - math.log1p(-BELOW_SHARE)
         self._thresholds = [above if sign > 0 else log_threshold - math.log(BELOW_SHARE) for _, sign in SIDES]
@@ -148,7 +148,7 @@ class AtOnce:
             healthy: (N,) ranks that are not flagged already.
             least: steps for which a rank must stand out, one after the other.
         """
-        self.saw = ()
+        self.scores = ()
         self._signed |= bool((losses[np.isfinite(losses)] <= 0.0).any())
         found: list[StandsOut] = []
         for index, (quantity, sign) in enumerate(SIDES):
@@ -183,7 +183,7 @@ class AtOnce:
         length = 1 if run is None else len(run.gaps)
         threshold = self._thresholds[index] + math.log(2.0 if length == 1 else 2.0 * (LASTS - 1))
         score = _score(excess if run is None else run.excess, *spread)
-        self.saw += (Score("at-once", score, threshold, rank, quantity if sign > 0 else f"{quantity}, below"),)
+        self.scores += (Score("at-once", score, threshold, rank, quantity if sign > 0 else f"{quantity}, below"),)
         if score >= threshold and length >= least:
             self._runs[index] = None  # never learnt from
             return StandsOut(rank, quantity, sign, score, threshold, step if run is None else run.since)

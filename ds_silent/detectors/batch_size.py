@@ -15,11 +15,12 @@ rank's own tokens makes each of them count more where there are fewer.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.sequential import others
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
@@ -30,8 +31,10 @@ _ROOM = 1.5  # the number of different rows is an estimate
 TOKEN_STEPS, TOKEN_RATIO = 20, 2.0
 
 
-class BatchSizeTest:
-    """Counts the steps in which the ranks took the same different numbers of rows."""
+class BatchSizeTest(Detector):
+    """Count the steps in which the ranks took the same different numbers of rows."""
+
+    key = "batch_size"
 
     def __init__(self, words: Words = TORCH) -> None:
         self._words = words
@@ -39,7 +42,7 @@ class BatchSizeTest:
         self._steps = 0
         self._since = 0
 
-    def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+    def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """At most one finding: the ranks outside the majority, or all where there is none."""
         rows = extras.rows_taken or ()
         if len(set(rows)) != 2 or min(rows) <= 0:
@@ -99,22 +102,24 @@ def _whole_shard(rank: int, extras: Evidence) -> bool:
     return extras.passes.distinct[rank] <= _ROOM * extras.own_rows[rank]
 
 
-class LabelTokensTest:
-    """Counts the steps in a row in which a rank's label tokens were a fraction, or a multiple, of the others'."""
+class LabelTokensTest(Detector):
+    """Count the steps in a row in which a rank's label tokens were a fraction, or a multiple, of the others'."""
+
+    key = "label_tokens"
 
     def __init__(self) -> None:
         self._steps: dict[int, list[float]] = {}  # by rank: steps so far, the first of them, the sum of the logarithms
 
-    def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+    def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """At most one finding, of severity ``info``."""
         tokens = np.array(extras.label_tokens or (), dtype=np.float64)
         if len(tokens) < 2 or tokens.min() <= 0:
             self._steps = {}
             return []
         ratios = np.log(tokens / others(tokens[None])[0][0])
-        before, self._steps = self._steps, {}
+        earlier, self._steps = self._steps, {}
         for rank in np.flatnonzero(np.abs(ratios) > np.log(TOKEN_RATIO)).tolist():
-            steps, since, total = before.get(rank, [0.0, float(record.step), 0.0])
+            steps, since, total = earlier.get(rank, [0.0, float(record.step), 0.0])
             if steps and (total < 0) != (ratios[rank] < 0):
                 steps, since, total = 0.0, float(record.step), 0.0
             self._steps[rank] = [steps + 1.0, since, total + float(ratios[rank])]

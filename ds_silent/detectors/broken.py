@@ -6,19 +6,54 @@ These are facts, not statistics: they are reported at the first step, and no fal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 from ds_silent.text import named
 
 Array = npt.NDArray[Any]
 _LABELS = "Drop rows without label tokens (cut before their response, or empty)."
+
+
+class BrokenNumbers(Detector):
+    """Report what is no number, and gradients that are zero."""
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        return non_finite(record, evidence) + zero_gradient(record, evidence)
+
+
+class StaleParameters(Detector):
+    """Report parameters that train on other ranks, unless the model does that in health.
+
+    Args:
+        alike: whether ranks train the same parameters at all.
+    """
+
+    def __init__(self, alike: bool = True):
+        self._alike = alike
+        self._first: str | None = None  # key of the first finding
+        self._conditional = False  # the model trains other parameters on other ranks, in health
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        found = [] if self._conditional or not self._alike else stale_parameters(record, evidence)
+        if found and self._first not in (None, found[0].key):
+            self._conditional = True
+            return []
+        if found:
+            self._first = found[0].key
+        return found
+
+    def save(self) -> dict[str, Any]:
+        return {"stale_key": self._first, "conditional": self._conditional}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._first, self._conditional = state["stale_key"], state["conditional"]
 
 
 def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
@@ -125,8 +160,8 @@ def _unlabelled(ranks: tuple[int, ...], extras: Evidence) -> str:
 def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
     """Parameters that train on other ranks and get no gradient on this one.
 
-    A model with conditional computation does this in health, with other ranks at other steps. ``Judge`` stops asking
-    once the ranks have changed; a frozen parameter stays with its rank.
+    A model with conditional computation does this in health, with other ranks at other steps. ``StaleParameters`` stops
+    asking once the ranks have changed; a frozen parameter stays with its rank.
     """
     missing = tuple(sorted(_indices(extras.stale_parameters, lambda v: v > 0)))
     if not missing or extras.stale_parameters is None:

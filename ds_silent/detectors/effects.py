@@ -1,6 +1,6 @@
 """How large an effect is, and whether it is a fault, a note, or what a rank's own data do. Pure.
 
-    effect = effect_of(symptoms, "gradient norm", sizes, Setting(random=False, own_past=True))
+    effect = effect_of(symptoms, "gradient norm", sizes, EffectContext(random=False, own_past=True))
     effect.severity, effect.size, effect.of_data
 
 Significance says that a difference is there, size whether anybody needs to know. Where rows are dealt at random, data
@@ -43,7 +43,7 @@ UNLIKE = 2.0  # times the others' own range, in logarithms
 
 
 @dataclass(frozen=True)
-class Setting:
+class EffectContext:
     """What is known besides the symptoms.
 
     Attributes:
@@ -74,7 +74,7 @@ class Effect:
     unsure: bool = False  # a note now; as large a change of the gradient alone may be a fault when more steps show it
 
 
-def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, setting: Setting) -> Effect:
+def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectContext) -> Effect:
     """The effect that a rank's symptoms show.
 
     Args:
@@ -86,15 +86,15 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, setting: Setting
         or _log(seen.norm) >= math.log1p(sizes.gradient_norm)
         or _turned(seen) >= sizes.direction
     )
-    if setting.random:
+    if context.random:
         return Effect("warning" if large else "info", size)
-    if setting.own_past:
-        changed = _changed_by_no_data(seen, where, sizes, setting.norm_beyond)
-        fault = setting.sudden and (changed or _beyond_all(setting, sizes))
+    if context.own_past:
+        changed = _changed_by_no_data(seen, where, sizes, context.norm_beyond)
+        fault = context.sudden and (changed or _beyond_all(context, sizes))
         unsure = not fault and _may_be_no_data(seen, where, sizes)
         return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large, unsure=unsure)
     compared = seen.ranks > 2 and seen.loss is not None
-    high = setting.first_loss is not None and setting.first_loss >= HIGH and _log(seen.loss) >= HIGH
+    high = context.first_loss is not None and context.first_loss >= HIGH and _log(seen.loss) >= HIGH
     fault = compared and high
     return Effect("warning" if fault else "info", size, of_data=not fault)
 
@@ -134,8 +134,8 @@ def is_plain(seen: Symptoms) -> bool:
     return seen.loss is not None and _log(seen.loss) <= max(PLAIN_LOSS, SURE * seen.loss_noise)
 
 
-def _beyond_all(setting: Setting, sizes: EffectsConfig) -> bool:
-    return setting.above_highest is not None and setting.above_highest >= 1.0 + sizes.changed_loss
+def _beyond_all(context: EffectContext, sizes: EffectsConfig) -> bool:
+    return context.above_highest is not None and context.above_highest >= 1.0 + sizes.changed_loss
 
 
 def _size(seen: Symptoms, where: str) -> float | None:

@@ -1,16 +1,19 @@
-"""What the detectors see besides the record, and what they say."""
+"""What every detector does, and what it says: findings, of which events are made."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ds_silent.records import Event, EventKind, Severity
+from ds_silent.measure.evidence import Evidence
+from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that a detector sees at this step. Whether it becomes an event is decided in ``episodes.py``."""
+    """Something that a detector sees at this step. Whether it becomes an event is decided in ``lifecycle``."""
 
     key: str  # the same for the same fault at every step
     kind: EventKind
@@ -23,11 +26,49 @@ class Finding:
     remedy: str
     since: int
     step: int | None = None  # of the event, where the finding is about an earlier step than the newest
-    effects: tuple[str, ...] = ()  # what it brings about by itself on the same ranks, see ``linked``
+    effects: tuple[str, ...] = ()  # what it brings about by itself on the same ranks, see ``lifecycle``
     guess: str = ""  # the part of the message about the likely cause: nothing to guess where the cause is known
     family: str = ""  # findings of one are one fault, as long as they name nobody else: its explanation may vary
     log_excess: float | None = None  # where chance is judged: nats by which the evidence exceeds what is asked for
     effect: float | None = None  # how large, as a ratio to what is usual
+
+
+class Detector:
+    """Judge one measured step after the other. ``Judge`` has a list of detectors, and calls them in its order.
+
+    Attributes:
+        key: the name of its entry in the judge's state; empty: it remembers nothing, or writes several entries.
+        scores: what it weighed at the newest step, found or not.
+        notes: events of the newest step that are no faults.
+    """
+
+    key: str = ""
+    scores: tuple[Score, ...] = ()
+    notes: tuple[Event, ...] = ()
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        """Return what is wrong at this step.
+
+        Args:
+            before: what the detectors before this one have found at this step.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> Any:
+        """Return what continues it after a resume, as JSON values."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from :meth:`state_dict`."""
+
+    def save(self) -> dict[str, Any]:
+        """Return its entries of the judge's state."""
+        return {self.key: self.state_dict()} if self.key else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`save`; a state of an older version may lack the entry."""
+        if self.key in state:
+            self.load_state_dict(state[self.key])
 
 
 def with_odds(event: Event, rate: float, log_excess: float) -> Event:

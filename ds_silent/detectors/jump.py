@@ -37,6 +37,7 @@ t = 2 (and -2) is at its best for a jump by 2 to 3 standard deviations of the st
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from statistics import NormalDist, median
@@ -44,7 +45,9 @@ from typing import Any
 
 import numpy as np
 
+from ds_silent.detectors.finding import Detector, Finding, with_odds
 from ds_silent.detectors.sequential import Array
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, StepRecord
 
 SEGMENT = 128  # values
@@ -129,20 +132,23 @@ class _Level:
         return math.sqrt(sum(move * move for move in self.moves) / len(self.moves))
 
 
-class JumpTest:
-    """Follows three numbers of one run.
+class JumpTest(Detector):
+    """Follow three numbers of one run.
 
     Args:
         log_threshold: log of the mean number of measured steps between false notes.
+        rate: stated false alarms per million steps, for the odds of a note.
 
     Attributes:
-        saw: of each number known at the newest step, the largest score of its segments; evidence is not all that a
+        scores: of each number known at the newest step, the largest score of its segments; evidence is not all that a
             note needs.
     """
 
-    def __init__(self, log_threshold: float):
+    key = "drift"
+
+    def __init__(self, log_threshold: float, rate: float = 1.0):
         bets = (SEGMENT - REFERENCE) / SEGMENT  # of the steps
-        self.saw: tuple[Score, ...] = ()
+        self._rate = rate
         self._threshold = log_threshold + math.log(len(_NAMES) * len(_STARTS) * bets)
         self._deviations = math.sqrt(2.0 * log_threshold)
         self._series = {name: [_Series(start) for start in _STARTS] for name in _NAMES}
@@ -150,8 +156,16 @@ class JumpTest:
         self._counts = dict.fromkeys(_NAMES, 0)
         self._noted = dict.fromkeys(_NAMES, -SEGMENT)  # value at which the newest note was made
 
-    def step(self, record: StepRecord) -> list[Event]:
-        """At most one note per number."""
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        """Make the notes of one step; nothing is learnt from a step at which anything is wrong."""
+        self.scores, self.notes = (), ()
+        if record.world_size > 1 and not before:
+            notes = self.follow(record)
+            self.notes = tuple(with_odds(note, self._rate, _excess(note)) for note in notes)
+        return []
+
+    def follow(self, record: StepRecord) -> list[Event]:
+        """Return at most one note per number."""
         values = (record.noise_scale, _log(record.loss.std), _log(record.grad_norm.cv))
         events, saw = [], []
         for name, value in zip(_NAMES, values, strict=True):
@@ -172,7 +186,7 @@ class JumpTest:
                 self._series[name][number] = _Series(series.start)  # begins anew, so that each jump is told once
             self._counts[name] += 1
             saw.append(Score("jump", largest if largest > _NOTHING else -math.inf, self._threshold, where=name))
-        self.saw = tuple(saw)
+        self.scores = tuple(saw)
         return events
 
     def _note(self, step: int, name: str, series: _Series) -> Event:
@@ -200,6 +214,12 @@ class JumpTest:
             level.last = None if level.last is None else (level.last[0], level.last[1])
         self._series = {name: [_Series(**series) for series in state["series"][name]] for name in _NAMES}
         self._counts, self._noted = dict(state["counts"]), dict(state["noted"])
+
+
+def _excess(note: Event) -> float:
+    assert note.score is not None
+    assert note.threshold is not None
+    return note.score - note.threshold
 
 
 @cache

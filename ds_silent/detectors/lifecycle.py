@@ -13,12 +13,14 @@ explanation that names nobody else is the fault that goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_silent.detectors.finding import Finding, with_odds
-from ds_silent.records import ENDED, STILL, Event, EventKind, Severity
+from ds_silent.capture.conduct import Unlike
+from ds_silent.detectors.finding import Detector, Finding, with_odds
+from ds_silent.measure.evidence import Evidence
+from ds_silent.records import ENDED, STILL, Event, EventKind, Severity, StepRecord
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One fault, one alarm: which finding is what an open one brings about by itself.
@@ -127,6 +129,31 @@ def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
     if place.startswith(_OF_FORWARDS):
         return ("outlier-rank", "replica-drift")
     return ("replica-drift", "outlier-rank", APPLIED) if any(word in place for word in _OF_UPDATES) else ()
+
+
+class SettingsDetector(Detector):
+    """Report settings and code that the ranks do not have alike: facts that :mod:`ds_silent.capture.conduct` found."""
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        return setting_findings(evidence.unlike)
+
+
+def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
+    """Return one finding per group of settings and ranks; the event is of the step at which it was seen first."""
+    return [
+        Finding(
+            key=one.key,
+            kind=one.kind,
+            severity=one.severity,
+            ranks=one.ranks,
+            where=one.where,
+            message=one.message,
+            remedy=one.remedy,
+            since=one.since,
+            effects=(*one.effects, *effects_of_settings("config-mismatch", one.where)),
+        )
+        for one in found
+    ]
 
 
 # -- One event per fault -----------------------------------------------------------------------------------------------

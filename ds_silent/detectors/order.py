@@ -10,6 +10,11 @@ twice, ids that are hashes). Evidence for a repeat rate q > TOLERATED, from m co
 are known by their content only, those that the data hold several times repeat in health: p is ``TOLERATED_BY_CONTENT``,
 and what is found is a warning.
 
+The same order in every epoch although the data are shuffled: nobody calls ``sampler.set_epoch``. Told where the sampler
+says that it shuffles, or else, as a note, where the ids that the script tells are not in their own order: shards may be
+read as they were written. Data that are walked in a fixed order by design are healthy. Null hypothesis: each epoch has
+a shuffle of its own.
+
 Unless the rows are dealt to all ranks from one pool, those that come again on the rank that had them are a pass over
 that rank's own shard, which may be smaller than the others': such repeats are no evidence, here nor of low coverage.
 """
@@ -17,33 +22,38 @@ that rank's own shard, which may be smaller than the others': such repeats are n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.detectors.repeats import TOLERATED, RepeatTest
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Coverage, Evidence
 from ds_silent.records import Score, StepRecord
+from ds_silent.text import TORCH, Words
 
-TOLERATED, TOLERATED_BY_CONTENT = 0.01, 0.1
+TOLERATED_BY_CONTENT = 0.1
 _RATES = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.99])
 
 
-class OrderTest:
-    """Follows the coverage of one run.
+class OrderTest(Detector):
+    """Follow the coverage of one run.
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms.
+        repeats: weighs the rows that single ranks take again.
 
     Attributes:
-        saw: what was weighed at the newest step, if anything.
+        scores: what was weighed at the newest step, if anything.
     """
 
-    def __init__(self, log_threshold: float):
-        self.saw: tuple[Score, ...] = ()
-        self._threshold = log_threshold
+    key = "order"
+
+    def __init__(self, log_threshold: float, repeats: RepeatTest | None = None):
+        self._threshold, self._repeats = log_threshold, repeats
         self._evidence = np.full(len(_RATES), -np.inf)
         self._score = -math.inf
         self._last: Coverage | None = None
@@ -52,14 +62,11 @@ class OrderTest:
         self._own = 0.0  # rows of this epoch that came again on the rank that had them
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
-    def step(self, record: StepRecord, extras: Evidence, duplicated: bool, attributed: float = 0.0) -> list[Finding]:
-        """Findings of one step.
-
-        Args:
-            duplicated: ranks share rows now, which explains repeats by itself.
-            attributed: repeats of this step that single ranks make by themselves: ``repeats`` weighs those.
-        """
-        self.saw = ()
+    def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        """Return the findings of one step. Ranks that share rows now explain repeats by that alone."""
+        duplicated = any(finding.kind == "duplicate-data" for finding in before)
+        attributed = 0.0 if self._repeats is None else self._repeats.attributed
+        self.scores = ()
         now, last = extras.coverage, self._last
         if now is None or not all(math.isfinite(v) for v in (now.epoch, now.seen, now.repeated)):
             return self._findings(record)
@@ -87,7 +94,7 @@ class OrderTest:
         cap = self._threshold + math.log(len(_RATES))
         grown = np.logaddexp(0.0, self._evidence) + gain
         self._evidence, self._score = np.minimum(grown, cap), _mean(grown)
-        self.saw = (Score("order", self._score, self._threshold),)
+        self.scores = (Score("order", self._score, self._threshold),)
         score = _mean(self._evidence)
         if score >= self._threshold - 1e-9:  # the cap of a single rate, with its rounding, is an alarm
             self._mismatch_since = self._mismatch_since or step
@@ -177,6 +184,73 @@ class OrderTest:
         self._mismatch_since = state["mismatch_since"]
         self._own = float(state.get("own", 0.0))
         self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
+
+
+class SameOrderTest(Detector):
+    """Report an order that comes again, as :mod:`ds_silent.measure.row_history` sees it.
+
+    Args:
+        log_threshold: log of the mean number of measured steps between false alarms.
+        words: for the remedy.
+        repeats: weighs the rows that single ranks take again.
+
+    Attributes:
+        scores: the odds at the newest step, where a pass has ended there.
+    """
+
+    key = "same_order"
+
+    def __init__(self, log_threshold: float, words: Words = TORCH, repeats: RepeatTest | None = None):
+        self._threshold, self._words, self._repeats = log_threshold, words, repeats
+        self._since: int | None = None
+        self._score, self._rows = 0.0, 0
+        self._promised = True
+
+    def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        """Return the finding of one step, if any; none where rows come again for another reason."""
+        explained = any(finding.kind in ("data-order-mismatch", "low-coverage") for finding in before)
+        explained |= self._repeats is not None and self._repeats.attributed > 0
+        seen = extras.same_order
+        self.scores = () if seen is None else (Score("same-order", seen.log_odds, self._threshold),)
+        if seen is not None and not seen.again:
+            self._since = None
+        elif seen is not None and seen.log_odds >= self._threshold and not explained:
+            self._since = self._since or record.step
+            self._score, self._rows, self._promised = seen.log_odds, seen.rows, seen.promised
+        if self._since is None:
+            return []
+        message = (
+            f"The rows come in the same order in every epoch, as they came {self._rows} rows before"
+            f"{', although the sampler shuffles' * self._promised}: each epoch shows the model the same batches again."
+        )
+        remedy = (
+            f"Call sampler.set_epoch(epoch) on every rank at the start of each epoch{self._words.own_sampler}, and do "
+            "not seed the loader's generator anew."
+        )
+        everyone = tuple(range(record.world_size))
+        return [
+            Finding(
+                key="same-order",
+                kind="same-order",
+                severity="warning" if self._promised else "info",
+                ranks=everyone,
+                where="sampler",
+                score=self._score,
+                threshold=self._threshold,
+                message=message,
+                remedy=remedy,
+                since=self._since,
+            )
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"since": self._since, "score": self._score, "rows": self._rows, "promised": self._promised}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._since, self._score, self._rows = state["since"], float(state["score"]), int(state["rows"])
+        self._promised = bool(state.get("promised", True))
 
 
 def _mean(evidence: Array) -> float:

@@ -1,7 +1,7 @@
 """A rank whose gradient enters the aggregate with another weight, by less than the rounding of one step hides.
 
-    test = OwnWeightTest(ranks, log_threshold)
-    findings = test.step(record, evidence.reduction.own, told=False)
+    test = OwnWeightTest(log_threshold)
+    findings = test.step(record, evidence, before)      # above the gather limit
 
 In bf16 rounding explains an error of 8 % at 1,024 ranks, where one missing rank makes 0.3 %. Yet each rank knows its
 own weight, to within a noise that is another one at each step (:mod:`ds_silent.exchange.constant_size`), and a rank
@@ -12,50 +12,52 @@ that is missing is so at every step. The scores of the ranks are compared like t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ds_silent.detectors.finding import Finding
-from ds_silent.detectors.result import distrust
-from ds_silent.detectors.sequential import SequentialTest
-from ds_silent.maths.causes import OwnWeights
+from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.detectors.reduction_text import distrust
+from ds_silent.detectors.sequential import Array, SequentialTest
+from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Score, StepRecord
 from ds_silent.text import TORCH, Words
 
-Array = npt.NDArray[np.float64]
 RECENT = 64  # steps whose weights are averaged
 
 
-class OwnWeightTest:
-    """Follows the ranks of one run.
+class OwnWeightTest(Detector):
+    """Follow the ranks of one run, once they know their own weights.
 
     Args:
-        ranks: N.
         log_threshold: log of the mean number of measured steps between false alarms of this detector.
         words: for the remedy.
 
     Attributes:
-        saw: the largest score of the newest step.
+        scores: the largest score of the newest step.
     """
 
-    def __init__(self, ranks: int, log_threshold: float, words: Words = TORCH):
-        self.ranks, self._words = ranks, words
-        self.saw: tuple[Score, ...] = ()
-        self._threshold = log_threshold + float(np.log(ranks))
-        self._test = SequentialTest(1, ranks, 2.0 * self._threshold)
+    key = "own_weight"
+
+    def __init__(self, log_threshold: float, words: Words = TORCH):
+        self._log_threshold, self._words = log_threshold, words
+        self._start(0)
+
+    def _start(self, ranks: int) -> None:
+        self.ranks, self.scores = ranks, ()
+        self._threshold = self._log_threshold + float(np.log(max(ranks, 1)))
+        self._test = SequentialTest(1, max(ranks, 1), 2.0 * self._threshold)
         self._recent: deque[tuple[int, Array, Array]] = deque(maxlen=RECENT)  # step, weight - 1, 1 / variance
         self._flagged: dict[int, dict[str, Any]] = {}
 
-    def step(self, record: StepRecord, own: OwnWeights | None, told: bool) -> list[Finding]:
-        """Findings of one step: one per flagged rank.
-
-        Args:
-            own: what the ranks have found; None where nothing was.
-            told: the aggregate of this step is wrong beyond rounding, which is said already.
-        """
-        if own is None or told:
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        """Return one finding per flagged rank. Where the aggregate is wrong beyond rounding, nothing is weighed."""
+        own = None if evidence.reduction is None else evidence.reduction.own
+        if own is not None and self.ranks != record.world_size:
+            self._start(record.world_size)
+        wrong = any(finding.kind in ("aggregation-error", "unreduced-gradient") for finding in before)
+        if own is None or wrong:
             return self.standing()
         scores, off = own.scores.numpy(), own.weights.numpy() - 1.0
         known = scores != 0.0
@@ -71,7 +73,7 @@ class OwnWeightTest:
         candidates = np.where(healthy, self._test.log_evidence()[0], -np.inf)
         rank = int(np.argmax(candidates))
         score = float(candidates[rank])
-        self.saw = (Score("own weight", score, self._threshold, rank),)
+        self.scores = (Score("own weight", score, self._threshold, rank),)
         if score >= self._threshold:
             since = self._test.onset(0, rank).step
             off_by, error = self._mean(rank, since)
@@ -111,17 +113,20 @@ class OwnWeightTest:
             log_excess=flag["score"] - self._threshold,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return JSON values; None where no weights have come yet."""
+        if not self.ranks:
+            return None
         return {
             "ranks": self.ranks,
             "test": self._test.state_dict(),
             "flagged": {str(rank): flag for rank, flag in self._flagged.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; of another number of ranks nothing can be taken over."""
-        if state["ranks"] != self.ranks:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from :meth:`state_dict`; with another number of ranks the next step begins anew."""
+        if state is None:
             return
+        self._start(int(state["ranks"]))
         self._test.load_state_dict(state["test"])
         self._flagged = {int(rank): flag for rank, flag in state["flagged"].items()}

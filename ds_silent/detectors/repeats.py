@@ -16,36 +16,38 @@ Null hypothesis: a row of the rank is a repeat with probability at most p. Evide
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.finding import Finding
-from ds_silent.detectors.order import TOLERATED
+from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Score, StepRecord
 from ds_silent.text import named
 
+TOLERATED = 0.01  # share of rows that come again in health
 _RATES = np.array([0.5, 0.99])  # who is stuck repeats all rows, or those of one of two workers
 _MEMORY = 64  # measured steps
 _ROOM = 1.5  # the number of different rows is an estimate
 
 
-class RepeatTest:
-    """Follows each rank's own repeats.
+class RepeatTest(Detector):
+    """Follow each rank's own repeats.
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms.
 
     Attributes:
         attributed: repeats of the newest step by ranks that these speak against.
-        saw: the largest of the ranks' scores at the newest step, if rows are known.
+        scores: the largest of the ranks' scores at the newest step, if rows are known.
     """
+
+    key = "repeats"
 
     def __init__(self, log_threshold: float):
         self.attributed = 0.0
-        self.saw: tuple[Score, ...] = ()
         self._threshold = log_threshold
         self._start(0)
 
@@ -54,9 +56,9 @@ class RepeatTest:
         self._lately: Array = np.zeros((2, ranks))  # repeats and rows, the older the less
         self._since: dict[int, int] = {}  # of the ranks that are named
 
-    def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+    def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """The finding of one step, if any; without ids nothing changes."""
-        self.attributed, self.saw = 0.0, ()
+        self.attributed, self.scores = 0.0, ()
         if extras.own_repeats is None or extras.own_rows is None or len(extras.own_rows) < 2:
             return []
         repeats, rows = np.array(extras.own_repeats, dtype=float), np.array(extras.own_rows, dtype=float)
@@ -76,7 +78,7 @@ class RepeatTest:
         self._evidence = np.minimum(grown, threshold + math.log(len(_RATES)))
         scores, uncut = (np.logaddexp.reduce(log, axis=1) - math.log(len(_RATES)) for log in (self._evidence, grown))
         nearest = int(np.argmax(uncut))
-        self.saw = (Score("repeats", float(uncut[nearest]), threshold, nearest),)
+        self.scores = (Score("repeats", float(uncut[nearest]), threshold, nearest),)
         for rank, score in enumerate(scores.tolist()):
             if score >= threshold - 1e-9:  # the cap itself is an alarm
                 self._since.setdefault(rank, record.step)

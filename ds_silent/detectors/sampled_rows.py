@@ -21,12 +21,13 @@ after s steps of b rows, and is named when these are K = ceil(threshold / log(1 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.duplicates import groups, shared_findings
-from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.duplicate_data import groups, shared_findings
+from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
@@ -34,12 +35,14 @@ from ds_silent.records import StepRecord
 FORGET = 32
 
 
-class SampledRowsTest:
-    """Follows the pairs that have shared a row lately.
+class SampledRowsTest(Detector):
+    """Follow the pairs that have shared a row lately.
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms.
     """
+
+    key = "sampled_rows"
 
     def __init__(self, log_threshold: float):
         self._threshold = log_threshold
@@ -52,9 +55,9 @@ class SampledRowsTest:
         self._counts = np.empty((0, 3), np.int64)  # shared rows, rows of the smaller one; when the last was shared
         self._since: dict[int, int] = {}  # of the pairs that are named
 
-    def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
-        """The findings of one step; without ids nothing changes."""
-        if extras.duplicates is None or extras.rows_per_rank is None:
+    def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        """Return the findings of one step; without ids, or where all rows are known, nothing changes."""
+        if extras.rows_sampled >= 1.0 or extras.duplicates is None or extras.rows_per_rank is None:
             return []
         ranks, rows = record.world_size, np.array(extras.rows_per_rank)
         if ranks != self._ranks:

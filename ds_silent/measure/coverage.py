@@ -30,7 +30,7 @@ ALL_PAIRS = 64  # ranks that hold a row, up to which all pairs of them are count
 
 
 @dataclass(frozen=True)
-class Duplicates:
+class SharedRows:
     """Rows of one step that more than one rank holds. Exact for the ids that were given.
 
     A row that more than ``ALL_PAIRS`` ranks hold makes pairs of each with the next one only: N - 1 of N ranks that hold
@@ -41,13 +41,13 @@ class Duplicates:
     pairs: tuple[tuple[int, int, int], ...]  # (rank, rank, rows shared), most first
 
 
-def duplicates(ids: Sequence[Ids]) -> Duplicates:
+def duplicates(ids: Sequence[Ids]) -> SharedRows:
     """Compares one step's ids of all ranks; ``ids[rank]`` int64 (rows,), of any length."""
     owners = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
     return shared_rows(np.concatenate([*ids, np.empty(0, np.int64)]), owners)
 
 
-def shared_rows(values: Ids, owners: Ids) -> Duplicates:
+def shared_rows(values: Ids, owners: Ids) -> SharedRows:
     """The same from all rows, and the rank of each: int64 (M,). By sorting, O(M log M) whatever the ranks."""
     order = np.lexsort((owners, values))
     values, owners = values[order], owners[order]
@@ -56,7 +56,7 @@ def shared_rows(values: Ids, owners: Ids) -> Duplicates:
     values, owners = values[first], owners[first]  # one entry per (row, rank)
     starts = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1]))) if len(values) else np.empty(0, int)
     holders = np.diff(np.concatenate((starts, [len(values)])))
-    return Duplicates(int((holders > 1).sum()), _pairs(owners, starts, holders))
+    return SharedRows(int((holders > 1).sum()), _pairs(owners, starts, holders))
 
 
 def _pairs(owners: Ids, starts: Ids, holders: Ids) -> tuple[tuple[int, int, int], ...]:
@@ -143,11 +143,11 @@ class EpochCoverage:
         self._known += len(ids)
         hashes = mix64(np.ascontiguousarray(ids, dtype=np.int64).view(np.uint64))  # no two ids share one
         if self._level:
-            hashes = hashes[hashes <= _threshold(self._level)]
+            hashes = hashes[hashes <= largest_hash(self._level)]
         self._seen.update(hashes.tolist())
         while len(self._seen) > self._capacity:
             self._level += 1
-            limit = int(_threshold(self._level))
+            limit = int(largest_hash(self._level))
             self._seen = {one for one in self._seen if one <= limit}
 
     def seen(self, rows_in_epoch: int | None) -> Estimate:
@@ -234,7 +234,7 @@ def last_of_epoch(rows: Ids, places: Ids, epoch: EpochCoverage, left: int, dropp
     return int(again.min()) if len(again) else left
 
 
-def _threshold(level: int) -> np.uint64:
+def largest_hash(level: int) -> np.uint64:
     """The largest hash that starts with ``level`` zero bits."""
     limit: np.uint64 = np.uint64((1 << (64 - level)) - 1)
     return limit

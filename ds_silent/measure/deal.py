@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from ds_silent.capture.data_facts import Deal
 from ds_silent.exchange.row_ids import Ids
 from ds_silent.maths.mixing import mix64
+from ds_silent.measure.coverage import largest_hash
 from ds_silent.records import DataDealt
 
 SLOTS = 1 << 14
@@ -116,8 +116,8 @@ class DealFollower:
 
 
 @dataclass
-class Evidence:
-    """Natural logarithm of a likelihood ratio, never below 0: it reaches LOG_ERROR once in e^LOG_ERROR by chance."""
+class LikelihoodRatio:
+    """Add up the log of a likelihood ratio, never below 0: it reaches LOG_ERROR once in e^LOG_ERROR by chance."""
 
     log: float = 0.0
     decided: bool = False
@@ -150,7 +150,7 @@ class RowOwners:
         self._start(0)
 
     def _start(self, ranks: int) -> None:
-        self.random, self.own, self.blocks = Evidence(), Evidence(), Evidence()
+        self.random, self.own, self.blocks = LikelihoodRatio(), LikelihoodRatio(), LikelihoodRatio()
         self.own_again: float | None = None
         self._ranks, self._level, self._count = ranks, 0, 0
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
@@ -165,7 +165,7 @@ class RowOwners:
             self._start(ranks)
         self._count += 1
         hashes = mix64(np.ascontiguousarray(values, dtype=np.int64).view(np.uint64))
-        kept = hashes <= _limit(self._level)
+        kept = hashes <= largest_hash(self._level)
         hashes, owners = hashes[kept], owners[kept]
         places = (hashes & np.uint64(SLOTS - 1)).astype(np.int64)
         again = (self._hashes[places] == hashes) & (self._owners[places] >= 0)
@@ -178,7 +178,7 @@ class RowOwners:
         self._hashes[places], self._owners[places], self._came[places] = hashes, owners, self._count
         while int((self._owners >= 0).sum()) > SLOTS // 2:
             self._level += 1
-            self._owners[self._hashes > _limit(self._level)] = -1
+            self._owners[self._hashes > largest_hash(self._level)] = -1
 
     def _weigh(self, before: Ids, now: Ids) -> None:
         stayed = int((before == now).sum())
@@ -217,7 +217,7 @@ class RowOwners:
         try:
             hashes = np.frombuffer(base64.b64decode(state["hashes"], validate=True), dtype="<u8")
             owners = np.frombuffer(base64.b64decode(state["owners"], validate=True), dtype="<i4")
-            (random, own, blocks) = (Evidence(float(log), bool(decided)) for log, decided in state["evidence"])
+            (random, own, blocks) = (LikelihoodRatio(float(log), bool(decided)) for log, decided in state["evidence"])
         except (TypeError, ValueError, binascii.Error) as error:
             raise ValueError(f"the ranks of the rows in the checkpoint cannot be read ({error})") from error
         if len(hashes) != len(owners):
@@ -232,9 +232,3 @@ class RowOwners:
 
 def _log_ratio(count: int, of: int, rate: float, against: float) -> float:
     return count * math.log(rate / against) + (of - count) * math.log((1.0 - rate) / (1.0 - against))
-
-
-def _limit(level: int) -> npt.NDArray[np.uint64]:
-    """The largest hash that starts with ``level`` zero bits."""
-    limit: npt.NDArray[np.uint64] = np.uint64((1 << (64 - level)) - 1)
-    return limit

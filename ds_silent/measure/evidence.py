@@ -1,6 +1,6 @@
 """What is known of a step's reduction, of what the optimizer made of it, and of the replicas: for detectors, responses.
 
-seen = audit.examine(gathered)           # Examined: of one observation, before the optimizer runs
+seen = audit.examine(gathered)           # ReductionCheck: of one observation, before the optimizer runs
 stats, evidence = audit.step(gathered, drift, told)
 """
 
@@ -77,7 +77,7 @@ def factors_alike(factors: Sequence[float], tolerance: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Examined:
+class ReductionCheck:
     """The reduction of one step. None: not checked at this step, or it cannot be seen.
 
     ``handed``: how many times the aggregate each rank's script gave to its optimizer, where they are not alike;
@@ -101,10 +101,10 @@ class Examined:
 
 
 @dataclass(frozen=True)
-class Told:
+class ResponseLog:
     """What :mod:`ds_silent.respond.responder` has found and done since the last record."""
 
-    reduction: Examined | None = None  # the first attempt, where it was wrong
+    reduction: ReductionCheck | None = None  # the first attempt, where it was wrong
     replicas: Parts | None = None  # of the last comparison, or of the first that found a difference
     drift: Drift | None = None
     repairs: tuple[Repair, ...] = ()
@@ -124,7 +124,7 @@ class ReductionEvidence:
     repeated: bool | None = None  # whether the reduction was right when it was repeated; None: it was not
     micro_batches: MicroBatches | None = None  # of a step since which the check has failed
     result: str = "mean"  # what the aggregate should be, of the ranks' gradients
-    handed: tuple[float, ...] | None = None  # see :class:`Examined`
+    handed: tuple[float, ...] | None = None  # see :class:`ReductionCheck`
     changed: bool = False  # the script has changed the aggregate since the reduction
     own: OwnWeights | None = None  # above the gather limit: what each rank has found of its weight in the aggregate
 

@@ -22,10 +22,10 @@ from ds_silent.detectors.lifecycle import ELSEWHERE
 from ds_silent.distributed.places import Places, in_whole
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
-from ds_silent.measure.evidence import Evidence, Told
+from ds_silent.measure.evidence import Evidence, ResponseLog
 from ds_silent.measure.record import Context, measure
-from ds_silent.measure.reduction import Audit
-from ds_silent.measure.rows import RowTracker, testimony
+from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.measure.row_tracker import RowTracker, row_evidence
 from ds_silent.records import STILL, Dealt, Event, EventKind, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
@@ -42,7 +42,7 @@ _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "war
 def make_recorder(
     sinks: Sink | None,
     config: SilentConsistencyConfig | None = None,
-    audit: Audit | None = None,
+    audit: ReductionChecker | None = None,
     layout: Layout | None = None,
     members: Sequence[int] = (),
     words: Words = TORCH,
@@ -84,7 +84,7 @@ class Recorder:
     """Whether the sketches of single micro-batches would tell more."""
 
     def step(
-        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: ResponseLog, wait: bool
     ) -> None:
         """Write one step's record and judge it.
 
@@ -186,7 +186,7 @@ class WritingRecorder(Recorder):
         self,
         sink: Sink,
         judge: Judge | None,
-        audit: Audit,
+        audit: ReductionChecker,
         layout: Layout,
         members: Sequence[int],
         stop_on: str,
@@ -209,7 +209,7 @@ class WritingRecorder(Recorder):
     # -- beside the training -------------------------------------------------------------------------------------------
 
     def step(
-        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: Told, wait: bool
+        self, gathered: Callable[[], Gathered], context: Context, drift: Drift | None, told: ResponseLog, wait: bool
     ) -> None:
         act = partial(self._write, gathered, context, drift, told, wait, self.unlike)
         if self._beside is None:
@@ -256,7 +256,7 @@ class WritingRecorder(Recorder):
         gathered: Callable[[], Gathered],
         context: Context,
         drift: Drift | None,
-        told: Told,
+        told: ResponseLog,
         wait: bool,
         unlike: tuple[Unlike, ...],
     ) -> None:
@@ -264,7 +264,7 @@ class WritingRecorder(Recorder):
         record = measure(everybody, self._layout, context)
         if not self._alike:  # it compares gradients of one rank's rows with those of all
             record = dataclasses.replace(record, noise_scale=None)
-        coverage, evidence = testimony(everybody, self._tracker, context)
+        coverage, evidence = row_evidence(everybody, self._tracker, context)
         stats, seen = self._audit.step(everybody, drift, told)
         evidence = dataclasses.replace(evidence, reduction=seen, unlike=unlike)
         data = self._tracker.deal.newest

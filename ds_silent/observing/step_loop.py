@@ -32,7 +32,7 @@ from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
 from ds_silent.exchange.whole_model import WholeModel
 from ds_silent.framework import HasPeers, SavesSuspect
-from ds_silent.measure.reduction import Audit
+from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.published import Published
 from ds_silent.observing.recorder import Recorder, make_recorder
@@ -269,11 +269,11 @@ class StepLoop(_Schedule):
         self._capture.close()
 
 
-def _audit_of(capture: StepCapture, config: SilentConsistencyConfig, layout: Layout) -> Audit:
+def _audit_of(capture: StepCapture, config: SilentConsistencyConfig, layout: Layout) -> ReductionChecker:
     log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
     model = _model_of(capture)
     whole_norm = None if model is None else model.norm
-    return Audit(layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, whole_norm)
+    return ReductionChecker(layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, whole_norm)
 
 
 def _published_of(
@@ -281,7 +281,7 @@ def _published_of(
     config: SilentConsistencyConfig,
     home: RunDirectory,
     layout: Layout,
-    audit: Audit,
+    audit: ReductionChecker,
     replicas: ReplicaChecks,
     responder: Responder,
 ) -> Published:

@@ -33,8 +33,8 @@ from ds_silent.exchange.gather import Exchange
 from ds_silent.exchange.observation import on_any
 from ds_silent.framework import HasReplica, Repeats
 from ds_silent.kernels.checksums import Bits, Replica
-from ds_silent.measure.evidence import Examined, Told
-from ds_silent.measure.reduction import Audit
+from ds_silent.measure.evidence import ReductionCheck, ResponseLog
+from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.records import Repair, RepairMethod
 from ds_silent.replicas.average import Averaging, average
 from ds_silent.replicas.compare import Comparison, Drift, compare, gathered
@@ -49,11 +49,11 @@ class _Notes:
     """What was found and done, until a record takes it."""
 
     def __init__(self) -> None:
-        self._reductions: list[tuple[int, Examined]] = []
+        self._reductions: list[tuple[int, ReductionCheck]] = []
         self._comparisons: list[tuple[int, Parts, Drift | None]] = []
         self._repairs: list[Repair] = []
 
-    def reduction(self, step: int, wrong: Examined) -> None:
+    def reduction(self, step: int, wrong: ReductionCheck) -> None:
         self._reductions.append((step, wrong))
 
     def comparison(self, step: int, groups: Parts, drift: Drift | None) -> None:
@@ -62,7 +62,7 @@ class _Notes:
     def repair(self, repair: Repair) -> None:
         self._repairs.append(repair)
 
-    def take(self, step: int) -> Told:
+    def take(self, step: int) -> ResponseLog:
         """Everything up to ``step``, and forget it."""
         reductions = [seen for at, seen in self._reductions if at <= step]
         comparisons = [compared for compared in self._comparisons if compared[0] <= step]
@@ -73,7 +73,7 @@ class _Notes:
         apart = [compared for compared in comparisons if len(compared[1]) > 1]
         shown = apart[:1] or comparisons[-1:]
         groups, drift = shown[0][1:] if shown else (None, None)
-        return Told(reductions[0] if reductions else None, groups, drift, repairs)
+        return ResponseLog(reductions[0] if reductions else None, groups, drift, repairs)
 
 
 class Responder:
@@ -83,7 +83,9 @@ class Responder:
         stop: why the training has to end now, the same on every rank; None when it may go on.
     """
 
-    def __init__(self, capture: StepCapture, exchange: Exchange, audit: Audit, config: SilentConsistencyConfig):
+    def __init__(
+        self, capture: StepCapture, exchange: Exchange, audit: ReductionChecker, config: SilentConsistencyConfig
+    ):
         self.stop: str | None = None
         self._together = capture.together
         self._notes = _Notes()
@@ -132,7 +134,7 @@ class Responder:
     def _to_the_end(self, step: int, act: Callable[[], _Result]) -> _Result:
         return self._together.irrevocable(f"the response at step {step}", act)
 
-    def take(self, step: int) -> Told:
+    def take(self, step: int) -> ResponseLog:
         """What was found and done up to ``step``; it is forgotten then."""
         return self._notes.take(step)
 
@@ -140,7 +142,9 @@ class Responder:
 class _Guard:
     """Before an optimizer may use a reduction, all ranks know that it is right."""
 
-    def __init__(self, capture: StepCapture, exchange: Exchange, audit: Audit, config: SilentConsistencyConfig):
+    def __init__(
+        self, capture: StepCapture, exchange: Exchange, audit: ReductionChecker, config: SilentConsistencyConfig
+    ):
         self._capture, self._exchange, self._audit, self._respond = capture, exchange, audit, config.respond
 
     def protect(self, step: int, notes: _Notes) -> str | None:
@@ -151,7 +155,7 @@ class _Guard:
         together = self._capture.together
         return together.irrevocable(f"the response at step {step}", lambda: self._correct(step, notes, seen))
 
-    def _correct(self, step: int, notes: _Notes, seen: Examined | None) -> str | None:
+    def _correct(self, step: int, notes: _Notes, seen: ReductionCheck | None) -> str | None:
         """The reduction is wrong, and every rank knows. ``seen``: by this one; None where its examination broke."""
         named = self._examine(self._exchange.in_full(self._capture.together.once))
         if seen is not None:
@@ -178,12 +182,12 @@ class _Guard:
                 return None
         return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
 
-    def _examine(self, arrived: Arrived) -> Examined | None:
+    def _examine(self, arrived: Arrived) -> ReductionCheck | None:
         """None where the observation itself broke, here or, as the status words say, on another rank."""
         if on_any(arrived.known.status.failed):
             return None
         if arrived.make is None:
-            return Examined(None, None, None)  # the writing rank examines for all
+            return ReductionCheck(None, None, None)  # the writing rank examines for all
         return self._capture.together.alone(lambda: self._audit.examine(arrived.all))
 
     def _anyone(self, wrong: bool | None) -> bool | None:

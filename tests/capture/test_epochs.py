@@ -16,7 +16,7 @@ from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.exchange.row_ids import pack_ids
 from ds_silent.measure.evidence import Evidence
-from ds_silent.measure.rows import RowsOfStep, RowTracker
+from ds_silent.measure.row_tracker import RowsOfStep, RowTracker
 from ds_silent.records import Event, StepRecord
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Judge, duplicates
+from ds_silent.detectors import Judge, duplicate_data
 from ds_silent.measure.evidence import Coverage, Evidence
 from ds_silent.records import Event, StepRecord
 from tests.support.made_records import NOTHING, Run, ids, kinds, make
@@ -116,7 +116,7 @@ def test_above_the_gather_limit_the_mean_cosine_tells() -> None:
 
 
 def test_groups_are_connected_components() -> None:
-    assert duplicates.groups([(3, 5), (0, 1), (1, 2)]) == [(0, 1, 2), (3, 5)]
+    assert duplicate_data.groups([(3, 5), (0, 1), (1, 2)]) == [(0, 1, 2), (3, 5)]
 
 
 # -- the order of the data -------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tests.support.made_records import Run, make
 def feed(test: JumpTest, values: np.ndarray, first: int = 1) -> list[Event]:
     """Noise scales alone."""
     records = (make(first + k, [math.nan], [math.nan], [0.1], noise=float(v)) for k, v in enumerate(values))
-    return [event for record in records for event in test.step(record)]
+    return [event for record in records for event in test.follow(record)]
 
 
 @pytest.mark.parametrize("trend", [1.0, 0.6])
@@ -64,7 +64,7 @@ def test_false_notes_stay_below_the_stated_rate(law: str, alone: bool, monkeypat
     made = zip(values, np.exp(np.clip(values, -300, 300)), strict=True)
     test, found = JumpTest(math.log(mean_steps)), 0
     for step, ((noise, *_), (_, std, cv)) in enumerate(made, start=1):
-        found += len(test.step(drift_record(step, noise, std, cv)))
+        found += len(test.follow(drift_record(step, noise, std, cv)))
     expected = steps / mean_steps
     assert found <= expected + 3 * math.sqrt(expected)
     assert found > (0.15 * expected if alone else 0)  # evidence begins anew with each segment, which costs some
@@ -101,7 +101,7 @@ def test_trainings_from_random_weights_say_nothing() -> None:
         test = JumpTest(math.log(4e6))
         values = zip(*(numbers[key] for key in ("noise_scale", "loss_std", "grad_norm_cv")), strict=True)
         for step, (noise, std, cv) in enumerate(values, start=1):
-            assert test.step(drift_record(step, noise, std, cv)) == [], (name, step)
+            assert test.follow(drift_record(step, noise, std, cv)) == [], (name, step)
 
 
 def test_a_jump_after_a_cold_start_is_told() -> None:

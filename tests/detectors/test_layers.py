@@ -12,13 +12,14 @@ import torch
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.layers import CLIP, WITHIN, LayerTest
+from ds_silent.detectors.layer_evidence import CLIP, WITHIN, LayerEvidence
+from ds_silent.detectors.layers import LayerTest
 from ds_silent.exchange.observation import EachRank, Gathered
 from ds_silent.measure.evidence import Evidence, LayerValues
-from ds_silent.measure.rows import _layer_values
+from ds_silent.measure.row_tracker import _layer_values
 from ds_silent.records import Event
 from tests.support.made_observations import gathered_of
-from tests.support.made_records import Run, make
+from tests.support.made_records import Run, comparison_of, make
 
 LOG_STEPS = math.log(8e6)
 
@@ -142,21 +143,21 @@ def test_the_evidence_of_one_step_has_expectation_one() -> None:
     values = random.standard_cauchy(ranks)
     gains = np.zeros((2 * len(WITHIN), ranks))
     for turn in range(ranks):
-        test = LayerTest(ranks, LOG_STEPS)
-        test._start(1)
+        test = LayerEvidence(ranks)
+        test.start(1)
         rolled = np.clip(np.roll(values, turn)[None], -CLIP, CLIP)
         known = np.ones((1, ranks), dtype=bool)
         test._grow(1, rolled, known, known, None)
-        gains += test._gain[: 2 * len(WITHIN), 0]
+        gains += test.gain[: 2 * len(WITHIN), 0]
     assert gains / ranks == pytest.approx(np.ones_like(gains))
 
 
 def test_more_layers_cost_their_logarithm() -> None:
-    few, many = LayerTest(4, LOG_STEPS), LayerTest(4, LOG_STEPS)
-    few._start(3)
-    many._start(57)
+    few, many = LayerEvidence(4), LayerEvidence(4)
+    few.start(3)
+    many.start(57)
     for test in (few, many):
-        test._of_series[0, 1] = 1e9
+        test.of_series[0, 1] = 1e9
     assert float(few.score()[1] - many.score()[1]) == pytest.approx(math.log(56 / 2))
 
 
@@ -229,8 +230,9 @@ def test_a_layer_that_is_seen_later_adds_no_event() -> None:
     run, layers, judge = Run(ranks=8), Layers(8, 7), Judge(DetectorsConfig())
     events = [event for _ in range(60) for event in judged(judge, run, layers)]
     events += [event for _ in range(80) for event in judged(judge, run, layers, factor=1.3, layer=3, scale=1000.0)]
-    assert judge._layers is not None
-    assert [finding.ranks for finding in judge._layers.standing()] == [(7,)]
+    test = comparison_of(judge).layers
+    assert test is not None
+    assert [finding.ranks for finding in test.standing()] == [(7,)]
     assert [(e.kind, e.ranks, e.where) for e in events] == [("outlier-rank", (7,), "gradient norm")]
 
 
@@ -248,18 +250,20 @@ def test_rows_that_go_on_changing_are_one_note() -> None:
     assert notes(60, factor=0.4, layer=1) == []
     assert notes(60, factor=2.0, layer=4) == []
     assert notes(80) == []
-    [(rank, noted)] = judge._noted.items()
+    comparison = comparison_of(judge)
+    [(rank, noted)] = comparison._noted.items()
     again = Event(1, "outlier-rank", "info", (rank,), None, None, None, "", "")
-    assert judge._new_notes(noted + 255, [again]) == []
-    assert judge._new_notes(noted + 256, [again]) == [again]
+    assert comparison._new_notes(noted + 255, [again]) == []
+    assert comparison._new_notes(noted + 256, [again]) == [again]
 
 
 def test_both_share_one_detectors_rate() -> None:
     judge = Judge(DetectorsConfig(false_alarms_per_million_steps=1.0))
     judge.step(make(1, [1.0] * 4, [1.0] * 4, [0.1] * 4), Evidence(dealt="random"))
-    assert judge._outlier is not None
-    assert judge._layers is not None
-    over_steps, of_layers = (math.exp(-test._threshold) * 4 for test in (judge._outlier, judge._layers))
+    outlier, layers = comparison_of(judge).outlier, comparison_of(judge).layers
+    assert outlier is not None
+    assert layers is not None
+    over_steps, of_layers = (math.exp(-test._threshold) * 4 for test in (outlier, layers))
     # the other sixteenth of the outlier test's half is that of the test at once
     assert over_steps * 16 / 15 + of_layers == pytest.approx(1e-6 / 4)
 

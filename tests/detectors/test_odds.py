@@ -64,7 +64,7 @@ def test_what_the_evidence_at_its_cap_says_is_an_alarm(rate: float) -> None:
         for step in range(1, 40):
             # 2 % of the rows come again: far from all the other rates
             now = Coverage(epoch=0.01 * step, seen=0.0098 * step, repeated=0.0002 * step, rows=1_000_000)
-            found = order.step(make(step, [2.0], [1.0], [0.1]), Evidence(coverage=now), duplicated=False)
+            found = order.step(make(step, [2.0], [1.0], [0.1]), Evidence(coverage=now))
         assert [finding.kind for finding in found] == ["data-order-mismatch"]
         stuck = RepeatTest(threshold)
         for step in range(1, 40):

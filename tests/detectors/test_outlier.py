@@ -15,7 +15,7 @@ from ds_silent.detectors.likely_causes import Symptoms, either_in_words, likely_
 from ds_silent.detectors.sequential import CLIP
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Dealt, DirectionStats, Event, LossStats
-from tests.support.made_records import NOTHING, Run, ids, kinds, make
+from tests.support.made_records import NOTHING, Run, comparison_of, ids, kinds, make
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_spikes_do_not_enter_the_baseline_until_the_fifth_passes() -> None:
     run = Run()
     run.steps(80)
     assert kinds(run.steps(20, scale=20.0)).count("outlier-rank") == 1
-    test = run.judge._outlier._level._test  # type: ignore[union-attr]
+    test = comparison_of(run.judge).outlier._level._test  # type: ignore[union-attr]
     assert np.nanmedian(test._spreads[:, 1]) < 0.3
     assert np.nanmax(np.abs(test._pool[:, 1, 2])) < CLIP  # what the flagged rank did was taken out again
 
@@ -267,9 +267,8 @@ def test_tokens_dealt_at_random_explain_the_norm() -> None:
         for step in range(1, 1500):
             tokens = np.exp(run.random.uniform(3, 6, 4)).round()
             if not known:
-                run.judge._outlier and run.judge._outlier._level._explained[1].load_state_dict(
-                    Explained(3).state_dict()
-                )
+                test = comparison_of(run.judge).outlier
+                test and test._level._explained[1].load_state_dict(Explained(3).state_dict())
             if with_tokens(run, tokens, scale=1.2 if step > 100 else 1.0):
                 delays.append(step - 100)
                 break

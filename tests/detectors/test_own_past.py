@@ -12,14 +12,14 @@ import pytest
 
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.effects import HIGH, Setting, effect_of, moved_alone
+from ds_silent.detectors.effects import HIGH, EffectContext, effect_of, moved_alone
 from ds_silent.detectors.likely_causes import Symptoms
 from ds_silent.detectors.own_past import FEWEST, OwnPast
 from ds_silent.detectors.sequential import SequentialTest
 from ds_silent.detectors.symptoms import Recent
 from ds_silent.measure.evidence import Evidence, LayerValues
 from ds_silent.records import Event
-from tests.support.made_records import make
+from tests.support.made_records import comparison_of, make
 
 OWN = Evidence(dealt="own-shard")
 AT_RANDOM = Evidence(dealt="random")
@@ -315,8 +315,9 @@ def test_a_change_against_the_own_past_is_set_aside_where_ranks_become_comparabl
     assert alarms(run.steps(60, norm=1.5))
     run.offsets[:] = 0.0
     assert any(event.message.startswith("Ended: outlier-rank") for event in run.step(AT_RANDOM))
-    assert run.judge._outlier is not None
-    assert run.judge._outlier.standing() == []
+    test = comparison_of(run.judge).outlier
+    assert test is not None
+    assert test.standing() == []
 
 
 def test_a_resume_keeps_each_ranks_past() -> None:
@@ -331,18 +332,18 @@ def test_a_resume_keeps_each_ranks_past() -> None:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 PLAIN = Symptoms(loss=1.0, norm=1.0, cosine=0.3, peers_cosine=0.3, ranks=4, cosine_noise=0.01)
-CHANGED = Setting(random=False, own_past=True)
-ALWAYS = Setting(random=False)
+CHANGED = EffectContext(random=False, own_past=True)
+ALWAYS = EffectContext(random=False)
 
 
 @pytest.mark.parametrize(
     ("changes", "setting", "severity"),
     [
-        ({"norm": 1.02}, Setting(random=True), "info"),
-        ({"norm": 1.06}, Setting(random=True), "warning"),
-        ({"loss": 1.02}, Setting(random=True), "info"),
-        ({"loss": 0.9}, Setting(random=True), "warning"),
-        ({"cosine": 0.25}, Setting(random=True), "warning"),
+        ({"norm": 1.02}, EffectContext(random=True), "info"),
+        ({"norm": 1.06}, EffectContext(random=True), "warning"),
+        ({"loss": 1.02}, EffectContext(random=True), "info"),
+        ({"loss": 0.9}, EffectContext(random=True), "warning"),
+        ({"cosine": 0.25}, EffectContext(random=True), "warning"),
         ({"norm": 1.2}, CHANGED, "info"),
         ({"norm": 1.3}, CHANGED, "warning"),
         ({"norm": 0.7}, CHANGED, "warning"),
@@ -361,7 +362,7 @@ ALWAYS = Setting(random=False)
         ({"loss": 4.0, "norm": 4.0}, replace(ALWAYS, first_loss=HIGH), "warning"),
     ],
 )
-def test_size_decides(changes: dict[str, float], setting: Setting, severity: str) -> None:
+def test_size_decides(changes: dict[str, float], setting: EffectContext, severity: str) -> None:
     assert effect_of(replace(PLAIN, **changes), "gradient norm", EffectsConfig(), setting).severity == severity
 
 
@@ -373,7 +374,7 @@ def test_a_norm_that_was_not_found_to_differ_does_not_decide() -> None:
 
 def test_sizes_are_the_users() -> None:
     sizes = EffectsConfig(gradient_norm=0.01, changed_norm=0.1)
-    assert effect_of(replace(PLAIN, norm=1.02), "loss", sizes, Setting(random=True)).severity == "warning"
+    assert effect_of(replace(PLAIN, norm=1.02), "loss", sizes, EffectContext(random=True)).severity == "warning"
     assert effect_of(replace(PLAIN, norm=1.12), "loss", sizes, CHANGED).severity == "warning"
 
 

@@ -15,7 +15,7 @@ from ds_silent.capture.data_facts import DataFacts, Deal, Walk
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.exchange.row_ids import pack_ids
-from ds_silent.measure import rows as measured
+from ds_silent.measure import row_tracker as measured
 from ds_silent.measure.record import Context
 from ds_silent.records import Event, Seconds, StepRecord
 from tests.support.made_observations import gathered_of
@@ -66,7 +66,7 @@ class Run:
         gathered = replace(gathered_of(self.step, ranks, **{"loss.order": words}), ids=sent)
         samples = self.step * ranks * batch
         context = Context(samples, batch, None, Seconds(), rows_in_epoch=self.rows_in_epoch, walk=self.walk)
-        coverage, evidence = measured.testimony(gathered, self.tracker, context)
+        coverage, evidence = measured.row_evidence(gathered, self.tracker, context)
         self.dealt.append(evidence.dealt)
         return self.judge.step(StepRecord(self.step, samples, None, ranks, coverage=coverage), evidence)
 

@@ -11,6 +11,7 @@ import torch
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.maths.causes import OwnWeights
+from ds_silent.measure.evidence import Evidence, ReductionEvidence
 from tests.detectors.test_detectors import make
 
 RANKS, NOISE = 256, 0.4  # standard deviation of a weight that a rank finds
@@ -28,13 +29,17 @@ def follow(test: OwnWeightTest, steps: range, weight: float, random: np.random.G
         weights = 1.0 + NOISE * random.standard_normal(RANKS)
         weights[5] += weight - 1.0
         own = known(weights, (weights - 1.0) / NOISE)
-        found.append(test.step(make(step, [2.0] * RANKS, [1.0] * RANKS, [1.0] * RANKS), own, told=False))
+        found.append(
+            test.step(
+                make(step, [2.0] * RANKS, [1.0] * RANKS, [1.0] * RANKS), Evidence(reduction=ReductionEvidence(own=own))
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize(("weight", "most"), [(0.0, 40), (2.0, 40), (0.5, 160)])
 def test_the_rank_is_named_with_its_weight(weight: float, most: int) -> None:
-    random, test = np.random.default_rng(1), OwnWeightTest(RANKS, 22.0)
+    random, test = np.random.default_rng(1), OwnWeightTest(22.0)
     assert not any(follow(test, range(1, 101), 1.0, random))
     found = follow(test, range(101, 101 + most), weight, random)
     named = [findings for findings in found if findings]
@@ -49,9 +54,9 @@ def test_the_rank_is_named_with_its_weight(weight: float, most: int) -> None:
 
 
 def test_it_ends_and_is_kept_over_a_resume() -> None:
-    random, test = np.random.default_rng(2), OwnWeightTest(RANKS, 22.0)
+    random, test = np.random.default_rng(2), OwnWeightTest(22.0)
     assert follow(test, range(1, 60), 0.0, random)[-1]
-    again = OwnWeightTest(RANKS, 22.0)
+    again = OwnWeightTest(22.0)
     again.load_state_dict(test.state_dict())
     assert [finding.key for finding in again.standing()] == ["own-weight:5"]
     assert not follow(again, range(60, 460), 1.0, random)[-1]
@@ -59,10 +64,12 @@ def test_it_ends_and_is_kept_over_a_resume() -> None:
 
 def test_health_names_nobody() -> None:
     """Heavy tails, and ranks that nobody knows of, are no evidence."""
-    random, test = np.random.default_rng(3), OwnWeightTest(RANKS, 22.0)
+    random, test = np.random.default_rng(3), OwnWeightTest(22.0)
     for step in range(1, 1501):
         weights = 1.0 + NOISE * random.standard_t(3, RANKS)
         scores = (weights - 1.0) / NOISE
         scores[7] = 0.0
         own = known(weights, scores)
-        assert not test.step(make(step, [2.0] * RANKS, [1.0] * RANKS, [1.0] * RANKS), own, told=False)
+        assert not test.step(
+            make(step, [2.0] * RANKS, [1.0] * RANKS, [1.0] * RANKS), Evidence(reduction=ReductionEvidence(own=own))
+        )

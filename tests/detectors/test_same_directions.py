@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_silent.detectors.duplicates import COSINE_GAP, same_directions
+from ds_silent.detectors.duplicate_data import COSINE_GAP, same_directions
 
 
 def ranks(count: int, cosine: float, groups: list[tuple[int, ...]], seed: int = 0) -> tuple[np.ndarray, list, list]:

@@ -15,7 +15,7 @@ from ds_silent.detectors.sampled_rows import SampledRowsTest, chance_of_a_row
 from ds_silent.exchange.row_ids import Sampling, pack_rows, sampling_of
 from ds_silent.maths.mixing import mix64
 from ds_silent.measure.evidence import Coverage, Evidence
-from ds_silent.measure.rows import RowsOfStep, RowTracker
+from ds_silent.measure.row_tracker import RowsOfStep, RowTracker
 from ds_silent.records import StepRecord
 
 LOG_STEPS = math.log(4e6)

@@ -258,8 +258,8 @@ HIT_BY: dict[str, tuple[tuple[str, str], ...]] = {  # fault → the functions wi
     "nan-loss": (("ds_silent.detectors.broken", "non_finite"),),
     "zero-gradient": (("ds_silent.detectors.broken", "zero_gradient"),),
     "same-batch-pair": (
-        ("ds_silent.detectors.duplicates", "by_ids"),
-        ("ds_silent.detectors.duplicates", "by_gradients"),
+        ("ds_silent.detectors.duplicate_data", "by_ids"),
+        ("ds_silent.detectors.duplicate_data", "by_gradients"),
     ),
     "learning-rate": (
         ("ds_silent.observing.observe", "events_of"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.detectors.result import reduction
+from ds_silent.detectors.reduction_errors import reduction
 from ds_silent.maths.causes import Cause, Pieces, explain
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence

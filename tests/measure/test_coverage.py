@@ -1,4 +1,4 @@
-"""Duplicates, repeats and the epoch, each against the most naive count there is."""
+"""SharedRows, repeats and the epoch, each against the most naive count there is."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import torch
 
 from ds_silent.exchange.row_ids import Ids, pack_ids
 from ds_silent.maths.statistics import expected_coverage
-from ds_silent.measure.coverage import ALL_PAIRS, Duplicates, EpochCoverage, duplicates, epoch_is_over
+from ds_silent.measure.coverage import ALL_PAIRS, EpochCoverage, SharedRows, duplicates, epoch_is_over
 from ds_silent.measure.row_history import RecentRows
-from ds_silent.measure.rows import RowsOfStep, RowTracker
+from ds_silent.measure.row_tracker import RowsOfStep, RowTracker
 from finetune.sampler import Plan, ResumableSampler, step_positions
 
 # -- duplicates ------------------------------------------------------------------------------------------------------
 
 
-def naive(ids: list[Ids]) -> Duplicates:
+def naive(ids: list[Ids]) -> SharedRows:
     sets = [set(one.tolist()) for one in ids]
     holders = Counter(row for one in sets for row in one)
     pairs = [(i, j, len(sets[i] & sets[j])) for i, j in itertools.combinations(range(len(ids)), 2) if sets[i] & sets[j]]
     many = sum(count > 1 for count in holders.values())
-    return Duplicates(many, tuple(sorted(pairs, key=lambda pair: (-pair[2], pair))))
+    return SharedRows(many, tuple(sorted(pairs, key=lambda pair: (-pair[2], pair))))
 
 
 def test_duplicates_against_sets() -> None:
@@ -53,14 +53,14 @@ def test_replicas_and_one_pair() -> None:
 
 def test_pairs_of_any_number_of_ranks() -> None:
     pairs = tuple((rank, rank + 1, 1) for rank in range(0, 600, 2))
-    assert duplicates([np.array([rank // 2]) for rank in range(600)]) == Duplicates(300, pairs)
+    assert duplicates([np.array([rank // 2]) for rank in range(600)]) == SharedRows(300, pairs)
 
 
 def test_a_row_that_many_ranks_hold_makes_a_chain_of_pairs() -> None:
     ids = [np.array([7, 8, 100 + rank]) for rank in range(ALL_PAIRS)]
     assert duplicates(ids) == naive(ids)
     chain = tuple((rank, rank + 1, 2) for rank in range(ALL_PAIRS))
-    assert duplicates([*ids, np.array([8, 7, 1])]) == Duplicates(2, chain)
+    assert duplicates([*ids, np.array([8, 7, 1])]) == SharedRows(2, chain)
 
 
 # -- rows that a rank takes again ------------------------------------------------------------------------------------

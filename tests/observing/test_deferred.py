@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from ds_silent.measure.evidence import Told
+from ds_silent.measure.evidence import ResponseLog
 from ds_silent.observing.recorder import WritingRecorder
 from ds_silent.records import Event
 from tests.sinks.recording import Recorder
@@ -29,7 +29,7 @@ class Judging(WritingRecorder):
         self.flushed_in: list[bool] = []  # whether a step was under way
         self._events, self._busy = events, False
 
-    def _write(self, gathered: Any, context: Any, drift: Any, told: Told, wait: bool, unlike: Any) -> None:
+    def _write(self, gathered: Any, context: Any, drift: Any, told: ResponseLog, wait: bool, unlike: Any) -> None:
         self._busy = True
         self.began.set()
         assert self.may_end.wait(20.0)
@@ -45,7 +45,7 @@ def event(step: int, message: str) -> Event:
 
 
 def begin(recorder: Judging, step: int) -> None:
-    recorder.step(cast(Any, None), cast(Any, step), None, Told(), wait=False)
+    recorder.step(cast(Any, None), cast(Any, step), None, ResponseLog(), wait=False)
 
 
 @pytest.fixture

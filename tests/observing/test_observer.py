@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.measure.rows import RowTracker
+from ds_silent.measure.row_tracker import RowTracker
 from ds_silent.practice.probe import LENGTH, VOCABULARY
 from ds_silent.records import Event
 from ds_silent.runs import read_run, verdict_of

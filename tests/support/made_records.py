@@ -6,6 +6,7 @@ import numpy as np
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
+from ds_silent.detectors.rank_comparison import RankComparison
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import DirectionStats, Event, GradNormStats, LossStats, StepRecord
 
@@ -71,3 +72,8 @@ def kinds(events: list[Event]) -> list[str]:
 
 def ids(pairs: dict[tuple[int, int], int], rows: int = 4, ranks: int = 4) -> Evidence:
     return Evidence(duplicates=pairs, rows_per_rank=(rows,) * ranks)
+
+
+def comparison_of(judge: Judge) -> RankComparison:
+    """The judge's comparison of the ranks."""
+    return next(detector for detector in judge._detectors if isinstance(detector, RankComparison))

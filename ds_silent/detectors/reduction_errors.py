@@ -1,4 +1,4 @@
-"""A reduction, an optimizer's input or a replica that is not what it must be. Facts and bounds, no baselines.
+"""Report a reduction, an optimizer's input or a replica that is not what it must be. Facts and bounds, no baselines.
 
 Thresholds are the rounding bounds of ``ds_silent.maths.rounding_bound``; bits that must be equal are compared as bits.
 Nobody is named where two ranks differ from each other and neither is more than half of all.
@@ -9,19 +9,28 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 
-from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import APPLIED
-from ds_silent.distributed.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
-from ds_silent.maths.causes import Cause
+from ds_silent.detectors.reduction_text import (
+    SHOWN_LAYERS,
+    cause_sentence,
+    distrust,
+    layers_text,
+    numbers_text,
+    rounded_weight,
+    versions_text,
+    who_received,
+)
+from ds_silent.distributed.parts import Parts, listed, outvoted, parts_of
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.evidence import AppliedCheck, ReductionEvidence
+from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.text import TORCH, Words, named
 
-SHOWN_LAYERS = 3
 MANY_RANKS = 64  # above, each cause is a long sentence already: one of other layers is told
 SCALED_UNLIKE = (
     "Clip by the norm of the whole gradient, on every rank; look for code that scales or clips on some ranks only. "
@@ -31,6 +40,35 @@ _REPEATED = (
     "It was not applied: the reduction was repeated. If this comes again, look at the network and the memory of the "
     "rank named."
 )
+
+
+class ReductionErrors(Detector):
+    """Report what is wrong with a step's aggregate, and with what an optimizer applied.
+
+    Args:
+        words: the framework's, for the remedies.
+    """
+
+    def __init__(self, words: Words = TORCH):
+        self._words = words
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        self.scores = bounds(evidence.reduction)
+        self.notes = tuple(notes(evidence.reduction, self._words))
+        return reduction(record, evidence.reduction, self._words)
+
+
+class ReplicaErrors(Detector):
+    """Report replicas that differ. They are compared now and then: what was found stands until the next comparison."""
+
+    def __init__(self) -> None:
+        self._found: list[Finding] = []
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        seen = evidence.reduction
+        if seen is not None and seen.replicas is not None:
+            self._found = replicas(record, seen.replicas, seen.drift)
+        return self._found
 
 
 def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words = TORCH) -> list[Finding]:
@@ -51,15 +89,6 @@ def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words =
     if seen.applied is not None:
         findings += _applied(record, seen.applied, words)
     return findings
-
-
-def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
-    """What to do about a wrong aggregate: ``ranks`` are named, and ``what`` is the kind of its cause."""
-    first = {"unreduced": words.not_reduced, "leftover": words.not_cleared}.get(what, "")
-    back = "Do not trust the weights of this run since then; go back to the last checkpoint before it"
-    look = ", and look at the network of the rank named" if ranks else ""
-    script = "Look for a hook or other code of the script that changes gradients"
-    return f"{first or script}. {back}. If that is not it, {words.another_reduction}{look}."
 
 
 def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
@@ -112,16 +141,16 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     where, what = "aggregated gradient", "unexplained"
     ranks: tuple[int, ...] = ()
     if cause is not None:
-        where, ranks, what = _where(cause.wrong, layers), cause.blamed, cause.kind
+        where, ranks, what = layers_text(cause.wrong, layers), cause.blamed, cause.kind
         parts = (cause, *cause.elsewhere[: 2 if record.world_size <= MANY_RANKS else 1])
-        message += "".join(f" {_told(part, layers, record.world_size, seen.result)}" for part in parts)
+        message += "".join(f" {cause_sentence(part, layers, record.world_size, seen.result)}" for part in parts)
         if cause.unexplained:
-            message += f" No single rule explains {_where(cause.unexplained, layers)}."
+            message += f" No single rule explains {layers_text(cause.unexplained, layers)}."
         if cause.kind == "unreduced":
             kind = "unreduced-gradient"
     if received:
         groups = next(iter(received.values()))
-        message += f" {_who_received(groups, record.world_size)}"
+        message += f" {who_received(groups, record.world_size)}"
         odd = outvoted(groups)
         apart = len(groups) == record.world_size > 1
         if apart and (what == "unreduced" or (record.world_size > 2 and what != "leftover")):
@@ -150,43 +179,6 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     )
 
 
-def _told(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -> str:
-    """The cause in one sentence."""
-    where = _where(cause.layers, layers)
-    if cause.kind == "scale":
-        assert cause.factor is not None
-        shown = f"{cause.factor:.3g}" if abs(cause.factor - 1.0) > 0.005 else f"{cause.factor:.6g}"
-        return f"It is {shown} times the {result} in {where}."
-    if cause.kind == "weights":
-        shown = _weights(cause, cause.ranks) or "by small amounts"
-        return f"In {where} the ranks' gradients do not count once each: {shown}."
-    if cause.kind == "partial":
-        whose = named(cause.ranks or tuple(range(world_size)), world_size)
-        shown = _weights(cause, cause.ranks or tuple(range(world_size)))
-        return f"Something of the gradient of {whose} is missing or counted twice in {where} ({shown}, on average)."
-    factor = cause.factor or 0.0
-    if cause.kind == "unreduced":
-        alone = named(cause.ranks, world_size)
-        return f"In {where} it is {factor:.3g} times the gradient of {alone} alone: it was not reduced."
-    return {
-        "leftover": f"The gradients of the step before were not cleared in {where} and are in it again.",
-        "zeroed": f"It is zero in {where}.",
-        "stale": f"In {where} it is that of the step before.",
-        "partly-zeroed": f"A part of {where} is missing that holds {factor:.2%} of the gradient's squared norm.",
-        "element": f"A single element of {where}, or very few, are off, as after a bit flip.",
-        "noise": f"No factor, rank or missing piece explains the error in {where}: it looks like noise, or like "
-        "micro-batches that are missing or counted twice.",
-    }[cause.kind]
-
-
-def _weights(cause: Cause, ranks: tuple[int, ...]) -> str:
-    """Rounded, and without a negative zero."""
-    entered = [round(cause.weights[rank], 2) + 0.0 for rank in ranks]
-    if len(ranks) > SHOWN_RANKS:
-        return f"{min(entered):.2f} to {max(entered):.2f} times"
-    return ", ".join(f"rank {rank} {weight:.2f} times" for rank, weight in zip(ranks, entered, strict=True))
-
-
 def _micro_batches(
     record: StepRecord, check: AggregateCheck, found: MicroBatches, layers: tuple[str, ...], words: Words
 ) -> Finding:
@@ -194,18 +186,18 @@ def _micro_batches(
     count, everybody = len(found.weights[0]), record.world_size
     groups: dict[tuple[tuple[int, ...], float], list[int]] = {}  # ranks and weight -> micro-batches
     for micro_batch, off in found.off.items():
-        for weight in sorted({_rounded(weight) for weight in off.values()}):
-            alike = tuple(rank for rank in off if _rounded(off[rank]) == weight)
+        for weight in sorted({rounded_weight(weight) for weight in off.values()}):
+            alike = tuple(rank for rank in off if rounded_weight(off[rank]) == weight)
             groups.setdefault((alike, weight), []).append(micro_batch + 1)
     told: list[str] = []
     blamed: set[int] = set()
     for (ranks, weight), numbers in groups.items():
         whose = named(ranks, everybody)
         told.append(
-            f"{_numbers(numbers)} of {whose} {'did not enter' if weight == 0.0 else f'entered {weight:.1f} times'}"
+            f"{numbers_text(numbers)} of {whose} {'did not enter' if weight == 0.0 else f'entered {weight:.1f} times'}"
         )
         blamed |= set(ranks)
-    where = _where(found.layers, layers)
+    where = layers_text(found.layers, layers)
     shown = "; ".join(told[:4]) + ("; …" if len(told) > 4 else "")
     message = f"Of the {count} micro-batches of step {found.step}, by their own sketches, in {where}: {shown}."
     guilty = () if len(blamed) == everybody else tuple(sorted(blamed))
@@ -225,24 +217,12 @@ def _micro_batches(
     )
 
 
-def _rounded(weight: float) -> float:
-    """To a tenth, and without a negative zero."""
-    return round(weight, 1) + 0.0
-
-
-def _numbers(numbers: list[int]) -> str:
-    """Consecutive ones as a range."""
-    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return listed(numbers, SHOWN_RANKS)
-
-
 def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, Parts], words: Words) -> Finding:
     """The checked slices add up to the mean or sum, and yet ranks hold different bits elsewhere."""
-    groups, where = next(iter(received.values())), _where(tuple(received), seen.layers)
+    groups, where = next(iter(received.values())), layers_text(tuple(received), seen.layers)
     odd = outvoted(groups)
     message = (
-        f"The ranks hold different aggregated gradients in {where}: {_who_received(groups, record.world_size)} The "
+        f"The ranks hold different aggregated gradients in {where}: {who_received(groups, record.world_size)} The "
         "difference is within rounding, or outside of what each rank checks."
     )
     remedy = distrust(words, odd)
@@ -282,13 +262,6 @@ def _handed(step: int, factors: tuple[float, ...]) -> Finding:
         step=step,
         effects=("replica-drift",),
     )
-
-
-def _who_received(groups: Parts, world_size: int) -> str:
-    odd = outvoted(groups)
-    if odd:
-        return f"{named(odd, world_size).capitalize()} received something else than the other {world_size - len(odd)}."
-    return f"There are {len(groups)} versions among {world_size} ranks, and none of them has a majority."
 
 
 def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Finding]:
@@ -370,7 +343,7 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
 
 def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
     odd = outvoted(groups)
-    message = f"The replicas hold different bits: {_versions(groups, odd, record.world_size)}"
+    message = f"The replicas hold different bits: {versions_text(groups, odd, record.world_size)}"
     where, since = "replica", record.step
     if drift is not None and drift.names:
         where = listed(drift.names, SHOWN_LAYERS)
@@ -395,16 +368,3 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
         remedy=remedy,
         since=since,
     )
-
-
-def _versions(groups: Parts, odd: tuple[int, ...], world_size: int) -> str:
-    if odd:
-        return f"{named(odd, world_size)} {'differs' if len(odd) == 1 else 'differ'} from the others."
-    shown = "; ".join(named(group) for group in groups[:4])
-    return f"no group of equal ones is a majority ({shown}{'; …' if len(groups) > 4 else ''})."
-
-
-def _where(wrong: tuple[int, ...], layers: tuple[str, ...]) -> str:
-    if len(wrong) == len(layers) > 1:
-        return f"all {len(layers)} layers"
-    return listed([layers[layer] for layer in wrong], SHOWN_LAYERS, "layers")

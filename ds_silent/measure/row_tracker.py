@@ -1,7 +1,7 @@
 """What the ranks' observations say besides the metrics: which rows they held, whose gradient broke, who stayed silent.
 
 rows = RowTracker()
-coverage, evidence = testimony(gathered, rows, context)      # on the writing rank, in the order of the steps
+coverage, evidence = row_evidence(gathered, rows, context)      # on the writing rank, in the order of the steps
 
 Of many ranks a sample of the rows is known, see :mod:`ds_silent.exchange.row_ids`: the same ones wherever and whenever
 they come. What is counted in rows of the whole training is then an estimate.
@@ -207,7 +207,7 @@ class RowTracker:
             self._recent.load_state_dict(state["recent"])
 
 
-def testimony(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
+def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
     """Coverage for the record, and what the detectors need besides the record."""
     tokens, fired = gathered.loss.tokens, gathered.local.fired
     told = None

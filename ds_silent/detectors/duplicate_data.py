@@ -8,11 +8,12 @@ a matter of chance, and no false-alarm rate applies: see the two functions for w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.detectors.finding import Finding
+from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 from ds_silent.text import named
@@ -33,12 +34,49 @@ _REMEDY = (
 )
 
 
+class SameRows(Detector):
+    """Compare the rows of the ranks, where all of them are known."""
+
+    key = "pairs_before"
+
+    def __init__(self) -> None:
+        self._pairs: set[tuple[int, int]] = set()  # of the previous measured step
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        if evidence.rows_sampled < 1.0:  # see ``sampled_rows``
+            return []
+        found = by_ids(record, evidence, self._pairs)
+        self._pairs = shared_pairs(evidence)
+        return found
+
+    def state_dict(self) -> list[list[int]]:
+        return [list(pair) for pair in sorted(self._pairs)]
+
+    def load_state_dict(self, state: Any) -> None:
+        self._pairs = {(int(i), int(j)) for i, j in state}
+
+
+class SameGradients(Detector):
+    """Compare the gradients of ranks that no row ids have named; ids may be counted per rank.
+
+    Args:
+        alike: whether ranks compute comparable gradients at all.
+    """
+
+    def __init__(self, alike: bool = True):
+        self._alike = alike
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        named_before = any(finding.kind == "duplicate-data" for finding in before)
+        return by_gradients(record, evidence.directions) if self._alike and not named_before else []
+
+
 def shared_pairs(extras: Evidence) -> set[tuple[int, int]]:
     """Pairs whose shared rows are at least half of the smaller batch, from ids.
 
     Health has two kinds of shared rows: a sampler that pads the epoch's last batch repeats at most one row per rank,
     and sampling with replacement shares about b/n of the b rows. One shared row is therefore counted only when
-    the caller sees it twice in a row (see ``Judge``); half of a batch is reached by chance only with b near n/2.
+    the caller sees it twice in a row (see :func:`by_ids`); half of a batch is reached by chance only with b near n/2.
     """
     if not extras.duplicates or extras.rows_per_rank is None:
         return set()
