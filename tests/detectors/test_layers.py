@@ -184,7 +184,7 @@ def test_what_is_not_known_poisons_nothing() -> None:
     run.number += 1
     assert run.test.step(run.number, seen, None) == []
     assert run.test.step(run.number, None, None) == []
-    assert np.isfinite(run.test.score()).all()
+    assert np.isfinite(run.test._test.score()).all()
     assert run.steps(60, factor=2.0, layer=1) == [(3,)]
 
 
