@@ -140,7 +140,7 @@ class Fault:
         return self.kinds[0]
 
     def expected_ranks(self, strike: Strike) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks that the event may name, the best answer first. Empty: without a majority none is accused."""
+        """Return the ranks that the event may name, the best answer first; none without a majority."""
         everyone, rank = tuple(range(strike.ranks)), (strike.rank,)
         sharded = strike.stage > 0
         if self.who == "nobody" or (self.who == "the receiver" and sharded):
