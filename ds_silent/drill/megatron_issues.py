@@ -170,7 +170,7 @@ class ScenarioTraining:
         self.chunk, self.optimizer, self.observer, self._batches = chunk, optimizer, observer, batches
 
     def step(self) -> float:
-        """Take one optimizer step; return the mean loss of all micro-batches and ranks. A collective."""
+        """Take one optimizer step; return the mean loss of all ranks that compute one. A collective."""
         seen = torch.zeros(2)
 
         def hear(loss: Tensor) -> None:

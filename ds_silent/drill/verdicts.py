@@ -133,7 +133,7 @@ def first_measured(step: int, interval: int) -> int:
 
 
 def loss_shift(losses: Sequence[float], healthy: Sequence[float], first: int, last: int) -> float | None:
-    """Measure how far the averaged loss left the healthy run's during the fault, in the latter's standard deviations.
+    """Measure how far the averaged loss went from the healthy run's during the fault, in the latter's deviations.
 
     Both runs start from the same weights and take the same rows, so at each step their losses are compared in pairs;
     a person who watches one curve has no such pair and sees less. None: no step of both runs lies within.

@@ -140,7 +140,7 @@ class Fault:
         return self.kinds[0]
 
     def expected_ranks(self, strike: Strike) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks that the event may name, the best answer first; empty without a majority."""
+        """Return the ranks that the event may name, the best answer first; none without a majority."""
         everyone, rank = tuple(range(strike.ranks)), (strike.rank,)
         sharded = strike.stage > 0
         if self.who == "nobody" or (self.who == "the receiver" and sharded):
@@ -155,7 +155,7 @@ class Fault:
         return (rank, everyone) if self.who == "the rank or all" else (rank,)
 
     def mended_ranks(self, strike: Strike) -> tuple[int, ...]:
-        """Return the ranks that the response's event must name: those that get, or should get, a majority's bits."""
+        """Return the ranks that the response's event must name: those that should have got a majority's bits."""
         if self.response is None or not self.response.names_ranks or self.who == "nobody":
             return ()
         return tuple(sorted((strike.rank, strike.partner))) if self.who == "the pair or nobody" else (strike.rank,)

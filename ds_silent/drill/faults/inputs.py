@@ -1,4 +1,4 @@
-"""Make what goes wrong before the reduction: data, seeds, weights, hyper-parameters, loss, a rank's own gradient.
+"""Make injections before the reduction: data, seeds, weights, hyper-parameters, loss, a rank's own gradient.
 
     injection = same_rows(strike, me=1)
     injection.rows(1, 7)                      # (0, 7): rank 1 takes what the sampler deals to rank 0 at step 7

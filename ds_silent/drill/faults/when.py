@@ -1,4 +1,4 @@
-"""Decide when and on whom a fault of :mod:`inputs`, :mod:`aggregate` and :mod:`update` strikes.
+"""Decide when and on whom strikes what :mod:`inputs`, :mod:`aggregate` and :mod:`update` do wrong.
 
     one(from_on(scaled_gradient))       # one rank's gradient, from the strike's step on
     once(noisy_result)                  # every rank's aggregate, at the strike's step alone
