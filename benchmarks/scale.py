@@ -37,7 +37,7 @@ from ds_silent.detectors import log_steps
 from ds_silent.distributed.together import Together
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.gather import make_exchange
-from ds_silent.exchange.layout import WORDS, Layout, Shape, layout_of
+from ds_silent.exchange.layout import WORDS, ExchangeShape, Layout, layout_of
 from ds_silent.exchange.observation import Local, Loss, Observation, Reduced, Status
 from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.rounding_bound import Arithmetic
@@ -72,7 +72,7 @@ class Writer:
         self.group = dist.group.WORLD
         block = {"output_dir": str(directory), "coverage": False, "direction": {"sketch_size": size}}
         self.config = SilentConsistencyConfig.model_validate(block)
-        self.layout: Layout = layout_of(self.config, Shape(ranks, LAYERS, 0, 1, False))
+        self.layout: Layout = layout_of(self.config, ExchangeShape(ranks, LAYERS, 0, 1, False))
         self.exchange: Any = make_exchange(self.layout, self.group, torch.device("cpu"))
         after = (torch.bfloat16,) if dtype is torch.bfloat16 else ()
         arithmetic = Arithmetic(dtype, after=after, elements=PARAMETERS, width=8 * self.layout.size)

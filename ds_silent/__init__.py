@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ds_silent.config import ConfigError, SilentConsistencyConfig
     from ds_silent.frameworks.attach_any import attach, observe
     from ds_silent.frameworks.ddp import attach_ddp
-    from ds_silent.frameworks.deepspeed.attach import initialize
-    from ds_silent.frameworks.megatron.attach import attach_megatron
+    from ds_silent.frameworks.deepspeed.attach_deepspeed import initialize
+    from ds_silent.frameworks.megatron.attach_megatron import attach_megatron
     from ds_silent.observing.observe import observer_of
     from ds_silent.observing.observer import Observer
     from ds_silent.records import Event, StepRecord
@@ -50,9 +50,9 @@ _MODULES = {
     "SinkError": "sinks",
     "StepRecord": "records",
     "attach_ddp": "frameworks.ddp",
-    "attach_megatron": "frameworks.megatron.attach",
+    "attach_megatron": "frameworks.megatron.attach_megatron",
     "attach": "frameworks.attach_any",
-    "initialize": "frameworks.deepspeed.attach",
+    "initialize": "frameworks.deepspeed.attach_deepspeed",
     "observe": "frameworks.attach_any",
     "observer_of": "observing.observe",
 }

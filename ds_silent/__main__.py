@@ -81,7 +81,7 @@ def _take_places(file: str | None, called: str) -> Patches:
     patches = Patches()
 
     def deepspeed_is_there(_: ModuleType) -> None:
-        from ds_silent.frameworks.deepspeed.attach import take_its_place
+        from ds_silent.frameworks.deepspeed.attach_deepspeed import take_its_place
 
         take_its_place(block if file else None)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.layout import Shape, layout_of, pack
+from ds_silent.exchange.layout import ExchangeShape, layout_of, pack
 from ds_silent.exchange.observation import Local, Observation
 from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.kernels.checksums import Bits, LayerChecksums, combined
@@ -51,7 +51,7 @@ def test_the_device_refuses_what_ascend_lacks() -> None:
 def test_sketch_norm_and_packing_stay_with_what_ascend_computes(block_rows: int, dtype: torch.dtype) -> None:
     config = SilentConsistencyConfig.model_validate({"direction": {"sketch_size": 256, "per_layer": True}})
     made, values = accumulator(block_rows), gradients(dtype)
-    layout = layout_of(config, Shape(RANKS, max(GROUPS) + 1, ids=8, micro_batches=1, aggregate_replicated=True))
+    layout = layout_of(config, ExchangeShape(RANKS, max(GROUPS) + 1, ids=8, micro_batches=1, aggregate_replicated=True))
     row = torch.zeros(layout.scalars + layout.vectors)
     with AscendLike() as device:
         for index, gradient in enumerate(values):

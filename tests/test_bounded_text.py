@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ds_silent.capture.conduct import same_draws, unlike
+from ds_silent.capture.mismatch_text import same_draws, unlike
 from ds_silent.capture.untrained import Missed, reported
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge, broken, duplicate_data, reduction_errors

@@ -1,6 +1,6 @@
 """How much each label counts, and what lies between a loss and the tensor that backward begins with.
 
-    objective = Objective()
+    objective = LocalObjective()
     objective.begins(measured, root)     # as a backward begins: its graph is read, its loss hooked
     objective.reached = True             # at a gradient of the model: that backward was the training's
     objective.text, objective.structure  # of the step so far
@@ -246,7 +246,7 @@ class _Backward:
     known: bool = True  # all that flows in was understood
 
 
-class Objective:
+class LocalObjective:
     """Of one rank, over the micro-batches of a step.
 
     Attributes:

@@ -22,15 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.capture.conduct import Conduct
+from ds_silent.capture.batch_rows import LoaderWatch, RowIds, id_capacity
+from ds_silent.capture.collector import Known, Listener, Owner, Sends, StepCollector
 from ds_silent.capture.data_facts import Walk
 from ds_silent.capture.local_gradient import LocalGradient, loss_in, sample_of
+from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.mean_loss import mean_of, times_its_share
-from ds_silent.capture.observation import Known, Listener, Owner, Sends, StepCollector
-from ds_silent.capture.row_ids import LoaderWatch, RowIds, id_capacity
+from ds_silent.capture.settings_check import SettingsCheck
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.together import Together
-from ds_silent.exchange.layout import GATHER_LIMIT, Shape
+from ds_silent.exchange.layout import GATHER_LIMIT, ExchangeShape
 from ds_silent.exchange.observation import Code, Objective, Observation
 from ds_silent.exchange.row_ids import Sampling
 from ds_silent.framework import Covers, Framework, HasPeers, LeavesOut, Moments, Part, Repeats, layers_of
@@ -55,7 +56,8 @@ class StepCapture:
         layer_names: of the layers that parameters are grouped by.
         arithmetic: of the reduction.
         shape: what the sizes of an observation follow from.
-        conduct: what this rank's code does, for the comparison with the others.
+        settings: what this rank's code does.
+        settings_check: its comparison with the others.
         moments: what the framework calls.
         loaders: what feeds the training.
     """
@@ -92,7 +94,7 @@ class StepCapture:
         capacity = id_capacity(config, framework.micro_batch_rows * framework.micro_batches)
         self._rows = RowIds(config.coverage, capacity, framework.micro_batch_rows, ranks)
         ids = self._rows.sampling.numbers if config.coverage else 0
-        self.shape = Shape(
+        self.shape = ExchangeShape(
             ranks, len(self.layer_names), ids, self.micro_batches, framework.aggregate_replicated, gather_limit
         )
         self.loaders = LoaderWatch(ranks)
@@ -100,7 +102,8 @@ class StepCapture:
         sends = Sends(by_layer, checks, framework.observes_applied, counted)
         self._collector = StepCollector(self._local, self._rows, sends, self.together)
         covers = framework if isinstance(framework, Covers) else None
-        self.conduct = Conduct(framework.module, framework.optimizers, framework.words, covers)
+        self.settings = LocalSettings(framework.module, framework.optimizers, covers)
+        self.settings_check = SettingsCheck(self.settings, framework.words)
         self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
         self._times_share: Tensor | None = None  # of the forward under way, where its loss is a share of the step's
@@ -113,7 +116,7 @@ class StepCapture:
         self._measuring: bool | None = None  # decided at the step's first gradient, from rank-agreed state
         self._exact = False
         self._reducing = self._applied = False
-        self.conduct.objective.start()
+        self.settings.objective.start()
         self._scale: Tensor | None = None
         self._gram: Tensor | None = None
 
@@ -183,8 +186,11 @@ class StepCapture:
             self._gram = self._local.exchange(self.group, self.together)
         scale = self.together.alone(self.framework.scale, self._scale)
         hashes = self.together.alone(self._hashes, replica)
-        code = self.together.alone(self.conduct.code, self.step) or Code()
-        due, objective = float(replica is not None), self.together.alone(self.conduct.objective.numbers) or Objective()
+        code = self.together.alone(self.settings.code, self.step) or Code()
+        due, objective = (
+            float(replica is not None),
+            self.together.alone(self.settings.objective.numbers) or Objective(),
+        )
         order, unscaled = self.loaders.deal.word, 1.0 if scale is None else scale
         known = Known(unscaled, self._gram, code, objective, due, order)
         return self._collector.observation(self._aggregated(), known, hashes)
@@ -237,7 +243,7 @@ class StepCapture:
         """Every moment is one of three, see :mod:`ds_silent.distributed.together`: alone, tried, or played."""
         self._listener, self._owner = listener, owner
         self._patches.add(self.loaders.connect())
-        self.conduct.autocast.connect(self._patches)
+        self.settings.autocast.connect(self._patches)
         alone, tried, play = self.together.alone, self.together.tried, self.together.play
         self.framework.connect(
             Moments(
@@ -247,7 +253,7 @@ class StepCapture:
                 forwarded=partial(alone, self._forwarded),
                 loss=partial(alone, self._collector.loss),
                 share=partial(alone, self._collector.share),
-                root=partial(alone, self.conduct.objective.begins, lambda: listener.measures(listener.scheduled)),
+                root=partial(alone, self.settings.objective.begins, lambda: listener.measures(listener.scheduled)),
                 scaled=partial(alone, self._scaled),
                 gradient=partial(alone, self._gradient),
                 micro_batch_ended=partial(play, self._micro_batch_ended),
@@ -288,7 +294,7 @@ class StepCapture:
         self._times_share = times_its_share(self.framework.module, kwargs)
         if self.framework.module.training:  # a wrapper's own flag stays when its module is told to evaluate
             self._evaluated = self._evaluated_loss = None
-            self.conduct.before_forward()
+            self.settings.before_forward()
             self._rows.forward(args, kwargs, self.loaders.forward())
         else:
             self._evaluated = lambda: self._rows.forward(args, kwargs, self.loaders.forward())
@@ -301,7 +307,7 @@ class StepCapture:
         if loss is not None:
             loss = mean_of(loss, self._times_share)
         if self.framework.module.training:
-            self.conduct.after_forward()
+            self.settings.after_forward()
             if loss is not None:
                 self._collector.forward_loss(loss)
         else:
@@ -321,7 +327,7 @@ class StepCapture:
         if self._evaluated is not None:
             self._train_in_evaluation_mode(self._evaluated)
         if self._measures():
-            self.conduct.objective.reached = True
+            self.settings.objective.reached = True
             self._local.observe(index, gradient, self._whole_at_hook and self.framework.is_boundary(), self._exact)
 
     def _before_reduction(self, *args: Any, **kwargs: Any) -> None:
@@ -390,7 +396,7 @@ class StepCapture:
             # in one statement: whether the ranks exchange exactly must never be half decided
             self._measuring, self._exact = measuring, measuring and listener.measures_exactly(step)
             if measuring:
-                self.together.alone(self.conduct.look_at_modes)
+                self.together.alone(self.settings.look_at_modes)
         return self._measuring
 
     def _hashes(self, replica: Tensor | None) -> Tensor:

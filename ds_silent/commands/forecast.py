@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_silent.capture.row_ids import id_capacity
+from ds_silent.capture.batch_rows import id_capacity
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
 from ds_silent.config_file import section, switched_on, zero_section
 from ds_silent.destination import masked
-from ds_silent.exchange.layout import LAYERS_TOGETHER, WORDS, Layout, Shape, gathers_sketches, layout_of, place_size
+from ds_silent.exchange.layout import (
+    LAYERS_TOGETHER,
+    WORDS,
+    ExchangeShape,
+    Layout,
+    gathers_sketches,
+    layout_of,
+    place_size,
+)
 from ds_silent.exchange.row_ids import Sampling, sampling_of
 from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.sketch import make_plan
@@ -196,7 +204,7 @@ def _collective(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], w
     sampling = _sampling(config, ds_config, world_size)
     replicated = zero_section(ds_config)["stage"] == 0
     ids = 0 if sampling is None else sampling.numbers
-    layout, one_more = (layout_of(config, Shape(world_size, layers, ids, 1, replicated)) for layers in (0, 1))
+    layout, one_more = (layout_of(config, ExchangeShape(world_size, layers, ids, 1, replicated)) for layers in (0, 1))
     layer = 4 * (one_more.scalars - layout.scalars)
     late = f"per measurement, asynchronously; {layer} B more for each layer of the model"
     if layout.gathers:

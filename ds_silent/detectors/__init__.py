@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ds_silent.capture.conduct import Unlike
+from ds_silent.capture.untrained import Unlike
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors.batch_size import BatchSizeTest, LabelTokensTest
 from ds_silent.detectors.broken import BrokenNumbers, StaleParameters

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_silent.capture.conduct import Unlike
+from ds_silent.capture.untrained import Unlike
 from ds_silent.detectors.finding import Detector, Finding, with_odds
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import ENDED, STILL, Event, EventKind, Severity, StepRecord
@@ -132,7 +132,7 @@ def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
 
 
 class SettingsDetector(Detector):
-    """Report settings and code that the ranks do not have alike: facts that :mod:`ds_silent.capture.conduct` found."""
+    """Report settings and code that differ between ranks, as :mod:`ds_silent.capture.settings_check` found."""
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         return setting_findings(evidence.unlike)

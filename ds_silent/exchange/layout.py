@@ -108,7 +108,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExchangeShape:
     """What a layout follows from beside the configuration; the same on every rank."""
 
     ranks: int
@@ -119,7 +119,7 @@ class Shape:
     gather_limit: int = GATHER_LIMIT
 
 
-def layout_of(config: SilentConsistencyConfig, shape: Shape) -> Layout:
+def layout_of(config: SilentConsistencyConfig, shape: ExchangeShape) -> Layout:
     """What each rank sends."""
     ranks = shape.ranks
     direction, groups = config.direction, shape.layers

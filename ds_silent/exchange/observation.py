@@ -99,7 +99,7 @@ class Applied(Generic[T]):
 
 @dataclass(frozen=True)
 class Code(Generic[T]):
-    """Short hashes of what :mod:`ds_silent.capture.conduct` compares; 0 when not known."""
+    """Short hashes of what :mod:`ds_silent.capture.settings_check` compares; 0 when not known."""
 
     hyper_parameters: T = _0
     device_hyper_parameters: T = _0

@@ -74,11 +74,11 @@ def attach(
             training, optimizer, config, loader=loader, accumulation=accumulation or 1, _gather_limit=_gather_limit
         )
     if is_deepspeed(training):
-        from ds_silent.frameworks.deepspeed.attach import attach_engine
+        from ds_silent.frameworks.deepspeed.attach_deepspeed import attach_engine
 
         return attach_engine(training, config, loader=loader, _gather_limit=_gather_limit)
     if is_megatron(training):
-        from ds_silent.frameworks.megatron.attach import attach_megatron
+        from ds_silent.frameworks.megatron.attach_megatron import attach_megatron
 
         return attach_megatron(
             training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit

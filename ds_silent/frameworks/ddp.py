@@ -29,7 +29,15 @@ from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Covers, Moments, Part, Ranks
 from ds_silent.frameworks import torch_common as replicated
 from ds_silent.frameworks.recognised import is_alone
-from ds_silent.frameworks.torch_common import Applied, CountsItself, Wrapped, attach_wrapped, cut, nth_share, row_of
+from ds_silent.frameworks.torch_common import (
+    AppliedGradients,
+    CountsItself,
+    Wrapped,
+    attach_wrapped,
+    cut,
+    nth_share,
+    row_of,
+)
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
@@ -183,7 +191,7 @@ class DDPFramework(CountsItself, Covers):
         whole = nth_share(self.numels, dist.get_rank(group), dist.get_world_size(group), rows)
         self._share = whole if self.keeps_the_mean else None
         pieces = [(self._parameters[piece.index], piece) for piece in self._share or ()]
-        self._applied = Applied(pieces, self._optimizers)
+        self._applied = AppliedGradients(pieces, self._optimizers)
         self._loop = TorchLoop(self.module, self._optimizers, lambda: bool(ddp.require_backward_grad_sync))
         self._counts = self._loop.counts
         self._data_ranks = dist.get_world_size(group)
@@ -250,7 +258,7 @@ class DDPFramework(CountsItself, Covers):
         result = original(*args, **kwargs)
         hook = hook_of(self._ddp)
         if hook != before and not (hook in WHOLE and before in WHOLE) and self._share is not None:
-            self._share, self._applied = None, Applied((), self._optimizers)
+            self._share, self._applied = None, AppliedGradients((), self._optimizers)
             logger.warning(
                 "ds_silent: the communication hook %s came after the observer: the reduction is not checked from now "
                 "on; register it before the observer is attached",

@@ -25,7 +25,7 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Covers, Moments, Part, Ranks
 from ds_silent.frameworks.recognised import is_alone
-from ds_silent.frameworks.torch_common import Applied, CountsItself, Slice, Wrapped, attach_wrapped
+from ds_silent.frameworks.torch_common import AppliedGradients, CountsItself, Slice, Wrapped, attach_wrapped
 from ds_silent.frameworks.torch_loop import TorchLoop
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
@@ -160,7 +160,9 @@ class FSDP2Framework(CountsItself, Covers):
         self.aggregate_replicated, self.clip = False, 0.0
         self.observes_applied = config.integrity.aggregation and config.direction.method != "off"
         self._share = share_of(self._shards, mesh)
-        self._applied = Applied([(self._shards[piece.index], piece) for piece in self._share], self._optimizers)
+        self._applied = AppliedGradients(
+            [(self._shards[piece.index], piece) for piece in self._share], self._optimizers
+        )
         self._plain = plain_parameters(model, self._modules, self.names)
         self._loop = TorchLoop(model, self._optimizers, lambda: synchronises(self._modules))
         self._counts = self._loop.counts

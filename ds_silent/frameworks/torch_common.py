@@ -268,7 +268,7 @@ def cut(values: Tensor | None, piece: Slice) -> Tensor | None:
     return values.reshape(-1)[piece.start : piece.start + piece.numel]
 
 
-class Applied:
+class AppliedGradients:
     """Which pieces each optimizer applies.
 
     What no optimizer holds goes with the first, as if it applied its gradient as it is: another optimizer, which the

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.maths import sketch
-from ds_silent.maths.sketch import Place, SketchPlan
+from ds_silent.maths.sketch import SketchEntry, SketchPlan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory that is used on several streams of a device, in the order in which the host asks for it.
@@ -78,7 +78,7 @@ class _Work:
 
     begin: int  # first element, within the tensor
     end: int
-    place: Place
+    place: SketchEntry
     square: Tensor  # 0-dim view of one slot: the squared norm, on an accelerator the norm
 
 

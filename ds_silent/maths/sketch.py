@@ -109,25 +109,25 @@ def offsets_of(numels: list[int]) -> tuple[list[int], int]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SketchEntry:
     """Where a piece of the long vector goes, as views that are made once."""
 
     table: Tensor  # the columns of a table that it is added to
     signs: Tensor  # of its elements: (elements,), or (rows, T) for whole rows
 
 
-def place(plan: SketchPlan, table: Tensor, piece: Piece, signs: Tensor | None = None) -> Place:
+def place(plan: SketchPlan, table: Tensor, piece: Piece, signs: Tensor | None = None) -> SketchEntry:
     """The place of ``piece`` in a table of :meth:`SketchPlan.new_tables`; ``signs``: the plan's, in another dtype."""
     signs = plan.signs if signs is None else signs
     shift = SHIFT * (piece.row % SHIFTS)
     if piece.rows == 1:
         columns = slice(piece.column, piece.column + piece.end - piece.begin)
-        return Place(table[columns], signs[shift:][columns])
+        return SketchEntry(table[columns], signs[shift:][columns])
     rows = signs.as_strided((piece.rows, plan.width), (SHIFT, 1), signs.storage_offset() + shift)
-    return Place(table[: plan.width], rows)
+    return SketchEntry(table[: plan.width], rows)
 
 
-def add(at: Place, values: Tensor, scratch: Tensor, weight: float = 1.0, row: Tensor | None = None) -> None:
+def add(at: SketchEntry, values: Tensor, scratch: Tensor, weight: float = 1.0, row: Tensor | None = None) -> None:
     """table += weight * (signed rows of ``values``), in place.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.capture.conduct import Unlike
+from ds_silent.capture.untrained import Unlike
 from ds_silent.distributed.parts import Parts
 from ds_silent.maths.causes import Cause, OwnWeights
 from ds_silent.maths.micro_batches import MicroBatches

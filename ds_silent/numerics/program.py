@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ds_silent.config import ConfigError
-from ds_silent.numerics.gradients import Gradients, practice_gradients, read_gradients
+from ds_silent.numerics.gradient_errors import Gradients, practice_gradients, read_gradients
 from ds_silent.numerics.orders import DTYPES, settled_loss_scale, spread
 from ds_silent.numerics.rounding import Rounding, measure_rounding
 from ds_silent.numerics.weights import Distance, measure_weights

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from ds_silent.numerics.gradients import ROWS, gradient_of, micro_batch, trainable
+from ds_silent.numerics.gradient_errors import ROWS, gradient_of, micro_batch, trainable
 from ds_silent.numerics.orders import DTYPES, ORDERS, reference_mean, settled_loss_scale, terms_of_mean
 from ds_silent.practice.model import PracticeModel, make_rows
 

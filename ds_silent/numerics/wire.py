@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ds_silent.numerics.gradients import read_flat
+from ds_silent.numerics.gradient_errors import read_flat
 from ds_silent.numerics.orders import DTYPES, ORDERS, changed_bits, spread, term_of_mean, terms_of_mean
 from ds_silent.practice.ranks import on_ranks
 

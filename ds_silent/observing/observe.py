@@ -136,7 +136,7 @@ def observe(
         items = local_items(subject.training(), sampler_facts(subject.loader), subject.before, ranks)
         items.append(deal_item(deal))
         outcome = compare(items, capture.group, capture.device)
-        capture.conduct.told_before(outcome)
+        capture.settings_check.told_before(outcome)
         if home.sinks is not None:
             data = declared(config.detectors.dealt) or dealt_by_all(outcome, deal)
             _publish_preflight(outcome, data, observer, home)

@@ -101,7 +101,7 @@ class Published:
         self.recorder, self._model = recorder, model
         self.contexts = Contexts(capture)
         self._capture, self._replicas, self._responder = capture, replicas, responder
-        self._conduct = capture.conduct
+        self._settings_check = capture.settings_check
         self._alone, self._once = capture.together.alone, capture.together.once
         self._decided = capture.together.decided
         self._written = -1  # step of the newest record
@@ -121,15 +121,15 @@ class Published:
             return False
         if on_any(known.wishes.diagnose):
             self._once(self._capture.keep_micro_batches)
-        unlike = self._conduct.agree(arrived, self._capture.group, self._capture.device, self._capture.together)
+        unlike = self._settings_check.agree(arrived, self._capture.group, self._capture.device, self._capture.together)
         self.recorder.unlike = unlike
-        parting = self._decided(lambda: parting_of(known, self._conduct.differing))
+        parting = self._decided(lambda: parting_of(known, self._settings_check.differing))
         if self._decided(lambda: parting != self._parting):  # it begins or ends
             self._replicas.due = True
         self._parting = parting
         drift = self._replicas.localise(self._once) if self._replicas.differ(known) else None
         self._alone(self._write, arrived, drift)
-        self._alone(self._tell_conduct, known)  # behind the record: a callback may publish what is under way
+        self._alone(self._note_same_draws, known)  # behind the record: a callback may publish what is under way
         return on_any(known.wishes.stop)
 
     def early(self, arrived: Arrived, closed: bool) -> None:
@@ -141,7 +141,7 @@ class Published:
         if known.step > self._written:
             self._write(arrived, None, wait=self._replicas.differ(known))
         if closed and self.recorder.writes:  # nobody is asked any more what it is that differs
-            self.recorder.end_unlike(self._conduct.unasked(arrived), known.step)
+            self.recorder.end_unlike(self._settings_check.unasked(arrived), known.step)
 
     def weights_verified(self, step: int) -> None:
         """What a resume found; on the writing rank, the comparison of the replicas speaks for the others."""
@@ -159,9 +159,9 @@ class Published:
         """Write an event and tell the callbacks; on the writing rank."""
         self.recorder.report(event)
 
-    def _tell_conduct(self, known: Gathered) -> None:
+    def _note_same_draws(self, known: Gathered) -> None:
         if self.recorder.writes:
-            note = self._conduct.note(known, self._capture.shape.ranks)
+            note = self._settings_check.note(known, self._capture.shape.ranks)
             if note is not None:
                 self.report(note)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ds_silent.capture.conduct import Unlike
+from ds_silent.capture.untrained import Unlike
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Judge
 from ds_silent.detectors.lifecycle import ELSEWHERE

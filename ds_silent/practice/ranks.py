@@ -37,7 +37,7 @@ LINES_SHOWN = 12
 # because DeepSpeed's Muon decorates a function with it; together seconds of CPU on each rank
 PRELOADED = [
     "torch",
-    "ds_silent.frameworks.deepspeed.attach",
+    "ds_silent.frameworks.deepspeed.attach_deepspeed",
     "torch._dynamo",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.module_inject.auto_ep_layer",

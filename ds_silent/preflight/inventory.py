@@ -16,7 +16,8 @@ What is expected, and why:
   dropout masks, other augmentation). Some ranks equal and others not is neither. With 2 ranks the two cannot be told
   apart, and nothing is reported. Where the model has dropout, the states of the generators that it draws from are
   *better different*: else every rank uses the same masks on other rows. The table says so; the event, a note, comes
-  when the first forward has really drawn the same numbers (:mod:`ds_silent.capture.conduct`): scripts may seed later.
+  when the first forward has really drawn the same numbers (:mod:`ds_silent.capture.settings_check`): scripts may
+  seed later.
 * Sampler: as many shares as ranks, and each rank another share of the *same* permutation. Nothing is expected of a
   sampler that says nothing of shares: the data may have been split before.
 """

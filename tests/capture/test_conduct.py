@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.capture.conduct import MOST_QUESTIONS, differing
+from ds_silent.capture.settings_check import MOST_QUESTIONS, differing
 from ds_silent.exchange.observation import Code
 from ds_silent.preflight.comparison import outcome_of
 from ds_silent.preflight.inventory import dropout_modules, generator_items

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from ds_silent.capture.objective import NODES, Objective
+from ds_silent.capture.objective import NODES, LocalObjective
 
 CLASSES, ROWS, STEPS = 8, 6, 12
 
@@ -88,12 +88,12 @@ READ: dict[str, tuple[Callable[[Tensor], Tensor], tuple[float, float, float, flo
 }
 
 
-def _numbers(objective: Objective) -> tuple[float, ...]:
+def _numbers(objective: LocalObjective) -> tuple[float, ...]:
     found = objective.numbers()
     return tuple(float(value) for value in (found.weight, found.smallest, found.largest, found.labels))
 
 
-def _backward(objective: Objective, loss: Tensor, reached: bool = True) -> None:
+def _backward(objective: LocalObjective, loss: Tensor, reached: bool = True) -> None:
     objective.begins(lambda: True, loss)
     loss.backward()
     objective.reached = reached
@@ -102,7 +102,7 @@ def _backward(objective: Objective, loss: Tensor, reached: bool = True) -> None:
 @pytest.mark.parametrize("name", READ)
 def test_the_weight_of_a_label_is_what_the_formula_says(name: str) -> None:
     loss, expected = READ[name]
-    objective, logits = Objective(), _logits()
+    objective, logits = LocalObjective(), _logits()
     _backward(objective, loss(logits))
     assert objective.numbers().known == 1.0
     assert _numbers(objective) == pytest.approx(expected, rel=1e-6)
@@ -112,7 +112,7 @@ def test_the_weight_of_a_label_is_what_the_formula_says(name: str) -> None:
 
 
 def test_micro_batches_add_up_and_another_models_backward_does_not_count() -> None:
-    objective = Objective()
+    objective = LocalObjective()
     for reached in (True, False, True):
         _backward(objective, F.cross_entropy(_logits(), TARGETS) / 2, reached)
     assert _numbers(objective) == pytest.approx((1, 1 / 8, 1 / 8, 8))
@@ -122,7 +122,7 @@ def test_micro_batches_add_up_and_another_models_backward_does_not_count() -> No
 
 
 def test_a_graph_that_is_kept_counts_once_for_each_backward() -> None:
-    objective, logits = Objective(), _logits()
+    objective, logits = LocalObjective(), _logits()
     loss = F.cross_entropy(logits, TARGETS)
     for root in (loss, 3 * loss):
         objective.begins(lambda: True, root)
@@ -154,11 +154,11 @@ def test_what_cannot_be_read_is_not_known() -> None:
         return ((logits - 1.0).square().mean(1) * MASK).sum() / 4  # of how many rows the mask is 1, nobody knows
 
     for make in (_Fused.apply, too_deep, masked, lambda logits: logits[0, 0] * 0.0 + logits.sum() * 0.0):
-        objective = Objective()
+        objective = LocalObjective()
         _backward(objective, make(_logits()))
         found = objective.numbers()
         assert (found.known, found.weight, found.labels) == (0.0, 0.0, 0.0)
-    objective = Objective()
+    objective = LocalObjective()
     objective.begins(lambda: True, [_logits().sum(), _logits().sum()])
     objective.reached = True
     assert objective.structure == ()
@@ -172,7 +172,7 @@ def test_what_hooks_have_packed_is_not_unpacked() -> None:
         runs.append(1)
         return F.cross_entropy(logits, TARGETS)
 
-    objective, logits = Objective(), _logits()
+    objective, logits = LocalObjective(), _logits()
     loss = checkpoint(part, logits, use_reentrant=False)
     objective.begins(lambda: True, loss)
     assert len(runs) == 1
@@ -182,7 +182,7 @@ def test_what_hooks_have_packed_is_not_unpacked() -> None:
     assert objective.numbers().known == 0.0
     with save_on_cpu():
         loss = F.cross_entropy(_logits(), TARGETS, reduction="sum") * 0.5
-    _backward(objective := Objective(), loss)
+    _backward(objective := LocalObjective(), loss)
     assert objective.factor == 0.5  # a number of Python's is never packed
     assert objective.numbers().known == 0.0
 
@@ -192,20 +192,20 @@ def test_a_graph_that_breaks_the_reading_is_not_known(monkeypatch: pytest.Monkey
         raise AttributeError("another release's node")
 
     monkeypatch.setattr("ds_silent.capture.objective._loss", broken)
-    _backward(objective := Objective(), F.cross_entropy(_logits(), TARGETS))
+    _backward(objective := LocalObjective(), F.cross_entropy(_logits(), TARGETS))
     assert objective.structure == ()
     assert objective.numbers().known == 0.0
 
 
 def test_only_numbers_of_the_script_are_its_factor() -> None:
     for factor, expected in ((0.25, 0.25), (4, 4.0), (torch.tensor(0.25), 1.0), (torch.tensor(0.25).double(), 1.0)):
-        objective = Objective()
+        objective = LocalObjective()
         _backward(objective, F.cross_entropy(_logits(), TARGETS) * factor)
         assert objective.factor == expected
 
 
 def test_nothing_is_read_where_nothing_is_measured() -> None:
-    objective, loss = Objective(), F.cross_entropy(_logits(), TARGETS)
+    objective, loss = LocalObjective(), F.cross_entropy(_logits(), TARGETS)
     objective.begins(lambda: False, loss)
     loss.backward()
     objective.reached = True
@@ -219,8 +219,10 @@ def test_a_mean_of_means_has_no_factor_however_many_they_are(parts: int) -> None
         return [F.cross_entropy(x, y.clamp(0)) for x, y in zip(logits.chunk(parts), TARGETS.chunk(parts), strict=True)]
 
     for make in (lambda x: torch.stack(losses(x)).mean(), lambda x: sum(losses(x)) / parts):
-        objective = Objective()
+        objective = LocalObjective()
         _backward(objective, make(_logits()))
         assert objective.factor == pytest.approx(1.0)
-    _backward(objective := Objective(), sum(F.cross_entropy(x, TARGETS, reduction="sum") for x in [_logits()] * parts))
+    _backward(
+        objective := LocalObjective(), sum(F.cross_entropy(x, TARGETS, reduction="sum") for x in [_logits()] * parts)
+    )
     assert objective.factor == 1.0  # of several sums each label counts alone

@@ -263,7 +263,7 @@ HIT_BY: dict[str, tuple[tuple[str, str], ...]] = {  # fault → the functions wi
     ),
     "learning-rate": (
         ("ds_silent.observing.observe", "events_of"),
-        ("ds_silent.capture.conduct", "events_of"),
+        ("ds_silent.capture.settings_check", "events_of"),
     ),
 }
 

@@ -14,7 +14,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
 from ds_silent.distributed.together import Together, at_once
 from ds_silent.exchange.constant_size import ConstantSizeExchange
-from ds_silent.exchange.layout import Shape, layout_of
+from ds_silent.exchange.layout import ExchangeShape, layout_of
 from ds_silent.exchange.observation import BROKE, LEFT, Local, Loss, Observation, Status, Wishes
 from ds_silent.exchange.rows import digit_of, failures_in
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -28,7 +28,7 @@ def exchanged(directory: str) -> list[dict[str, Any]]:
     """Three steps: in the second one rank has a wish and another is at another step, in the third two have failed."""
     rank, group = dist.get_rank(), own_group(dist.group.WORLD)
     config = SilentConsistencyConfig.model_validate({"output_dir": directory, "coverage": False})
-    layout = layout_of(config, Shape(RANKS, 3, 0, 1, False, gather_limit=0))
+    layout = layout_of(config, ExchangeShape(RANKS, 3, 0, 1, False, gather_limit=0))
     exchange = ConstantSizeExchange(layout, group, torch.device("cpu"))
     generator = torch.Generator().manual_seed(rank)
     together, seen = Together(group), []

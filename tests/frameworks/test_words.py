@@ -11,7 +11,8 @@ import pytest
 from torch import nn
 
 import ds_silent
-from ds_silent.capture.conduct import Conduct
+from ds_silent.capture.local_settings import LocalSettings
+from ds_silent.capture.settings_check import SettingsCheck
 from ds_silent.config import ConfigError, DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.detectors.likely_causes import Symptoms, likely_causes
@@ -139,8 +140,8 @@ def test_a_step_is_left_out() -> None:
 
 
 def test_all_ranks_draw_alike() -> None:
-    conduct = Conduct(nn.Linear(1, 1), list, WORDS)
-    event = conduct.note(gathered_of(1, 2, **{"code.first_draws": [5.0, 5.0]}), 2)
+    check = SettingsCheck(LocalSettings(nn.Linear(1, 1), list), WORDS)
+    event = check.note(gathered_of(1, 2, **{"code.first_draws": [5.0, 5.0]}), 2)
     assert event is not None
     assert event.remedy.endswith("leave them alike where ranks must draw alike (layers that are skipped under ZeRO-3).")
 

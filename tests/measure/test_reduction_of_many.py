@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.layout import Layout, Shape, layout_of
+from ds_silent.exchange.layout import ExchangeShape, Layout, layout_of
 from ds_silent.exchange.observation import Applied, Local, Loss, Observation, Reduced, Status
 from ds_silent.maths.causes import Cause
 from ds_silent.maths.rounding_bound import Arithmetic
@@ -30,7 +30,7 @@ Damage = Callable[[Tensor, Tensor], Tensor]
 
 def layout(gather_limit: int = 64) -> Layout:
     config = SilentConsistencyConfig.model_validate({"direction": {"sketch_size": SIZE}})
-    return layout_of(config, Shape(RANKS, LAYERS, 0, 1, False, gather_limit))
+    return layout_of(config, ExchangeShape(RANKS, LAYERS, 0, 1, False, gather_limit))
 
 
 def gradients(step: int) -> Tensor:

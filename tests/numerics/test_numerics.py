@@ -18,7 +18,14 @@ from typer.testing import CliRunner
 
 from ds_silent.cli import app
 from ds_silent.config import ConfigError
-from ds_silent.numerics.gradients import ROWS, gradient_of, practice_gradients, read_flat, read_gradients, trainable
+from ds_silent.numerics.gradient_errors import (
+    ROWS,
+    gradient_of,
+    practice_gradients,
+    read_flat,
+    read_gradients,
+    trainable,
+)
 from ds_silent.numerics.orders import (
     DTYPES,
     ORDERS,

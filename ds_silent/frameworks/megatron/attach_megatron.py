@@ -12,7 +12,7 @@ from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, needs, print_without_traceback
 from ds_silent.frameworks.megatron.buffers import inner_optimizers
-from ds_silent.frameworks.megatron.framework import WORDS, MegatronFramework, module_of
+from ds_silent.frameworks.megatron.megatron_framework import WORDS, MegatronFramework, module_of
 from ds_silent.frameworks.recognised import is_alone, is_megatron
 from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped
 from ds_silent.observing.observe import Given, given_block, idle_observer

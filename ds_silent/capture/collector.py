@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ds_silent.capture.batch_rows import RowIds
 from ds_silent.capture.local_gradient import LocalGradient
-from ds_silent.capture.row_ids import RowIds
 from ds_silent.distributed.together import Together
 from ds_silent.exchange.observation import (
     BROKE,

@@ -1,0 +1,250 @@
+"""What this rank's code does while it trains: hyper-parameters, what optimizers hold, modes, modules, autocast.
+
+    local = LocalSettings(module, optimizers, covers)
+    local.look_at_modes()          # at the first gradient of a measured step
+    local.code(step)               # hashes, between the reduction and the optimizer
+    local.items(step, ...)         # what is compared where the ranks' hashes differ
+
+Modes are looked at when the gradients come, not when a forward runs: an evaluation between two steps leaves no trace,
+whatever it forgets, and a rank that trains in evaluation mode cannot hide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_silent.capture.autocast import Autocast
+from ds_silent.capture.mismatch_text import OBJECTIVE, TRAINS
+from ds_silent.capture.objective import LocalObjective
+from ds_silent.capture.untrained import NOTHING, Missed, Untrained
+from ds_silent.device import generator_state
+from ds_silent.exchange.observation import Code
+from ds_silent.framework import Covers
+from ds_silent.maths.fingerprint import short_hash
+from ds_silent.preflight.items import Item, item_of, read_item
+from ds_silent.preflight.settings import (
+    Holdings,
+    Numbers,
+    counters_of,
+    flag_items,
+    groups_of,
+    holding_items,
+    holdings_of,
+)
+
+HYPER_PARAMETERS = {
+    "lr": "learning rate",
+    "weight_decay": "weight decay",
+    "betas": "betas",
+    "momentum": "momentum",
+    **{name: name for name in ("eps", "alpha", "rho", "dampening", "nesterov", "amsgrad", "maximize", "max_grad_norm")},
+}
+"""What param_groups may hold and every rank must share. Other entries may be an optimizer's own state, of its shard."""
+EXACT = 1 << 24  # whole numbers below it are exact in fp32
+_REMEMBERED = 4  # measured steps: an observation is read one or two steps later
+_ON_DEVICE = "on the device"
+_TRAINING, _TRAINABLE = attrgetter("training"), attrgetter("requires_grad")
+
+
+@dataclass(frozen=True)
+class _Look:
+    """This rank, at one step."""
+
+    hyper_parameters: tuple[tuple[Any, ...], ...]  # by parameter group, in the order of HYPER_PARAMETERS
+    holdings: Holdings
+    on_device: tuple[Tensor, ...]
+    counter: float  # the largest of the optimizers', and 1; 0 where they count on a device, or not at all
+    modes: bytes  # one per module
+    trainable: bytes  # one per parameter
+    settings: tuple[list[Any], ...]  # of modules
+    autocast: tuple[str, ...]
+    missed: Missed  # of the trainable ones
+    objective: tuple[str, Any, float] = ("", (), 0.0)  # for people, its structure and its number
+
+
+class LocalSettings:
+    """One rank's settings.
+
+    Args:
+        module: the model.
+        optimizers: the torch optimizers that step, read anew each time.
+        covers: who knows which gradients are reduced and which parameters optimizers hold; None where nobody does.
+
+    Attributes:
+        draws: None until the first training forward has been looked at; then a hash of the random numbers that it
+            drew, 0 when it drew none.
+        autocast: of its forwards.
+        objective: what this rank's backwards begin with.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]], covers: Covers | None = None):
+        self._optimizers = optimizers
+        named = [(name or type(module).__name__, inner) for name, inner in module.named_modules()]
+        self._module_names, self._modules = [name for name, _ in named], [inner for _, inner in named]
+        self._parameter_names = [name for name, _ in module.named_parameters()]
+        self._parameters = list(module.parameters())
+        self._untrained: Untrained | None = Untrained(covers, self._parameter_names, self._parameters)
+        self._names_by_id = {id(p): name for name, p in module.named_parameters()}
+        self._numbers = Numbers(module)
+        self.autocast = Autocast()
+        self._sizes: list[int] = []  # of the optimizers' groups, as ``_holdings`` found them
+        self._holdings: Holdings = ()
+        self._modes = self._trainable = b""
+        self._looks: dict[int, _Look] = {}
+        self._hashes: dict[str, tuple[Any, float]] = {}  # of what was hashed last
+        self.draws: float | None = None
+        self.objective = LocalObjective()
+        self._state: tuple[bytes, ...] = ()
+
+    def ignore_untrained(self) -> None:
+        """Look no more for parameters that nothing trains: what a rank's optimizer lacks is reported already."""
+        self._untrained = None
+
+    def missed_at(self, step: int) -> Missed:
+        """Return what nothing reduces or trains here; nothing where the step is forgotten."""
+        look = self._looks.get(step)
+        return NOTHING if look is None else look.missed
+
+    def look_at_modes(self) -> None:
+        """As they are while the gradients come. 10,000 modules of one parameter each take 2 ms."""
+        self._modes = bytes(map(_TRAINING, self._modules))
+        self._trainable = bytes(map(_TRAINABLE, self._parameters))
+        self._numbers.look()
+
+    def before_forward(self) -> None:
+        """Of a training forward: autocast; of the first one the generators as they are."""
+        self.autocast.before_forward(self._parameters[0].device.type if self._parameters else "cpu")
+        if self.draws is None:
+            self._state = _generators()
+
+    def after_forward(self) -> None:
+        """The generators that were used are those whose state has changed."""
+        self.autocast.after_forward()
+        if self.draws is None and self._state:
+            used = [before for before, now in zip(self._state, _generators(), strict=True) if before != now]
+            self.draws, self._state = short_hash(used) if used else 0.0, ()
+
+    def code(self, step: int) -> Code[float | Tensor]:
+        """Hashes of ``step``, between its reduction and its optimizer. Values on a device are not waited for."""
+        if not self._modes:
+            self.look_at_modes()
+        look = self._look()
+        self._looks[step] = look
+        while len(self._looks) > _REMEMBERED:
+            del self._looks[min(self._looks)]
+        on_device: float | Tensor = 0.0
+        if look.on_device:
+            values = torch.stack([value.detach().float().reshape(()) for value in look.on_device])
+            on_device = (values * torch.arange(1, 1 + len(values), device=values.device)).sum()
+            on_device = on_device.nan_to_num(nan=-1.0)  # compared by its size
+        return Code(
+            hyper_parameters=self._hashed("hyper_parameters", (look.hyper_parameters, look.holdings)),
+            device_hyper_parameters=on_device,
+            training_modes=self._hashed("training_modes", look.modes),
+            trainable=self._hashed("trainable", (look.trainable, look.missed) if any(look.missed) else look.trainable),
+            settings=self._hashed("settings", look.settings),
+            autocast=self._hashed("autocast", look.autocast) if look.autocast else 0.0,
+            counters=look.counter % EXACT,
+            first_draws=self.draws or 0.0,
+            objective=self._hashed(OBJECTIVE, look.objective[1]) if look.objective[1] else 0.0,
+        )
+
+    def items(self, step: int, asked: bool, structural: bool) -> list[Item]:
+        """Return what is compared when the ranks differ, as it was at ``step``; as many on every rank.
+
+        Args:
+            asked: whether the objectives are asked about.
+            structural: whether they differ in more than numbers.
+        """
+        look = self._looks.get(step) or self._look()
+
+        def of_groups(column: int) -> Callable[[], str]:
+            return lambda: _joined([group[column] for group in look.hyper_parameters])
+
+        items = [
+            read_item(name, "optimizer", of_groups(column)) for column, name in enumerate(HYPER_PARAMETERS.values())
+        ]
+        on_device = [read_item("hyper-parameters on the device", "optimizer", lambda: _listed(look.on_device))]
+        modes = flag_items("training mode", self._module_names, look.modes, ("trains", "in evaluation mode"))
+        trainable = flag_items("trainable flags", self._parameter_names, look.trainable, ("trainable", "frozen"))
+        held = holding_items(look.holdings, self._parameter_names)
+        count = item_of("optimizer's step", "optimizer", f"{look.counter - 1:g}" if look.counter else "not known")
+        autocast = item_of("autocast", "config", ", ".join(look.autocast) or "not known")
+        missed = [
+            item_of(f"parameters that nothing {does}", "parameters", ", ".join(names) or "none")
+            for does, names in zip(("reduces", TRAINS), look.missed, strict=True)
+        ]
+        text, structure, factor = look.objective
+        numbers = () if structural else (f"{factor:.6g}", text)
+        own = repr((structure, numbers) if asked else "")
+        objective = [item_of("what backward begins with", OBJECTIVE, own, text or "not known")]
+        of_modules = [*modes, *trainable, *missed, *self._numbers.items(look.settings)]
+        return [*items, *on_device, *held, count, *of_modules, autocast, *objective]
+
+    def _look(self) -> _Look:
+        groups: list[tuple[Any, ...]] = []
+        on_device: list[Tensor] = []
+        optimizers = list(self._optimizers())
+        counter = 0.0
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                groups.append(tuple(_plain(group.get(name), on_device) for name in HYPER_PARAMETERS))
+            for count in counters_of(optimizer):
+                if isinstance(count, Tensor):
+                    on_device.append(count)
+                else:
+                    counter = max(counter, count + 1.0)
+        sizes = [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        if sizes != self._sizes:
+            self._sizes, self._holdings = sizes, holdings_of(groups_of(optimizers), self._names_by_id)
+        missed = NOTHING if self._untrained is None else self._untrained.look(self._trainable)
+        modes, settings, autocast = (self._modes, self._trainable), tuple(self._numbers.values), self.autocast.state
+        own = self.objective
+        objective = own.text, own.structure, own.factor
+        return _Look(
+            tuple(groups), self._holdings, tuple(on_device), counter, *modes, settings, autocast, missed, objective
+        )
+
+    def _hashed(self, kind: str, value: Any) -> float:
+        known = self._hashes.get(kind)
+        if known is None or known[0] != value:
+            self._hashes[kind] = known = value, short_hash(value)
+        return known[1]
+
+
+def _generators() -> tuple[bytes, ...]:
+    """States of torch's generators, which both live on the host; nothing where a device does not give its own."""
+    try:
+        return tuple(state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), generator_state()))
+    except Exception:  # a note is not worth an internal error
+        return ()
+
+
+def _plain(value: Any, on_device: list[Tensor]) -> Any:
+    """Something that compares by value. A tensor on a device is kept for a lazy comparison: reading it would wait."""
+    if isinstance(value, Tensor):
+        if value.device.type == "cpu":
+            return value.tolist()
+        if value.numel() == 1:
+            on_device.append(value)
+        return _ON_DEVICE
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(inner, on_device) for inner in value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+
+
+def _joined(values: Sequence[Any]) -> str:
+    """One value where all parameter groups that have one agree, else all of them."""
+    texts = [json.dumps(value) for value in values if value is not None]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"
+
+
+def _listed(values: Sequence[Tensor]) -> str:
+    return ", ".join(str(float(value)) for value in values) or "none"
