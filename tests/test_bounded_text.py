@@ -35,7 +35,7 @@ from ds_silent.observing.lockstep import apart, elsewhere, stopping
 from ds_silent.observing.recorder import ranks_changed
 from ds_silent.preflight import messages as preflight
 from ds_silent.preflight.comparison import PreflightOutcome, outcome_of
-from ds_silent.preflight.items import item_of
+from ds_silent.preflight.items import check_item, item_of
 from ds_silent.records import Event, EventKind, Place, Repair, to_json
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.told import repair_event
@@ -167,7 +167,7 @@ def preflight_of(ranks: int) -> PreflightOutcome:
             for expectation in ("equal", "different"):
                 items.append(item_of(name, group, VALUE, VALUE, expectation))  # type: ignore[arg-type]
                 columns.append(np.stack([values, values], axis=1))
-        items.append(preflight.check_item(name, group, False, VALUE))  # type: ignore[arg-type]
+        items.append(check_item(name, group, False, VALUE))  # type: ignore[arg-type]
         columns.append(np.stack([numbers, numbers], axis=1))
     hashes = np.stack(columns, axis=1).astype(np.int32)
     texts = {index: [f"{rank}{VALUE}"[: preflight.TEXT_BYTES] for rank in range(ranks)] for index in range(len(items))}
