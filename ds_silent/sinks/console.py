@@ -169,4 +169,5 @@ def _number(value: float | None) -> str:
 
 def _print(line: str) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    tqdm.write(line.encode(encoding, errors="replace").decode(encoding))  # an ASCII terminal is no reason to stop
+    text = line.encode(encoding, errors="replace").decode(encoding)  # an ASCII terminal is no reason to stop
+    tqdm.write(f"{text}\n", end="")  # in one write: the training's own thread may print at the same time

@@ -46,6 +46,18 @@ def test_the_interval(every: int, steps: list[int], capsys: pytest.CaptureFixtur
     assert printed == steps
 
 
+def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training's own thread prints at the same time: its text must not come between a line and its end."""
+    written: list[str] = []
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", written.append)
+    monkeypatch.setattr(sys, "stdout", stream)
+    ConsoleSink(1).write(full_record(3))
+    [line] = [text for text in written if text]
+    assert line.startswith("[ds_silent] step 3  loss")
+    assert line.endswith("\n")
+
+
 def test_a_second_engine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     sink = ConsoleSink(1, label="engine-2")
     sink.write(full_record(3))
