@@ -87,6 +87,22 @@ class Patches:
 
         self.wrap(torch.autograd, "backward", backward)
 
+    def behind_method(self, kind: type, name: str, tell: Callable[[str], object]) -> None:
+        """Call ``tell(caller)`` behind ``name`` of all instances of a class, with the name of the calling function.
+
+        It may not raise what must not reach the training.
+
+        Raises:
+            AttributeError: there is no such method.
+        """
+
+        def behind(original: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(instance, *args, **kwargs)
+            tell(sys._getframe(2).f_code.co_name)
+            return result
+
+        self.wrap_method(kind, name, behind)
+
     def wrap_method(self, kind: type, name: str, wrapper: Callable[..., Any], inherited: type | None = None) -> None:
         """Call ``wrapper(original, instance, *args, **kwargs)`` for ``name`` of all instances of a class.
 

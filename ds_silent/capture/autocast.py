@@ -1,7 +1,7 @@
 """Under which autocast a rank's training forwards run: on or off, and the dtype.
 
     autocast = Autocast()
-    autocast.connect(patches)                   # sees what is entered inside a forward
+    autocast.connect(patches, together.alone)   # sees what is entered inside a forward
     autocast.before_forward("cpu"); autocast.after_forward()
     autocast.state                              # ("off",), ("bfloat16",): every state since it was asked last
 
@@ -12,9 +12,8 @@ nobody enters it but who traces it, once and again as shapes change: then only w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -42,9 +41,9 @@ class Autocast:
             self._last, self._found = tuple(sorted(self._found)), {}
         return self._last
 
-    def connect(self, patches: Patches) -> None:
-        """Listen to what is entered."""
-        patches.wrap_method(torch.autocast, "__enter__", self._enter)
+    def connect(self, patches: Patches, alone: Callable[..., object]) -> None:
+        """Listen to what is entered; ``alone``: the guard of :mod:`ds_silent.distributed.together`."""
+        patches.behind_method(torch.autocast, "__enter__", partial(alone, self._entered))
 
     def before_forward(self, device: str) -> None:
         """A training forward on this type of device begins."""
@@ -56,12 +55,10 @@ class Autocast:
             self._found[self._now or "off"] = None
             self._device = ""
 
-    def _enter(self, original: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(instance, *args, **kwargs)
-        self._traced = self._traced or sys._getframe(2).f_code.co_name == _TRACES
+    def _entered(self, caller: str) -> None:
+        self._traced = self._traced or caller == _TRACES
         if self._device and self._now is None and not self._traced:
             self._now = _state(self._device)
-        return result
 
 
 def _state(device: str) -> str | None:

@@ -243,8 +243,8 @@ class StepCapture:
         """Every moment is one of three, see :mod:`ds_silent.distributed.together`: alone, tried, or played."""
         self._listener, self._owner = listener, owner
         self._patches.add(self.loaders.connect())
-        self.settings.autocast.connect(self._patches)
         alone, tried, play = self.together.alone, self.together.tried, self.together.play
+        self.settings.autocast.connect(self._patches, alone)
         self.framework.connect(
             Moments(
                 together=self.together,

@@ -345,7 +345,7 @@ def test_a_compiled_model_is_off_whenever_it_is_traced() -> None:
     model, autocast, patches = Net(), Autocast(), Patches()
     model.enters_autocast = True
     states = []
-    autocast.connect(patches)
+    autocast.connect(patches, lambda act, *arguments: act(*arguments))
     for compiled in (model, torch.compile(model, backend="aot_eager"), model):
         for rows in (2, 3, 3):
             autocast.before_forward("cpu")
@@ -356,3 +356,26 @@ def test_a_compiled_model_is_off_whenever_it_is_traced() -> None:
     assert states[:3] == [("bfloat16",)] * 3
     assert states[3:] == [("off",)] * 6
     assert torch.autocast.__enter__.__qualname__ == "autocast.__enter__"
+
+
+def test_what_breaks_as_autocast_is_entered_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script enters it in its own thread: an error of ours must not come out of its ``with``."""
+    patches, autocast, broken = Patches(), Autocast(), []
+
+    def alone(act: Callable[..., object], *arguments: object) -> None:
+        try:
+            act(*arguments)
+        except RuntimeError as error:
+            broken.append(error)
+
+    autocast.connect(patches, alone)
+    autocast.before_forward("cpu")
+    monkeypatch.setattr("ds_silent.capture.autocast._state", _breaks)
+    with torch.autocast("cpu"):
+        pass
+    patches.undo()
+    assert len(broken) == 1
+
+
+def _breaks(device: str) -> None:
+    raise RuntimeError(device)

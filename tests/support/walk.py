@@ -83,6 +83,7 @@ class Outcome:
 _IN_THE_TRAININGS_FRAME = (
     "Patches.around.<locals>.call",
     "Patches.before_backward.<locals>.backward",
+    "Patches.behind_method.<locals>.behind",
     "Patches.wrap_method.<locals>.call",
 )
 """Wrappers that only pass on: what breaks in their own lines is the script's call itself."""
