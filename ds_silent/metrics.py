@@ -55,7 +55,7 @@ METRICS = (
     Metric("world_size", gauge="world_size", help="Data-parallel ranks that are compared."),
     Metric("loss.mean", "loss mean", "loss/mean", "loss_mean", "Mean of the ranks' losses."),
     Metric("loss.std", "loss std", "loss/std", "loss_std", "Standard deviation of the ranks' losses.", _LOSS),
-    Metric("loss.range", "loss range", "loss/range", "loss_range", "Largest less smallest loss of the ranks.", _LOSS),
+    Metric("loss.range", "", "loss/range", "loss_range", "Largest less smallest loss of the ranks.", _LOSS),
     Metric(
         "grad_norm.mean",
         "norm mean",
@@ -64,10 +64,7 @@ METRICS = (
         "Mean of the norms of the ranks' gradients before the reduction.",
     ),
     Metric("grad_norm.std", "norm std", "grad_norm/std", "grad_norm_std", "Standard deviation of these norms.", _NORM),
-    Metric(
-        "grad_norm.cv", "norm cv", "grad_norm/cv", "grad_norm_cv", "Their standard deviation over their mean.", _NORM
-    ),
-    Metric("grad_norm.range", "norm range"),
+    Metric("grad_norm.cv", "", "grad_norm/cv", "grad_norm_cv", "Their standard deviation over their mean.", _NORM),
     Metric(
         "grad_norm.aggregated",
         "norm aggregated",
@@ -84,7 +81,6 @@ METRICS = (
         "Mean cosine between the gradients of two ranks.",
         _COSINE,
     ),
-    Metric("direction.standard_error", "cosine error"),
     Metric("direction.min_cosine", "pair min", "direction/min_cosine", "cosine_min", "Smallest such cosine.", _COSINE),
     Metric("direction.max_cosine", "pair max", "direction/max_cosine", "cosine_max", "Largest such cosine.", _COSINE),
     Metric("exact_check", tag="direction/exact_check"),

@@ -120,7 +120,6 @@ UNSENT = 1e-3  # of the rows in the sample that there is no room for, in the mea
 _PLACE_BITS = 12
 MAX_ROWS = 1 << _PLACE_BITS  # of a rank and observation that are looked at
 _NUMBER = (1 << 24) - 1  # what fp32 carries
-_HASH_BITS = 48 - _PLACE_BITS
 _HEADER = 3
 
 

@@ -35,7 +35,6 @@ ON_DEVICE = 4
 """The same where they lie on a device, each of which costs a kernel."""
 _OWN = re.compile(r"(^|_)(rank|ranks|device|seed|worker|host|port|verbose|debug|log|logger|name|path|dir|file)(_|$)")
 _PLAIN = (bool, int, float, str, type(None))
-_ABSENT = "absent"
 
 Holdings = tuple[tuple[str, ...], ...]
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ds_silent import metrics
 from ds_silent.text import one_line
 
 MOST_STEP = 2**62
@@ -23,27 +24,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 Metric = Literal["loss", "norm", "cosine"]
 METRICS: Mapping[Metric, str] = {"loss": "loss", "norm": "grad_norm", "cosine": "direction"}
 """What each rank has one value of, and its key in a line of metrics.jsonl."""
-COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "samples": ("samples",),
-    "epoch": ("epoch",),
-    "loss mean": ("loss", "mean"),
-    "loss std": ("loss", "std"),
-    "norm mean": ("grad_norm", "mean"),
-    "norm std": ("grad_norm", "std"),
-    "norm aggregated": ("grad_norm", "aggregated"),
-    "cosine mean": ("direction", "mean_cosine"),
-    "pair min": ("direction", "min_cosine"),
-    "pair max": ("direction", "max_cosine"),
-    "noise scale": ("noise_scale",),
-    "duplicates": ("coverage", "duplicates"),
-    "seen": ("coverage", "seen"),
-    "repeated": ("coverage", "repeated"),
-    "sampled": ("coverage", "sampled"),
-    "integrity error": ("integrity", "relative_error"),
-    "integrity bound": ("integrity", "rounding_bound"),
-    "step seconds": ("seconds", "step"),
-    "observe seconds": ("seconds", "observe"),
-}
+COLUMNS = {metric.column: tuple(metric.path.split(".")) for metric in metrics.METRICS if metric.column}
 """Name, and its place in a line of metrics.jsonl."""
 _OVER_RANKS = ("low", "high", "median", "spread")
 NAMES = (*COLUMNS, *(f"{metric} {what}" for metric in METRICS for what in _OVER_RANKS))
