@@ -33,7 +33,7 @@ test: lint ## lint, then the tests in real processes
 
 test-matrix: $(READY) ## the full configuration matrices (tens of minutes)
 	@sh .ci/setup.sh unlock
-	@$(PYTHON_IN_VENV) -m pytest -m matrix
+	@DS_SILENT_COLD=1 $(PYTHON_IN_VENV) -m pytest -m matrix
 
 test-real-bugs: $(READY) ## released DeepSpeed versions that train wrongly: what is found (10 minutes)
 	@$(PYTHON_IN_VENV) benchmarks/real_bugs.py

@@ -86,15 +86,15 @@ def observed(name: str, block: Block) -> Callable[..., Any]:
     @contextmanager
     def variant(engine: Any, settings: Settings) -> Iterator[None]:
         if made:
-            made[0]._capture.connect(made[0]._steps, made[0])
+            made[0].connect()
         else:
             folder = "".join(letter if letter.isalnum() else "-" for letter in name)
             made.append(attached(engine, {"output_dir": f"{settings.directory}/{folder}", **block}))
         yield made[0]._published.recorder.finish
-        made[0]._capture.close()
+        made[0]._capture.close(ended=False)
 
     # of the observer: where nobody but it counts the steps (DDP, FSDP2), those of other variants are not in it
-    variant.under_way = lambda: made[0]._steps.scheduled  # type: ignore[attr-defined]
+    variant.under_way = lambda: made[0]._steps._plan.step  # type: ignore[attr-defined]
     return variant
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from ds_silent.maths.fingerprint import hash_text
-from ds_silent.preflight.comparison import FEWEST_ASKED, MIB_OF_HASHES, TEXT_BYTES, compared, questions
+from ds_silent.preflight.comparison import FEWEST_ASKED, MIB_OF_HASHES, TEXT_BYTES, EveryRank, compared, questions
 from ds_silent.preflight.items import PASSED, Hashes, Item
 from ds_silent.preflight.messages import events_of, table, to_json
 
@@ -40,7 +40,7 @@ class Cost:
     events: tuple[str, ...]
 
 
-class SimulatedRanks:
+class SimulatedRanks(EveryRank):
     """All ranks' answers from all ranks' hashes: int32 (N, I, 2). A rank's text is its item's name and its rank."""
 
     def __init__(self, items: Sequence[Item], hashes: Hashes):

@@ -45,7 +45,7 @@ from ds_silent.measure.evidence import ResponseLog
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.published import Context
-from ds_silent.observing.recorder import WritingRecorder, make_recorder
+from ds_silent.observing.recorder import Recorder
 from ds_silent.records import Event, Seconds
 from ds_silent.sinks.base import FanOut
 from ds_silent.sinks.jsonl import JsonlSink
@@ -79,8 +79,7 @@ class Writer:
         rate = log_steps(self.config.detectors, 1) + math.log(2.0)
         names = tuple(f"layers.{number}" for number in range(LAYERS))
         audit = ReductionChecker(self.layout, arithmetic, 0.0, rate, names)
-        self.recorder = make_recorder(FanOut([JsonlSink(directory)]), self.config, audit, self.layout, range(ranks))
-        assert isinstance(self.recorder, WritingRecorder)
+        self.recorder = Recorder(FanOut([JsonlSink(directory)]), self.config, audit, self.layout, range(ranks))
         self.events: list[Event] = []
         self.recorder.on_event(self.events.append)
         self._own = torch.randn(LAYERS, self.layout.size)
@@ -101,7 +100,7 @@ class Writer:
         training = time.thread_time() - started
         if sums is not None:
             self.exchange._sums.copy_(sums)
-        received = self.exchange._all if self.layout.gathers else self.exchange._rows.received
+        received = self.exchange._rows.received
         received.view(len(rows), -1).copy_(rows)
         started = time.thread_time()
         if arrived is not None:

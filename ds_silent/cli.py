@@ -31,16 +31,6 @@ def main() -> None:
     """
 
 
-def _needs(what: str, extra: str) -> None:
-    from ds_silent.extras import MissingExtra, needs
-
-    try:
-        needs(what, extra)
-    except MissingExtra as error:
-        typer.echo(f"ds-silent: {error}", err=True)
-        raise typer.Exit(2) from None
-
-
 @app.command()
 def check(
     ds_config: Annotated[
@@ -158,7 +148,13 @@ def drill(
     Exit status: 0 all found and the healthy runs silent, 1 not so, 2 a mistake in what was typed.
     """
     if framework == "deepspeed":
-        _needs("ds-silent drill", "deepspeed")
+        from ds_silent.extras import MissingExtra, needs
+
+        try:
+            needs("ds-silent drill", "deepspeed")
+        except MissingExtra as error:
+            typer.echo(f"ds-silent: {error}", err=True)
+            raise typer.Exit(2) from None
     from ds_silent.drill.printing import drill_command
     from ds_silent.drill.run_drill import LONGEST, DrillOptions
 

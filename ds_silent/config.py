@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
@@ -79,12 +79,7 @@ class DirectionConfig(_Block):
     method: Literal["sketch", "exact", "off"] = _choice("sketch", "exact", "off")
     """``sketch``: k numbers per rank. ``exact``: the true cosine matrix, for the traffic of one reduce-scatter."""
 
-    sketch_size: int = _is(
-        f"be a power of two between {SKETCH_SIZES[0]} and {SKETCH_SIZES[1]}",
-        16_384,
-        ge=SKETCH_SIZES[0],
-        le=SKETCH_SIZES[1],
-    )
+    sketch_size: int = _is("be a power of two between {} and {}".format(*SKETCH_SIZES), 16_384, ge=256, le=1_048_576)
     """k, fp32 numbers per rank and step; the standard error of one cosine is about 1/sqrt(k)."""
 
     exact_interval: int = _whole(0, 0)
@@ -312,37 +307,36 @@ def parse(ds_config: Mapping[str, Any], name: str = "the ds_config") -> SilentCo
     return config
 
 
-def _block_type(model: type[_Block], key: str) -> type[_Block] | None:
-    field = model.model_fields.get(key)
-    return (
-        field.annotation
-        if field and isinstance(field.annotation, type) and issubclass(field.annotation, _Block)
-        else None
-    )
+def block_type(model: type[BaseModel], key: str) -> type[_Block] | None:
+    """Return what an object in a field must be: the block within the block, or the entry of a list of blocks."""
+    kind = model.model_fields[key].annotation if key in model.model_fields else None
+    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    return kind if isinstance(kind, type) and issubclass(kind, _Block) else None
 
 
-def entry_type(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """Of a field that is a list of blocks: what each is."""
-    field = model.model_fields.get(key)
-    if field is None or get_origin(field.annotation) is not tuple:
-        return None
-    entry = get_args(field.annotation)[0]
-    return entry if isinstance(entry, type) and issubclass(entry, BaseModel) else None
+def is_list(model: type[BaseModel], key: str) -> bool:
+    """Tell whether a field is a list of blocks."""
+    return get_origin(model.model_fields[key].annotation) is tuple
 
 
 def _inner_blocks(model: type[_Block], key: str, value: Any) -> Iterator[tuple[str, type[_Block], Mapping[str, Any]]]:
     """The objects in a field: its name in sentences, what it must be, its value."""
-    inner, entry = _block_type(model, key), entry_type(model, key)
-    if inner is not None and isinstance(value, Mapping):
-        yield key, inner, value
-    if entry is not None and isinstance(value, (list, tuple)):
-        for number, one in enumerate(value):
-            if isinstance(one, Mapping):
-                yield f"{key}[{number}]", cast(type[_Block], entry), one
+    inner = block_type(model, key)
+    if inner is None:
+        return
+    named = {key: value}
+    if is_list(model, key):
+        entries = value if isinstance(value, (list, tuple)) else ()
+        named = {f"{key}[{number}]": one for number, one in enumerate(entries)}
+    for name, one in named.items():
+        if isinstance(one, Mapping):
+            yield name, inner, one
 
 
-def _known(model: type[_Block], block: Mapping[str, Any]) -> dict[str, Any]:
+def _known(model: type[_Block], block: Any) -> Any:
     """``block`` without what _spelling_errors has reported, so that the values beside it are still checked."""
+    if not isinstance(block, Mapping):
+        return block
     return {
         key: _known_value(model, key, value)
         for key, value in block.items()
@@ -351,12 +345,12 @@ def _known(model: type[_Block], block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known_value(model: type[_Block], key: str, value: Any) -> Any:
-    inner, entry = _block_type(model, key), entry_type(model, key)
-    if inner is not None and isinstance(value, Mapping):
+    inner = block_type(model, key)
+    if inner is None:
+        return value
+    if not is_list(model, key):
         return _known(inner, value)
-    if entry is not None and isinstance(value, (list, tuple)):
-        return [_known(cast(type[_Block], entry), one) if isinstance(one, Mapping) else one for one in value]
-    return value
+    return [_known(inner, one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_auto(value: object) -> bool:
@@ -375,8 +369,8 @@ def _spelling_errors(model: type[_Block], block: Mapping[str, Any], path: tuple[
                 f"{_remedy(model, key)}"
             )
         else:
-            for name, inner, held in _inner_blocks(model, key, value):
-                errors += _spelling_errors(inner, held, (*path, name))
+            for name, inner, one in _inner_blocks(model, key, value):
+                errors += _spelling_errors(inner, one, (*path, name))
     return errors
 
 
@@ -393,12 +387,12 @@ def _value_error(location: tuple[int | str, ...], value: object, missing: bool) 
     model: type[_Block] = SilentConsistencyConfig
     name, key, place = BLOCK, "", BLOCK
     for part in location:
-        model = cast(type[_Block], (_block_type(model, key) or entry_type(model, key)) or model)
+        model = block_type(model, key) or model
         place, name = name, f"{name}[{part}]" if isinstance(part, int) else f"{name}.{part}"
         key = part if isinstance(part, str) else key
     if isinstance(location[-1], int):
         return f'{name} must be an object in braces, got {masked(value)}; write {{"to": "env:NAME"}} or leave it out'
-    if _block_type(model, key):
+    if block_type(model, key) and not is_list(model, key):
         return f'{name} must be an object in braces, got {shown(value)}; write "{key}": {{}} or leave it out'
     field: Any = model.model_fields[key]
     must = str(field.json_schema_extra["must"])
@@ -408,7 +402,7 @@ def _value_error(location: tuple[int | str, ...], value: object, missing: bool) 
         return f"{name} {_why_no_destination(value)}"
     if type(value) is int and value > LARGEST and "at most" not in must:
         must += f" and at most {LARGEST}"
-    got = shown(value) if entry_type(model, key) is None else _shown_list(value)
+    got = _shown_list(value) if is_list(model, key) else shown(value)
     return f"{name} must {must}, got {got}; {_remedy(model, key, value)}"
 
 
@@ -426,8 +420,7 @@ def _why_no_destination(value: object) -> str:
 
 
 def _remedy(model: type[_Block], key: str, value: object = None) -> str:
-    inner = _block_type(model, key)
-    if inner is not None:
+    if block_type(model, key) and not is_list(model, key):
         return f'write "{key}": {{}} or leave it out'
     if model.model_fields[key].is_required():
         return f'write "{key}": "env:NAME"'
@@ -435,11 +428,7 @@ def _remedy(model: type[_Block], key: str, value: object = None) -> str:
     if key == "sketch_size" and type(value) is int:
         low, high = SKETCH_SIZES
         power = min(max(2 ** round(math.log2(max(value, 1))), low), high)
-        return (
-            f"the nearest is {power}"
-            if power == model.model_fields[key].default
-            else (f"the nearest is {power}, the default {default}")
-        )
+        return f"the nearest is {power}" + f", the default {default}" * (shown(power) != default)
     return f"write {default}, the default, or leave it out"
 
 
@@ -499,9 +488,9 @@ def shown(value: object, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def _nearest(key: str, known: Iterable[str]) -> str | None:
-    """The known name that ``key`` was probably meant to be."""
-    by_plain_name = {_plain(name): name for name in known}
+def _nearest(key: str, names: Iterable[str]) -> str | None:
+    """The name that ``key`` was probably meant to be."""
+    by_plain_name = {_plain(name): name for name in names}
     found = difflib.get_close_matches(_plain(key), by_plain_name, n=1, cutoff=0.6)
     return by_plain_name[found[0]] if found else None
 

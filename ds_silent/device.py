@@ -33,9 +33,9 @@ VARIABLE = "DS_ACCELERATOR"
 def kind() -> str:
     """What this process trains on. What ``DS_ACCELERATOR`` names, where torch has it; else the first that is there."""
     _load_npu()
-    told = os.environ.get(VARIABLE, "")
-    if hasattr(getattr(torch, told, None), "device_count"):
-        return told
+    wanted = os.environ.get(VARIABLE, "")
+    if hasattr(getattr(torch, wanted, None), "device_count"):
+        return wanted
     return next((name for name in ("xpu", "npu", "cuda") if _available(name)), "cpu")
 
 

@@ -28,9 +28,8 @@ class Metric:
 
     Attributes:
         path: of the field, in a record and in a line of ``metrics.jsonl``.
-        column: in ``watch`` and ``report``.
-        tag: of its curve in TensorBoard and in DeepSpeed's monitor, behind "silent/".
-        gauge: for Prometheus, behind "ds_silent_".
+        column, tag, gauge: in ``watch`` and ``report``, in TensorBoard behind "silent/", in Prometheus behind
+            "ds_silent_".
         help: what Prometheus says of it.
         chart: title of the chart in TensorBoard that shows it, see :data:`CHARTS`.
     """
@@ -56,75 +55,53 @@ METRICS = (
     Metric("loss.mean", "loss mean", "loss/mean", "loss_mean", "Mean of the ranks' losses."),
     Metric("loss.std", "loss std", "loss/std", "loss_std", "Standard deviation of the ranks' losses.", _LOSS),
     Metric("loss.range", "", "loss/range", "loss_range", "Largest less smallest loss of the ranks.", _LOSS),
-    Metric(
-        "grad_norm.mean",
-        "norm mean",
-        "grad_norm/mean",
-        "grad_norm_mean",
-        "Mean of the norms of the ranks' gradients before the reduction.",
-    ),
+    Metric("grad_norm.mean", "norm mean", "grad_norm/mean", "grad_norm_mean",
+           "Mean of the norms of the ranks' gradients before the reduction."),
     Metric("grad_norm.std", "norm std", "grad_norm/std", "grad_norm_std", "Standard deviation of these norms.", _NORM),
     Metric("grad_norm.cv", "", "grad_norm/cv", "grad_norm_cv", "Their standard deviation over their mean.", _NORM),
-    Metric(
-        "grad_norm.aggregated",
-        "norm aggregated",
-        "grad_norm/aggregated",
-        "grad_norm_aggregated",
-        "Norm of the reduced gradient.",
-        _AGGREGATED,
-    ),
-    Metric(
-        "direction.mean_cosine",
-        "cosine mean",
-        "direction/mean_cosine",
-        "cosine_mean",
-        "Mean cosine between the gradients of two ranks.",
-        _COSINE,
-    ),
+    Metric("grad_norm.aggregated", "norm aggregated", "grad_norm/aggregated", "grad_norm_aggregated",
+           "Norm of the reduced gradient.", _AGGREGATED),
+    Metric("direction.mean_cosine", "cosine mean", "direction/mean_cosine", "cosine_mean",
+           "Mean cosine between the gradients of two ranks.", _COSINE),
     Metric("direction.min_cosine", "pair min", "direction/min_cosine", "cosine_min", "Smallest such cosine.", _COSINE),
     Metric("direction.max_cosine", "pair max", "direction/max_cosine", "cosine_max", "Largest such cosine.", _COSINE),
     Metric("exact_check", tag="direction/exact_check"),
     Metric("noise_scale", "noise scale", "noise_scale", "noise_scale", "Gradient noise scale, in rows.", _NOISE),
-    Metric(
-        "coverage.duplicates",
-        "duplicates",
-        "coverage/duplicates",
-        "duplicate_rows",
-        "Rows of the step that two or more ranks hold.",
-    ),
+    Metric("coverage.duplicates", "duplicates", "coverage/duplicates", "duplicate_rows",
+           "Rows of the step that two or more ranks hold."),
     Metric("coverage.seen", "seen", "coverage/seen"),
     Metric("coverage.repeated", "repeated", "coverage/repeated"),
     Metric("coverage.sampled", "sampled"),
-    Metric(
-        "integrity.relative_error",
-        "integrity error",
-        "integrity/relative_error",
-        "integrity_relative_error",
-        "Distance of the reduced gradient from the mean of the ranks', over its norm.",
-        _INTEGRITY,
-    ),
-    Metric(
-        "integrity.rounding_bound",
-        "integrity bound",
-        "integrity/rounding_bound",
-        "integrity_rounding_bound",
-        "What rounding explains of this distance.",
-        _INTEGRITY,
-    ),
+    Metric("integrity.relative_error", "integrity error", "integrity/relative_error", "integrity_relative_error",
+           "Distance of the reduced gradient from the mean of the ranks', over its norm.", _INTEGRITY),
+    Metric("integrity.rounding_bound", "integrity bound", "integrity/rounding_bound", "integrity_rounding_bound",
+           "What rounding explains of this distance.", _INTEGRITY),
     Metric("integrity.replica_groups", tag="integrity/replica_groups"),
     Metric("seconds.step", "step seconds", gauge="step_seconds", help="Wall time of the optimizer step."),
     Metric("seconds.observe", "observe seconds", gauge="observe_seconds", help="The observer's part of it."),
-)
+)  # fmt: skip
 """In the order in which they are shown."""
 
 
 @dataclass(frozen=True)
 class RankMetric:
-    """A number that each rank has: its name in tags and in ``per_rank.bin``, and the title of its chart."""
+    """A number that each rank has.
+
+    Attributes:
+        name: in tags, and of its column in ``per_rank.bin``.
+        path: of the field with the numbers by rank.
+        title: of its chart in TensorBoard.
+        column, label: in columns of ``report`` and ``watch``, and on the screen.
+        heading, unit: of its picture in the report, rank by step.
+    """
 
     name: str
     path: str
     title: str
+    column: str
+    label: str
+    heading: str
+    unit: str
 
     def of(self, record: StepRecord) -> Sequence[float] | None:
         """Return the numbers by rank; None where they were not measured."""
@@ -133,8 +110,10 @@ class RankMetric:
 
 
 RANK_METRICS = (
-    RankMetric("loss", "loss.per_rank", "loss"),
-    RankMetric("grad_norm", "grad_norm.per_rank", "gradient norm"),
-    RankMetric("cosine", "direction.per_rank", "cosine with the mean of the others"),
-)
+    RankMetric("loss", "loss.per_rank", "loss", "loss", "loss", "Loss", "loss − median of the ranks"),
+    RankMetric("grad_norm", "grad_norm.per_rank", "gradient norm", "norm", "|g|", "Gradient norm",
+               "norm / median of the ranks"),
+    RankMetric("cosine", "direction.per_rank", "cosine with the mean of the others", "cosine", "cosine", "Direction",
+               "cosine − median of the ranks"),
+)  # fmt: skip
 """In the order of the columns of ``per_rank.bin``."""

@@ -363,7 +363,7 @@ def to_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         written = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.metadata.get("json", True)}
         absent = {f.name for f in dataclasses.fields(value) if f.metadata.get("absent") and written[f.name] is None}
-        return {name: to_json(known) for name, known in written.items() if name not in absent}
+        return {name: to_json(item) for name, item in written.items() if name not in absent}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     if isinstance(value, Mapping):

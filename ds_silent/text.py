@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 
 def one_line(text: str) -> str:
     """``text`` with a blank for whatever could begin a line or a header, or move a terminal's cursor."""
     return "".join(character if character.isprintable() else " " for character in text)
+
+
+def printable(text: str) -> str:
+    """Return ``text`` in characters that the output has: an ASCII terminal is no reason to stop."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, errors="replace").decode(encoding)
 
 
 def named(ranks: tuple[int, ...], world_size: int | None = None) -> str:

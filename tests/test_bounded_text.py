@@ -31,10 +31,10 @@ from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, Coverage, Evidence, ReductionEvidence
 from ds_silent.measure.row_history import OrderAgain
-from ds_silent.observing.lockstep import apart, elsewhere, stopping
+from ds_silent.observing.lockstep import elsewhere_event, out_of_sync_event, stop_event
 from ds_silent.observing.recorder import ranks_changed
 from ds_silent.preflight import messages as preflight
-from ds_silent.preflight.comparison import PreflightOutcome, outcome_of
+from ds_silent.preflight.comparison import PreflightOutcome
 from ds_silent.preflight.items import check_item, item_of
 from ds_silent.records import Event, EventKind, Place, Repair, to_json
 from ds_silent.replicas.compare import Drift
@@ -44,6 +44,7 @@ from ds_silent.sinks.files import written_event
 from ds_silent.sinks.tensorboard import event_markdown
 from ds_silent.text import TORCH
 from tests.support.made_records import make
+from tests.support.preflight import outcome_of
 
 LONGEST = 1000  # characters of a message, and of its line on the console without the remedy
 SIZES = (1024, 16_384)
@@ -177,11 +178,11 @@ def preflight_of(ranks: int) -> PreflightOutcome:
 def from_others(ranks: int) -> list[Event]:
     found = [
         ranks_changed(7, ranks, ranks // 2),
-        stopping(7, [float(BROKE)] * (ranks - 1) + [0.0], TORCH),
-        elsewhere(7, [7.0] * (ranks - 99) + [float(rank) for rank in range(99)], [7.0] * ranks),
-        elsewhere(7, [float(rank) for rank in range(ranks)], [0.0] * ranks),
+        stop_event(7, [float(BROKE)] * (ranks - 1) + [0.0], TORCH),
+        elsewhere_event(7, [7.0] * (ranks - 99) + [float(rank) for rank in range(99)], [7.0] * ranks),
+        elsewhere_event(7, [float(rank) for rank in range(ranks)], [0.0] * ranks),
         same_draws(1, ranks, TORCH),
-        apart(7, [7.0] * ranks, [float(rank) for rank in range(ranks)]),
+        out_of_sync_event(7, [float(rank) for rank in range(ranks)]),
         *reduction_errors.notes(
             ReductionEvidence(applied=AppliedCheck(6, 1.0, (0.3,) * ranks, 1e-3, 0.5, 1e-4, (), (), note=True))
         ),

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
-import ds_silent.exchange.gather
 import ds_silent.exchange.rows
 from ds_silent.drill.faults.injection import Injection
 from ds_silent.drill.train_deepspeed import EngineHooks
@@ -38,8 +37,7 @@ from .tasks import TASKS
 RANKS = 4
 COLLECTIVES = (
     *((dist, name) for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")),
-    (ds_silent.exchange.gather, "all_gather"),  # the observations' own, under whichever name this torch has
-    (ds_silent.exchange.rows, "all_gather"),
+    (ds_silent.exchange.rows, "all_gather"),  # the observations' own, under whichever name this torch has
 )
 
 

@@ -70,9 +70,12 @@ def sender_of(destination: Destination, seconds: float) -> Send:
 
 def why_of(error: BaseException) -> str:
     """Return what of a foreign error cannot hold a secret: its type, and the system's word for its number."""
-    known = isinstance(error, OSError) and error.errno is not None and error.strerror == os.strerror(error.errno)
-    known = known or isinstance(error, socket.gaierror)  # its words are the resolver's own
-    return f"{type(error).__name__} ({error.strerror})" if known else type(error).__name__  # type: ignore[attr-defined]
+    name = type(error).__name__
+    if isinstance(error, socket.gaierror):  # of a failed search for a name the words are the resolver's own
+        return f"{name} ({error.strerror})"
+    if isinstance(error, OSError) and error.errno is not None and error.strerror == os.strerror(error.errno):
+        return f"{name} ({error.strerror})"
+    return name
 
 
 # -- Webhooks and mail: a try with an end ------------------------------------------------------------------------------
@@ -200,8 +203,8 @@ import sys
 sys.path = [each for each in sys.path if each]  # no file of the training's folder is taken for one of Python's
 import json, apprise
 given = json.load(sys.stdin)
-told = apprise.Apprise(asset=apprise.AppriseAsset(app_id="ds_silent", http_redirects=False))
-sys.exit(3 if not told.add(given.pop("to")) else 0 if told.notify(**given) else 4)
+to = apprise.Apprise(asset=apprise.AppriseAsset(app_id="ds_silent", http_redirects=False))
+sys.exit(3 if not to.add(given.pop("to")) else 0 if to.notify(**given) else 4)
 """
 
 
@@ -218,15 +221,11 @@ def _apprise(address: str, seconds: float, alert: Alert) -> None:
     given = {"to": address, "title": title, "body": text, "notify_type": kind, "body_format": "text"}
     status = _status_of([sys.executable, "-c", _APPRISE], given, seconds, "apprise")
     if status:
-        why = (
-            "apprise takes no such address: see its list of services"
-            if status == 3
-            else "apprise could not send it, and says no more"
-        )
-        raise NotSent(why, again=status != 3)
+        unknown = "apprise takes no such address: see its list of services"
+        raise NotSent(unknown if status == 3 else "apprise could not send it, and says no more", again=status != 3)
 
 
-def _status_of(words: Sequence[str], told: Any, seconds: float, who: str) -> int:
+def _status_of(words: Sequence[str], given: Any, seconds: float, who: str) -> int:
     """Run a program with JSON on its standard input, without a shell; what it prints may quote a secret of its own."""
     nowhere = subprocess.DEVNULL
     try:
@@ -235,7 +234,7 @@ def _status_of(words: Sequence[str], told: Any, seconds: float, who: str) -> int
     except OSError as error:
         raise NotSent(f"{who} cannot be started: {why_of(error)}", again=False) from None
     try:
-        started.communicate(json.dumps(told).encode(), timeout=seconds)
+        started.communicate(json.dumps(given).encode(), timeout=seconds)
     except subprocess.TimeoutExpired:
         with suppress(OSError):
             os.killpg(started.pid, signal.SIGKILL)

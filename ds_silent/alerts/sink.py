@@ -26,6 +26,7 @@ from ds_silent.config import BLOCK, AlertConfig, ConfigError, SilentConsistencyC
 from ds_silent.destination import TRACKERS, Destination, WrongDestination, resolve
 from ds_silent.extras import installed
 from ds_silent.records import ENDED, STILL, Event, Scores, Severity, StepRecord, from_json
+from ds_silent.sinks.base import Sink
 from ds_silent.sinks.scalars import MonitorWrite
 
 logger = logging.getLogger("ds_silent")
@@ -50,11 +51,11 @@ class OpenFaults:
     def is_news(self, event: Event) -> bool:
         """Tell whether to send it, and remember that it was."""
         fault = (event.kind, event.where)
-        known = fault in self._open
+        is_open = fault in self._open
         if event.message.startswith(ENDED):  # of severity info: wanted where its beginning was
             self._open.discard(fault)
-            return known
-        if not reaches(event, self._level) or event == self._last or (known and event.message.startswith(STILL)):
+            return is_open
+        if not reaches(event, self._level) or event == self._last or (is_open and event.message.startswith(STILL)):
             return False
         self._open.add(fault)
         self._last = event
@@ -189,7 +190,7 @@ class _To(NamedTuple):
     find_send: Callable[[], Send]  # called on the training thread, see sender_of
 
 
-class Alerts:
+class Alerts(Sink):
     """Hand each event that is news to the destinations that want its severity. No thread is started before the first.
 
     Args:

@@ -5,9 +5,9 @@
     local.observe_silent(exact=False)                              # at the boundary, before the reduction
     local.accumulator.take()                                       # its sketch and squared norm
 
-There are two kinds of rooms. Where the gradient accumulates in a buffer of its own until the reduction, one look at
-the boundary suffices: what the buffer holds plus what is coming in, rounded as the addition will round it. Where every
-micro-batch is reduced and freed, each is added to the sketch: sketches add up, squared norms do not.
+Gradients are stored in one of two ways. Where they accumulate in a buffer of their own until the reduction, one look
+at the boundary suffices: what the buffer stores plus what is coming in, rounded as the addition will round it. Where
+every micro-batch is reduced and freed, each is added to the sketch: sketches add up, squared norms do not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_silent.config import DirectionConfig
 from ds_silent.distributed.together import SparseGradientError, Together
 from ds_silent.exchange.exact import copy_overlap, exact_gram
+from ds_silent.exchange.observation import Local
 from ds_silent.kernels.accumulator import Accumulator, stream_order
 from ds_silent.kernels.fused import new_accumulator
 from ds_silent.maths import sketch
@@ -42,7 +43,7 @@ class LocalGradient:
         accumulated: see :data:`Accumulated`; never called when ``additive``.
         additive: every micro-batch is reduced and freed; nobody accumulates the local gradient.
         norms_add_up: False when ``additive`` and a step has several micro-batches.
-        copied: for the exact method, keep a copy, because nobody holds the whole local gradient at the boundary.
+        copied: for the exact method, keep a copy, because nothing else stores the whole local gradient.
         by_layer: keep a sketch of every layer.
     """
 
@@ -58,13 +59,12 @@ class LocalGradient:
         copied: bool,
         by_layer: bool,
     ):
-        self.offsets, self.total = sketch.offsets_of(numels)
-        plan = sketch.make_plan(self.total, config.sketch_size, device)
+        self._offsets, self._total = sketch.offsets_of(numels)
+        plan = sketch.make_plan(self._total, config.sketch_size, device)
         self._order = stream_order(device)
-        self._new_accumulator = partial(new_accumulator, plan, self.offsets, numels, groups, by_layer, self._order)
-        self.accumulator = self._new_accumulator()
-        self._of_micro_batch: Accumulator | None = None  # while micro-batches are kept apart
-        self._micro_batches: list[Tensor] = []
+        accumulator = partial(new_accumulator, plan, self._offsets, numels, groups, by_layer, self._order)
+        self.accumulator = accumulator()
+        self.micro_batches = KeptMicroBatches(accumulator)
         self.sketching = config.method != "off"
         self.copied = copied
         self._memory_mb, self._device = config.exact_memory_mb, device
@@ -79,43 +79,29 @@ class LocalGradient:
         self._fires[:] = [0] * len(self._fires)
         self._captured[:] = [False] * len(self._captured)
         self._once = True
-        self.leftover: Tensor | None = None  # squared norm, 0-dim
-        self.micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
+        self._leftover: Tensor | None = None  # squared norm, 0-dim
+        self._micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
         self._before: Tensor | None = None  # sketch of the micro-batches that have ended
 
     def drop(self) -> None:
         """Forget what has come of the step under way: it was never to be one."""
         self.accumulator.take()
-        if self._of_micro_batch is not None:
-            self._of_micro_batch.take()
-        self._micro_batches = []
+        self.micro_batches.drop()
         if self._copy is not None:
             self._copy.zero_()
         self.start_step()
 
-    def keep_micro_batches(self) -> None:
-        """From now on, keep a sketch of each micro-batch too, until :meth:`take_micro_batches`."""
-        self._of_micro_batch = self._new_accumulator()
-
-    def take_micro_batches(self) -> list[Tensor]:
-        """(L, k) sketch of each micro-batch of this step, as their gradients came in; none is kept any more."""
-        kept, self._micro_batches, self._of_micro_batch = self._micro_batches, [], None
-        return kept
-
-    @property
-    def seen(self) -> bool:
-        """Whether every parameter that took part was captured whole."""
-        return all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))
-
-    @property
-    def norm_seen(self) -> bool:
-        """Whether the squared norm is that of the whole step; else it must come from the sketch."""
-        return self._norms_add_up and self._once
-
-    @property
-    def fired(self) -> int:
-        """How many parameters took part in this step."""
-        return sum(fires > 0 for fires in self._fires)
+    def observed(self, squared: Tensor, gram: Tensor | None) -> Local[float | Tensor]:
+        """Return the numbers of an observation; ``squared``: norm that was accumulated, ``gram``: if exchanged."""
+        return Local(
+            seen=float(all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))),
+            norm_seen=float(self._norms_add_up and self._once),
+            gram_seen=float(gram is not None),
+            squared=squared,
+            leftover_squared=0.0 if self._leftover is None else self._leftover,
+            micro_squared=0.0 if self._micro_squared is None else self._micro_squared,
+            fired=float(sum(fires > 0 for fires in self._fires)),
+        )
 
     def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool) -> None:
         """One micro-batch's gradient of parameter ``index``, before it is accumulated.
@@ -135,8 +121,7 @@ class LocalGradient:
             )
         if self._order is not None:  # for the copy and the leftover; the accumulators enter by themselves
             self._order.enter()
-        if self._of_micro_batch is not None:
-            self._of_micro_batch.add(index, gradient, square=False)
+        self.micro_batches.add(index, gradient)
         first = self._fires[index] == 0
         self._fires[index] += 1
         if self._additive:
@@ -157,11 +142,11 @@ class LocalGradient:
         self._captured[index] = True
         self._add(index, gradient, None if first else previous, exact, square=True)
 
-    def take_out(self, index: int, held: Tensor) -> None:
-        """What parameter ``index`` has accumulated before a step's first micro-batch: it is none of the step's own."""
+    def take_out(self, index: int, accumulated: Tensor) -> None:
+        """Take out what parameter ``index`` has accumulated before a step's first micro-batch: none of the step's."""
         if self._order is not None:
             self._order.enter()
-        self._take_out_leftover(index, held, boundary=False)
+        self._take_out_leftover(index, accumulated, boundary=False)
 
     def observe_silent(self, exact: bool) -> None:
         """Parameters that took part in earlier micro-batches but not in the boundary's: no hook fired for them.
@@ -171,33 +156,32 @@ class LocalGradient:
         if self._additive or sum(self._captured) == len(self._captured):
             return
         for index, fires in enumerate(self._fires):
-            held = self._accumulated(index) if fires and not self._captured[index] else None
-            if held is not None:
+            whole = self._accumulated(index) if fires and not self._captured[index] else None
+            if whole is not None:
                 self._captured[index] = True
-                self._add(index, held, None, exact, square=True)
+                self._add(index, whole, None, exact, square=True)
 
     def end_micro_batch(self) -> None:
         """A micro-batch's backward has ended."""
-        if self._of_micro_batch is not None:
-            self._micro_batches.append(self._of_micro_batch.take()[0])
+        self.micro_batches.end()
         if self._norms_add_up or not self.sketching:
             return
         now = self.accumulator.peek()
         step = now if self._before is None else now - self._before
         square = torch.dot(step, step)
-        self.micro_squared = square if self.micro_squared is None else self.micro_squared + square
+        self._micro_squared = square if self._micro_squared is None else self._micro_squared + square
         self._before = now
 
     def _parts(self) -> list[tuple[int, Tensor]]:
         """The whole local gradient as (global offset, flat tensor), for the exact method."""
         if self.copied:
             return [] if self._copy is None else [(0, self._copy)]
-        parts = []
-        for index, offset in enumerate(self.offsets):
-            held = self._accumulated(index) if self._fires[index] else None
-            if held is not None:
-                parts.append((offset, held.detach().reshape(-1)))
-        return parts
+        whole = (self._accumulated(index) if fires else None for index, fires in enumerate(self._fires))
+        return [
+            (offset, gradient.detach().reshape(-1))
+            for offset, gradient in zip(self._offsets, whole, strict=True)
+            if gradient is not None
+        ]
 
     def exchange(self, group: dist.ProcessGroup, together: Together) -> Tensor:
         """This rank's part of the exact (N, N) inner products; a collective: every rank calls it.
@@ -206,12 +190,8 @@ class LocalGradient:
         """
         if self._order is not None:
             self._order.enter()
-        parts = together.alone(self._parts) or []
-
-        def fill(begin: int, end: int, out: Tensor) -> None:
-            copy_overlap(parts, begin, end, out)
-
-        gram = exact_gram(fill, self.total, group, self._device, self._memory_mb, together.alone, together.once)
+        fill = partial(copy_overlap, together.alone(self._parts) or [])
+        gram = exact_gram(fill, self._total, group, self._device, self._memory_mb, together.alone, together.once)
         if self._copy is not None:
             self._copy.zero_()
         return gram
@@ -224,8 +204,8 @@ class LocalGradient:
         self.accumulator.add(index, gradient, previous, square=square, sketching=self.sketching)
         if exact and self.copied:
             if self._copy is None:
-                self._copy = torch.zeros(self.total, device=self._device)
-            part = self._copy[self.offsets[index] : self.offsets[index] + gradient.numel()]
+                self._copy = torch.zeros(self._total, device=self._device)
+            part = self._copy[self._offsets[index] : self._offsets[index] + gradient.numel()]
             for term in (gradient, previous):
                 if term is not None:
                     part.add_(term.detach().reshape(-1))
@@ -234,9 +214,54 @@ class LocalGradient:
         """What ``zero_grad`` left of the last step is a fault of its own, never part of the local gradient."""
         flat = previous.detach().reshape(-1).float()
         square = torch.dot(flat, flat)
-        self.leftover = square if self.leftover is None else self.leftover + square
+        self._leftover = square if self._leftover is None else self._leftover + square
         if not boundary:  # at the boundary `previous` is simply not added
             self.accumulator.add(index, previous, weight=-1.0, square=False, sketching=self.sketching)
+
+
+class KeptMicroBatches:
+    """A sketch of each micro-batch of one step, where it is asked for; every rank asks at the same step.
+
+    Attributes:
+        keeping: whether they are kept in the step under way; the same on every rank, whatever breaks on one.
+    """
+
+    def __init__(self, new_accumulator: Callable[[], Accumulator]):
+        self.keeping = self._asked = False
+        self._new_accumulator = new_accumulator
+        self._accumulator: Accumulator | None = None
+        self._sketches: list[Tensor] = []
+
+    def ask(self) -> None:
+        """Keep those of the next step: the one under way has had its micro-batches."""
+        self._asked = not self.keeping
+
+    def start_step(self) -> None:
+        """Begin to keep, where it was asked for."""
+        if self._asked:
+            self._asked, self.keeping = False, True
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Take a gradient of the micro-batch under way."""
+        if self.keeping:
+            self._current().add(index, gradient, square=False)
+
+    def end(self) -> None:
+        """The micro-batch under way has ended."""
+        if self.keeping:
+            self._sketches.append(self._current().take()[0])
+
+    def drop(self) -> None:
+        """Forget what has come of the step under way."""
+        self._accumulator, self._sketches = None, []
+
+    def stack(self, count: int) -> Tensor | None:
+        """(A, L, k) sketches as their gradients came in; None where there are more or fewer than ``count``."""
+        return torch.stack(self._sketches) if len(self._sketches) == count else None
+
+    def _current(self) -> Accumulator:
+        self._accumulator = self._accumulator or self._new_accumulator()
+        return self._accumulator
 
 
 def sample_of(gradients: Iterable[Tensor | None], stride: int, device: torch.device) -> Tensor:

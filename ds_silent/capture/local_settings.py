@@ -28,7 +28,7 @@ from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code
 from ds_silent.framework import Covers
 from ds_silent.maths.fingerprint import short_hash
-from ds_silent.preflight.items import Item, item_of, read_item
+from ds_silent.preflight.items import Item, item_of
 from ds_silent.preflight.settings import (
     Holdings,
     Numbers,
@@ -168,10 +168,8 @@ class LocalSettings:
         def of_groups(column: int) -> Callable[[], str]:
             return lambda: _joined([group[column] for group in look.hyper_parameters])
 
-        items = [
-            read_item(name, "optimizer", of_groups(column)) for column, name in enumerate(HYPER_PARAMETERS.values())
-        ]
-        on_device = [read_item("hyper-parameters on the device", "optimizer", lambda: _listed(look.on_device))]
+        items = [item_of(name, "optimizer", of_groups(column)) for column, name in enumerate(HYPER_PARAMETERS.values())]
+        on_device = [item_of("hyper-parameters on the device", "optimizer", lambda: _listed(look.on_device))]
         modes = flag_items("training mode", self._module_names, look.modes, ("trains", "in evaluation mode"))
         trainable = flag_items("trainable flags", self._parameter_names, look.trainable, ("trainable", "frozen"))
         held = holding_items(look.holdings, self._parameter_names)

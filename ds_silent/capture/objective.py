@@ -1,7 +1,7 @@
 """How much each label counts, and what lies between a loss and the tensor that backward begins with.
 
     objective = LocalObjective()
-    objective.begins(measured, root)     # as a backward begins: its graph is read, its loss hooked
+    objective.begins(root)               # as a backward begins: its graph is read, its loss hooked
     objective.reached = True             # at a gradient of the model: that backward was the training's
     objective.text, objective.structure  # of the step so far
     objective.numbers()                  # an Observation's part; nothing was waited for
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -268,11 +268,9 @@ class LocalObjective:
         self._reduction = 0.0
         self._class_weights: float | Tensor = 0.0
 
-    def begins(self, measured: Callable[[], bool], root: Any, own: bool = False) -> None:
+    def begins(self, root: Any, own: bool = False) -> None:
         """A backward begins with ``root``, before anything of it has run; ``own``: it surely reaches the model."""
         self._settle()
-        if not measured():
-            return
         self.reached = own
         self._under_way = one = _Backward()
         single = isinstance(root, Tensor) and root.numel() == 1 and root.grad_fn is not None

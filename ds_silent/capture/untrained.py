@@ -52,6 +52,7 @@ class Missed(NamedTuple):
 
 
 NOTHING = Missed()
+frozen_at_start = gc.get_freeze_count()  # counted once: it walks over all of them; a fork server counts anew
 
 
 class Untrained:
@@ -60,7 +61,6 @@ class Untrained:
     def __init__(self, covers: Covers | None, names: Sequence[str], parameters: Sequence[Tensor]):
         self._covers = covers
         self._names, self._parameters = names, parameters
-        self._frozen = gc.get_freeze_count()  # a fork server freezes what it has loaded
         self._compared: Any = None
         self._unreduced: list[int] = []  # places of parameters, whether or not a gradient has come
         self._unheld: list[int] = []
@@ -90,7 +90,7 @@ class Untrained:
         unreduced = [] if reduced is None else [p for p in trainable if id(self._parameters[p]) not in reduced]
         unheld = [place for place in trainable if id(self._parameters[place]) not in held]
         if unreduced or unheld:
-            in_others, held_by_others = _others(self._covers, self._frozen)
+            in_others, held_by_others = _others(self._covers)
             unreduced = [place for place in unreduced if id(self._parameters[place]) not in in_others]
             if held_by_others is None:
                 unheld = []
@@ -100,10 +100,10 @@ class Untrained:
         self._came &= {*unreduced, *unheld}
 
 
-def _others(covers: Covers, frozen: int) -> tuple[set[int], set[int] | None]:
+def _others(covers: Covers) -> tuple[set[int], set[int] | None]:
     """Ids of the parameters that others of the process reduce, and of those that any of its optimizers holds.
 
-    What ``gc.freeze`` has set aside is not found: None where there are more than ``frozen`` objects of that kind.
+    What ``gc.freeze`` has set aside is not found: None where it has been called since this module was loaded.
     """
     reduced: set[int] = set()
     held: set[int] = set()
@@ -113,7 +113,7 @@ def _others(covers: Covers, frozen: int) -> tuple[set[int], set[int] | None]:
             held |= {id(parameter) for group in getattr(one, "param_groups", ()) for parameter in group["params"]}
         elif issubclass(kind, DistributedDataParallel) and not covers.is_own(one):
             reduced |= {id(parameter) for parameter in one.parameters()}
-    return reduced, None if gc.get_freeze_count() > frozen else held
+    return reduced, None if gc.get_freeze_count() > frozen_at_start else held
 
 
 def reported(missed: Missed, step: int) -> tuple[Unlike, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ds_silent.config import SilentConsistencyConfig, entry_type, shown
+from ds_silent.config import SilentConsistencyConfig, block_type, is_list, shown
 
 BEGIN = "<!-- the table: `make docs` writes it from ds_silent/config.py -->"
 END = "<!-- end of the table -->"
@@ -47,10 +47,9 @@ def with_table(page: str) -> str:
 
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
     for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        inner = block_type(model, name)
+        if inner is not None and not is_list(model, name):
             yield f"**`{prefix}{name}`**", "", "", _cell(inner.__doc__)
-            yield from _rows(inner, f"{prefix}{name}.")
         else:
             extra = field.json_schema_extra
             must = str(extra["must"]) if isinstance(extra, dict) else ""
@@ -60,9 +59,8 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, 
                 _cell(_bound(must.removeprefix("be "))),
                 _cell(field.description),
             )
-            entry = entry_type(model, name)
-            if entry is not None:
-                yield from _rows(entry, f"{prefix}{name}[].")
+        if inner is not None:
+            yield from _rows(inner, f"{prefix}{name}{'[]' * is_list(model, name)}.")
 
 
 def _bound(must: str) -> str:

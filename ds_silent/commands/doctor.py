@@ -94,9 +94,10 @@ def accelerator(machine: Machine, found: Found | None) -> Iterator[CheckResult]:
         if found["broken"]:
             remedy = "Look at the driver's own tool and at other processes on these devices; then run this again."
             yield missing("accelerator", f"{text}; {shown(found['broken'])}", remedy)
+        elif names:
+            yield ok("accelerator", text)
         else:
-            remedy = "Look at the variables of visible devices."
-            yield ok("accelerator", text) if names else missing("accelerator", text, remedy)
+            yield missing("accelerator", text, "Look at the variables of visible devices.")
     for name, (_, command, pattern) in _DEVICES.items():
         if name == kind or name in present:
             yield driver(machine, command, pattern)
@@ -248,7 +249,7 @@ def _broke(name: str, error: Exception) -> CheckResult:
 
 
 def exit_code(results: Sequence[CheckResult]) -> int:
-    """Return 0 where all is ok, 1 where something is doubtful, 2 where something is missing."""
+    """Return the status of the worst."""
     return max((CODES[result.state] for result in results), default=0)
 
 
@@ -269,8 +270,7 @@ def doctor_command(directory: str, json_path: str | None) -> int:
         console.width = console.width if console.is_terminal else 140
         console.print(table_of(results))
 
-    return carried_out(lambda _: examine(Machine(), directory), show, _to_json, exit_code, json_path)
+    def to_json(results: list[CheckResult]) -> dict[str, Any]:
+        return {"exit_code": exit_code(results), "rows": [{"what": one.what, **asdict(one)} for one in results]}
 
-
-def _to_json(results: list[CheckResult]) -> dict[str, Any]:
-    return {"exit_code": exit_code(results), "rows": [{"what": one.what, **asdict(one)} for one in results]}
+    return carried_out(lambda _: examine(Machine(), directory), show, to_json, exit_code, json_path)

@@ -20,8 +20,11 @@ from rich.progress import Progress
 from ds_silent.config import ConfigError
 from ds_silent.practice.ranks import RankBroke
 
-# ----------------------------------------------------------------------------------------------------------------------
-# ``--json FILE`` of the commands: refused before minutes of work, written after them.
+BROKEN, USER_MISTAKE = 1, 2
+WIDTH = 120  # of what goes into a file or a pipe
+Result = TypeVar("Result")
+Heard = Callable[[str], None]
+"""Called with the name of each part that has ended."""
 
 
 def refuse_unwritable(path: str | None) -> None:
@@ -38,18 +41,6 @@ def write_json(path: str | None, value: Any) -> None:
     """``value`` holds JSON's own types and finite numbers; without a path nothing is written."""
     if path is not None:
         Path(path).write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8")
-
-
-BROKEN, USER_MISTAKE = 1, 2
-
-# -- A command that measures for a while -------------------------------------------------------------------------------
-
-
-WIDTH = 120  # of what goes into a file or a pipe
-
-Result = TypeVar("Result")
-Heard = Callable[[str], None]
-"""Called with the name of each part that has ended."""
 
 
 def console_of_stdout() -> Console:
@@ -78,7 +69,9 @@ def carried_out(
     console = console_of_stdout()
     try:
         refuse_unwritable(json_path)
-        result = _with_progress(measure, console)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("starting", total=None)
+            result = measure(lambda name: progress.update(task, description=f"{ascii(name)[1:-1]} ended", advance=1))
     except ConfigError as error:
         print(f"ds-silent: {error}", file=sys.stderr)
         return USER_MISTAKE
@@ -88,11 +81,3 @@ def carried_out(
     show(result, console)
     write_json(json_path, to_json(result))
     return judge(result)
-
-
-def _with_progress(measure: Callable[[Heard], Result], console: Console) -> Result:
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting", total=None)
-        return measure(
-            lambda name: progress.update(task, description=f"{ascii(name)[1:-1]} ended", advance=1),
-        )

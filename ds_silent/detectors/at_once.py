@@ -215,7 +215,6 @@ class AtOnce:
         return abs(math.log(max(float(np.median(others)), 1.0) / float(own)))
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         highest = [None if value == -math.inf else value for value in self._highest]
         runs = [None if run is None else asdict(run) for run in self._runs]
         gaps = [list(gaps) for gaps in self._gaps]

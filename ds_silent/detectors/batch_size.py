@@ -35,6 +35,7 @@ class BatchSizeTest(Detector):
     """Count the steps in which the ranks took the same different numbers of rows."""
 
     key = "batch_size"
+    stored = ("rows", "steps", "since")
 
     def __init__(self, words: Words = TORCH) -> None:
         self._words = words
@@ -70,29 +71,7 @@ class BatchSizeTest(Detector):
         )
         key = f"batch-size:{','.join(map(str, rows))}"
         score = float(max(rows)) / min(rows)
-        return [
-            Finding(
-                key=key,
-                kind="batch-size-mismatch",
-                severity="warning",
-                ranks=ranks,
-                where="rows",
-                score=score,
-                threshold=1.0,
-                message=message,
-                remedy=remedy,
-                since=self._since,
-            )
-        ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"rows": list(self._rows), "steps": self._steps, "since": self._since}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._rows = tuple(state["rows"])
-        self._steps, self._since = int(state["steps"]), int(state["since"])
+        return [Finding(key, "batch-size-mismatch", "warning", ranks, "rows", score, 1.0, message, remedy, self._since)]
 
 
 def _whole_shard(rank: int, extras: Evidence) -> bool:
@@ -140,22 +119,20 @@ class LabelTokensTest(Detector):
             "If rows are dealt at random, look at the labels there: masks, truncation, the index that is ignored."
         )
         return Finding(
-            key=f"label-tokens:{','.join(map(str, ranks))}",
-            kind="batch-size-mismatch",
-            severity="info",
-            ranks=ranks,
-            where="label tokens",
-            score=max(factor, 1.0 / factor),
-            threshold=TOKEN_RATIO,
-            message=message,
-            remedy=remedy,
-            since=int(since),
+            f"label-tokens:{','.join(map(str, ranks))}",
+            "batch-size-mismatch",
+            "info",
+            ranks,
+            "label tokens",
+            max(factor, 1.0 / factor),
+            TOKEN_RATIO,
+            message,
+            remedy,
+            int(since),
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return {"steps": [[rank, *held] for rank, held in self._steps.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
         self._steps = {int(rank): [float(value) for value in held] for rank, *held in state["steps"]}

@@ -85,18 +85,7 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
         message += f" The gradient of {named(empty, record.world_size)} is exactly zero{_unlabelled(empty, extras)}."
         remedy = f"{_LABELS} {remedy}"
     message += f" {known}"
-    return [
-        Finding(
-            key="non-finite",
-            kind="non-finite",
-            severity="error",
-            ranks=ranks,
-            where=where,
-            message=message,
-            remedy=remedy,
-            since=record.step,
-        )
-    ]
+    return [Finding("non-finite", "non-finite", "error", ranks, where, None, None, message, remedy, record.step)]
 
 
 def _reached(record: StepRecord, extras: Evidence) -> tuple[str, str]:
@@ -132,19 +121,7 @@ def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
     )
     where = layers[0] if layers else "gradient"
     key = f"zero-gradient:{','.join(map(str, ranks))}"
-    return [
-        Finding(
-            key=key,
-            kind="zero-gradient",
-            severity="error",
-            ranks=ranks,
-            where=where,
-            score=0.0,
-            message=message,
-            remedy=remedy,
-            since=record.step,
-        )
-    ]
+    return [Finding(key, "zero-gradient", "error", ranks, where, 0.0, None, message, remedy, record.step)]
 
 
 def _zero(record: StepRecord, extras: Evidence) -> set[int]:
@@ -177,18 +154,7 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
     )
     key = f"stale:{','.join(map(str, missing))}"
     return [
-        Finding(
-            key=key,
-            kind="zero-gradient",
-            severity="warning",
-            ranks=missing,
-            where="parameters",
-            score=float(most),
-            threshold=0.0,
-            message=message,
-            remedy=remedy,
-            since=record.step,
-        )
+        Finding(key, "zero-gradient", "warning", missing, "parameters", float(most), 0.0, message, remedy, record.step)
     ]
 
 

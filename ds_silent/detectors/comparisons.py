@@ -126,7 +126,6 @@ class AgainstOthers(_Comparison):
         return Strongest(STATISTICS[series % LOSS_SIZE], series, self._test.onset(series, rank), spread)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         loss, norm, direction = (explained.state_dict() for explained in self._explained)
         return {"test": self._test.state_dict(), "loss": loss, "norm": norm, "direction": direction}
 
@@ -147,16 +146,16 @@ class AgainstOwnPast(_Comparison):
 
     def step(self, step: int, columns: Array, healthy: Flags) -> None:
         """Add the evidence of one step: (4, N), NaN where not known."""
-        deviations, slack = [], []
+        deviations: list[Array] = []
+        slack: list[Array] = []
         for past in self._pasts:
             moved = past.moved(columns)
             rest = moved.copy()
             for row, explained in enumerate(self._explained):
                 act = explained.residual if past.window == WINDOWS[1] else explained.adjusted
                 rest[row] = act(moved[row], _covariates(moved, row), healthy)
-            change = past.step(rest, columns, healthy)
-            deviations.append(change.deviations)
-            slack.append(change.slack)
+            for found, values in zip((deviations, slack), past.step(rest, columns, healthy), strict=True):
+                found.append(values)
         self._test.step(step, np.concatenate(deviations), healthy, np.concatenate(slack))
         if _all_equal(columns[TOKENS], healthy):
             for window in range(len(WINDOWS)):

@@ -226,18 +226,7 @@ def groups(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
 
 def _finding(record: StepRecord, group: tuple[int, ...], where: str, score: float, limit: float, text: str) -> Finding:
     key = f"duplicate-data:{','.join(map(str, group))}"
-    return Finding(
-        key=key,
-        kind="duplicate-data",
-        severity="error",
-        ranks=group,
-        where=where,
-        score=score,
-        threshold=limit,
-        message=text,
-        remedy=_REMEDY,
-        since=record.step,
-    )
+    return Finding(key, "duplicate-data", "error", group, where, score, limit, text, _REMEDY, record.step)
 
 
 def _start(group: tuple[int, ...], world_size: int) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ds_silent.detectors.sequential import CLIP, LARGEST, RESOLUTION, Array, Flags
+from ds_silent.detectors.stored import Stored
 
 MEMORY = 256  # steps
 RIDGE = 1e-3  # of each covariate's own variance: collinear or constant covariates explain nothing
 
 
-class Explained:
+class Explained(Stored):
     """y minus what the covariates explain. The coefficients of a step come from earlier steps only.
 
     Any function of (y_j, covariates_j) that is the same for all ranks keeps exchangeable ranks exchangeable, so bad
@@ -24,6 +24,8 @@ class Explained:
     would leave only the rounding of that product. A column whose spread is below ``RESOLUTION`` of its values has none:
     equal numbers minus their mean leave 1e-14 of rounding, which a coefficient of 1e11 blows up to "explain" any y.
     """
+
+    stored = ("moments", "learnt")
 
     def __init__(self, covariates: int):
         self._moments = np.zeros((covariates + 1, covariates + 1))  # of the covariates and, last, of y
@@ -75,15 +77,6 @@ class Explained:
             correlations = moments[np.ix_(used, used)] / np.outer(scale, scale) + RIDGE * np.eye(used.sum())
             result[used] = np.linalg.solve(correlations, cross[used] / scale) / scale
         return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"moments": self._moments.tolist(), "learnt": self._learnt}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._moments = np.array(state["moments"], dtype=np.float64)
-        self._learnt = int(state["learnt"])
 
 
 def _middles(columns: Array, peers: Flags) -> Array:

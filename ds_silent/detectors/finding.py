@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ds_silent.detectors.stored import Stored
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Something that a detector sees at this step. Whether it becomes an event is decided in ``lifecycle``."""
 
@@ -19,9 +20,9 @@ class Finding:
     kind: EventKind
     severity: Severity
     ranks: tuple[int, ...]
-    where: str | None = None
-    score: float | None = None
-    threshold: float | None = None
+    where: str | None
+    score: float | None
+    threshold: float | None
     message: str
     remedy: str
     since: int
@@ -33,7 +34,7 @@ class Finding:
     effect: float | None = None  # how large, as a ratio to what is usual
 
 
-class Detector:
+class Detector(Stored):
     """Judge one measured step after the other. ``Judge`` has a list of detectors, and calls them in its order.
 
     Attributes:
@@ -53,13 +54,6 @@ class Detector:
             before: what the detectors before this one have found at this step.
         """
         raise NotImplementedError
-
-    def state_dict(self) -> Any:
-        """Return what continues it after a resume, as JSON values."""
-        return None
-
-    def load_state_dict(self, state: Any) -> None:
-        """Continue from :meth:`state_dict`."""
 
     def save(self) -> dict[str, Any]:
         """Return its entries of the judge's state."""

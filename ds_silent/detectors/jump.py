@@ -197,7 +197,6 @@ class JumpTest(Detector):
         return Event(step, "drift", "info", (), name, series.score(), self._threshold, message, remedy)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return {
             "series": {name: [asdict(series) for series in both] for name, both in self._series.items()},
             "levels": {name: asdict(level) for name, level in self._levels.items()},

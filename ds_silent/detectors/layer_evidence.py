@@ -31,7 +31,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ds_silent.detectors.sequential import Array, Flags
+from ds_silent.detectors.sequential import Array, Flags, median_of_known
 
 WITHIN, HISTORY = (0.25, 1.0, 4.0), (1.0, 4.0)
 """Tilts. Shifts between two of them lose a quarter of their speed at most."""
@@ -136,7 +136,7 @@ class LayerEvidence:
 
     def scales(self) -> list[float] | None:
         """Return the usual spread of each series; None where nothing is known."""
-        return None if self._spreads is None else np.nan_to_num(_median(self._spreads.T)).tolist()
+        return None if self._spreads is None else median_of_known(self._spreads.T).tolist()
 
     def load_scales(self, scales: list[float] | None) -> None:
         """Continue with :meth:`scales`."""
@@ -152,14 +152,16 @@ class LayerEvidence:
         (S, 1) the units."""
         assert self._spreads is not None
         with np.errstate(all="ignore"):
-            past = np.nan_to_num(_median(self._spreads.T))[:, None]
+            past = median_of_known(self._spreads.T)[:, None]
             own = np.where(peers, values, np.nan)
             if self.ranks <= FEW:
                 middle, spread = _others(own)
                 whole = _spread(own)
             else:
-                middle = _median(own)[:, None]
-                whole = _median(np.abs(own - middle)) * 1.4826  # of normal values, their standard deviation
+                middle = median_of_known(own, np.nan)[:, None]
+                whole = (
+                    median_of_known(np.abs(own - middle), np.nan) * 1.4826
+                )  # of normal values, their standard deviation
                 spread = whole[:, None]
         floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
         scale = np.maximum(np.maximum(np.nan_to_num(spread), past), floor)
@@ -236,16 +238,7 @@ def _others(own: Array) -> tuple[Array, Array]:
     """(S, N) with NaN to the median and the spread of the *other* known values of each row."""
     without = np.repeat(own[:, None, :], own.shape[1], axis=1)
     without[:, np.arange(own.shape[1]), np.arange(own.shape[1])] = np.nan
-    return _median(without), _spread(without)
-
-
-def _median(values: Array) -> Array:
-    """Over the last axis, of what is known; NaN where nothing is."""
-    ordered = np.sort(values, axis=-1)  # NaN comes last
-    count = np.isfinite(values).sum(axis=-1)
-    low = np.take_along_axis(ordered, np.maximum(count - 1, 0)[..., None] // 2, axis=-1)[..., 0]
-    high = np.take_along_axis(ordered, np.minimum(count // 2, values.shape[-1] - 1)[..., None], axis=-1)[..., 0]
-    return np.asarray((low + high) / 2.0)
+    return median_of_known(without, np.nan), _spread(without)
 
 
 def _spread(values: Array) -> Array:

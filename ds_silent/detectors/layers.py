@@ -104,8 +104,7 @@ class LayerTest:
             self._sizes_before.append((step, values[: self._directions].astype(np.float32)))
             moved = self._own.moved(values)
             self._moves += (np.nan_to_num(moved[:-1]) - self._moves) / NEWEST
-            change = self._own.step(moved, values, healthy)
-            values, slack = change.deviations, change.slack
+            values, slack = self._own.step(moved, values, healthy)
         self._test.step(step, values, healthy, slack)
         if len(np.unique(tokens[np.isfinite(tokens) & healthy])) == 1:
             self._test.halve_tokens()
@@ -288,17 +287,17 @@ def _finding(rank: int, flag: dict[str, Any], threshold: float, random: bool) ->
     of = f" of rank {rank}" if two else ""
     message = f"{whose} gradient of {where}{more}{of} {how}, since about step {flag['since']}{nobody}."
     return Finding(
-        key=f"outlier-layer:{rank}",
-        kind="outlier-rank",
-        severity=flag.get("severity", "warning"),
-        ranks=ranks,
-        where=where,
-        score=flag["score"],
-        threshold=threshold,
+        f"outlier-layer:{rank}",
+        "outlier-rank",
+        flag.get("severity", "warning"),
+        ranks,
+        where,
+        flag["score"],
+        threshold,
+        message,
+        remedy.replace("this rank", "one of them").replace("this host's", "both ranks'") if two else remedy,
+        flag["since"],
         effect=None if flag["direction"] else math.exp(max(-ZERO, min(flag["shift"], ZERO))),
-        message=message,
-        remedy=remedy.replace("this rank", "one of them").replace("this host's", "both ranks'") if two else remedy,
-        since=flag["since"],
         log_excess=flag["score"] - threshold,
     )
 

@@ -80,19 +80,6 @@ class OpenFault:
     effects: tuple[str, ...] = ()  # kinds, places, or how keys begin, of what it brings about; besides its kind's
 
 
-def told_before(event: Event) -> OpenFault:
-    """A fault that another part of the observer has told, and that goes on: what the preflight found."""
-    return OpenFault(
-        f"told {event.kind}",
-        event.kind,
-        event.severity,
-        event.ranks,
-        event.where,
-        event.step,
-        effects_of_settings(event.kind, event.where),
-    )
-
-
 def cause_of(finding: Finding, faults: Iterable[OpenFault], step: int) -> OpenFault | None:
     """The first of the open faults that brings this finding of ``step`` about."""
     return next((fault for fault in faults if _explains(fault, finding, step)), None)
@@ -142,14 +129,16 @@ def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
     """Return one finding per group of settings and ranks; the event is of the step at which it was seen first."""
     return [
         Finding(
-            key=one.key,
-            kind=one.kind,
-            severity=one.severity,
-            ranks=one.ranks,
-            where=one.where,
-            message=one.message,
-            remedy=one.remedy,
-            since=one.since,
+            one.key,
+            one.kind,
+            one.severity,
+            one.ranks,
+            one.where,
+            None,
+            None,
+            one.message,
+            one.remedy,
+            one.since,
             effects=(*one.effects, *effects_of_settings("config-mismatch", one.where)),
         )
         for one in found
@@ -194,7 +183,9 @@ class Episodes:
 
     def told(self, event: Event) -> None:
         """What another part of the observer has found, and goes on: later findings may follow from it."""
-        self._told.append(told_before(event))
+        kind, where = event.kind, event.where
+        effects = effects_of_settings(kind, where)
+        self._told.append(OpenFault(f"told {kind}", kind, event.severity, event.ranks, where, event.step, effects))
 
     def update(self, step: int, findings: list[Finding]) -> list[Event]:
         """The events of this step, given everything that is wrong at this step."""
@@ -305,11 +296,9 @@ class Episodes:
         return any(episode.kind == kind for episode in self._active.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return {"active": {key: asdict(episode) for key, episode in self._active.items()}, "returns": self._returns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
         self._active = {
             key: _Episode(**{**episode, "ranks": tuple(episode["ranks"]), "effects": tuple(episode.get("effects", ()))})
             for key, episode in state["active"].items()

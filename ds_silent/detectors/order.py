@@ -31,6 +31,7 @@ import numpy as np
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.repeats import TOLERATED, RepeatTest
 from ds_silent.detectors.sequential import Array
+from ds_silent.detectors.stored import listed, unlisted
 from ds_silent.measure.evidence import Coverage, Evidence
 from ds_silent.records import Score, StepRecord
 from ds_silent.text import TORCH, Words
@@ -130,16 +131,16 @@ class OrderTest(Detector):
                 message += " Rows are known by their content here: those that the data hold several times count too."
             findings.append(
                 Finding(
-                    key="data-order-mismatch",
-                    kind="data-order-mismatch",
-                    severity="error" if now.told else "warning",
-                    ranks=everyone,
-                    where="sampler",
-                    score=self.score(),
-                    threshold=self._threshold,
-                    message=message,
-                    remedy=remedy,
-                    since=self._mismatch_since,
+                    "data-order-mismatch",
+                    "data-order-mismatch",
+                    "error" if now.told else "warning",
+                    everyone,
+                    "sampler",
+                    self.score(),
+                    self._threshold,
+                    message,
+                    remedy,
+                    self._mismatch_since,
                     log_excess=self.score() - self._threshold,
                 )
             )
@@ -152,24 +153,23 @@ class OrderTest(Detector):
             remedy = "Look at the order of the data (see data-order-mismatch) or at ranks that share rows."
             findings.append(
                 Finding(
-                    key="low-coverage",
-                    kind="low-coverage",
-                    severity="warning",
-                    ranks=everyone,
-                    where="epoch",
-                    score=seen,
-                    threshold=1.0 - self._tolerated,
-                    message=message,
-                    remedy=remedy,
-                    since=since,
+                    "low-coverage",
+                    "low-coverage",
+                    "warning",
+                    everyone,
+                    "epoch",
+                    seen,
+                    1.0 - self._tolerated,
+                    message,
+                    remedy,
+                    since,
                 )
             )
         return findings
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return {
-            "evidence": [None if value == -np.inf else float(value) for value in self._evidence],
+            "evidence": listed(self._evidence),
             "last": None if self._last is None else asdict(self._last),
             "mismatch_since": self._mismatch_since,
             "low": self._low,
@@ -177,8 +177,7 @@ class OrderTest(Detector):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._evidence = np.array([-np.inf if v is None else v for v in state["evidence"]], dtype=np.float64)
+        self._evidence = unlisted(state["evidence"])
         self._score = _mean(self._evidence)
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]
@@ -199,6 +198,7 @@ class SameOrderTest(Detector):
     """
 
     key = "same_order"
+    stored = ("since", "score", "rows", "promised")
 
     def __init__(self, log_threshold: float, words: Words = TORCH, repeats: RepeatTest | None = None):
         self._threshold, self._words, self._repeats = log_threshold, words, repeats
@@ -230,27 +230,18 @@ class SameOrderTest(Detector):
         everyone = tuple(range(record.world_size))
         return [
             Finding(
-                key="same-order",
-                kind="same-order",
-                severity="warning" if self._promised else "info",
-                ranks=everyone,
-                where="sampler",
-                score=self._score,
-                threshold=self._threshold,
-                message=message,
-                remedy=remedy,
-                since=self._since,
+                "same-order",
+                "same-order",
+                "warning" if self._promised else "info",
+                everyone,
+                "sampler",
+                self._score,
+                self._threshold,
+                message,
+                remedy,
+                self._since,
             )
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"since": self._since, "score": self._score, "rows": self._rows, "promised": self._promised}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._since, self._score, self._rows = state["since"], float(state["score"]), int(state["rows"])
-        self._promised = bool(state.get("promised", True))
 
 
 def _mean(evidence: Array) -> float:

@@ -64,9 +64,6 @@ class OutlierTest:
         log_threshold: log A of the mean number of measured steps between false alarms of this detector.
         words: for the likely causes.
         sizes: below which a finding is a note.
-
-    Attributes:
-        weigher: weighs why a rank differs, and by how much.
         scores: the largest score of the ranks compared at the newest step; and what ``at_once`` saw.
         notes: of the newest step: changes that the rank's rows may have made.
     """
@@ -83,7 +80,7 @@ class OutlierTest:
         self._log_at_once = log_threshold - math.log(AT_ONCE_SHARE)
         self._at_once = AtOnce(ranks, self._log_at_once)
         self._usual = deque([np.full((2, ranks), np.nan)] * LASTING, maxlen=LASTING)  # of the steps before a run
-        self.weigher = Weigher(ranks, words, sizes or EffectsConfig())
+        self.weigher = Weigher(ranks, words, sizes or EffectsConfig())  # why a rank differs, and by how much
         self._began = 0  # the first step
         self._flagged: dict[int, dict[str, Any]] = {}
         self._unsure: dict[int, dict[str, Any]] = {}  # changes that are notes so far
@@ -127,21 +124,13 @@ class OutlierTest:
         """What is flagged; also the answer at a step at which ranks cannot be compared."""
         return [finding_of(rank, flag, bool(self._random)) for rank, flag in self._flagged.items()]
 
-    def score(self) -> Array:
-        """(N,) log evidence against each rank, to be compared with ``threshold``."""
-        return self._level.score()
-
     def _dealt(self, random: bool) -> None:
         """What was found under another null hypothesis counts no more."""
         if self._random is not None and random != self._random:
             self._level.forget(np.ones(self.ranks, dtype=bool))
             self._change = None
             self._at_once = AtOnce(self.ranks, self._log_at_once)
-            self._flagged = {
-                rank: flag
-                for rank, flag in self._flagged.items()
-                if flag["severity"] != "info" and not flag["own_past"]
-            }
+            self._flagged = {r: f for r, f in self._flagged.items() if f["severity"] != "info" and not f["own_past"]}
             self._unsure = {}
         self._random = random
         if not random and self._change is None:
@@ -152,6 +141,9 @@ class OutlierTest:
         flags = [self._flagged.get(rank) for rank in range(self.ranks)]
         return np.array([flag is None or (notes and flag["severity"] == "info") for flag in flags])
 
+    def _only(self, rank: int) -> Flags:
+        return np.asarray(np.arange(self.ranks) == rank)
+
     def _end(self) -> None:
         for rank, flag in list(self._flagged.items()):
             test = self._change if flag["own_past"] and self._change is not None else self._level
@@ -159,17 +151,15 @@ class OutlierTest:
             flag["left"] = min(flag["left"] + test.gain(series, flag["component"], rank), self._threshold)
             if flag["left"] < self._threshold / 2:
                 del self._flagged[rank]
-                own = np.arange(self.ranks) == rank
-                self._level.forget(own)
+                self._level.forget(self._only(rank))
                 if flag["own_past"] and self._change is not None:
-                    self._change.begin_anew(own)
+                    self._change.begin_anew(self._only(rank))
 
     def _flag(self, step: int, test: AgainstOthers | AgainstOwnPast, healthy: Flags) -> None:
         if healthy.sum() < 2:  # nobody is left to compare the last one with
             test.forget(healthy)
             return
-        score = test.score()
-        own_past = test is self._change
+        score, own_past = test.score(), test is self._change
         waiting = own_past & np.isin(np.arange(self.ranks), list(self._unsure))
         candidates = np.where(healthy & ~waiting, score, -np.inf)
         rank = int(np.argmax(candidates))
@@ -178,17 +168,17 @@ class OutlierTest:
             return
         found = test.strongest(rank)
         if not self._random and not own_past and found.onset.step > self._began + BEGINNING:
-            test.forget(np.arange(self.ranks) == rank)  # since when it began, its own past was another: see there
+            test.forget(self._only(rank))  # since when it began, its own past was another: see there
             return
         if found.spread and not self.weigher.far(rank, found, healthy):
             self._level.forget_sizes(rank)
             return
         flag = {"where": found.statistic, "since": found.onset.step, "series": found.series, "own_past": own_past}
-        flag |= {"sign": found.onset.sign, "component": found.onset.component}
-        flag |= {"score": float(score[rank]), "threshold": self._threshold, "severity": None, "weighed": step}
+        flag |= {"sign": found.onset.sign, "component": found.onset.component, "score": float(score[rank])}
+        flag |= {"threshold": self._threshold, "severity": None, "weighed": step}
         flag |= {"meaning": meaning_of(found, own_past), "spread": found.spread}
         self._set_apart(step, rank, flag, healthy)
-        test.forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+        test.forget(healthy & (~self._only(rank)))  # they were compared with a faulty rank
 
     def _set_apart(self, step: int, rank: int, flag: dict[str, Any], healthy: Flags) -> None:
         """Weigh the flag, and take the rank out of the history since its fault began.
@@ -200,15 +190,14 @@ class OutlierTest:
         self._level.unlearn(rank, flag["since"])
         if self._change is not None:
             self._change.unlearn(rank, flag["since"])
-        if flag["own_past"] and flag["severity"] == "info" and self._change is not None:
-            if flag["unsure"] and step - flag["since"] < SUDDEN:
-                self._unsure[rank] = flag
-                return
+        if self._change is None or not flag["own_past"] or flag["severity"] != "info":
+            self._flagged[rank] = flag
+        elif flag["unsure"] and step - flag["since"] < SUDDEN:
+            self._unsure[rank] = flag
+        else:
             if not flag["slight"]:
                 self.notes += (note_of(step, rank, flag, bool(self._random)),)
-            self._change.begin_anew(np.arange(self.ranks) == rank)
-        else:
-            self._flagged[rank] = flag
+            self._change.begin_anew(self._only(rank))
 
     def _weigh_unsure(self, step: int) -> None:
         """A change whose kind few steps did not show is weighed again with twice as many, and at last with SUDDEN."""
@@ -222,9 +211,8 @@ class OutlierTest:
 
     def _flag_at_once(self, apart: StandsOut, step: int, healthy: Flags) -> None:
         flag = {"where": apart.quantity, "since": apart.since, "sign": apart.sign}
-        flag |= {"component": strongest_tilt(apart.sign)}
-        flag |= {"score": apart.score, "threshold": apart.threshold, "severity": "error" if self._random else None}
-        flag |= at_once_in_words(apart, step, bool(self._random))
+        flag |= {"component": strongest_tilt(apart.sign), "score": apart.score, "threshold": apart.threshold}
+        flag |= {"severity": "error" if self._random else None, **at_once_in_words(apart, step, bool(self._random))}
         flag |= {"own_past": not self._random, "weighed": step}
         self._set_apart(step, apart.rank, flag, healthy)
 
@@ -233,14 +221,13 @@ class OutlierTest:
         due = [r for r, f in self._flagged.items() if f["severity"] == "info" and step - f["weighed"] >= WEIGHED_AGAIN]
         for rank in due[:AT_MOST]:
             flag = self._flagged[rank]
-            others = [other for other in range(self.ranks) if other != rank and other not in self._flagged]
-            others = others or [other for other in range(self.ranks) if other != rank]
-            flag["weighed"], newest = step, step - WEIGHED_AGAIN
-            comparable, random = self._unflagged(notes=True), bool(self._random)
-            flag |= self.weigher.weighed_again(rank, flag["where"], others, newest, comparable, random)
+            every = [other for other in range(self.ranks) if other != rank]
+            others = [other for other in every if other not in self._flagged] or every
+            flag["weighed"], comparable = step, self._unflagged(notes=True)
+            since, random = step - WEIGHED_AGAIN, bool(self._random)
+            flag |= self.weigher.weighed_again(rank, flag["where"], others, since, comparable, random)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return {
             "ranks": self.ranks,
             **self._level.state_dict(),

@@ -2,7 +2,7 @@
 
     past = OwnPast(series=4, ranks=8, window=128, smallest=smallest)
     moved = past.moved(values)                     # (S, N) less each rank's own mean; what explains it is taken out
-    change = past.step(moved, values, healthy)     # (S, N) deviations and slack; the step is learnt
+    deviations, slack = past.step(moved, values, healthy)     # (S, N) each; the step is learnt
 
 **The model.** Where each rank has rows of its own, the value of a rank at step n is
 
@@ -39,12 +39,11 @@ size: a change must not become the measure of itself.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ds_silent.detectors.sequential import Array, Flags, median_of_known
+from ds_silent.detectors.stored import Stored
 
 CLIP = 4.0  # of a rank's own scale
 FEWEST = 8  # values that make a rank's mean; twice as many, of a long window an eighth, before anything is compared
@@ -60,15 +59,7 @@ RESOLUTION = 1e-6  # relative differences that are rounding
 SURE = 3.0  # standard errors: a move of the level below is not one
 
 
-@dataclass(frozen=True)
-class Change:
-    """What :meth:`OwnPast.step` finds: (S, N) each; NaN where a rank's past is too short or its value not known."""
-
-    deviations: Array  # in units of each rank's own scale
-    slack: Array  # in the same units, at least 0
-
-
-class OwnPast:
+class OwnPast(Stored):
     """The past of each rank, over one window.
 
     Args:
@@ -77,6 +68,11 @@ class OwnPast:
         window: W, steps.
         smallest: (S,) moves of an offset that are always expected.
     """
+
+    stored = (
+        *("mean", "drift", "square", "count"),
+        *("level", "level_square", "level_moves", "sudden", "levels", "walks", "walk_noise"),
+    )
 
     def __init__(self, series: int, ranks: int, window: int, smallest: Array):
         self.window, self._smallest = window, np.asarray(smallest, dtype=np.float64)[:, None]
@@ -97,17 +93,21 @@ class OwnPast:
         """(S, N) values less the mean of each rank's own past; NaN where that is too short."""
         return np.where(self._count >= FEWEST, values - self._mean, np.nan)
 
-    def step(self, moved: Array, values: Array, healthy: Flags) -> Change:
+    def step(self, moved: Array, values: Array, healthy: Flags) -> tuple[Array, Array]:
         """Compare one step, then learn it.
 
         Args:
             moved: (S, N) of :meth:`moved`, less what is explained by other statistics.
             values: (S, N) as they are; NaN where not known.
             healthy: (N,) ranks that are not set apart: the others' past stands still.
+
+        Returns:
+            (S, N) deviations in units of each rank's own scale, NaN where its past is too short or its value not known;
+            (S, N) slack in the same units, at least 0.
         """
         known = np.isfinite(moved)
         peers = known & healthy
-        level = median_of_known(np.where(peers, moved, np.nan).T)
+        level = median_of_known(np.where(peers, moved, np.nan))
         off = np.where(known, moved - level[:, None], 0.0)
         scale = self._scales(values, peers)
         compared = known & (self._count >= max(2 * FEWEST, self.window / 8))
@@ -115,11 +115,11 @@ class OwnPast:
         deviations = np.where(compared, (off - self._drift / 2.0) / scale, np.nan)
         self._learn_noise(off, level, scale, peers)
         self._learn_mean(values, healthy, np.where(peers, CLIP * scale, np.inf))
-        return Change(deviations, np.where(compared, slack / scale, 0.0))
+        return deviations, np.where(compared, slack / scale, 0.0)
 
     def _scales(self, values: Array, peers: Flags) -> Array:
         """(S, N) each rank's own, drawn to the ranks' typical one while few values are known."""
-        typical = median_of_known(np.where(peers & (self._count > 0), self._square, np.nan).T)[:, None]
+        typical = median_of_known(np.where(peers & (self._count > 0), self._square, np.nan))[:, None]
         count = np.maximum(self._count, 1.0)
         square = (count * self._square + PRIOR * typical) / (count + PRIOR)
         floor = RESOLUTION * np.maximum(np.abs(np.nan_to_num(values)), RESOLUTION)
@@ -155,8 +155,8 @@ class OwnPast:
         self._drift = np.where(peers, self._drift + (clipped - self._drift) / self.window, self._drift)
         moving = peers.any(axis=1)
         rate_of = _rate(self._levels + 1.0, WALK_MEMORY * self.window)
-        walks = median_of_known(np.where(peers, np.square(self._drift), np.nan).T) / CHI_SQUARED
-        noise = median_of_known(np.where(peers, self._square, np.nan).T) / (2.0 * self.window - 1.0)
+        walks = median_of_known(np.where(peers, np.square(self._drift), np.nan)) / CHI_SQUARED
+        noise = median_of_known(np.where(peers, self._square, np.nan)) / (2.0 * self.window - 1.0)
 
         def followed(mean: Array, value: Array, rate: Array) -> Array:
             return np.asarray(np.where(moving, mean + rate * (value - mean), mean))
@@ -177,7 +177,7 @@ class OwnPast:
         """Each rank's mean, of values no further than ``limit`` from where the others moved."""
         known = np.isfinite(values) & healthy
         moved = np.where(known, values - self._mean, np.nan)
-        level = median_of_known(np.where(self._count > 0, moved, np.nan).T)[:, None]
+        level = median_of_known(np.where(self._count > 0, moved, np.nan))[:, None]
         step = level + np.clip(np.where(known, moved, level) - level, -limit, limit)
         step = np.where(self._count > 0, step, np.where(known, values, 0.0))
         rate = np.maximum(1.0 / (self._count + 1.0), 1.0 / self.window)
@@ -188,30 +188,6 @@ class OwnPast:
         """Begin anew for these ranks: what they do now is what they will be compared with."""
         for past in (self._mean, self._drift, self._square, self._count):
             past[:, ranks] = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {name: getattr(self, f"_{name}").tolist() for name in _STATE}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict` of as many series and ranks."""
-        for name in _STATE:
-            setattr(self, f"_{name}", np.array(state[name], dtype=np.float64))
-
-
-_STATE = (
-    "mean",
-    "drift",
-    "square",
-    "count",
-    "level",
-    "level_square",
-    "level_moves",
-    "sudden",
-    "levels",
-    "walks",
-    "walk_noise",
-)
 
 
 def _rate(count: Array, window: int) -> Array:

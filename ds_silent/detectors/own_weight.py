@@ -4,7 +4,7 @@
     findings = test.step(record, evidence, before)      # above the gather limit
 
 In bf16 rounding explains an error of 8 % at 1,024 ranks, where one missing rank makes 0.3 %. Yet each rank knows its
-own weight, to within a noise that is another one at each step (:mod:`ds_silent.exchange.constant_size`), and a rank
+own weight, to within a noise that is another one at each step (:mod:`ds_silent.exchange.gather`), and a rank
 that is missing is so at every step. The scores of the ranks are compared like their losses: by
 :class:`ds_silent.detectors.sequential.SequentialTest`, which assumes nothing of how they are distributed.
 """
@@ -100,16 +100,16 @@ class OwnWeightTest(Detector):
             f"{flag['since']}: {flag['numbers']}, on average over the last steps. In a single step rounding hides it."
         )
         return Finding(
-            key=f"own-weight:{rank}",
-            kind="aggregation-error",
-            severity="error",
-            ranks=(rank,),
-            where="aggregated gradient",
-            score=flag["score"],
-            threshold=self._threshold,
-            message=message,
-            remedy=distrust(self._words, (rank,)),
-            since=flag["since"],
+            f"own-weight:{rank}",
+            "aggregation-error",
+            "error",
+            (rank,),
+            "aggregated gradient",
+            flag["score"],
+            self._threshold,
+            message,
+            distrust(self._words, (rank,)),
+            flag["since"],
             log_excess=flag["score"] - self._threshold,
         )
 

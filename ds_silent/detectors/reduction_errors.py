@@ -163,16 +163,16 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     effects = ("replica-drift",) if received else ()  # the ranks go on from different gradients
     excess = check.log_excess
     return Finding(
-        key=key,
-        kind=kind,
-        severity="error",
-        ranks=ranks,
-        where=where,
-        score=error,
-        threshold=bound,
-        message=message,
-        remedy=distrust(words, ranks, what),
-        since=record.step,
+        key,
+        kind,
+        "error",
+        ranks,
+        where,
+        error,
+        bound,
+        message,
+        distrust(words, ranks, what),
+        record.step,
         effects=effects,
         family="reduction",
         log_excess=excess,
@@ -204,16 +204,7 @@ def _micro_batches(
     key = f"integrity micro-batches {where}"
     error, bound = check.relative_error, check.rounding_bound
     return Finding(
-        key=key,
-        kind="aggregation-error",
-        severity="error",
-        ranks=guilty,
-        where=where,
-        score=error,
-        threshold=bound,
-        message=message,
-        remedy=distrust(words, guilty),
-        since=found.step,
+        key, "aggregation-error", "error", guilty, where, error, bound, message, distrust(words, guilty), found.step
     )
 
 
@@ -231,15 +222,7 @@ def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, P
         remedy = f"Look first for code that changes gradients on some ranks only. If there is none: {remedy}"
     key, apart = f"integrity received {where}", ("replica-drift",)
     return Finding(
-        key=key,
-        kind="aggregation-error",
-        severity="error",
-        ranks=odd,
-        where=where,
-        message=message,
-        remedy=remedy,
-        since=record.step,
-        effects=apart,
+        key, "aggregation-error", "error", odd, where, None, None, message, remedy, record.step, effects=apart
     )
 
 
@@ -251,14 +234,16 @@ def _handed(step: int, factors: tuple[float, ...]) -> Finding:
     those = "; ".join(f"{named(group, len(factors))} applied {shown[group[0]]} times" for group in groups[:4])
     message = f"Between the reduction and the step the gradient was scaled on the ranks unlike: {those} the aggregate."
     return Finding(
-        key="integrity handed",
-        kind="aggregation-error",
-        severity="error",
-        ranks=odd,
-        where=APPLIED,
-        message=message,
-        remedy=SCALED_UNLIKE,
-        since=step,
+        "integrity handed",
+        "aggregation-error",
+        "error",
+        odd,
+        APPLIED,
+        None,
+        None,
+        message,
+        SCALED_UNLIKE,
+        step,
         step=step,
         effects=("replica-drift",),
     )
@@ -280,16 +265,16 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
         apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
         findings.append(
             Finding(
-                key=key,
-                kind="aggregation-error",
-                severity=severity,
-                ranks=ranks,
-                where=where,
-                score=score,
-                threshold=bound,
-                message=message,
-                remedy=remedy,
-                since=step,
+                key,
+                "aggregation-error",
+                severity,
+                ranks,
+                where,
+                score,
+                bound,
+                message,
+                remedy,
+                step,
                 step=step,
                 effects=apart,
             )
@@ -358,13 +343,4 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
         "a rank that skips updates, for memory errors on it, and for parameters that are never reduced."
     )
     key = f"replicas {groups}"
-    return Finding(
-        key=key,
-        kind="replica-drift",
-        severity="error",
-        ranks=odd,
-        where=where,
-        message=message,
-        remedy=remedy,
-        since=since,
-    )
+    return Finding(key, "replica-drift", "error", odd, where, None, None, message, remedy, since)

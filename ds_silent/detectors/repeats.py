@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -45,6 +44,7 @@ class RepeatTest(Detector):
     """
 
     key = "repeats"
+    stored = ("evidence", "lately", "since")
 
     def __init__(self, log_threshold: float):
         self.attributed = 0.0
@@ -102,33 +102,18 @@ class RepeatTest(Detector):
         key = f"repeated-rows:{','.join(map(str, ranks))}"
         score, since = float(scores[chosen].max()), min(self._since.values())
         return Finding(
-            key=key,
-            kind="data-order-mismatch",
-            severity="error",
-            ranks=ranks,
-            where="loader",
-            score=score,
-            threshold=threshold,
-            message=message,
-            remedy=remedy,
-            since=since,
+            key,
+            "data-order-mismatch",
+            "error",
+            ranks,
+            "loader",
+            score,
+            threshold,
+            message,
+            remedy,
+            since,
             log_excess=score - threshold,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {
-            "evidence": [[None if value == -np.inf else float(value) for value in row] for row in self._evidence],
-            "lately": self._lately.tolist(),
-            "since": sorted(self._since.items()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        rows = [[-np.inf if value is None else value for value in row] for row in state["evidence"]]
-        self._evidence = np.array(rows, dtype=np.float64).reshape(-1, len(_RATES))
-        self._lately = np.array(state["lately"], dtype=np.float64).reshape(2, -1)
-        self._since = {int(rank): int(step) for rank, step in state["since"]}
 
 
 def rate_of_others(repeats: Array, rows: Array) -> Array:

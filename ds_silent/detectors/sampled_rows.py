@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -43,6 +42,7 @@ class SampledRowsTest(Detector):
     """
 
     key = "sampled_rows"
+    stored = ("ranks", "steps", "pairs", "evidence", "counts", "since")
 
     def __init__(self, log_threshold: float):
         self._threshold = log_threshold
@@ -106,25 +106,6 @@ class SampledRowsTest(Detector):
             return share, text
 
         return shared_findings(record, groups(pairs), pairs, said)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {
-            "ranks": self._ranks,
-            "steps": self._steps,
-            "pairs": self._pairs.tolist(),
-            "evidence": self._evidence.tolist(),
-            "counts": self._counts.tolist(),
-            "since": sorted(self._since.items()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._ranks, self._steps = int(state["ranks"]), int(state["steps"])
-        self._pairs = np.array(state["pairs"], dtype=np.int64)
-        self._evidence = np.array(state["evidence"], dtype=np.float64)
-        self._counts = np.array(state["counts"], dtype=np.int64).reshape(-1, 3)
-        self._since = {int(code): int(step) for code, step in state["since"]}
 
 
 def chance_of_a_row(extras: Evidence, ranks: int) -> float:

@@ -54,6 +54,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ds_silent.detectors.stored import listed, unlisted
+
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
@@ -167,7 +169,7 @@ class SequentialTest:
     def _residuals(self, values: Array, known: Flags, peers: Flags) -> tuple[Array, Array, Array]:
         """(S, N) deviations from the other peers' median in units of the spread, clipped; (S, N) that spread, at least
         the past one; (S,) the peers' spread."""
-        past = median_of_known(self._spreads)
+        past = median_of_known(self._spreads.T)
         residuals, spreads = np.zeros(values.shape), np.full(self.series, np.nan)
         scales = np.ones(values.shape)
         alike = bool((known == known[0]).all())  # nearly always: all statistics know the same ranks
@@ -224,22 +226,22 @@ class SequentialTest:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: numbers, None for NaN and for minus infinity."""
         return {
-            "evidence": _listed(self._evidence),
+            "evidence": listed(self._evidence),
             "cusum": self._cusum.tolist(),
             "onset": self._onset.tolist(),
-            "pool": _listed(self._pool),
+            "pool": listed(self._pool),
             "pool_steps": self._pool_steps.tolist(),
-            "spreads": _listed(self._spreads),
+            "spreads": listed(self._spreads),
             "spread_steps": self._spread_steps.tolist(),
             "taken": self._taken,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` of the same number of ranks."""
-        evidence = np.array(state["evidence"], dtype=np.float64)  # None becomes NaN
+        evidence = unlisted(state["evidence"])
         if evidence.shape != self._evidence.shape:  # of a version that followed less: starts empty
             return
-        self._evidence = np.where(np.isnan(evidence), -np.inf, evidence)
+        self._evidence = evidence
         self._cusum = np.array(state["cusum"], dtype=np.float64)
         self._onset = np.array(state["onset"], dtype=np.int64)
         pool = np.array(state["pool"], dtype=np.float64)
@@ -268,13 +270,13 @@ def _tilted_sums(pool: Array) -> tuple[Array, Array]:
     return sums, counts
 
 
-def median_of_known(rows: Array) -> Array:
-    """(T, S) to the (S,) medians of what is not NaN; 0 where nothing is known."""
-    ordered = np.sort(rows, axis=0)  # NaN comes last
-    count = np.isfinite(rows).sum(axis=0)
-    columns = np.arange(rows.shape[1])
-    middle = (ordered[np.maximum(count - 1, 0) // 2, columns] + ordered[count // 2 % len(rows), columns]) / 2
-    return np.where(count > 0, middle, 0.0)
+def median_of_known(values: Array, otherwise: float = 0.0) -> Array:
+    """Return the medians over the last axis of what is not NaN; ``otherwise`` where nothing is known."""
+    ordered = np.sort(values, axis=-1)  # NaN comes last
+    count = np.isfinite(values).sum(axis=-1)
+    low = np.take_along_axis(ordered, np.maximum(count - 1, 0)[..., None] // 2, axis=-1)[..., 0]
+    high = np.take_along_axis(ordered, np.minimum(count // 2, values.shape[-1] - 1)[..., None], axis=-1)[..., 0]
+    return np.where(count > 0, (low + high) / 2.0, otherwise)
 
 
 def others(x: Array) -> tuple[Array, Array]:
@@ -294,9 +296,3 @@ def others(x: Array) -> tuple[Array, Array]:
     squares = (x - x.mean(axis=1, keepdims=True)) ** 2  # centred first, or they cancel
     left = squares.sum(axis=1, keepdims=True) - squares - squares / rest
     return medians, np.sqrt(np.maximum(left, 0.0) / (rest - 1))
-
-
-def _listed(values: Array) -> Any:
-    whole = values.astype(object)
-    whole[~np.isfinite(values)] = None
-    return whole.tolist()

@@ -18,6 +18,7 @@ from ds_silent.detectors.comparisons import STATISTICS
 from ds_silent.detectors.effects import BEFORE, FEWEST, LONGER, beyond, is_gradual, moved_alone
 from ds_silent.detectors.likely_causes import SURE, Symptoms
 from ds_silent.detectors.sequential import Array
+from ds_silent.detectors.stored import listed
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 
@@ -163,8 +164,7 @@ class Recent:
     def state_dict(self) -> list[Any]:
         """JSON-able: None for what is no finite number."""
         return [
-            [step, [[float(v) if math.isfinite(v) else None for v in column] for column in row]]
-            for step, row in list(self._steps)[-max(4, min(KEPT, KEPT_NUMBERS // self._ranks)) :]
+            [step, listed(row)] for step, row in list(self._steps)[-max(4, min(KEPT, KEPT_NUMBERS // self._ranks)) :]
         ]
 
     def load_state_dict(self, state: list[Any]) -> None:

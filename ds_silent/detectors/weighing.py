@@ -13,6 +13,7 @@ from ds_silent.detectors.comparisons import Strongest
 from ds_silent.detectors.effects import SUDDEN, UNLIKE, EffectContext, effect_of, is_plain
 from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, either_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, Flags
+from ds_silent.detectors.stored import listed, unlisted
 from ds_silent.detectors.symptoms import Recent
 from ds_silent.text import Words
 
@@ -144,15 +145,12 @@ class Weigher:
         return EffectContext(random, own_past, above, unlike if math.isfinite(unlike) else None, sudden, beyond)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        highest = [[None if value == -np.inf else float(value) for value in row] for row in self._highest]
-        return {"highest": highest, "first": self._first.tolist(), "recent": self.recent.state_dict()}
+        return {"highest": listed(self._highest), "first": self._first.tolist(), "recent": self.recent.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; older states lack some of it."""
         if "highest" in state:
             self._first = np.array(state["first"], dtype=np.float64)
-            rows = [[-np.inf if value is None else value for value in row] for row in state["highest"]]
-            self._highest = np.array(rows, dtype=np.float64)
+            self._highest = unlisted(state["highest"])
         if "recent" in state:
             self.recent.load_state_dict(state["recent"])

@@ -3,10 +3,10 @@
     verdict = agree(group, "block", Statement(True, values=...))      # the same call on every rank of ``group``
     if verdict.sentence: ...                                         # the same on every rank
 
-No collective: what ranks disagree about here is whether, and how, they communicate. A store never meets a collective of
-the training, and it can time out. Each rank posts a hash of what it has and counts itself; the last to arrive sees
-from one counter whether all hashes are its own, and only if not, it reads what everybody said. So a rank makes a
-handful of store operations, whatever the number of ranks; one rank makes N more when something is wrong.
+No collective: what ranks disagree about here is whether, and how, they communicate; and a store can time out. Each rank
+posts a hash of what it has and counts itself. The last to arrive sees from one counter whether all hashes are its own,
+and reads what every rank said only if not: a handful of operations per rank, and N more on one where something is
+wrong.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_silent.distributed.board import meeting, store_of_all
 from ds_silent.distributed.parts import listed, outvoted, parts_of, ranks_of
 from ds_silent.text import TORCH, Words
 
@@ -29,7 +30,6 @@ logger = logging.getLogger("ds_silent")
 TIMEOUT_VARIABLE = "DS_SILENT_TIMEOUT"
 TIMEOUT_SECONDS = 300.0
 SHOWN_VALUES = 3
-_meetings: dict[str, int] = {}  # how often this process has met the others of a group, by topic
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Statement:
     """What one rank has. Two ranks agree when ``version``, ``refusal`` and ``values`` are the same.
 
     Attributes:
-        present: whether this rank wants to observe; where nobody does, nothing else is looked at.
+        present: whether this rank wants to observe; where no rank does, nothing else is looked at.
         absent: in a few words, what it has instead.
         refusal: the sentence by which this rank refuses; None where all is well.
         writers: whether the refusal is of what no other rank looks at.
@@ -99,20 +99,19 @@ def agree(group: dist.ProcessGroup, topic: str, mine: Statement, words: Words = 
         the verdict, the same on every rank that came. A rank that has nothing to observe hears of a time-out only if
         others have.
     """
-    ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    if ranks == 1:
-        return Verdict(mine.refusal, refused=mine.refusal is not None)
     store = store_of_all()
-    if store is None:  # no store behind this backend: everybody must trust in everybody
-        return Verdict(mine.refusal, refused=mine.refusal is not None)
-    members = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
-    place = f"{members}/{topic}"
-    _meetings[place] = meeting = _meetings.get(place, 0) + 1
+    if store is None or dist.get_world_size(group) == 1:  # without a store, every rank must trust in the others
+        return _all_say(mine)
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     try:
-        return _Meeting(store, f"ds_silent/{place}/{meeting}", ranks, me, words).hold(mine)
+        return _Meeting(store, meeting(topic, ranks), len(ranks), me, words).hold(mine)
     except Exception as error:  # the rank that holds the store is gone
         broken = f"the process group's store cannot be reached ({type(error).__name__}: {error})"
         return Verdict(broken if mine.present else None, me)
+
+
+def _all_say(mine: Statement) -> Verdict:
+    return Verdict(mine.refusal, refused=mine.refusal is not None)
 
 
 class _Meeting:
@@ -122,6 +121,7 @@ class _Meeting:
         self._store, self._prefix, self._ranks, self._me, self._words = store, prefix, ranks, me, words
 
     def hold(self, mine: Statement) -> Verdict:
+        """Say what this rank has, and wait for what is decided."""
         seconds = timeout_seconds()
         self._store.set(self._key("said", self._me), json.dumps(asdict(mine), default=str))
         alike = self._store.add(self._key("alike", mine.key), 1)
@@ -129,12 +129,11 @@ class _Meeting:
         if last and self._decides():
             # every rank counted itself among those alike before it counted itself as arrived
             alike = self._store.add(self._key("alike", mine.key), 0)
-            agreed = Verdict(mine.refusal, refused=mine.refusal is not None)
-            self._say(agreed if alike == self._ranks else self._judge(range(self._ranks)))
+            self._say(_all_say(mine) if alike == self._ranks else self._judge(range(self._ranks), seconds))
         verdict = self._heard(seconds)
         if verdict is None and self._decides():
             came = [rank for rank in range(self._ranks) if self._store.check([self._key("said", rank)])]
-            self._say(self._late(came, seconds))
+            self._say(self._judge(came, seconds))
         verdict = verdict or self._heard(seconds) or Verdict(f"no rank answered within {seconds:g} s", self._me)
         if verdict.sentence is None:
             self._forget()
@@ -144,30 +143,23 @@ class _Meeting:
         """Whether this rank is the one that says the verdict."""
         return bool(self._store.add(self._key("decided"), 1) == 1)
 
-    def _judge(self, ranks: Sequence[int]) -> Verdict:
-        said = [self._read(rank) for rank in ranks]
+    def _judge(self, came: Sequence[int], seconds: float) -> Verdict:
+        said = [Statement(**json.loads(self._store.get(self._key("said", rank)))) for rank in came]
         if not any(statement.present or statement.refusal for statement in said):
-            return Verdict()
+            return Verdict()  # no rank wants to observe, so missing ranks are no error
+        missing = tuple(sorted(set(range(self._ranks)).difference(came)))
+        if missing:
+            sentence = (
+                f"{ranks_of(missing)} did not come to ds_silent within {seconds:g} s, {ranks_of(came)} did: call "
+                f"{self._words.begin} on every rank of the data-parallel group, or wait longer ({TIMEOUT_VARIABLE}, in "
+                "seconds)"
+            )
+            return Verdict(sentence, self._me, missing, missing)
         refused = any(statement.refusal is not None for statement in said)
         rest = [replace(one, refusal=None) if one.writers else one for one in said]
         if refused and rest[0].refusal is None and len({one.key for one in rest}) == 1:
             return Verdict(next(one.refusal for one in said if one.writers), 0, refused=True, agreed=True)
         return Verdict(differences(said), 0, outvoted(parts_of(statement.key for statement in said)), refused=refused)
-
-    def _late(self, came: Sequence[int], seconds: float) -> Verdict:
-        said = [self._read(rank) for rank in came]
-        if not any(statement.present or statement.refusal for statement in said):
-            return Verdict()  # nobody wants to observe: it is nobody's business who else is there
-        missing = tuple(rank for rank in range(self._ranks) if rank not in set(came))
-        sentence = (
-            f"{ranks_of(missing)} did not come to ds_silent within {seconds:g} s, {ranks_of(came)} did: call "
-            f"{self._words.begin} on every rank of the data-parallel group, or wait longer ({TIMEOUT_VARIABLE}, in "
-            "seconds)"
-        )
-        return Verdict(sentence, self._me, missing, missing)
-
-    def _read(self, rank: int) -> Statement:
-        return Statement(**json.loads(self._store.get(self._key("said", rank))))
 
     def _say(self, verdict: Verdict) -> None:
         self._store.set(self._key("verdict"), json.dumps(asdict(verdict)))
@@ -177,12 +169,11 @@ class _Meeting:
             self._store.wait([self._key("verdict")], timedelta(seconds=seconds))
         except Exception:  # the store's own error type differs between versions (2.4: RuntimeError)
             return None
-        said = json.loads(self._store.get(self._key("verdict")))
-        odd, missing = tuple(said["odd"]), tuple(said["missing"])
-        return Verdict(said["sentence"], said["teller"], odd, missing, said["refused"], said["agreed"])
+        said: dict[str, Any] = json.loads(self._store.get(self._key("verdict")))
+        return Verdict(**said | {name: tuple(said[name]) for name in ("odd", "missing")})
 
     def _forget(self) -> None:
-        """What nobody reads any more need not stay in the memory of the rank that holds the store."""
+        """Free the memory of the rank that holds the store."""
         try:
             self._store.delete_key(self._key("said", self._me))
         except Exception as error:
@@ -192,51 +183,45 @@ class _Meeting:
         return "/".join((self._prefix, *map(str, parts)))
 
 
-def store_of_all() -> Any:
-    """The store that the process group was made with (``torch.distributed.distributed_c10d``, 2.4 to 2.15), or None."""
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except Exception as error:
-        logger.debug("ds_silent: this process group has no store: %s", error)
-        return None
-
-
 # -- saying it (pure) ------------------------------------------------------------------------------------------------
 
 
 def differences(said: Sequence[Statement]) -> str:
-    """Who has what, in one sentence, from every rank's statement."""
+    """Say who has what, in one sentence, from every rank's statement."""
     everybody = range(len(said))
-    refusals = {statement.refusal for statement in said}
-    if len(refusals) == 1 and None not in refusals:
-        return str(said[0].refusal)
-    parts, told = [], sorted(filter(None, refusals))
-    for refusal in told[:SHOWN_VALUES]:
-        parts.append(f"{ranks_of([r for r in everybody if said[r].refusal == refusal])}: {refusal}")
-    if len(told) > SHOWN_VALUES:
-        parts.append(f"{len(told) - SHOWN_VALUES} more refusals of other ranks")
-    for absent in sorted({s.absent for s in said if not s.present and s.refusal is None}):
-        parts.append(
-            f"{ranks_of([r for r in everybody if said[r].absent == absent and not said[r].present])}: {absent}"
-        )
+    refusals = sorted({one.refusal for one in said if one.refusal})
+    if len(refusals) == 1 and all(one.refusal is not None for one in said):
+        return refusals[0]
+    parts = [
+        f"{ranks_of([rank for rank in everybody if said[rank].refusal == refusal])}: {refusal}"
+        for refusal in refusals[:SHOWN_VALUES]
+    ]
+    if len(refusals) > SHOWN_VALUES:
+        parts.append(f"{len(refusals) - SHOWN_VALUES} more refusals of other ranks")
+    for absent in sorted({one.absent for one in said if not one.present and one.refusal is None}):
+        lacking = [rank for rank in everybody if said[rank].absent == absent and not said[rank].present]
+        parts.append(f"{ranks_of(lacking)}: {absent}")
     observing = [rank for rank in everybody if said[rank].present and said[rank].refusal is None]
     if parts and observing:
         parts.append(f"{ranks_of(observing)}: nothing wrong")
-    versions = {rank: said[rank].version for rank in observing}
-    if len(set(versions.values())) > 1:
-        parts.append(f"the version of ds_silent is {_who_has_what(versions)}")
-    names = sorted({name for rank in observing for name in said[rank].values})
-    for name in names:
-        values = {rank: said[rank].values.get(name) for rank in observing}
-        if len({json.dumps(value, sort_keys=True, default=str) for value in values.values()}) > 1:
+    compared: dict[str, dict[int, Any]] = {}
+    compared["the version of ds_silent"] = {rank: said[rank].version for rank in observing}
+    for name in sorted({name for rank in observing for name in said[rank].values}):
+        compared[name] = {rank: said[rank].values.get(name) for rank in observing}
+    for name, values in compared.items():
+        if len(set(map(_as_text, values.values()))) > 1:
             parts.append(f"{name} is {_who_has_what(values)}")
     return "; ".join(parts)
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _who_has_what(values: Mapping[int, Any]) -> str:
     holders: dict[str, list[int]] = {}
     for rank, value in values.items():
-        holders.setdefault(json.dumps(value, sort_keys=True, default=str), []).append(rank)
+        holders.setdefault(_as_text(value), []).append(rank)
     largest = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
     shown = [f"{text if len(text) <= 60 else text[:57] + '...'} on {ranks_of(ranks)}" for text, ranks in largest]
     return listed(shown, SHOWN_VALUES, "values")

@@ -1,16 +1,17 @@
-"""What ranks of different groups leave for each other, in the process group's key-value store.
+"""What ranks leave for each other in the process group's key-value store, without a collective.
 
     board = Board("model", ranks=(0, 2, 4, 6))      # on each of them
     board.leave(step, {"squares": 1.5})
     board.heard(step, rank=2)                       # None where it has not been left, or no longer is there
 
-Groups may stop to observe, or take their steps, one later than another: a collective between them could hang. Here
-nobody waits who does not ask for it.
+Groups may stop observing, or take their steps, one later than another: a collective between them could hang.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,30 +19,44 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_silent.distributed.agreement import store_of_all
-
+logger = logging.getLogger("ds_silent")
 KEPT = 8
 """Of what a rank has left, the newest: who is further behind hears nothing."""
-_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # in this process: a training after another has other keys
+_meetings: Counter[str] = Counter()
+
+
+def store_of_all() -> Any:
+    """The store that the process group was made with (``torch.distributed.distributed_c10d``, 2.4 to 2.15), or None."""
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except Exception as error:
+        logger.debug("ds_silent: this process group has no store: %s", error)
+        return None
+
+
+def meeting(topic: str, ranks: Sequence[int]) -> str:
+    """Return what the keys begin with at which ``ranks`` meet: another prefix each time that this process asks."""
+    members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+    place = f"ds_silent/{members}/{topic}"
+    _meetings[place] += 1
+    return f"{place}/{_meetings[place]}"
 
 
 class Board:
-    """Seen from one of the ranks.
+    """One rank's view of what all leave.
 
     Args:
-        topic: what it is for; the same on every one.
+        topic: what it is for; the same on every rank.
         ranks: of the whole training, in the same order on every one; this one is among them.
     """
 
     def __init__(self, topic: str, ranks: Sequence[int]):
-        ranks = tuple(ranks)
-        _made[topic, ranks] += 1
-        self._name = f"ds_silent/{topic}/{_made[topic, ranks]}/{'-'.join(map(str, ranks))}"
+        self._name = meeting(topic, ranks)
         self._store, self._me = store_of_all(), dist.get_rank()
         self._left: deque[int] = deque()
 
     def leave(self, step: int, said: object) -> None:
-        """What this rank has to say of a step; JSON values."""
+        """Leave what this rank has to say of a step; JSON values."""
         if self._store is None:
             return
         self._store.set(self._key(step, self._me), json.dumps(said))
@@ -51,7 +66,7 @@ class Board:
             self._store.delete_key(self._key(self._left.popleft(), self._me))
 
     def heard(self, step: int, rank: int, wait: timedelta | None = None) -> Any:
-        """What a rank has left of a step, waited for at most so long; None where there is nothing."""
+        """Read what a rank has left of a step, waiting at most ``wait``; None where there is nothing."""
         if self._store is None:
             return None
         key = self._key(step, rank)

@@ -21,28 +21,38 @@ _made: Counter[tuple[int, ...]] = Counter()  # groups of these members; another 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The same ranks with a communicator that only observers use, made once. Every rank of ``group`` calls it.
 
-    Collectives of one communicator pair by their order. What an observer sends may come at another place in the order
-    of the training's own on one rank: a step left out, an observer closed there. On a communicator of its own it then
-    meets what the other ranks' observers send, and never a gradient.
+    Collectives of one communicator pair by their order. A step left out, or an observer closed on one rank, may change
+    the order of ours there: on a communicator of their own they never meet a gradient.
     """
     return own_part(group, range(dist.get_world_size(group)))
 
 
 def own_part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     """The same for some of ``group``'s ranks, as it counts them; each of these calls it."""
-    everybody = dist.get_process_group_ranks(group)
-    members = tuple(everybody[rank] for rank in ranks)
-    key = (id(dist.distributed_c10d._get_default_group()), members)
+    key = (id(dist.distributed_c10d._get_default_group()), _members(group, ranks))
     if key not in _own:
-        # no rank outside of the group needs to come, nor may it be waited for
-        with _named(members):
-            _own[key] = dist.new_group(list(members), timeout=timeout_of(group), use_local_synchronization=True)
+        _own[key] = new_part(group, ranks)
     return _own[key]
+
+
+def new_part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The same, made anew: for collectives that some of the ranks may leave out in the end."""
+    members = _members(group, ranks)
+    with _named(members):  # no rank outside of the group needs to come, nor may it be waited for
+        made: dist.ProcessGroup = dist.new_group(
+            list(members), timeout=timeout_of(group), use_local_synchronization=True
+        )
+    return made
+
+
+def _members(group: dist.ProcessGroup, ranks: Sequence[int]) -> tuple[int, ...]:
+    everybody = dist.get_process_group_ranks(group)
+    return tuple(everybody[rank] for rank in ranks)
 
 
 @contextmanager
 def _named(members: tuple[int, ...]) -> Iterator[None]:
-    """The same name on every rank.
+    """Give the group the same name on every rank.
 
     Torch's has the number of groups that a rank is in, in which ranks may be unlike (the first and last stages of a
     pipeline are in more): then each waits for ranks under a name of its own (torch 2.4 to 2.13).
@@ -61,19 +71,16 @@ def _named(members: tuple[int, ...]) -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """What was given when a group was made, and not the default of new groups, which may be many times longer.
+    """The time-out that a group was made with; None where torch does not tell (known: 2.4 to 2.15).
 
-    None where torch does not tell (known: 2.4 to 2.15). For a group of our own it is the training's: nothing is given
-    up earlier than the training would, and no rank waits longer here.
+    The default of new groups may be many times longer. A group of our own takes the training's, so that no rank gives
+    up earlier here, or waits longer.
     """
     try:
-        backends: Any = [group._get_backend(torch.device(kind)) for kind in {one.type for one in _devices(group)}]
+        devices: Any = group._device_types
+        backends: Any = [group._get_backend(torch.device(kind)) for kind in {one.type for one in devices}]
         longest: timedelta = max(backend.options._timeout for backend in backends)
         return longest
     except Exception as error:
         logger.debug("ds_silent: the default time-out of new groups is used: %s", error)
         return None
-
-
-def _devices(group: Any) -> list[torch.device]:
-    return list(group._device_types)

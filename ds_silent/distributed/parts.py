@@ -1,7 +1,6 @@
 """Which ranks have the same, who is the odd one out, and how a sentence names ranks. Pure.
 
 parts = parts_of(values)          # ((0, 2, 3), (1,)): ranks of equal value, the largest part first
-parts_of_numbers(array)           # the same of int64 (N,), for any number of ranks
 majority(parts), outvoted(parts)  # (0, 2, 3), (1,): nobody where no more than half of all agree
 ranks_of((0, 2))                  # "ranks 0, 2"
 """

@@ -1,20 +1,17 @@
-"""On which host and device each rank runs: told once at the start, and named by every event about a few ranks.
+"""On which host and device each rank runs, as every event about a few ranks says.
 
     board = PlaceBoard(group)                     # every rank
     board.leave()                                 # ... before something that all ranks come to
     places = Places(board.read(), {})             # behind it: the writing rank alone
     board.forget()                                # every rank, once the writing rank has read
     places.told(event)                            # the event with hosts and devices
-    places.text()                                 # ranks.json
 
-Each rank leaves one short string in the process group's key-value store. No collective, and what the ranks send does
-not depend on how many they are.
+Each rank leaves one short string in the process group's key-value store. No collective.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import os
@@ -29,7 +26,7 @@ import torch.distributed as dist
 
 from ds_silent import device
 from ds_silent.config import BLOCK, ConfigError, shown
-from ds_silent.distributed.agreement import store_of_all
+from ds_silent.distributed.board import meeting, store_of_all
 from ds_silent.distributed.parts import SHOWN_RANKS, listed, ranks_of
 from ds_silent.records import Event, Place, to_json
 
@@ -40,7 +37,6 @@ AT_ONCE = 1024  # strings that are asked of the store together
 SHOWN_HOSTS = 3
 LONGEST_NAME = 64  # characters of a host, as Linux has them, and of a group
 _Own = tuple[str, int | None, str, str | None]
-_met: Counter[str] = Counter()  # how often this process has told a group its place
 
 
 def own_place() -> _Own:
@@ -60,9 +56,7 @@ class PlaceBoard:
     def __init__(self, group: dist.ProcessGroup):
         self._members = tuple(dist.get_process_group_ranks(group))
         self._me = dist.get_rank(group)
-        name = hashlib.sha256(repr(self._members).encode()).hexdigest()[:16]
-        _met[name] += 1
-        self._name = f"ds_silent/places/{name}/{_met[name]}"
+        self._name = meeting("places", self._members)
         self._store: Any = store_of_all() if len(self._members) > 1 else None
 
     def leave(self) -> None:
@@ -79,7 +73,7 @@ class PlaceBoard:
         )
 
     def forget(self) -> None:
-        """What nobody reads any more need not stay in the memory of the rank that holds the store."""
+        """Free the memory of the rank that holds the store."""
         if self._store is not None:
             self._tried(lambda: self._store.delete_key(self._key(self._me)))
 
@@ -106,7 +100,7 @@ class PlaceBoard:
 
 
 class Places:
-    """Of all ranks of a group, by rank; empty where that is not known.
+    """The places of all ranks of a group, by rank; empty where they are not known.
 
     Args:
         groups: by host, the switch group or whatever larger unit it is in; {} where the user has given none.
@@ -125,9 +119,9 @@ class Places:
         return f'{{"version": 1, "world_size": {len(self.places)}, "hosts": {self.hosts}, "ranks": [\n{lines}\n]}}\n'
 
     def told(self, event: Event) -> Event:
-        """The event with the places of the ranks that it names; about no rank, or about all, it stays as it is.
+        """The event with the places of the ranks that it names, in its message too where there are several hosts.
 
-        Where all ranks run on one host, its message stays as it is too.
+        About no rank, or about all, it stays as it is.
         """
         ranks = event.ranks
         if not ranks or len(ranks) >= len(self.places) or max(ranks) >= len(self.places):
@@ -213,8 +207,7 @@ def _group_of(host: str, groups: Mapping[str, str]) -> str | None:
 def in_whole(event: Event, members: tuple[int, ...]) -> Event:
     """Say which ranks of the whole training an event of a group that is a part of it names.
 
-    Args:
-        members: of the group, as the whole training counts its ranks.
+    ``members``: of the group, as the whole training counts its ranks.
     """
     if not event.ranks or members == tuple(range(len(members))):
         return event

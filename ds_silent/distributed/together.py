@@ -1,24 +1,20 @@
-"""What all ranks do together in a step, whatever breaks on one of them. The one rule of every line that runs in one:
+"""Keep collectives matched across ranks when one rank raises. The one rule of every line that runs in a step:
 
     together = Together(group)
     together.play(step)                            # an entry: the training calls it, on every rank at the same moments
         together.alone(lambda: measure(gradient))  # in it: what touches only this rank
         together.once(lambda: all_reduce(values))  # in it: a collective, or what decides whether there is one
 
-* **alone**: may break. The first error is kept and said once; this rank's next observation says "failed" (a row that is
-  ready from the beginning), every rank reads that word one measured step later, and all switch off there together.
-* **once**: every rank makes the same calls in the same order. One call is one statement: it is made, or it is not.
-  **decided** is the same for a value that has to be the same when the act is played again, without a call.
-* **play**: the lines between the two can break as well: out of memory, a bug. Then the act is played again from its
-  beginning. What came once is remembered, not made again; what is alone is left out. So this rank reaches the
-  collectives that its peers wait in, with what it has, and the act ends as on the other ranks.
+* **alone**: may break. The first error is kept and logged once; this rank's next observation says "failed", every rank
+  reads that one measured step later, and all switch off there together.
+* **once**: every rank makes the same calls in the same order. **decided** is the same for a value without a call.
+* **play**: where the lines between them break (out of memory, a bug), the act is played again from its beginning: what
+  came once is remembered, what is alone is left out. So this rank reaches the collectives that its peers wait in.
 
-What breaks in both plays cannot keep its peers company: the training ends on this rank with a sentence. Its peers wait
-until its process ends (gloo: their collective raises; launchers end all) and no longer than the group's timeout. The
-same holds for a response (:meth:`Together.irrevocable`), which changes the training and cannot be played twice.
-
-A collective that has waited for the whole time-out ends the training on this rank with the transport's own error: the
-training's next one, which has the same time-out, would wait for the same peer as long once more.
+What breaks in both plays, or in a response (:meth:`Together.irrevocable`), which changes the training, ends the
+training on this rank with a sentence. Its peers wait until its process ends (gloo: their collective raises; launchers
+end all) and no longer than the group's timeout. A collective that has waited for the whole time-out ends the training
+with the transport's own error, because the training's next one would wait for the same peer as long once more.
 Only :class:`Exception` is caught: a KeyboardInterrupt or SystemExit goes its way.
 """
 
@@ -173,19 +169,16 @@ class Together:
 
     def once(self, function: Callable[[], _Result]) -> _Result:
         """Make a call that every rank makes, or remember what it gave when this act was played before."""
-        if self._irrevocable:
-            return function()
-        play = self._plays[-1]
-        if play.place == len(play.made):
+
+        def called() -> _Result:
             try:
-                play.made.append(function())
+                return function()
             except BrokeOff:
                 raise
             except Exception as error:
                 raise _GroupBroke(error) from error
-        play.place += 1
-        result: _Result = play.made[play.place - 1]
-        return result
+
+        return function() if self._irrevocable else self.decided(called)
 
     def decided(self, function: Callable[[], _Result]) -> _Result:
         """The same for what communicates nothing and changes nothing: where it breaks, it is tried again."""

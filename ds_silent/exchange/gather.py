@@ -12,38 +12,62 @@ says "failed" and was ready from the beginning, because packing the observation 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.distributed.together import Once, Together
-from ds_silent.exchange.collectives import Arrived, Landing, all_gather
-from ds_silent.exchange.constant_size import ConstantSizeExchange
-from ds_silent.exchange.layout import FailedRows, Layout, pack, unpack, with_sums
-from ds_silent.exchange.observation import EachRank, Gathered, Observation
+from ds_silent.exchange.collectives import Arrived, Landing, gather_on_host
+from ds_silent.exchange.layout import Layout, code_of, failed_rows, pack, pack_scalars, unpack, with_sums
+from ds_silent.exchange.observation import (
+    FIELDS,
+    LEFT,
+    EachRank,
+    Gathered,
+    Late,
+    Observation,
+    Sums,
+    Weights,
+    on_any,
+)
+from ds_silent.exchange.rows import digit_of, failures_in, make_rows
+from ds_silent.maths.sketch import fold
+
+_COSINE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketch_squared")
 
 
-class GatherExchange:
-    """Every rank's observation to every rank: one all-gather of (scalars + 2 k) fp32 numbers per rank."""
+class Exchange(ABC):
+    """One rank's part: its row goes to those who read it (:mod:`ds_silent.exchange.rows`)."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
         self._layout, self._group = layout, group
-        self._ranks = dist.get_world_size(group)
-        self._keeps = dist.get_rank(group) == 0  # what was sent, beyond the next observation: it writes
-        width = layout.scalars + layout.vectors
-        self._mine = torch.zeros(width, device=device)
-        self._failed = FailedRows(width, device)
-        self._all = torch.zeros(self._ranks * width, device=device)
-        self._landing = Landing(self._all)
-        self._step: int | None = None
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._mine = torch.zeros(layout.row, device=device)
+        self._failed = failed_rows(layout.row, device)
+        self._rows = make_rows(layout, group, device)
+        self._step: int | None = None  # that was posted last and is not yet collected
 
     def post(self, step: int, observation: Observation, together: Together) -> None:
-        """Start the collective of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
-        packed = together.alone(pack, self._layout, observation, self._mine)
-        mine = self._failed.of(together.failure) if packed is None else packed
+        """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
+        failed = float(observation.status.failed)
+        if failed == LEFT:  # what was sent last may still be read
+            self._mine = torch.empty_like(self._mine)
+        mine = together.alone(self._pack, observation)
+        if mine is None:
+            failed = code_of(together.failure)
+            mine = self._failed[failed]
         self._step = step
-        work = together.once(lambda: all_gather(self._all, mine, group=self._group, async_op=True))
-        self._landing.start(work)
+        self._start(mine, failed, together.once)
+
+    @abstractmethod
+    def _pack(self, observation: Observation) -> Tensor:
+        """This rank's row."""
+
+    def _start(self, mine: Tensor, failed: float, once: Once) -> None:
+        self._rows.start(mine, failed == LEFT, once)
 
     def collect(self, once: Once) -> Arrived | None:
         """What was posted last and not yet collected, or None."""
@@ -53,17 +77,33 @@ class GatherExchange:
         self._step = None
         return arrived
 
+    @abstractmethod
     def peek(self) -> Arrived:
         """What was posted last, waited for and left where it is."""
-        assert self._step is not None
-        landed = self._landing.result()
-        rows = (landed.clone() if self._keeps else landed).view(self._ranks, -1)
-        known = unpack(self._layout, self._step, rows[:, : self._layout.scalars].double())
-        return Arrived(known, lambda: self._with_sketches(known, rows))
 
     def in_full(self, once: Once) -> Arrived:
-        """Nothing comes later."""
+        """:meth:`peek`, with what ranks otherwise send with the next observation. A collective if there is any."""
         return once(self.peek)
+
+    def under_way(self) -> list[Arrived]:
+        """Everything that is not collected yet, without a further collective; it is left where it is."""
+        return [] if self._step is None else [self.peek()]
+
+    def _kept(self, landed: Tensor) -> Tensor:
+        return landed.clone() if self._rank == 0 else landed  # it writes, perhaps behind the next observation
+
+
+class GatherExchange(Exchange):
+    """Every rank's observation to every rank: one all-gather of (scalars + 2 k) fp32 numbers per rank."""
+
+    def _pack(self, observation: Observation) -> Tensor:
+        return pack(self._layout, observation, self._mine)
+
+    def peek(self) -> Arrived:
+        assert self._step is not None
+        rows = self._kept(self._rows.agreed())
+        known = unpack(self._layout, self._step, rows[:, : self._layout.scalars].double())
+        return Arrived(known, lambda: self._with_sketches(known, rows))
 
     def _with_sketches(self, known: Gathered, rows: Tensor) -> Gathered:
         layout = self._layout
@@ -76,12 +116,202 @@ class GatherExchange:
         )
         return with_sums(known, aggregates.sum(0), grams.sum(0), each)
 
+
+class ConstantSizeExchange(Exchange):
+    """Above the gather limit: one all-reduce of sums of sketches, and beside it what each rank says of itself.
+
+    One NaN would poison a sum for all ranks, so a rank without a finite sketch adds zeros, and its ``sketch_squared``
+    says so; the mean of all is then NaN, as it must be.
+
+    What a rank can say of itself only where it knows the sums - its cosine with the rest, the weight with which its
+    gradient entered the aggregate - travels with its next observation, so that records come one measurement later.
+
+    **A rank's own weight.** Let the aggregate be the sum of w_r (total / N) g_r, with w_r = 1 where all is right. Then
+
+        error = aggregate - total * mean = sum of (w_r - 1) (total / N) g_r + noise
+
+    and with o_r, what is left of g_r without the direction of the mean (in which a wrong factor for all ranks lies, and
+    which all ranks share),
+
+        w_r - 1 = (N / total) <error, o_r> / |o_r|^2.
+
+    A sketch keeps inner products: where the error is the sum of others' terms and of rounding, <error, o_r> is 0 with a
+    standard error of |error| |o_r| / sqrt(k). So every rank finds by itself whether it is missing, counted twice or
+    scaled, and no sketch has to be gathered (:func:`ds_silent.maths.causes.own_weights`).
+    """
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0):
+        """``total``: sum of the ranks' weights in the aggregate, 1 for a mean."""
+        super().__init__(layout, group, device)
+        self._total = total
+        self._sums = torch.zeros(sum(layout.sums), device=device)
+        self._units, self._sum, self._aggregate, self._layers, self._layer_aggregates, self._gram, self._failures = (
+            torch.split(self._sums, layout.sums)
+        )
+        self._own = torch.zeros(layout.size, device=device)
+        self._own_layers = torch.zeros(layout.late_layers, layout.layer_size, device=device)
+        self._sums_landing = Landing(self._sums)
+        self._incomplete: Arrived | None = None  # lacks what the ranks say of themselves late
+        self._late = torch.zeros(1 + layout.late, device=device)  # what this rank says of that observation
+
+    def _start(self, mine: Tensor, failed: float, once: Once) -> None:
+        self._sums_landing.start(once(lambda: self._add_up(failed)))
+        super()._start(mine, failed, once)
+
+    def _add_up(self, failed: float) -> dist.Work | None:
+        """The collective is its last statement: what breaks here breaks before it, and is played again."""
+        if self._layout.failures:
+            place, digit = digit_of(failed, self._rank)
+            self._failures.zero_()
+            self._failures[place].fill_(digit)
+        return dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)  # type: ignore[no-any-return]
+
+    def _pack(self, observation: Observation) -> Tensor:
+        """Fill the buffers; this rank's row. Where it breaks, nobody reads the sums."""
+        layout = self._layout
+        scalars, pair = torch.split(self._mine, [layout.scalars, layout.pairs])
+        pack_scalars(layout, observation, scalars)
+        *_, probes, late = torch.split(scalars, layout.scalar_parts)
+        if self._incomplete is not None:
+            if self._step is None:  # else the buffers are those of a reduction that is repeated
+                self._late = self._find_late()
+            scalars[_COSINE].copy_(self._late[0])
+            late.copy_(self._late[1:])
+        self._own.zero_() if observation.sketch is None else self._own.copy_(observation.sketch)
+        self._sums.zero_()
+        norm = self._own.norm()
+        scalars[_SQUARED].copy_(norm * norm)
+        usable = torch.isfinite(norm * norm) & (norm > 0.0)
+        if layout.size:
+            folded = fold(self._own, layout.units)
+            direction = folded / folded.norm()  # of length 1 as it is sent: two equal ones have a cosine of 1
+            self._units.copy_(direction)
+            probes.copy_(fold(direction, layout.probes))
+        if layout.pairs:
+            pair.copy_(fold(self._own, layout.pairs))
+        self._sum.copy_(self._own)
+        if observation.aggregate is not None:
+            self._aggregate.copy_(observation.aggregate)
+        if observation.layer_sketches is not None and layout.layers:
+            by_layer = fold(observation.layer_sketches, layout.layer_size)
+            self._layers.copy_(by_layer.reshape(-1))
+            if layout.late_layers:
+                self._own_layers.copy_(by_layer)
+        for sums in (self._units, self._sum, self._layers):
+            sums.masked_fill_(~usable, 0.0)
+        if observation.layer_aggregates is not None and layout.layer_aggregates:
+            self._layer_aggregates.copy_(fold(observation.layer_aggregates, layout.layer_size).reshape(-1))
+        if observation.gram is not None:
+            self._gram.copy_(observation.gram.reshape(-1))
+        return self._mine
+
+    def _find_late(self) -> Tensor:
+        """What this rank says of the step whose sums have come, from the buffers of that step, on the device.
+
+        Returns:
+            fp32 (1 + layout.late,): its cosine with the rest; weight - 1, what that is known by; the layers' cosines.
+        """
+        own, total = self._own, self._sum
+        rest = total - own  # of a rank that added zeros: NaN, as its own sketch is
+        found = [(torch.dot(own, rest) / (own.norm() * rest.norm()))[None]]
+        if self._layout.late:
+            squared = torch.dot(total, total)
+            beside = own - torch.dot(own, total) / torch.where(squared > 0.0, squared, torch.ones_like(squared)) * total
+            left = torch.dot(beside, beside)
+            error = self._aggregate - total * (self._total / self._ranks)
+            weight = torch.dot(error, beside) * (self._ranks / self._total) / left
+            found.append(torch.stack((weight, left)))
+        if self._layout.late_layers:
+            ours, others = self._own_layers, self._layers.view_as(self._own_layers) - self._own_layers
+            lengths = ours.square().sum(1) * others.square().sum(1)
+            found.append((ours * others).sum(1) / lengths.sqrt())
+        return torch.cat(found)
+
+    def collect(self, once: Once) -> Arrived | None:
+        """The record before the last posted one: what the ranks found late came with the last."""
+        if once(lambda: self._step) is None:
+            return None
+        newest = once(self.peek)
+        complete = once(lambda: self._incomplete)
+        if on_any(newest.known.status.failed):  # at once: some rank may not be there for another
+            self._incomplete = self._step = None
+            return newest
+        self._incomplete, self._step = newest, None
+        return None if complete is None else _completed(complete, newest)
+
+    def peek(self) -> Arrived:
+        assert self._step is not None
+        layout, step = self._layout, self._step
+        sums = self._kept(self._sums_landing.result())
+        known = unpack(layout, step, self._rows.agreed()[:, : layout.scalars].double())
+        if layout.failures:
+            failed = failures_in(sums[-layout.failures :].double(), self._ranks)
+            known = replace(known, status=replace(known.status, failed=failed))
+            if on_any(failed):  # then the rows may never come
+                return Arrived(known, None)
+            self._rows.passed_on()
+            if not self._rows.brings_all:
+                return Arrived(known, None)
+        rows = self._kept(self._rows.all())
+        return Arrived(known, lambda: self._with_sums(known, sums.double(), rows.double()))
+
+    def in_full(self, once: Once) -> Arrived:
+        newest = once(self.peek)
+        if on_any(newest.known.status.failed) or not self._layout.late:
+            return newest
+        said = gather_on_host(self._find_late()[:3], self._group, once).double()
+        late = Late(said[:, 0], Weights(1.0 + said[:, 1], said[:, 2]), None)
+        return newest if newest.make is None else Arrived(newest.known, lambda: _with_late(newest.all, late))
+
+    def _with_sums(self, known: Gathered, sums: Tensor, rows: Tensor) -> Gathered:
+        """``rows``: (N, layout.row)."""
+        layout = self._layout
+        units, total, aggregate, layers, layer_aggregates, gram, _ = torch.split(sums, layout.sums)
+        scalars, pairs = torch.split(rows, [layout.scalars, layout.pairs], dim=1)
+        *_, probes, late = torch.split(scalars, layout.scalar_parts, dim=1)
+        gathered = unpack(layout, known.step, scalars) if layout.failures else known
+        by_layer = (layout.layers, layout.layer_size)
+        mean, layer_mean = total / self._ranks, layers.view(by_layer) / self._ranks
+        if not bool(gathered.local.sketch_squared.isfinite().all()):
+            mean.fill_(torch.nan)
+            layer_mean.fill_(torch.nan)
+        directions = Sums(
+            units,
+            mean,
+            layer_mean if layout.layers else None,
+            layer_aggregates.view(by_layer) if layout.layer_aggregates else None,
+            probes,
+            pairs if layout.pairs else None,
+            late if layout.late else None,
+        )
+        return with_sums(gathered, aggregate, gram, directions)
+
     def under_way(self) -> list[Arrived]:
-        """Everything that is not collected yet, without a further collective; it is left where it is."""
-        return [] if self._step is None else [self.peek()]
+        """Everything not collected yet, without a further collective; the last lacks what ranks find late."""
+        earlier, newest = self._incomplete, None if self._step is None else self.peek()
+        if earlier is not None and newest is not None:
+            earlier = _completed(earlier, newest)
+        return [record for record in (earlier, newest) if record is not None]
 
 
-Exchange = GatherExchange | ConstantSizeExchange
+def _completed(record: Arrived, later: Arrived) -> Arrived:
+    """With what came with the observation after it."""
+    if record.make is None or later.make is None:
+        return record
+    return Arrived(record.known, lambda: _with_late(record.all, _late_in(later.all)))
+
+
+def _late_in(later: Gathered) -> Late:
+    assert isinstance(later.directions, Sums)
+    said = later.directions.of_before
+    weights = None if said is None else Weights(1.0 + said[:, 0], said[:, 1])
+    layers = None if said is None or said.shape[1] == 2 else said[:, 2:]
+    return Late(later.local.late_cosine, weights, layers)
+
+
+def _with_late(record: Gathered, late: Late) -> Gathered:
+    assert isinstance(record.directions, Sums)
+    return replace(record, directions=replace(record.directions, late=late))
 
 
 def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0) -> Exchange:

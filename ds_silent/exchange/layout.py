@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.distributed.together import SparseGradientError, UnevenInputsError, Unobservable
+from ds_silent.distributed.together import SparseGradientError, UnevenInputsError
 from ds_silent.exchange.observation import (
     BROKE,
     FIELDS,
@@ -102,6 +102,11 @@ class Layout:
         return [self.scalars, self.size, self.size, of_layers, of_layers * self.layer_aggregates, self.gram]
 
     @property
+    def row(self) -> int:
+        """Numbers that a rank says of itself: with all its sketches, or those of the pairs alone."""
+        return self.scalars + (self.vectors if self.gathers else self.pairs)
+
+    @property
     def sums(self) -> list[int]:
         """Lengths of what is added up over the ranks above the gather limit: directions, as :attr:`parts`, failures."""
         return [self.units, *self.parts[1:], self.failures]
@@ -181,29 +186,20 @@ _BEGINS = [0, *_ENDS[:-1]]
 _SPANS = [(name, GROUPS[name], begin, end) for name, begin, end in zip(GROUPS, _BEGINS, _ENDS, strict=True)]
 
 
-_CODES: dict[type[Exception], float] = {Exception: BROKE, SparseGradientError: UNSEEN, UnevenInputsError: UNEVEN}
+_CODES: dict[type | None, float] = {SparseGradientError: UNSEEN, UnevenInputsError: UNEVEN}
 
 
-class FailedRows:
-    """What a rank sends that has nothing to send, made beforehand: it broke, or the training cannot be observed."""
-
-    def __init__(self, width: int, device: torch.device):
-        rows = torch.zeros(len(_CODES), width, device=device)
-        rows[:, FIELDS.index("status.failed")] = torch.tensor(list(_CODES.values()), device=device)
-        self._rows: dict[type[Exception], Tensor] = dict(zip(_CODES, rows.unbind(), strict=True))
-
-    def of(self, failure: Exception | None) -> Tensor:
-        """(width,) fp32."""
-        return self._rows[_kind(failure)]
-
-    @staticmethod
-    def code(failure: Exception | None) -> float:
-        """``status.failed`` of that row."""
-        return _CODES[_kind(failure)]
+def code_of(failure: Exception | None) -> float:
+    """``status.failed`` of a rank that broke, or whose training cannot be observed."""
+    return _CODES.get(type(failure), BROKE)
 
 
-def _kind(failure: Exception | None) -> type[Exception]:
-    return type(failure) if isinstance(failure, Unobservable) else Exception
+def failed_rows(width: int, device: torch.device) -> dict[float, Tensor]:
+    """What a rank sends that has nothing to send, made beforehand: fp32 (width,) for each of :func:`code_of`."""
+    codes = (BROKE, *_CODES.values())
+    rows = torch.zeros(len(codes), width, device=device)
+    rows[:, FIELDS.index("status.failed")] = torch.tensor(codes, device=device)
+    return dict(zip(codes, rows.unbind(), strict=True))
 
 
 def pack(layout: Layout, observation: Observation, out: Tensor) -> Tensor:

@@ -53,9 +53,7 @@ class Loss(Generic[T]):
     count: T = _0
     scale: T = _0  # factor on all gradients of the step
     tokens: T = _0  # label tokens; 0 when not known
-    order: T = (
-        _0  # hash of the order that the rank's sampler deals; negative where that keeps to its rows; 0: not known
-    )
+    order: T = _0  # hash of the order that the sampler deals; negative where that keeps to its rows; 0: not known
 
 
 @dataclass(frozen=True)
@@ -236,16 +234,8 @@ class Gathered:
         return self.directions if isinstance(self.directions, EachRank) else None
 
 
-GROUPS: dict[str, Any] = {
-    "status": Status,
-    "wishes": Wishes,
-    "loss": Loss,
-    "local": Local,
-    "reduced": Reduced,
-    "applied": Applied,
-    "code": Code,
-    "objective": Objective,
-}
+_KINDS: tuple[Any, ...] = (Status, Wishes, Loss, Local, Reduced, Applied, Code, Objective)
+GROUPS: dict[str, Any] = {kind.__name__.lower(): kind for kind in _KINDS}
 FIELDS = tuple(f"{name}.{one.name}" for name, group in GROUPS.items() for one in fields(group))
 """In the order in which they travel."""
 

@@ -1,4 +1,4 @@
-"""Ids of rows: on their way through the observing collective, and from a row's content where a script gives none.
+"""Ids of rows: given by a script or made of their content, and on their way through the observing collective.
 
     sampling = sampling_of(ranks, capacity)            # every rank the same: which rows are sent, in how much room
     sent = pack_rows(ids, sampling)                    # on every rank, into the fp32 all-gather
@@ -53,20 +53,21 @@ def as_ids(given: Any) -> Tensor:
         kind, shape = str(given.dtype).removeprefix("torch."), tuple(given.shape)
         whole = not (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool)
         ids = given.detach()
+        too_large = ids.dtype == torch.uint64 and ids.device.type == "cpu" and bool((ids.view(torch.int64) < 0).any())
     else:
         array = _array(given)
         kind, shape = _kind(given, array), array.shape
         whole = array.dtype.kind in "iu" or (array.size == 0 and isinstance(given, (list, tuple)))
-        if not whole and isinstance(given, (int, list, tuple)) and _too_large(given):
+        numbers = given if isinstance(given, (list, tuple)) else [given]
+        if not whole and numbers and all(type(one) is int for one in numbers):  # numpy makes objects or floats of them
             raise ValueError(f"{_TAKES}, got an integer that does not fit into 64 bits; pass a hash of it")
-        if whole and array.size and int(array.max()) >= 1 << 63:
-            raise ValueError(f"{_TAKES}, got an integer above 2^63 - 1; view them as int64, or pass a hash")
+        too_large = whole and bool(array.size) and int(array.max()) >= 1 << 63
         ids = torch.from_numpy(array.astype(np.int64, copy=True)) if whole else torch.empty(0)
     if not whole:
         raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
     if len(shape) > 1:
         raise ValueError(f"{_TAKES}, got {len(shape)} dimensions {tuple(shape)}; pass one id per row")
-    if ids.dtype == torch.uint64 and ids.device.type == "cpu" and bool((ids.view(torch.int64) < 0).any()):
+    if too_large:
         raise ValueError(f"{_TAKES}, got an integer above 2^63 - 1; view them as int64, or pass a hash")
     return ids.to(torch.int64).reshape(-1)
 
@@ -75,7 +76,7 @@ _TAKES = "observe_batch takes one integer id per row of this rank's micro-batch 
 _INSTANCE = "pass the rows' places in the data set, for instance"
 
 
-def _stacked(given: Sequence[Any]) -> Any:
+def _stacked(given: Sequence[Any]) -> Tensor:
     """A list of 0-dim tensors, as a data set without a collate function gives them."""
     try:
         return torch.stack([one if isinstance(one, Tensor) else torch.tensor(one) for one in given])
@@ -84,23 +85,17 @@ def _stacked(given: Sequence[Any]) -> Any:
 
 
 def _array(given: Any) -> npt.NDArray[Any]:
+    kind = _article(type(given).__name__)
     if isinstance(given, (Mapping, set, frozenset, str, bytes)) or given is None:
-        raise TypeError(f"{_TAKES}, got {_article(type(given).__name__)}; {_INSTANCE}")
+        raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
     try:
         return np.asarray(given)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        kind = _article(type(given).__name__)
         raise ValueError(f"{_TAKES}, got {kind} of unequal parts; pass one id per row") from None
 
 
-def _too_large(given: Any) -> bool:
-    """What numpy makes objects or floats of."""
-    numbers = [given] if isinstance(given, int) else given
-    return bool(numbers) and all(type(one) is int for one in numbers)
-
-
 def _kind(given: Any, array: npt.NDArray[Any]) -> str:
-    """What somebody would call it."""
+    """What people would call it."""
     if isinstance(given, (list, tuple)):
         odd = next((one for one in given if type(one) is bool or not isinstance(one, (int, np.integer))), 0)
         return f"a {type(given).__name__} of {type(odd).__name__}"
@@ -143,7 +138,7 @@ class Sampling:
     @property
     def numbers(self) -> int:
         """That a rank sends."""
-        return _HEADER + 2 * self.slots if self.level else packed_size(self.capacity)
+        return _HEADER + 2 * self.slots if self.level else 3 * self.capacity + 1
 
 
 def sampling_of(ranks: int, capacity: int) -> Sampling:
@@ -153,13 +148,9 @@ def sampling_of(ranks: int, capacity: int) -> Sampling:
     bytes each. The room of a rank has to be of a fixed size and must hold what chance brings, B(capacity, rate): it is
     the smallest of which less than ``UNSENT`` of the sample is left out.
     """
-    if ranks * capacity * 8 <= MAX_BYTES:
-        return Sampling(capacity, capacity)
-    wanted = math.ceil(math.log2(ranks * capacity * 8 / MAX_BYTES))
-    level = max(0, min(wanted, math.floor(math.log2(capacity / FEWEST))))
-    if level == 0:
-        return Sampling(capacity, capacity)
-    return Sampling(capacity, _room(capacity, 2.0**-level), level)
+    bits = math.log2(max(1.0, ranks * capacity * 8 / MAX_BYTES))
+    level = min(math.ceil(bits), math.floor(math.log2(max(capacity, 1) / FEWEST)))
+    return Sampling(capacity, _room(capacity, 2.0**-level), level) if level > 0 else Sampling(capacity, capacity)
 
 
 def _room(rows: int, rate: float) -> int:
@@ -218,22 +209,11 @@ class StepIds:
         return int(self.sampled.sum()) - len(self.values)
 
 
-def packed_size(capacity: int) -> int:
-    """Numbers that :func:`pack_ids` makes of up to ``capacity`` ids."""
-    return 3 * capacity + 1
-
-
 def pack_rows(ids: Tensor, sampling: Sampling) -> Tensor:
-    """What a rank sends of its rows: int64 (rows,), in the order in which it visited them, on any device.
-
-    Returns:
-        fp32 (sampling.numbers,) on the same device. Nothing waits for it.
-    """
+    """Pack a rank's rows, int64 (rows,) in the order in which it visited them: fp32 (sampling.numbers,), there."""
     newest = ids[-sampling.capacity :] if len(ids) > sampling.capacity else ids
     if not sampling.level:
-        packed = pack_ids(newest, sampling.capacity)
-        packed[-1].fill_(_counted(len(ids)))
-        return packed
+        return pack_ids(newest, sampling.capacity, len(ids))
     packed = torch.zeros(sampling.numbers, dtype=torch.float32, device=ids.device)
     hashes = _mixed(newest.to(torch.int64) + _signed(GOLDEN))
     keys = ((hashes >> 33) & 0x7FFFFFFF).to(torch.int32)  # the first bits, as a number
@@ -253,22 +233,23 @@ def _counted(rows: int) -> float:
     return float(min(rows, 1 << 24))
 
 
-def pack_ids(ids: Tensor, capacity: int) -> Tensor:
+def pack_ids(ids: Tensor, capacity: int, count: int | None = None) -> Tensor:
     """64-bit ids as numbers that an fp32 collective without arithmetic brings over bit by bit.
 
     Args:
         ids: int64 (rows,), any values, on any device; more than ``capacity`` are cut, and the receiver sees that.
         capacity: rows that one rank may send; the same on every rank.
+        count: rows that it really had; None: as many as there are ids.
 
     Returns:
         fp32 (3 * capacity + 1,) on the same device: low, middle and high limbs, then the true number of rows.
     """
-    packed = torch.zeros(packed_size(capacity), dtype=torch.float32, device=ids.device)
+    packed = torch.zeros(3 * capacity + 1, dtype=torch.float32, device=ids.device)
     kept = ids[:capacity].to(torch.int64)
     for limb in range(3):
         part = (kept >> (LIMB_BITS * limb)) & (_LIMB if limb < 2 else (1 << (64 - 2 * LIMB_BITS)) - 1)
         packed[limb * capacity : limb * capacity + len(kept)].copy_(part)
-    packed[-1].fill_(_counted(len(ids)))
+    packed[-1].fill_(_counted(len(ids) if count is None else count))
     return packed
 
 
@@ -276,8 +257,8 @@ def unpack_ids(rows: Tensor, sampling: Sampling | None = None) -> StepIds:
     """What :func:`pack_rows` made of each rank's ids.
 
     Args:
-        rows: (N, sampling.numbers) floating point on the host, one rank per row. All zeros is a rank without rows; a
-            rank whose numbers cannot have been sent (a corrupted exchange) has no ids and -1 rows.
+        rows: (N, sampling.numbers) floating point on the host. All zeros is a rank without rows; a rank whose numbers
+            cannot have been sent (a corrupted exchange) has no ids and -1 rows.
         sampling: None where all rows are sent.
     """
     values = rows.double().numpy()
@@ -344,10 +325,9 @@ def row_hashes(tensors: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
 
     Args:
         tensors: of any dtype (floats by their bits). Rows are the first dimension; what has another number of rows
-            than the first tensor (shared position ids, scalars) says nothing about a row and is left out.
-        mask: (rows, length), non-zero where a token is. Masked places of tensors of that length do not count and the
-            others are numbered without them, so that a row has one id however far it was padded, left or right.
-            Without a mask, padding is content: the same row padded to another length is another row.
+            than the first tensor (shared position ids, scalars) is left out.
+        mask: (rows, length), non-zero where a token is. Masked places of tensors of that length do not count, so that a
+            row has one id however far it was padded, left or right. Without a mask, padding is content.
 
     Returns:
         int64 (rows,).
@@ -359,15 +339,13 @@ def row_hashes(tensors: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
     if not given:
         raise ValueError("row_hashes needs a tensor with a dimension of rows, got none; pass the micro-batch's inputs")
     rows = given[0].shape[0]
-    mask = mask if mask is not None and mask.ndim == 2 and mask.shape[0] == rows else None
+    present = mask.detach() != 0 if mask is not None and mask.ndim == 2 and mask.shape[0] == rows else None
     total = torch.zeros(rows, dtype=torch.int64, device=given[0].device)
-    if mask is not None:
-        present = mask.detach() != 0
-        numbers = present.to(torch.int64).cumsum(1) - 1
     for index, tensor in enumerate(tensor for tensor in given if tensor.shape[0] == rows):
-        if mask is not None and tensor.ndim >= 2 and tensor.shape[1] == mask.shape[1]:
+        if present is not None and tensor.ndim >= 2 and tensor.shape[1] == present.shape[1]:
             inner = math.prod(tensor.shape[2:])
             offset = torch.arange(inner, device=tensor.device)
+            numbers = present.to(torch.int64).cumsum(1) - 1
             place = (numbers[:, :, None] * inner + offset).reshape(rows, -1)
             counts = present[:, :, None].expand(-1, -1, inner).reshape(rows, -1)
         else:

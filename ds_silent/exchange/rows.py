@@ -6,10 +6,9 @@
     rows.all()                           # everybody's, where ``rows.brings_all``
 
 Up to :data:`ds_silent.exchange.layout.TIMES` gather limits one all-gather brings everybody's row to everybody. Of more
-ranks only the writing rank needs them: blocks of ranks gather theirs, and the first of each block passes them on to the
-writing rank. Whatever all ranks decide together they decide by whether all values are alike, whether all are set,
-whether one is. The smallest and the largest of them tell that, which one all-reduce brings; and which ranks have failed
-is in the digits of a sum.
+ranks only the writing rank needs them: the first of each block of ranks passes its rows on. All decide together by
+whether all values are alike, all are set, or one is: that the smallest and the largest tell, which one all-reduce
+brings; and which ranks have failed is in the digits of a sum.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.device import SideStream
-from ds_silent.distributed.communicator import own_part
+from ds_silent.distributed.communicator import new_part, own_part
 from ds_silent.distributed.together import Once
 from ds_silent.exchange.collectives import Landing, all_gather
 from ds_silent.exchange.layout import DIGIT, DIGITS, WORDS, Layout
@@ -40,56 +39,57 @@ DECIDE = (
 """What all ranks act by, beside the failures and the replica's checksum."""
 
 
-def make_rows(layout: Layout, group: dist.ProcessGroup, device: torch.device) -> ToEverybody | ToWriter:
+def make_rows(layout: Layout, group: dist.ProcessGroup, device: torch.device) -> AllGatherRows | HierarchicalGather:
     """As the layout says. A collective where it is by way of blocks."""
-    return ToWriter(layout, group, device) if layout.block else ToEverybody(layout, group, device)
+    return (HierarchicalGather if layout.block else AllGatherRows)(layout, group, device)
 
 
-class ToEverybody:
+class AllGatherRows:
     """One all-gather."""
 
     brings_all = True
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
-        self._group, self._ranks = group, dist.get_world_size(group)
-        self.received = torch.zeros(self._ranks * (layout.scalars + layout.pairs), device=device)
+        self._group, self._width = group, layout.row
+        self.received = torch.zeros(dist.get_world_size(group) * layout.row, device=device)
         self._landing = Landing(self.received)
 
     def start(self, mine: Tensor, leaves: bool, once: Once) -> None:
-        """``mine``: (layout.scalars + layout.pairs,) fp32."""
+        """``mine``: (layout.row,) fp32."""
         self._landing.start(once(lambda: all_gather(self.received, mine, group=self._group, async_op=True)))
 
     def agreed(self) -> Tensor:
         """Rows that are the same on every rank: here everybody's."""
-        return self._landing.result().view(self._ranks, -1)
+        return self.all()
 
     def passed_on(self) -> None:
         """Nothing is."""
 
     def all(self) -> Tensor:
-        """(N, width)."""
-        return self.agreed()
+        """(N, layout.row)."""
+        return self._landing.result().view(-1, self._width)
 
 
-class ToWriter:
+class HierarchicalGather:
     """An all-gather in each block, one exchange of the blocks' first ranks, and an all-reduce of extremes."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
         self._group, ranks, me = group, dist.get_world_size(group), dist.get_rank(group)
-        width, begins = layout.scalars + layout.pairs, range(0, ranks, layout.block)
+        width, begins = layout.row, range(0, ranks, layout.block)
         blocks = [range(begin, min(begin + layout.block, ranks)) for begin in begins]
         own = blocks[me // layout.block]
         self._block = own_part(group, own)
-        self._leads, self._writes = me == own.start, me == 0
-        self._leaders = own_part(group, begins) if self._leads else None
+        self._leads, self.brings_all = me == own.start, me == 0
+        # another one for each training: a rank that leaves passes nothing on, for which the others' wait
+        self._leaders = new_part(group, begins) if self._leads else None
         self._of_block = torch.zeros(len(own) * width, device=device)
         self._give = [len(self._of_block) if place == 0 else 0 for place in range(len(blocks))]
-        self._take = [len(block) * width if self._writes else 0 for block in blocks]
+        self._take = [len(block) * width * self.brings_all for block in blocks]
         self.received = torch.zeros(sum(self._take), device=device)
         self._width = width
-        decide = [FIELDS.index(name) for name in DECIDE]
         replica = layout.scalars - sum(layout.scalar_parts[3:])  # where the first checksum's words begin
-        self._columns = [*decide, *range(replica, replica + WORDS * (layout.hashes > 0))]
+        self._columns = [FIELDS.index(name) for name in DECIDE]
+        self._columns += range(replica, replica + WORDS * (layout.hashes > 0))
         self._decide = torch.tensor(self._columns, device=device)  # the same, where the rows are
         self.extremes = torch.zeros(2 * len(self._decide), device=device)
         self._side = None if device.type == "cpu" else SideStream(device)
@@ -131,7 +131,7 @@ class ToWriter:
         return nullcontext() if self._side is None else self._side.working()
 
     def agreed(self) -> Tensor:
-        """(2, width): the smallest and the largest of what is in :data:`DECIDE`, 0 elsewhere."""
+        """(2, layout.row): the smallest and the largest of what is in :data:`DECIDE`, 0 elsewhere."""
         if self._gathered is not None:
             self._gathered.wait()
         negative, largest = self._extremes_landing.result().view(2, -1)
@@ -139,13 +139,8 @@ class ToWriter:
         both[:, self._columns] = torch.stack((-negative, largest))
         return both
 
-    @property
-    def brings_all(self) -> bool:
-        """Whether this rank gets everybody's."""
-        return self._writes
-
     def all(self) -> Tensor:
-        """(N, width), on the writing rank."""
+        """(N, layout.row), on the writing rank."""
         return self._landing.result().view(-1, self._width)
 
 

@@ -4,9 +4,8 @@
     gathered = model.exchange(gathered)                     # on each of them, once per measured step, in order
     model.norm(step)                                        # of a step that was exchanged at least one step ago
 
-Each leaves what it knows on a :mod:`ds_silent.distributed.board`. All have left that of a step before any goes on to
-the next but one, because the training itself brings them together in each step, where it clips. Only for a loss
-somebody waits, WAIT at most.
+Each leaves what it knows on a :mod:`ds_silent.distributed.board`, before any goes on to the next but one: the training
+itself brings them together in each step, where it clips. Only for a loss a rank waits, WAIT at most.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """One pass over a gradient, wherever its pieces turn up: its sketch and its squared norm.
 
-The norm itself, of all pieces together and without the loss scale, is made of it by :mod:`ds_silent.measure.record`.
-
     accumulator = Accumulator(plan, offsets, numels)
     accumulator.add(3, flat)                    # the whole gradient of tensor 3
     accumulator.add(5, shard, start=1024)       # a part of tensor 5, e.g. what this rank owns of it
     sketch, squared = accumulator.take()        # and start again
 
-Each block of the gradient is read twice in a row, the second time from the cache. Nothing of the gradient's size is
-allocated, and nothing at all in a step: products and sums of two tensors go through a scratch of one block. Nothing
-here waits for the device; a stream waits for another one that used the same tables before, see
-:class:`StreamOrder`. :mod:`ds_silent.kernels.fused` does the same in one kernel, where there is one.
+Each block of the gradient is read twice in a row, the second time from the cache. Nothing is allocated in a step:
+products and sums of two tensors go through a scratch of one block. Nothing here waits for the device; a stream waits
+for another one that used the same tables before (:class:`StreamOrder`).
 """
 
 from __future__ import annotations
@@ -25,19 +22,19 @@ from torch import Tensor
 from ds_silent.maths import sketch
 from ds_silent.maths.sketch import SketchEntry, SketchPlan
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Memory that is used on several streams of a device, in the order in which the host asks for it.
-#
-# Autograd calls a hook on the stream of the operation whose gradient it brings, and these may be several. What one
-# use has queued is complete before another stream's use begins, because that stream waits for it; the host never
-# does. As long as everything happens on one stream, as it commonly does, an entry is one comparison.
-#
-# Each use waits for the one before, so the last waits for all. Gradients need no more: autograd itself tells the
-# allocator on which stream a hook is given them, and none is kept.
+Part = tuple[int, int, Tensor]
+"""(tensor, first element, values)."""
+EXACT = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which an accelerator multiplies elements by signs, which rounds nothing and writes no wider copy."""
 
 
 class StreamOrder:
-    """See the module docstring.
+    """Memory that is used on several streams of a device, in the order in which the host asks for it.
+
+    Autograd calls a hook on the stream of the operation whose gradient it brings. What one use has queued is complete
+    before another stream's use begins, because that stream waits for it; the host never does. Each use waits for the
+    one before, so the last waits for all. Gradients need no more: autograd itself tells the allocator on which stream
+    a hook is given them, and none is kept.
 
     Args:
         current_stream: gives the calling thread's stream, which compares by ``!=`` and has ``wait_stream(other)``.
@@ -48,7 +45,7 @@ class StreamOrder:
         self._last: Any = None
 
     def enter(self) -> None:
-        """What the current stream does from here on comes after all earlier uses."""
+        """Make what the current stream does from here on come after all earlier uses."""
         current = self._current_stream()
         if self._last is not None and current != self._last:
             current.wait_stream(self._last)
@@ -57,19 +54,8 @@ class StreamOrder:
 
 def stream_order(device: torch.device) -> StreamOrder | None:
     """For memory on a device; None on the CPU, where everything is in order."""
-    if device.type in ("cpu", "meta"):
-        return None
-    return StreamOrder(getattr(torch, device.type).current_stream)
-
-
-# -- One pass over a gradient, wherever its pieces turn up -------------------------------------------------------------
-
-
-Part = tuple[int, int, Tensor]
-"""(tensor, first element, values)."""
-
-EXACT = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes in which an accelerator multiplies elements by signs, which rounds nothing and writes no wider copy."""
+    host = device.type in ("cpu", "meta")
+    return None if host else StreamOrder(getattr(torch, device.type).current_stream)
 
 
 @dataclass(frozen=True)
@@ -92,8 +78,9 @@ class Accumulator:
         groups: the group (layer) of each tensor, 0..G-1; squares are kept per group.
         sketch_groups: keep sketches per group too, at 4 T bytes each.
         order: of the streams on which it is used; None where there is one only.
-        splits: tables that make up each one, for who writes to them side by side.
     """
+
+    _splits = 1  # tables that make up each one, for who writes to them side by side
 
     def __init__(
         self,
@@ -103,15 +90,14 @@ class Accumulator:
         groups: list[int] | None = None,
         sketch_groups: bool = False,
         order: StreamOrder | None = None,
-        splits: int = 1,
     ):
-        self.plan, self._order, self._splits = plan, order, splits
-        self._offsets = offsets
+        self.plan, self._order = plan, order
+        self._offsets, self._sketch_groups = offsets, sketch_groups
         self._groups = groups or [0] * len(numels)
         self._count = max(self._groups, default=0) + 1
-        self._tables = plan.new_tables((self._count if sketch_groups else 1) * splits)
+        self._tables = plan.new_tables((self._count if sketch_groups else 1) * self._splits)
         tables = self._tables.unbind()
-        self._table = [tables[group * splits if sketch_groups else 0] for group in self._groups]
+        self._table = [tables[group * self._splits if sketch_groups else 0] for group in self._groups]
         self._blocks = plan.block_rows > 1  # an accelerator, where each kernel counts, and each byte that it writes
         self._row = plan.new_tables()[0, : plan.width] if self._blocks else None
         self._scratch: dict[tuple[torch.dtype, str], Tensor] = {}
@@ -199,8 +185,7 @@ class Accumulator:
     def _work_of(self, index: int, start: int, numel: int, dtype: torch.dtype) -> tuple[list[int], list[_Work]]:
         """``dtype``: in which the elements are multiplied by their signs."""
         key = (index, start, numel, dtype)
-        work = self._work.get(key)
-        if work is None:
+        if key not in self._work:
             if dtype not in self._signs:
                 self._signs[dtype] = self.plan.signs.to(dtype)
             pieces = self.plan.pieces(self._offsets[index] + start, numel)
@@ -208,8 +193,8 @@ class Accumulator:
             places = (sketch.place(self.plan, self._table[index], piece, self._signs[dtype]) for piece in pieces)
             ends = [(piece.begin, piece.end) for piece in pieces]
             works = [_Work(*end, at, square) for end, at, square in zip(ends, places, squares, strict=True)]
-            work = self._work[key] = [end - begin for begin, end in ends], works
-        return work
+            self._work[key] = [end - begin for begin, end in ends], works
+        return self._work[key]
 
     def _slots_of(self, index: int, start: int, numel: int, pieces: int) -> slice:
         slots = self._slots.get((index, start, numel))

@@ -13,7 +13,6 @@ that an update has left apart.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +20,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ds_silent.kernels.keys import ROW, Taken, keys_of, word_keys
+from ds_silent.kernels.fused import new_checksums
+from ds_silent.kernels.keys import ROW, keys_of, word_keys
 
 SCRATCH = 128  # rows that are multiplied by their keys at once, where a device has no such product
 Items = Sequence[tuple[str, Tensor]]
@@ -39,12 +39,7 @@ class Replica:
 
 
 class Checksums:
-    """(n,) int64 checksums of n tensors of fixed sizes, in two kernels per tensor and a few for all.
-
-    Args:
-        sizes: bytes of each tensor.
-        device: where all of them are.
-    """
+    """(n,) int64 checksums of n tensors of fixed sizes in bytes, in two kernels per tensor and a few for all."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
         self._places: list[tuple[int, int, int]] = []  # first row, whole rows, words of the last row
@@ -64,15 +59,15 @@ class Checksums:
         self._rows = torch.zeros(len(owners), dtype=torch.int64, device=device)
         self._last_words = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         self._last_key = int(keys[0])
-        self._together = _new_together(sizes, device)
+        self._together = new_checksums(sizes, device)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Of these tensors, in the order and of the sizes that were planned for; 0 for None. Nobody waits for it."""
-        taken, mask, told = Taken(frozenset()) if self._together is None else self._together(tensors)
-        if len(taken) == len(self._places) and told is not None:
-            return told
+        taken = None if self._together is None else self._together(tensors)
+        if taken is not None and len(taken.which) == len(self._places):
+            return taken.values
         for index, ((first, whole, rest), tensor) in enumerate(zip(self._places, tensors, strict=True)):
-            if index in taken:
+            if taken is not None and index in taken.which:
                 continue
             if tensor is None:
                 self._rows[first : first + whole + (rest > 0)].zero_()
@@ -81,7 +76,7 @@ class Checksums:
                 self._read(tensor, index, first, whole, rest)
         sums = torch.zeros_like(self._last_words).index_add_(0, self._owners, self._rows * self._row_keys)
         sums += self._last_words * self._last_key
-        return sums if told is None or mask is None else torch.where(mask, told, sums)
+        return sums if taken is None else torch.where(taken.mask, taken.values, sums)
 
     def _read(self, tensor: Tensor, index: int, first: int, whole: int, rest: int) -> None:
         flat = tensor.detach().contiguous().view(-1)
@@ -111,15 +106,6 @@ class Checksums:
             torch.sum(product, 1, out=sums[begin : begin + SCRATCH])
 
 
-def _new_together(sizes: Sequence[int], device: torch.device) -> Callable[[Sequence[Tensor | None]], Taken] | None:
-    """Many tensors in one launch, where there is a kernel for it."""
-    if device.type != "cuda" and not os.environ.get("DS_SILENT_KERNEL"):
-        return None
-    from ds_silent.kernels.fused import new_checksums
-
-    return new_checksums(sizes, device)
-
-
 class Bits:
     """(n,) int64 checksums of a list of tensors, planned once for their sizes and devices."""
 
@@ -136,6 +122,8 @@ class Bits:
             for device in dict.fromkeys(device for _, device in sizes):
                 places = [place for place, (_, own) in enumerate(sizes) if own == device]
                 self._plans.append((places, Checksums([sizes[place][0] for place in places], device)))
+        if len(self._plans) == 1:
+            return self._plans[0][1](tensors)
         values = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
         for places, checksums in self._plans:
             found = checksums([tensors[place] for place in places])
@@ -144,13 +132,7 @@ class Bits:
 
 
 class LayerChecksums:
-    """(L,) int64 checksums of the layers of a gradient, from those of its tensors.
-
-    Args:
-        numels: elements of each tensor.
-        layers: layer of each tensor, from 0.
-        device: where the tensors are.
-    """
+    """(L,) int64 checksums of the layers of a gradient, from its tensors' elements and layers, counted from 0."""
 
     def __init__(self, numels: Sequence[int], layers: Sequence[int], device: torch.device):
         self._numels, self._device = list(numels), device

@@ -14,22 +14,20 @@ import importlib
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_silent.config import ConfigError
-from ds_silent.kernels.accumulator import Accumulator, Part, StreamOrder
-from ds_silent.kernels.keys import ROW, Taken
+from ds_silent.kernels.accumulator import Accumulator, Part
+from ds_silent.kernels.keys import ROW
 from ds_silent.maths.sketch import SketchPlan, make_plan, offsets_of
 
 if TYPE_CHECKING:
     from ds_silent.kernels.launches import Launch, Segment
 
-
 logger = logging.getLogger("ds_silent")
-
 VARIABLE = "DS_SILENT_KERNEL"
 TOGETHER = 1 << 24  # elements that share a launch: what is handed over piece by piece may be temporary
 
@@ -78,48 +76,32 @@ def _why_not(device: torch.device) -> str:
         return f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
-def new_accumulator(
-    plan: SketchPlan,
-    offsets: list[int],
-    numels: list[int],
-    groups: list[int] | None = None,
-    sketch_groups: bool = False,
-    order: StreamOrder | None = None,
-) -> Accumulator:
-    """An :class:`Accumulator` for the plan's device."""
-    kind = FusedAccumulator if choice(plan.signs.device).triton else Accumulator
-    return kind(plan, offsets, numels, groups, sketch_groups, order)
+def new_accumulator(plan: SketchPlan, *arguments: Any) -> Accumulator:
+    """An :class:`Accumulator` of these arguments for the plan's device."""
+    return (FusedAccumulator if choice(plan.signs.device).triton else Accumulator)(plan, *arguments)
 
 
 class FusedAccumulator(Accumulator):
     """The same by one launch for each tensor, or for many where they come together.
 
-    What the kernel does not take (other dtypes, elements that do not lie one behind the other) goes the other way.
+    Other dtypes, and elements that do not lie one behind the other, go the other way.
 
     Attributes:
-        refused: why the kernel is used no more: what Triton said at a launch; None as long as it is used.
+        refused: what Triton said at a launch, since when the kernel is used no more; None as long as it is used.
     """
 
-    def __init__(
-        self,
-        plan: SketchPlan,
-        offsets: list[int],
-        numels: list[int],
-        groups: list[int] | None = None,
-        sketch_groups: bool = False,
-        order: StreamOrder | None = None,
-    ):
+    def __init__(self, plan: SketchPlan, *arguments: Any, **named: Any):
         from ds_silent.kernels import launches
 
         self._launches = launches
         self._reader = launches.Reader(plan)
-        super().__init__(plan, offsets, numels, groups, sketch_groups, order, splits=self._reader.splits)
-        self._sketch_groups = sketch_groups
+        self._splits = self._reader.splits
+        super().__init__(plan, *arguments, **named)
         self._planned: dict[tuple[tuple[int, int, int], ...], Launch] = {}
-        self._told_of: dict[tuple[int, int, int], int] = {}
-        self._told = self._new_told(len(numels) + 1)  # squares, a row for each part
-        self._groups_told: list[int] = []
-        self._membership: Tensor | None = None  # bool (G, rows of _told)
+        self._row_of: dict[tuple[int, int, int], int] = {}  # of _squares_read, for each part
+        self._squares_read = self._new_squares(len(self._groups) + 1)
+        self._groups_read: list[int] = []
+        self._membership: Tensor | None = None  # bool (G, rows of _squares_read)
         self.refused: str | None = None
 
     def add(
@@ -155,21 +137,21 @@ class FusedAccumulator(Accumulator):
     def take(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Accumulator.take`."""
         sketches, squares = super().take()
-        used = len(self._groups_told)
+        used = len(self._groups_read)
         if used:
             if self._membership is None or self._membership.shape[1] != used:
-                groups = torch.tensor(self._groups_told)
-                self._membership = (groups == torch.arange(self._count)[:, None]).to(self._told.device)
+                groups = torch.tensor(self._groups_read)
+                self._membership = (groups == torch.arange(self._count)[:, None]).to(self._squares_read.device)
             # sums in a fixed order: index_add_ has none on a GPU
-            squares += torch.where(self._membership, self._told[:used].sum(1), 0.0).sum(1)
-            self._told[:used].zero_()
+            squares += torch.where(self._membership, self._squares_read[:used].sum(1), 0.0).sum(1)
+            self._squares_read[:used].zero_()
         return sketches, squares
 
     def _takes(self, values: Tensor) -> bool:
         return (
             self.refused is None
             and values.dtype in self._launches.DTYPES
-            and values.device == self._told.device
+            and values.device == self._squares_read.device
             and values.is_contiguous()
             and values.numel() > 0
         )
@@ -191,7 +173,7 @@ class FusedAccumulator(Accumulator):
         launch = self._planned.get(key)
         if launch is None:
             launch = self._planned[key] = self._reader.launch([self._segment(place) for place in key])
-        slots = self._launches.Slots(self._told if square else None)
+        slots = self._launches.Slots(self._squares_read if square else None)
         tables = self._tables if sketching else None
         try:
             self._reader(launch, [values.detach() for _, _, values in parts], tables, slots, previous, weight)
@@ -203,16 +185,15 @@ class FusedAccumulator(Accumulator):
 
     def _segment(self, place: tuple[int, int, int]) -> Segment:
         index, start, numel = place
-        slot = self._told_of.get(place)
-        if slot is None:
-            slot = self._told_of[place] = len(self._groups_told)
-            self._groups_told.append(self._groups[index])
-            if slot == len(self._told):
-                self._told = torch.cat((self._told, self._new_told(len(self._told))))
-        begin = self._offsets[index] + start
-        return self._launches.Segment(begin, begin + numel, self._groups[index] if self._sketch_groups else 0, slot)
+        if place not in self._row_of:
+            self._row_of[place] = len(self._groups_read)
+            self._groups_read.append(self._groups[index])
+            if len(self._groups_read) > len(self._squares_read):
+                self._squares_read = torch.cat((self._squares_read, self._new_squares(len(self._squares_read))))
+        begin, group = self._offsets[index] + start, self._groups[index] if self._sketch_groups else 0
+        return self._launches.Segment(begin, begin + numel, group, self._row_of[place])
 
-    def _new_told(self, count: int) -> Tensor:
+    def _new_squares(self, count: int) -> Tensor:
         return torch.zeros(count, self._reader.splits * self._reader.blocks, device=self.plan.signs.device)
 
 
@@ -222,6 +203,14 @@ class FusedAccumulator(Accumulator):
 
 WORD = 4  # bytes of an element: the bits of every dtype are read as int32
 SKETCH_SIZE = 16_384  # any: the kernel's columns follow from it, and no sketch is made
+
+
+class Taken(NamedTuple):
+    """What one launch has read of a list of tensors."""
+
+    which: frozenset[int]
+    mask: Tensor  # bool (n,): the same
+    values: Tensor  # int64 (n,): their checksums, anything elsewhere
 
 
 def new_checksums(sizes: Sequence[int], device: torch.device) -> FusedChecksums | None:
@@ -244,28 +233,30 @@ class FusedChecksums:
         self._planned: dict[tuple[int, ...], tuple[Launch, Tensor]] = {}
         self._refused = False
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> Taken:
+    def __call__(self, tensors: Sequence[Tensor | None]) -> Taken | None:
         """Of each that is contiguous, aligned, and of whole groups of 32 bytes; nobody waits for it."""
-        which = tuple(index for index, tensor in enumerate(tensors) if tensor is not None and self._takes(tensor))
+        bits = {
+            index: tensor.detach().reshape(-1).view(torch.int32)
+            for index, tensor in enumerate(tensors)
+            if tensor is not None and self._takes(tensor)
+        }
+        which = tuple(bits)
         if self._refused or not which:
-            return Taken(frozenset())
+            return None
         if which not in self._planned:
             self._planned[which] = self._plan(which)
         launch, mask = self._planned[which]
-        bits = [_bits(tensors[index]) for index in which]
         try:
-            self._reader(launch, bits, None, self._launches.Slots(checks=self._checks))
+            self._reader(launch, list(bits.values()), None, self._launches.Slots(checks=self._checks))
         except Exception as error:  # a launch that fails has written nothing
             self._refused = True
             logger.warning("checksums are made by torch from now on: Triton's kernel failed (%s)", type(error).__name__)
-            return Taken(frozenset())
+            return None
         return Taken(frozenset(which), mask, self._checks.sum(1))
 
     def _plan(self, which: tuple[int, ...]) -> tuple[Launch, Tensor]:
-        segments = [
-            self._launches.Segment(self._offsets[index], self._offsets[index] + self._words[index], 0, index)
-            for index in which
-        ]
+        places = [(index, self._offsets[index]) for index in which]
+        segments = [self._launches.Segment(at, at + self._words[index], 0, index) for index, at in places]
         mask = torch.zeros(len(self._words), dtype=torch.bool)
         mask[list(which)] = True
         return self._reader.launch(segments), mask.to(self._device)
@@ -274,8 +265,3 @@ class FusedChecksums:
         size = tensor.numel() * tensor.element_size()
         aligned = size > 0 and size % 32 == 0 and tensor.data_ptr() % 16 == 0
         return aligned and tensor.is_contiguous() and tensor.device.type == self._device.type
-
-
-def _bits(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.detach().reshape(-1).view(torch.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,14 +12,6 @@ from ds_silent.maths.mixing import mix64
 
 ROW = 8192  # 64-bit words
 PAIR = -7046029254386353131  # odd: the key of a pair's second word is that of the first times this
-
-
-class Taken(NamedTuple):
-    """What one launch of a kernel has read of a list of tensors."""
-
-    which: frozenset[int]
-    mask: Tensor | None = None  # bool (n,): the same
-    values: Tensor | None = None  # int64 (n,): their checksums, anything elsewhere
 
 
 @lru_cache(maxsize=1)

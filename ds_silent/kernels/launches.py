@@ -24,8 +24,6 @@ from ds_silent.kernels.keys import PAIR, ROW, keys_of, word_keys
 from ds_silent.maths.sketch import SHIFTS, SketchPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 _HOST = ("cpu", "meta")  # neither streams nor pinned memory
 
 
@@ -46,25 +44,19 @@ class Launch:
     programs: Tensor  # int32 (P, 4)
     order: Tensor  # int32
     aligned: bool  # all begins and ends
-    elements: int
 
 
-@dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """What the kernel tells of each segment: (slots, SPLITS * blocks); None is not asked for."""
 
     squares: Tensor | None = None  # fp32
-    non_finite: Tensor | None = None  # int32
-    largest: Tensor | None = None  # fp32, both or none of the two
     checks: Tensor | None = None  # int64
 
 
 class Reader:
     """Launches the kernel for one plan and device.
 
-    Args:
-        plan: of the sketch.
-        keys: of the checksum's rows, as many as its longest tensor has; 0 where none is asked for.
+    ``keys``: of the checksum's rows, as many as its longest tensor has; 0 where none is asked for.
     """
 
     splits = kernel.SPLITS
@@ -99,7 +91,6 @@ class Reader:
             self._there(programs, torch.int32),
             self._there(owner[order], torch.int32),
             aligned,
-            sum(end - begin for begin, end, _, _ in segments),
         )
 
     def __call__(
@@ -139,8 +130,6 @@ class Reader:
                 self._words,
                 nothing if tables is None else tables,
                 nothing if slots.squares is None else slots.squares,
-                nothing if slots.non_finite is None else slots.non_finite,
-                nothing if slots.largest is None else slots.largest,
                 nothing if slots.checks is None else slots.checks,
                 self._keys,
                 weight,
@@ -158,7 +147,6 @@ class Reader:
                 ALIGNED=aligned,
                 SKETCH=tables is not None,
                 SQUARE=slots.squares is not None,
-                FACTS=slots.largest is not None,
                 CHECK=checking,
                 num_warps=kernel.WARPS,
                 maxnreg=kernel.REGISTERS,
@@ -167,10 +155,9 @@ class Reader:
     def _addresses_of(self, launch: Launch, values: Sequence[Tensor]) -> Tensor:
         """int64 (n,) on the device; most tensors stay where they are from step to step."""
         now = tuple(tensor.data_ptr() for tensor in values)
-        known = self._addresses.get(launch)
-        if known is None or known[0] != now:
-            self._addresses[launch] = known = (now, self._there(now, torch.int64))
-        return known[1]
+        if self._addresses.get(launch, ((), None))[0] != now:
+            self._addresses[launch] = now, self._there(now, torch.int64)
+        return self._addresses[launch][1]
 
     def _there(self, values: object, dtype: torch.dtype) -> Tensor:
         """On the device; from pinned memory, so that the host does not wait."""

@@ -27,10 +27,7 @@ from torch import Tensor
 from ds_silent.maths.sketch import SHIFT
 
 ROWS = 8  # of a tile: as many as one 64-bit word has signs for; tiles are shared out to programs
-STEP_ROWS = {
-    4: 4,
-    2: 8,
-}  # by the bytes of an element: rows that are loaded at once, 128 bytes a thread; 4 with checksum
+STEP_ROWS = {4: 4, 2: 8}  # by the bytes of an element: rows loaded at once, 128 bytes a thread; 4 with checksum
 OCTETS = 64  # of a tile: 512 columns
 SPLITS = 2  # programs that share a table's columns, each with a table of its own; more programs hide more latency
 WARPS = 2  # 8 elements a thread: a 16-byte load per row of 16-bit elements
@@ -65,8 +62,6 @@ def read(
     words,  # of packed()
     tables,  # fp32 (tables * SPLITS, length), added to
     squares,  # fp32 (slots, SPLITS, blocks): sum of squares
-    non_finite,  # int32, the same shape: number of NaN and infinite elements
-    largest,  # fp32, the same shape: largest magnitude of the finite ones
     checks,  # int64, the same shape: of the bits, as ds_silent.kernels.checksums
     keys,  # int64: of the pairs of words in a row, then of the rows
     weight,  # fp32, of what is added to the tables
@@ -84,7 +79,6 @@ def read(
     ALIGNED: tl.constexpr,  # addresses, begins and ends are multiples of 16 bytes and of 8 elements
     SKETCH: tl.constexpr,
     SQUARE: tl.constexpr,
-    FACTS: tl.constexpr,  # non_finite and largest
     CHECK: tl.constexpr,  # needs ALIGNED
 ):
     BLOCKS: tl.constexpr = (WIDTH + OCTETS * 8 - 1) // (OCTETS * 8)
@@ -122,8 +116,6 @@ def read(
             if ALIGNED:
                 source = tl.multiple_of(source, 16)
         square = tl.zeros((GROUPS, GROUP), tl.float32)
-        peak = tl.zeros((GROUPS, GROUP), tl.float32)
-        odd = tl.zeros((GROUPS, GROUP), tl.int32)
         check = tl.zeros((GROUPS, 1), tl.int64)
 
         top = begin // TILE
@@ -141,7 +133,7 @@ def read(
                 offset = tl.multiple_of(offset, 8)
             inside = (within >= low) & (within < high) & (column < WIDTH)
             held = tl.load(source + offset + within, mask=inside, other=0)
-            if SKETCH or SQUARE or FACTS:
+            if SKETCH or SQUARE:
                 x = held.to(tl.float32)
                 if PREVIOUS:
                     before = tl.load(previous + offset + within, mask=inside, other=0)
@@ -162,11 +154,6 @@ def read(
                 total += weight * tl.sum(signed, axis=0)
             if SQUARE:
                 square += tl.sum(x * x, axis=0)
-            if FACTS:
-                size = tl.abs(x)
-                finite = size < float("inf")
-                odd += tl.sum((~finite).to(tl.int32), axis=0)
-                peak = tl.maximum(peak, tl.max(tl.where(finite, size, 0.0), axis=0))
             if CHECK:
                 here = row * WIDTH + start_of_group
                 present = (here >= low) & (here < high) & (start_of_group < WIDTH)
@@ -185,9 +172,6 @@ def read(
         result = (slot * SPLITS + split) * BLOCKS + block
         if SQUARE:
             tl.store(squares + result, tl.sum(square))
-        if FACTS:
-            tl.store(non_finite + result, tl.sum(odd))
-            tl.store(largest + result, tl.max(peak))
         if CHECK:
             tl.store(checks + result, tl.sum(check))
 

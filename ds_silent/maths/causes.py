@@ -95,7 +95,7 @@ def own_weights(
     total: float,
     log_rate: float,
 ) -> OwnWeights:
-    """By how much each rank's weight is off, in standard errors (:mod:`ds_silent.exchange.constant_size`).
+    """By how much each rank's weight is off, in standard errors (:mod:`ds_silent.exchange.gather`).
 
     Args:
         weights: (N,) that the ranks have found; NaN of a rank that has none.

@@ -173,11 +173,6 @@ def cosine_error(cosine: float, size: int) -> float:
     return (1.0 - cosine * cosine) / math.sqrt(effective_size(size))
 
 
-def norm_error(size: int) -> float:
-    """Relative standard error of an L2 norm estimated from a sketch of ``size`` numbers."""
-    return 1.0 / math.sqrt(2.0 * effective_size(size))
-
-
 def _pieces(offset: int, numel: int, width: int, block_rows: int) -> Iterator[Piece]:
     position, end = offset, offset + numel
     while position < end:

@@ -106,11 +106,9 @@ class DealFollower:
         return DataDealt("random", deal.by)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
         return {"word": self._word, "since": self._since, "rows": self._rows.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
         self._word, self._since = float(state["word"]), int(state["since"])
         self._rows.load_state_dict(state["rows"])
 

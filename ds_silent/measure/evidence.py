@@ -84,9 +84,9 @@ class ReductionCheck:
     ``overflows``: fp16 gradients that are finite may add up to infinity; the loss scale answers that.
     """
 
-    check: AggregateCheck | None
-    cause: Cause | None  # where the check failed
-    received: dict[int, Parts] | None  # layer -> ranks by equal bits of the aggregate, where they differ
+    check: AggregateCheck | None = None
+    cause: Cause | None = None  # where the check failed
+    received: dict[int, Parts] | None = None  # layer -> ranks by equal bits of the aggregate, where they differ
     overflows: bool = False
     changed: bool = False  # the script has changed it since: a repetition would lose that
     handed: tuple[float, ...] | None = None
@@ -111,12 +111,9 @@ class ResponseLog:
 
 
 @dataclass(frozen=True)
-class ReductionEvidence:
+class ReductionEvidence(ReductionCheck):
     """What the detectors see. None: not checked at this step, or it cannot be seen."""
 
-    check: AggregateCheck | None = None
-    cause: Cause | None = None  # where the check failed
-    received: dict[int, Parts] | None = None  # layer -> ranks by equal bits of the aggregate, where they differ
     applied: AppliedCheck | None = None
     replicas: Parts | None = None
     drift: Drift | None = None
@@ -124,8 +121,6 @@ class ReductionEvidence:
     repeated: bool | None = None  # whether the reduction was right when it was repeated; None: it was not
     micro_batches: MicroBatches | None = None  # of a step since which the check has failed
     result: str = "mean"  # what the aggregate should be, of the ranks' gradients
-    handed: tuple[float, ...] | None = None  # see :class:`ReductionCheck`
-    changed: bool = False  # the script has changed the aggregate since the reduction
     own: OwnWeights | None = None  # above the gather limit: what each rank has found of its weight in the aggregate
 
 

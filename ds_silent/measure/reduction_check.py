@@ -92,21 +92,20 @@ class ReductionChecker:
         )
         seen = told.reduction or examined
         repeated = next((repair.done for repair in told.repairs if repair.method == "retry"), None)
-        apart = drift or told.drift
         return stats, ReductionEvidence(
             seen.check,
             seen.cause,
             seen.received,
-            applied,
-            replicas,
-            apart,
-            self._layers,
-            repeated,
-            micro_batches,
-            self._arithmetic.result(len(gathered.status.failed)),
-            examined.handed,
-            examined.changed,
-            None if check is None or gathered.each is not None else self._own_weights(gathered),
+            changed=examined.changed,
+            handed=examined.handed,
+            applied=applied,
+            replicas=replicas,
+            drift=drift or told.drift,
+            layers=self._layers,
+            repeated=repeated,
+            micro_batches=micro_batches,
+            result=self._arithmetic.result(len(gathered.status.failed)),
+            own=None if check is None or gathered.each is not None else self._own_weights(gathered),
         )
 
     # -- the reduction -------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ they come. What is counted in rows of the whole training is then an estimate.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,20 +31,11 @@ from ds_silent.measure.row_history import OrderAgain, OwnPasses, RecentRows, Sam
 from ds_silent.records import CoverageStats
 
 
-@dataclass(frozen=True)
-class RowsOfStep:
+class RowsOfStep(NamedTuple):
     """What the ids of one observation say. Counts per rank and pair are of the rows that were sent."""
 
     coverage: CoverageStats
-    epoch: Coverage | None  # None where the shares are not known
-    pairs: Mapping[tuple[int, int], int]  # rows that two ranks share
-    rows: tuple[int, ...]  # of the step itself, per rank
-    own_rows: tuple[int, ...]  # since the last observation, per rank
-    own_repeats: tuple[int, ...]  # those of them that the same rank had taken just before
-    taken: tuple[int, ...] = ()  # since the last observation, per rank, also those that were not sent
-    same_order: OrderAgain | None = None
-    rate: float = 1.0  # share of the rows that are sent
-    passes: OwnPasses | None = None
+    evidence: Evidence  # what it says of the rows
 
 
 WALK_UNKNOWN = Walk()
@@ -99,11 +90,10 @@ class RowTracker:
         before = sent.looked - own_rows  # rows of steps that were not measured
         of_step = sent.places >= before[sent.owners]
         rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
-        own = (tuple(sent.counts.tolist()), self._recent.repeats_of(sent.values, sent.owners, ranks))
+        repeats = self._recent.repeats_of(sent.values, sent.owners, ranks)
         self.deal.take(sent.values, sent.owners, ranks)
         passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.own_again)
         self._partial |= not sent.complete
-        taken = sent.rows
         order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
         if order is not None:
             order = replace(order, promised=walk.facts.shuffles is True) if _shuffles(walk, order) else None
@@ -121,16 +111,26 @@ class RowTracker:
         visits, shared = self._epoch.visits, round(shared / rate)
         sample = None if rate == 1.0 else rate
         told = CoverageStats(shared, sampled=sample, unsent=None if sample is None else sent.unsent)
+        evidence = Evidence(
+            duplicates=pairs,
+            rows_per_rank=rows,
+            own_rows=tuple(sent.counts.tolist()),
+            own_repeats=repeats,
+            passes=passes,
+            rows_taken=sent.rows,
+            rows_sampled=rate,
+            same_order=order,
+        )
         if rows_in_epoch is None or self._partial:
             share = None if self._partial or not visits else max(0.0, 1.0 - self._epoch.seen(None).value)
-            return RowsOfStep(replace(told, repeated=share), None, pairs, rows, *own, taken, order, rate, passes)
+            return RowsOfStep(replace(told, repeated=share), evidence)
         seen = self._epoch.seen(rows_in_epoch)
         consumed = visits / rows_in_epoch
         repeated = max(0.0, consumed - seen.value)
         unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without what fills the last batch up, in health
         coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate)
         told = replace(told, seen=seen.value, repeated=repeated)
-        return RowsOfStep(told, coverage, pairs, rows, *own, taken, order, rate, passes)
+        return RowsOfStep(told, replace(evidence, coverage=coverage))
 
     def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
         """Of the first rank's rows. Those of a sample come in the same order again too, of as many as it has."""
@@ -216,19 +216,11 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     of_step = int(context.batch * gathered.ranks)
     dealt = tracker.deal.step(gathered.loss.order, context.walk.deal, context.samples, of_step, context.rows_in_epoch)
     non_finite, zero = _broken(gathered, context.layer_names)
-    coverage = CoverageStats() if told is None else told.coverage
-    return coverage, Evidence(
-        duplicates=None if told is None else told.pairs,
-        rows_per_rank=None if told is None else told.rows,
-        own_rows=None if told is None else told.own_rows,
-        own_repeats=None if told is None else told.own_repeats,
-        passes=None if told is None else told.passes,
-        rows_taken=None if told is None else told.taken,
-        rows_sampled=1.0 if told is None else told.rate,
+    coverage, of_rows = (CoverageStats(), Evidence()) if told is None else told
+    return coverage, replace(
+        of_rows,
         dealt=dealt.dealt,
         label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
-        coverage=None if told is None else told.epoch,
-        same_order=None if told is None else told.same_order,
         non_finite=non_finite,
         zero_gradient=zero,
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),

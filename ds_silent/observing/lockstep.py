@@ -1,4 +1,4 @@
-"""Do all ranks send their observations at the same place of the training? Counted here, compared when one is read.
+"""Whether all ranks send their observations at the same place of the training: counted here, compared when one is read.
 
     lockstep = Lockstep(step, words=words)       # the same step on every rank: rank 0's
     lockstep.scheduled                           # the step by which everything that communicates is timed
@@ -38,7 +38,7 @@ class Lockstep:
     count: int = 0
     reductions: int = 0  # since the last step
     allowed: int = 1  # of them, by all ranks alike
-    astray: bool = False
+    unstepped: bool = False  # gradients were reduced without a step after it, and that was not sent yet
     next_base: int | None = None
     next_allowed: int = 1
     ahead_of_first: tuple[int, ...] = ()  # steps by which each rank counts more than the first; empty where none does
@@ -57,7 +57,7 @@ class Lockstep:
     def reduction(self) -> Lockstep:
         """The gradients of a boundary are about to be reduced."""
         more = replace(self, reductions=self.reductions + 1)
-        return replace(more, astray=self.astray or not more.whole)
+        return replace(more, unstepped=self.unstepped or not more.whole)
 
     def passed(self) -> Lockstep:
         """The observation of the step under way has been sent, if it was due: the next one begins."""
@@ -68,19 +68,19 @@ class Lockstep:
         """The optimizer has run, or what was reduced since it did was never to be a step."""
         return replace(self, reductions=0)
 
-    def told(self) -> Lockstep:
+    def sent(self) -> Lockstep:
         """The :meth:`status` has been sent."""
-        return replace(self, astray=False)
+        return replace(self, unstepped=False)
 
     def status(self, step: int, own: Status[float | Tensor]) -> Status[float | Tensor]:
         """Travels with an observation whose status so far is ``own``; ``step`` is the framework's own."""
-        failed = own.failed if own.failed or not self.astray else ASTRAY
+        failed = own.failed if own.failed or not self.unstepped else ASTRAY
         return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.count % EXACT))
 
     def of(self, arrived: Arrived) -> tuple[Lockstep, Event | None]:
         """:meth:`read`, by what all ranks know; who knows more says it more exactly."""
-        known, apart = self.read(arrived.known)
-        return known, apart and ((arrived.make and self.read(arrived.all)[1]) or apart)
+        after, event = self.read(arrived.known)
+        return after, event and ((arrived.make and self.read(arrived.all)[1]) or event)
 
     def read(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
         """What the ranks' observations say; every rank reads all of them, in the same order."""
@@ -89,42 +89,51 @@ class Lockstep:
         if all(word == ASTRAY for word in failed):  # all alike: several backward passes make one step here
             return replace(self, next_allowed=self.allowed + 1), None
         if any(failed):
-            return self, stopping(gathered.step, failed, self.words)
+            return self, stop_event(gathered.step, failed, self.words)
         if len(set(boundaries)) > 1:
-            return self, apart(gathered.step, steps, boundaries)
+            return self, out_of_sync_event(gathered.step, boundaries)
         ahead = (int(steps[0]) - int(boundaries[0]) - self.base) % EXACT  # not 0 where all have moved together
         after = replace(self, next_base=self.base + (ahead - EXACT if ahead > EXACT // 2 else ahead))
         others = tuple(int(step - steps[0]) for step in steps) if len(set(steps)) > 1 else ()
         if others in ((), self.ahead_of_first):
             return replace(after, ahead_of_first=others), None
-        return replace(after, ahead_of_first=others), elsewhere(gathered.step, steps, boundaries)
+        return replace(after, ahead_of_first=others), elsewhere_event(gathered.step, steps, boundaries)
 
 
-def stopping(step: int, failed: list[float], words: Words) -> Event:
-    """The event of the worst that some ranks have said."""
-    code = next(code for code in (BROKE, UNSEEN, UNEVEN, ASTRAY, LEFT) if code in failed or code == LEFT)
+_STOPS = {  # by the word that a rank has sent, the worst first: what is said of step and ranks, and the remedy
+    BROKE: (
+        "ds_silent broke on {ranks} at step {step} and stopped observing.",
+        "The training is not affected; please report the warning that the rank printed.",
+    ),
+    UNSEEN: (
+        "On {ranks} a gradient at step {step} is sparse, which cannot be observed; all stop observing.",
+        "Make the module with sparse=False, if it is to be observed.",
+    ),
+    UNEVEN: (
+        "From step {step} on the ranks may take different numbers of steps (join()); all stop observing.",
+        "Give every rank the same number of batches, if it is to be observed: drop the last, or fill it up.",
+    ),
+    ASTRAY: (
+        "At step {step} gradients were reduced on {ranks} without a step after it; all stop observing.",
+        "Call {call} after every backward, on every rank.",
+    ),
+    LEFT: (
+        "The observer was closed on {ranks} and not on the others; all stop observing at step {step}.",
+        "Close it on every rank at the same step, or on none: it closes itself at the end.",
+    ),
+}
+
+
+def stop_event(step: int, failed: list[float], words: Words) -> Event:
+    """Make the event of the worst that some ranks have said."""
+    code = next((code for code in _STOPS if code in failed), LEFT)
     ranks = tuple(rank for rank, word in enumerate(failed) if word == code)
-    names = ranks_of(ranks)
-    remedy = "The training is not affected; please report the warning that the rank printed."
-    if code == LEFT:
-        message = f"The observer was closed on {names} and not on the others; all stop observing at step {step}."
-        remedy = "Close it on every rank at the same step, or on none: it closes itself at the end."
-    elif code == ASTRAY:
-        message = f"At step {step} gradients were reduced on {names} without a step after it; all stop observing."
-        remedy = f"Call {words.step} after every backward, on every rank."
-    elif code == UNSEEN:
-        message = f"On {names} a gradient at step {step} is sparse, which cannot be observed; all stop observing."
-        remedy = "Make the module with sparse=False, if it is to be observed."
-    elif code == UNEVEN:
-        message = f"From step {step} on the ranks may take different numbers of steps (join()); all stop observing."
-        remedy = "Give every rank the same number of batches, if it is to be observed: drop the last, or fill it up."
-    else:
-        message = f"ds_silent broke on {names} at step {step} and stopped observing."
+    message, remedy = (text.format(ranks=ranks_of(ranks), step=step, call=words.step) for text in _STOPS[code])
     return Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy)
 
 
-def apart(step: int, steps: list[float], boundaries: list[float]) -> Event:
-    """The event of ranks that have reduced gradients another number of times: what they send does not pair."""
+def out_of_sync_event(step: int, boundaries: list[float]) -> Event:
+    """Make the event of ranks that have reduced gradients another number of times: what they send does not pair."""
     odd = outvoted(parts_of(boundaries))
     named = _named(odd, "have", "reduced gradients another number of times", boundaries)
     message = f"At step {step} {named}, so their gradients do not belong together; all stop observing."
@@ -132,9 +141,11 @@ def apart(step: int, steps: list[float], boundaries: list[float]) -> Event:
     return Event(step, "observer-off", "error", odd, None, None, None, message, remedy)
 
 
-def elsewhere(step: int, steps: list[float], boundaries: list[float]) -> Event:
-    """The event of ranks that count another step, after as many reductions: their gradients pair, their states do not
-    belong together. Before the first step a checkpoint is what can have brought that about."""
+def elsewhere_event(step: int, steps: list[float], boundaries: list[float]) -> Event:
+    """Make the event of ranks that count another step, after as many reductions.
+
+    Their gradients pair, their states do not belong together. Before the first step that comes of a checkpoint.
+    """
     odd = outvoted(parts_of(steps))
     named = _named(odd, "are", "at another step", steps)
     kind: EventKind

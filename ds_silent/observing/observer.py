@@ -19,9 +19,9 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.places import Places
 from ds_silent.exchange.row_ids import as_ids
 from ds_silent.framework import Counts
-from ds_silent.observing.recorder import make_recorder
+from ds_silent.observing.recorder import Recorder
 from ds_silent.observing.run_directory import RunDirectory
-from ds_silent.observing.step_loop import StepLoop
+from ds_silent.observing.step_loop import StepLoop, moments_of
 from ds_silent.records import Event, StepRecord
 from ds_silent.sinks.scalars import scalars
 
@@ -31,9 +31,7 @@ logger = logging.getLogger("ds_silent")
 class Observer:
     """Watches one training. Made by :func:`ds_silent.initialize` or :func:`ds_silent.attach`, on every rank."""
 
-    def __init__(
-        self, capture: StepCapture, config: SilentConsistencyConfig, home: RunDirectory, first: int | None = None
-    ):
+    def __init__(self, capture: StepCapture, config: SilentConsistencyConfig, home: RunDirectory, first: int):
         """``first``: the step of rank 0, by which all begin to count."""
         self._capture, self._home = capture, home
         self._together = capture.together
@@ -41,9 +39,13 @@ class Observer:
         self._published, self._replicas = self._steps.published, self._steps.replicas
         self._closed = False
         self.closing: Callable[[], object] = list  # what is still to be done when it closes
-        capture.connect(self._steps, self)
+        self.connect()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_leave_to_the_parent, weakref.ref(self)))
+
+    def connect(self) -> None:
+        """Put the framework's hooks in place."""
+        self._capture.connect(moments_of(self._capture, self._steps, self.before_checkpoint, self.close))
 
     # -- for the training script -----------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Observer:
         """
         ids = as_ids(sample_ids)
         if self._steps.observing:
-            self._capture.observe_batch(ids)
+            self._capture.rows.given(ids)
 
     def on_event(self, function: Callable[[Event], None]) -> None:
         """Call ``function(event)`` for every event from now on, on the writing rank, between two optimizer steps."""
@@ -134,7 +136,7 @@ class Observer:
         recorder = self._published.recorder
         if not recorder.writes:
             return {}
-        state = recorder.state_dict(self._capture.rows_waiting)
+        state = recorder.state_dict(self._capture.rows.waiting)
         return {**state, "records": self._home.identity(), "weights_checksum": self._replicas.weights()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,10 +168,13 @@ class Observer:
         """
         if not self._closed:
             self._closed = True
-            for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._steps.stop, self.closing):
+            for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._stop, self.closing):
                 self._together.tried(act)
             self._together.tried(self._published.recorder.close)
             self._together.tried(self._home.close, self._capture.step - 1, error)
+
+    def _stop(self) -> None:
+        self._steps.stop(ended=True)
 
     def _publish_early(self) -> None:
         self._steps.publish_early(self._closed)
@@ -179,7 +184,7 @@ class Observer:
 
     def forked(self) -> None:
         """This is a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""
-        self._steps.observing, self._closed, self._published.recorder = False, True, make_recorder(None)
+        self._steps.observing, self._closed, self._published.recorder = False, True, Recorder()
 
     def stand_down(self, event: Event) -> None:
         """Observe nothing and say why; the same call on every rank, before the first step."""
@@ -217,9 +222,6 @@ class IdleObserver(Observer):
     def report(self, event: Event) -> None:
         pass
 
-    def place(self, places: Places) -> None:
-        pass
-
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -234,12 +236,6 @@ class IdleObserver(Observer):
 
     def close(self, error: BaseException | None = None) -> None:
         self.closed = True
-
-    def forked(self) -> None:
-        self.closed = True
-
-    def stand_down(self, event: Event) -> None:
-        pass
 
 
 def _leave_to_the_parent(reference: weakref.ref[Observer]) -> None:

@@ -61,20 +61,20 @@ class Contexts:
         self._of_step.pop(step, None)
 
     def _context(self, seconds: Seconds) -> Context:
-        capture, walk = self._capture, self._capture.walk
+        capture, framework, walk = self._capture, self._capture.framework, self._capture.walk
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
         facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
         return Context(
-            capture.samples,
-            capture.batch,
-            capture.samples / facts.rows if facts.rows else None,
+            framework.samples,
+            framework.batch,
+            framework.samples / facts.rows if facts.rows else None,
             seconds,
             capture.layer_names,
             facts.rows,
-            capture.skipped,
-            capture.update_skipped,
+            capture.moments.skipped,
+            framework.update_skipped,
             replace(walk, facts=facts),
-            capture.sampling,
+            capture.rows.sampling,
         )
 
 
@@ -120,7 +120,7 @@ class Published:
             self.contexts.drop(known.step)
             return False
         if on_any(known.wishes.diagnose):
-            self._once(self._capture.keep_micro_batches)
+            self._once(self._capture.kept.ask)
         unlike = self._settings_check.agree(arrived, self._capture.group, self._capture.device, self._capture.together)
         self.recorder.unlike = unlike
         parting = self._decided(lambda: parting_of(known, self._settings_check.differing))
@@ -172,9 +172,9 @@ class Published:
             self.recorder.settle(drift, step)
             return
         self._written = step
-        told = self._responder.take(step)
+        log = self._responder.take(step)
         if self.recorder.writes:
-            self.recorder.step(lambda: self._everything(arrived), self.contexts.take(step), drift, told, wait)
+            self.recorder.step(lambda: self._everything(arrived), self.contexts.take(step), drift, log, wait)
 
     def _everything(self, arrived: Arrived) -> Gathered:
         return arrived.all if self._model is None else self._model.exchange(arrived.all)

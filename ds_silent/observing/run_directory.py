@@ -63,7 +63,7 @@ class RunDirectory:
         self._engine = 1
         self._undecided = False
         self._background: Background | None = None  # writes everything but what the monitor gets
-        self._console: ConsoleSink | None = None
+        self._summary: RunSummary | None = None
         self._claim: Claim | None = None
         self._files: dict[str, str] = {}  # by name, that wait for the directory
         self._stepped = False
@@ -110,10 +110,9 @@ class RunDirectory:
         self.directory = str(self._base)
         _refuse_without_tensorboard(self._config)
         label = None if self._engine == 1 else f"engine-{self._engine}"
-        self._console = ConsoleSink(label=label, summary=RunSummary())
-        self._background = Background(
-            [self._console, *_prometheus_sinks(self._config, lambda: self.directory)], more=True
-        )
+        self._summary = RunSummary(label)
+        served = _prometheus_sinks(self._config, lambda: self.directory)
+        self._background = Background([ConsoleSink(label=label), self._summary, *served], more=True)
         claim = claim_unused(self._base, first_only=True)
         self._undecided = claim is None
         if claim is not None:
@@ -176,14 +175,14 @@ class RunDirectory:
 
     def _write_into(self, claim: Claim, done: int | None) -> None:
         assert self._background is not None
-        assert self._console is not None
+        assert self._summary is not None
         try:
             files = open_files(claim.directory, self._config.tensorboard, resume_step=done or None)
         except SinkError:
             claim.release()
             raise
         self._claim = claim
-        self.directory = self._console.directory = str(claim.directory)
+        self.directory = self._summary.directory = str(claim.directory)
         self._background.add(files.sinks)
         self._background.drain()  # what has waited comes before these files, which look at it
         for name, text in self._files.items():

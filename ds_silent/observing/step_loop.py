@@ -1,8 +1,11 @@
 """One step, in the order of time: what was gathered of an earlier one is published, this one is observed and sent, the
 responses act, the update passes.
 
-steps = StepLoop(capture, config, home, end)      # the listener of every moment of the capture
+steps = StepLoop(capture, config, home, end, first=0)
 steps.before_reduction(); steps.before_step(); steps.after_step()
+
+What is done in a step is decided once, as the step before ends: a frozen plan that follows from what all ranks have
+agreed on, handed down to whoever acts by it.
 
 Whether anything communicates depends on the step and the configuration, and on what all ranks have read, never on what
 happened on one rank: a rank whose part broke still sends an observation, which says so, and one step later all ranks
@@ -18,10 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.capture.moments import StepPlan
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
@@ -31,11 +36,11 @@ from ds_silent.exchange.gather import Exchange, make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
 from ds_silent.exchange.whole_model import WholeModel
-from ds_silent.framework import HasPeers, SavesSuspect
+from ds_silent.framework import Framework, HasPeers, Moments, SavesSuspect
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.published import Published
-from ds_silent.observing.recorder import Recorder, make_recorder
+from ds_silent.observing.recorder import Recorder
 from ds_silent.observing.run_directory import RunDirectory
 from ds_silent.records import Event
 from ds_silent.replicas.compare import ReplicaChecks
@@ -46,37 +51,12 @@ from ds_silent.sinks.scalars import MonitorSink
 logger = logging.getLogger("ds_silent")
 
 
-class _Schedule:
-    """Which steps are observed, and how: the same on every rank."""
-
-    observing: bool
-    _config: SilentConsistencyConfig
-    _lockstep: Lockstep
-
-    @property
-    def scheduled(self) -> int:
-        """The step under way as all ranks count it: what communicates is timed by it."""
-        return self._lockstep.scheduled
-
-    def measures(self, step: int) -> bool:
-        """Whether ``step`` is measured."""
-        return self.observing and step % self._config.interval == 0
-
-    def measures_exactly(self, step: int) -> bool:
-        """Whether ``step``, if it is measured, is measured exactly too."""
-        direction = self._config.direction
-        measurement = step // self._config.interval
-        due = direction.exact_interval > 0 and measurement % direction.exact_interval == 0
-        return direction.method == "exact" or (due and direction.method != "off")
-
-
-class StepLoop(_Schedule):
+class StepLoop:
     """The steps of one training.
 
     Attributes:
         observing: False from the step on at which all ranks stop.
         published: what becomes of what was gathered.
-        replicas: when they are compared.
         records_loaded: whose records the checkpoint's are, once one was loaded.
     """
 
@@ -86,7 +66,7 @@ class StepLoop(_Schedule):
         config: SilentConsistencyConfig,
         home: RunDirectory,
         end: Callable[[], None],
-        first: int | None = None,
+        first: int,
     ):
         """``end``: closes the observer, where a step ends the training; ``first``: the step of rank 0."""
         self._capture, self._config, self._home, self._end = capture, config, home, end
@@ -96,148 +76,146 @@ class StepLoop(_Schedule):
         self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.arithmetic.total)
         self._audit = _audit_of(capture, config, self._layout)
         self._responder = Responder(capture, self._exchange, self._audit, config)
-        after_updates = self._responder.compares_replicas
-        self.replicas = ReplicaChecks(config, capture.framework.replicated(), capture.group, after_updates)
+        replicated, after_updates = capture.framework.replicated(), self._responder.compares_replicas
+        self.replicas = ReplicaChecks(config, replicated, capture.group, after_updates)
         self.published = _published_of(capture, config, home, self._layout, self._audit, self.replicas, self._responder)
         self.records_loaded: str | None = None
         self.observing = True
-        most = capture.framework.boundaries
-        first = capture.step if first is None else first
-        self._lockstep = Lockstep(first, allowed=most, next_allowed=most, words=capture.framework.words)
-        self._greeted = False  # a first observation tells all ranks' steps, whatever the interval
+        most, words = capture.framework.boundaries, capture.framework.words
+        self._lockstep = Lockstep(first, allowed=most, next_allowed=most, words=words)
+        self._plan = capture.moments.plan = _plan_of(config, first, self.measures)
         self._idle = False  # a step without a backward before it: there is nothing that it could pair with
-        self._posted: int | None = None  # step of the observation that was sent last
+        self._posted: int | None = None  # step of the last observation; a first is sent whatever the interval
         self._observe_seconds = 0.0
 
-    # -- the step, in order --------------------------------------------------------------------------------------
+    def measures(self, step: int) -> bool:
+        """Whether ``step`` is measured; the same answer on every rank."""
+        return self.observing and step % self._config.interval == 0
 
-    def before_reduction(self) -> None:
-        """The gradients of a boundary are there, and reduced next where that comes behind the backward. Played.
+    def before_reduction(self, *args: Any, **kwargs: Any) -> None:
+        """Called at the end of every backward; at the boundary, before the reduction (where overlapped: while)."""
+        self._capture.moments.keep_for_retry(*args, **kwargs)
+        if self.micro_batch_ended():
+            self._capture.moments.exchange_exactly()
 
-        Where a step was left out after the last reduction, the others' observations of it wait for this rank's, and
-        they for the reduction: so it is sent now, and says so.
-        """
+    def micro_batch_ended(self) -> bool:
+        """A micro-batch's gradients are there. Return whether the inner products are due before the reduction."""
+        boundary = self._capture.framework.is_boundary()
+        if boundary and self._once(lambda: self.observing):
+            plan = self._decided(lambda: self._plan)
+            self._lockstep = self._decided(lambda: self._lockstep.reduction())
+            if not self._lockstep.whole:
+                # A step was left out after the last reduction: the others' observations of it wait for this rank's,
+                # and they for the reduction. So it is sent now, and says so.
+                step = self._capture.step
+                self._send(plan, step)
+                self._pass(plan, step)
+        return self._capture.moments.micro_batch_ended(boundary)
+
+    def before_step(self, *_: Any, **__: Any) -> None:
+        """The gradients are aggregated, the optimizer has not run: publish the last step, send this one."""
         if not self._once(lambda: self.observing):
             return
-        self._lockstep = self._decided(lambda: self._lockstep.reduction())
-        if not self._lockstep.whole:
-            step = self._capture.step
-            self._send(step)
-            self._pass(step)
-
-    def before_step(self) -> None:
-        """The gradients are aggregated, the optimizer has not run: publish the last step, send this one. Played."""
-        if not self._once(lambda: self.observing):
-            return
-        started, self._idle = time.perf_counter(), self._decided(lambda: not self._capture.came)
+        started, self._idle = time.perf_counter(), self._decided(lambda: not self._capture.moments.came)
         if not self._idle:
-            self._send(self._capture.step)
+            self._send(self._plan, self._capture.step)
             self._observe_seconds = time.perf_counter() - started
 
     def dropped(self) -> None:
-        """What was reduced since the last step belongs to none: the step under way begins anew. Played."""
+        """What was reduced since the last step belongs to none: the step under way begins anew."""
+        self._capture.moments.dropped()
         self._lockstep = self._decided(lambda: self._lockstep.stepped())
 
     def after_step(self) -> None:
-        """The optimizer has run and the framework's counters have advanced. Played."""
+        """The optimizer has run and the framework's counters have advanced."""
         if not self._once(lambda: self.observing):
             return
         if self._idle:
-            self._capture.end_step()
+            self._capture.moments.end_step()
             return
-        self._pass(self._capture.step - 1)
+        self._pass(self._decided(lambda: self._plan), self._capture.step - 1)
         self._lockstep = self._decided(lambda: self._lockstep.stepped())
 
-    def _send(self, step: int) -> None:
-        """``step`` is the framework's own; what communicates is timed by the one that all ranks count."""
-        due = self._decided(lambda: self.scheduled)
-        self._home.settle(step - 1, self._capture.samples, self.records_loaded, self._once)
-        if self.measures(due):
+    def _send(self, plan: StepPlan, step: int) -> None:
+        """``step`` is the framework's own; what communicates is timed by the plan's, which all ranks count."""
+        self._home.settle(step - 1, self._capture.framework.samples, self.records_loaded, self._once)
+        if plan.measures:
             self._alone(self.published.recorder.finish)
         self._publish(self._exchange.collect(self._once))
         self._alone(self.published.weights_verified, step)
-        if isinstance(self._capture.framework, HasPeers):
-            self._alone(_look_beside, self._capture.framework, self.published, step)
-        if self._decided(lambda: self.observing and (self.measures(due) or not self._greeted)):
-            observation = self._observation(step, due)
-            if self._once(lambda: self._capture.keeps_micro_batches):
+        self._alone(_look_beside, self._capture.framework, self.published, step)
+        if self._decided(lambda: self.observing and (plan.measures or self._posted is None)):
+            observation = self._observation(plan, step)
+            if self._once(lambda: self._capture.kept.keeping):
                 everybody = _gather_micro_batches(self._capture, self._layout, self._once)
                 self._alone(lambda: self._audit.micro_batches(step, everybody.double()))
             self._exchange.post(step, observation, self._together)
-            self._greeted, self._posted = True, step
-        if not (self._responder.communicates(due, self.replicas.due) and self._someone_failed(step)):
-            self._respond(step, partial(self._responder.before_update, step, due))
+            self._posted = step
+        talk = self._responder.communicates(plan.step, self.replicas.due)
+        self._respond(step, talk, partial(self._responder.before_update, step, plan.step))
 
     def _publish(self, arrived: Arrived | None) -> None:
         if arrived is None:
             return
-        self._lockstep, apart = self._decided(lambda: self._lockstep.of(arrived))
-        if apart is not None and apart.kind == "observer-off":
-            self.switch_off(apart)
-            if apart.severity == "error" and self._config.detectors.stop_on != "never":
-                self._end()
-                raise end_by_event(apart if self.published.recorder.writes else None, self._config.detectors.stop_on)
+        self._lockstep, differs = self._decided(lambda: self._lockstep.of(arrived))
+        if differs is not None and differs.kind == "observer-off":
+            self.switch_off(differs)
+            if differs.severity == "error" and self._config.detectors.stop_on != "never":
+                self._end_by(differs if self.published.recorder.writes else None)
             return
-        if apart is not None:
+        if differs is not None:
             self.replicas.due = True
-            self._alone(self.published.report, apart)
+            self._alone(self.published.report, differs)
         if self.published.step(arrived):
-            event = self.published.recorder.ends
-            self._end()
-            raise end_by_event(event, self._config.detectors.stop_on)
+            self._end_by(self.published.recorder.ends)
 
-    def _observation(self, step: int, due: int) -> Observation:
+    def _observation(self, plan: StepPlan, step: int) -> Observation:
         observation, wishes = Observation(Status(nothing=1.0)), None
-        if self.measures(due):
-            replica = self._alone(self.replicas.capture, step, due)
-            seen = self._capture.observation(exact=self.measures_exactly(due), replica=replica)
-            observation = seen if self._lockstep.whole else _only_words(seen)
+        if plan.measures:
+            replica = self._alone(self.replicas.capture, step, plan.step)
+            observation = self._capture.observation(plan.exact, replica)
+            if not self._lockstep.whole:  # a part of the step was not observed: only whether this rank broke
+                observation = Observation(Status(nothing=1.0, failed=observation.status.failed))
             wishes = self._alone(_wishes_of, self.published.recorder, self.replicas)
         status = self._decided(lambda: self._lockstep.status(step, observation.status))
-        self._lockstep = self._decided(lambda: self._lockstep.told())
+        self._lockstep = self._decided(lambda: self._lockstep.sent())
         return replace(observation, status=status, wishes=wishes or Wishes())
 
-    def _someone_failed(self, step: int) -> bool:
-        """Whether a rank has said in this step's observation that it will not be there; waits for it."""
-        if self._posted != step or not self.observing:
-            return False
-        return on_any(self._once(self._exchange.peek).known.status.failed)
-
-    def _respond(self, step: int, act: Callable[[], None]) -> None:
-        """Nobody goes on after a response that broke off, see :class:`ds_silent.distributed.together.BrokeOff`."""
+    def _respond(self, step: int, communicates: bool, act: Callable[[], None]) -> None:
+        """Let the responses act, but where they talk and a rank has said in this step that it will not be there."""
         if not self.observing:
             return
+        if communicates and self._posted == step and on_any(self._once(self._exchange.peek).known.status.failed):
+            return
         act()
-        why = self._once(lambda: self._responder.stop)
-        if why is not None:
+        if (why := self._once(lambda: self._responder.stop)) is not None:
             self._end_suspect(step, why)
 
-    def _pass(self, step: int) -> None:
-        """The step is over."""
-        now, due = time.perf_counter(), self._decided(lambda: self.scheduled)
-        published = self.published
-        measured = published.recorder.writes and self.measures(due)
+    def _pass(self, plan: StepPlan, step: int) -> None:
+        """End the step: forget it, plan the next one, and let the responses look at what was updated."""
+        now, published = time.perf_counter(), self.published
+        measured = published.recorder.writes and self.observing and plan.measures
         self._alone(published.contexts.ended, step, measured, now, self._observe_seconds)
         self._alone(published.recorder.deliver)
-        self._capture.end_step()
+        self._capture.moments.end_step()
         self._lockstep = self._decided(lambda: self._lockstep.passed())
+        planned = partial(_plan_of, self._config, self._lockstep.scheduled, self.measures)
+        self._plan = self._capture.moments.plan = self._decided(planned)
         if self._responder.compares_replicas:
             asked = self._decided(self.replicas.take_due)
-            if not (self._responder.communicates(due, asked) and self._someone_failed(step)):
-                self._respond(step, partial(self._responder.after_update, due, asked))
-
-    # -- the end -------------------------------------------------------------------------------------------------
+            talk = self._responder.communicates(plan.step, asked)
+            self._respond(step, talk, partial(self._responder.after_update, plan.step, asked))
 
     def publish_early(self, closed: bool) -> None:
         """Write what is under way, as far as it goes without the others. ``closed``: they come no more."""
         for arrived in _under_way(self._exchange) if self.observing else ():
-            _, apart = self._lockstep.of(arrived)
-            if apart is not None and apart.kind == "observer-off":
+            _, differs = self._lockstep.of(arrived)
+            if differs is not None and differs.kind == "observer-off":
                 if closed and not _all_leave(arrived):
-                    self.switch_off(apart)
+                    self.switch_off(differs)
                 return
-            if apart is not None and closed:
-                self._together.tried(self.published.report, apart)
+            if differs is not None and closed:
+                self._together.tried(self.published.report, differs)
             self._together.tried(self.published.early, arrived, closed)  # what comes after it all ranks read alike
 
     def say_goodbye(self) -> None:
@@ -258,15 +236,64 @@ class StepLoop(_Schedule):
         self._end()
         raise end_suspect(step, why, directory, saved, tells=writes)
 
+    def _end_by(self, event: Event | None) -> None:
+        self._end()
+        raise end_by_event(event, self._config.detectors.stop_on)
+
     def switch_off(self, event: Event) -> None:
         """Every rank gets here at the same step, because every rank read the same words."""
         self.stop()
         self._together.tried(self.published.report, event)
 
-    def stop(self) -> None:
-        """Observe nothing from now on; the framework is as it was."""
+    def stop(self, ended: bool = False) -> None:
+        """Observe nothing from now on; the framework is as it was. ``ended``: for good, and not because it broke."""
         self.observing = False
-        self._capture.close()
+        self._plan = self._capture.moments.plan = StepPlan(self._plan.step)
+        self._capture.close(ended)
+
+
+def moments_of(capture: StepCapture, steps: StepLoop, save: Callable[[], None], end: Callable[[], None]) -> Moments:
+    """What a framework calls, each guarded: see :mod:`ds_silent.distributed.together`.
+
+    Args:
+        save: called as a checkpoint is written.
+        end: called as the training ends.
+    """
+    together, own = capture.together, capture.moments
+    alone, tried, play = together.alone, together.tried, together.play
+    return Moments(
+        together=together,
+        begins=partial(alone, own.begins),
+        forward=partial(alone, own.forwards.forward),
+        forwarded=partial(alone, own.forwards.forwarded),
+        loss=partial(alone, own.forwards.loss),
+        share=partial(alone, own.forwards.share),
+        root=partial(alone, own.root),
+        scaled=partial(alone, own.scaled),
+        gradient=partial(alone, own.gradient),
+        micro_batch_ended=partial(play, steps.micro_batch_ended),
+        before_reduction=partial(play, steps.before_reduction),
+        reduced=partial(alone, own.reduced),
+        applying=partial(alone, own.applying),
+        before_update=partial(play, steps.before_step),
+        dropped=partial(play, steps.dropped),
+        updated=partial(play, steps.after_step),
+        before_checkpoint=partial(tried, _without_arguments, save),
+        ends=partial(tried, _without_arguments, end),
+    )
+
+
+def _without_arguments(act: Callable[[], None], *_: Any, **__: Any) -> None:
+    act()
+
+
+def _plan_of(config: SilentConsistencyConfig, step: int, measures: Callable[[int], bool]) -> StepPlan:
+    if not measures(step):
+        return StepPlan(step)
+    direction, measurement = config.direction, step // config.interval
+    due = direction.exact_interval > 0 and measurement % direction.exact_interval == 0
+    exact = direction.method == "exact" or (due and direction.method != "off")
+    return StepPlan(step, measures=True, exact=exact)
 
 
 def _audit_of(capture: StepCapture, config: SilentConsistencyConfig, layout: Layout) -> ReductionChecker:
@@ -288,7 +315,7 @@ def _published_of(
     framework, model = capture.framework, _model_of(capture)
     members, alike = dist.get_process_group_ranks(capture.group), framework.ranks.alike
     beside = _may_judge_beside(config, home, model)
-    recorder = make_recorder(home.sinks, config, audit, layout, members, framework.words, alike, beside)
+    recorder = Recorder(home.sinks, config, audit, layout, members, framework.words, alike, beside)
     return Published(capture, recorder, replicas, responder, model)
 
 
@@ -304,8 +331,8 @@ def _may_judge_beside(config: SilentConsistencyConfig, home: RunDirectory, model
     return not (responds or monitored or model is not None)
 
 
-def _look_beside(framework: HasPeers, published: Published, step: int) -> None:
-    for event in framework.beside(step):
+def _look_beside(framework: Framework, published: Published, step: int) -> None:
+    for event in framework.beside(step) if isinstance(framework, HasPeers) else ():
         published.report(event)
 
 
@@ -335,8 +362,3 @@ def _under_way(exchange: Exchange) -> Iterator[Arrived]:
 def _all_leave(arrived: Arrived) -> bool:
     """Whether the other ranks have only left, as this one does now: an interrupt finds them at different places."""
     return set(arrived.known.status.failed.tolist()) <= {0.0, LEFT}
-
-
-def _only_words(observation: Observation) -> Observation:
-    """Where a part of the step was not seen: only whether this rank broke."""
-    return Observation(Status(nothing=1.0, failed=observation.status.failed))

@@ -2,13 +2,12 @@
 
     outcome = compare(local_items(...), group, device)     # inventory.py; the same call on every rank; see messages.py
 
-Only hashes travel, as int32. One all-reduce (largest and smallest) says of every item whether it is the same on all
-ranks: 16 bytes per item, whatever the number of ranks. Of the items that differ, and of those alone, every rank's hash
-is gathered: 8 bytes per rank and item, of at most ``MIB_OF_HASHES`` MiB or ``FEWEST_ASKED`` items; the others of a
-group are asked about by one hash of all of them. An all-reduce brings the values as text: of each group of equal ranks
-the first one speaks, for at most ``MAX_VALUES`` groups. The same three calls before that, about one hash per group of
-items, make sure that all ranks ask the same questions: a rank with other parameters gives an event, not a hang. All
-have sizes that every rank knows beforehand.
+Only hashes travel, as int32. One all-reduce says of every item whether it is the same on all ranks: 16 bytes per item.
+Of the items that differ, and of those alone, every rank's hash is gathered: 8 bytes per rank and item, of at most
+``MIB_OF_HASHES`` MiB or ``FEWEST_ASKED`` items; the others of a group are asked about by one hash of all of them. An
+all-reduce brings the values as text: of each group of equal ranks the first one speaks, for at most ``MAX_VALUES``
+groups. The same three calls before that, about one hash per group of items, make sure that all ranks ask the same
+questions: a rank with other parameters gives an event, not a hang.
 
 A rank is named only where more than half of all ranks agree against it: never for 2 ranks, never in a tie. What a rank
 can check by itself (``check_item``: is my share of the data one of N?) needs no majority and names whoever failed.
@@ -18,8 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +28,7 @@ from ds_silent.distributed.parts import Parts, outvoted, parts_of_numbers
 from ds_silent.distributed.together import Once, at_once
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.maths.fingerprint import hash_bytes, hash_text
-from ds_silent.preflight.items import GROUPS, PASSED, Expectation, Group, Hashes, Item
+from ds_silent.preflight.items import GROUPS, PASSED, Expectation, Group, Hashes, Item, item_of
 
 MAX_TEXTS = 32  # differing items whose values travel as text
 MAX_VALUES = 8  # of each item, the largest groups' first
@@ -45,7 +43,7 @@ class ItemOutcome:
     """What the ranks said about one item."""
 
     item: Item  # this rank's
-    parts: tuple[tuple[int, ...], ...]  # ranks of equal hash; the largest part first, then by first rank
+    parts: Parts  # ranks of equal hash; the largest part first, then by first rank
     texts: tuple[str, ...]  # the value of each part, where it is known; else only this rank's
     ok: bool
     odd: tuple[int, ...]  # ranks that are not what the majority is, or failed a check; empty without a majority
@@ -72,26 +70,8 @@ class PreflightOutcome:
 # -- what the hashes say (pure) --------------------------------------------------------------------------------------
 
 
-def outcome_of(
-    items: Sequence[Item], hashes: Hashes, texts: Mapping[int, Sequence[str]] | None = None
-) -> PreflightOutcome:
-    """Which items are as expected, and who is the odd one out, from all that all ranks have.
-
-    Args:
-        items: this rank's, in the order that is the same everywhere.
-        hashes: int32 (N, len(items), 2), every rank's.
-        texts: by index of an item, what each of the N ranks shows.
-    """
-    apart = (hashes != hashes[0]).any(axis=(0, 2)).nonzero()[0].tolist()
-    said = {index: _Said.of(hashes[:, index]) for index in apart}
-    of_parts = {
-        index: [shown[part[0]] for part in said[index].parts] for index, shown in (texts or {}).items() if index in said
-    }
-    return _judged(items, len(hashes), said, of_parts)
-
-
 @dataclass(frozen=True)
-class _Said:
+class Said:
     """What the ranks said about an item on which they differ."""
 
     parts: Parts
@@ -99,19 +79,19 @@ class _Said:
     joint: bool = False
 
     @classmethod
-    def of(cls, hashes: Hashes, joint: bool = False) -> _Said:
+    def of(cls, hashes: Hashes, joint: bool = False) -> Said:
         """From (N, 2) int32."""
         passed = (hashes == np.array(PASSED, dtype=np.int32)).all(1)
         numbers = np.ascontiguousarray(hashes).view(np.int64).reshape(-1)
         return cls(parts_of_numbers(numbers), tuple(passed.nonzero()[0].tolist()), joint)
 
 
-def _judged(
-    items: Sequence[Item], ranks: int, said: Mapping[int, _Said], texts: Mapping[int, Sequence[str]]
+def judged(
+    items: Sequence[Item], ranks: int, said: Mapping[int, Said], texts: Mapping[int, Sequence[str]]
 ) -> PreflightOutcome:
     """The outcome on N ``ranks``, from what was said about the items that differ, by index, and their parts' values."""
     everybody = tuple(range(ranks))
-    agreed = {passed: _Said((everybody,), everybody if passed else ()) for passed in (False, True)}
+    agreed = {passed: Said((everybody,), everybody if passed else ()) for passed in (False, True)}
     verdicts: dict[tuple[Expectation, int], tuple[bool, tuple[int, ...]]] = {}  # items asked about together have one
     found = []
     for index, item in enumerate(items):
@@ -124,52 +104,27 @@ def _judged(
     return PreflightOutcome(ranks, tuple(found))
 
 
-def _verdict(expectation: Expectation, said: _Said, ranks: int) -> tuple[bool, tuple[int, ...]]:
-    """Whether it is as expected, and who is odd."""
+def _verdict(expectation: Expectation, said: Said, ranks: int) -> tuple[bool, tuple[int, ...]]:
+    """Whether it is as expected, and who is odd; of ranks that collide all are told, none is the right one."""
+    same, distinct = len(said.parts) == 1, len(said.parts) == ranks
+    passed = len(said.passed) == ranks
+    as_expected = {"passed": passed, "equal": same, "alike": same or distinct, "different": distinct}
+    if as_expected.get(expectation, True):
+        return True, ()
     if expectation == "passed":
-        passed = set(said.passed)
-        return len(passed) == ranks, tuple(rank for rank in range(ranks) if rank not in passed)
-    ok = _as_expected(expectation, said.parts, ranks)
-    return ok, () if ok else _odd(expectation, said.parts)
-
-
-def _as_expected(expectation: Expectation, parts: Sequence[Sequence[int]], ranks: int) -> bool:
-    if expectation in ("free", "better different"):
-        return True
+        return False, tuple(sorted(set(range(ranks)).difference(said.passed)))
     if expectation == "different":
-        return len(parts) == ranks
-    return len(parts) == 1 or (expectation == "alike" and len(parts) == ranks)
-
-
-def _odd(expectation: Expectation, parts: Parts) -> tuple[int, ...]:
-    if expectation == "different":  # those that collide: all of them are told, none is the right one
-        return tuple(sorted(rank for part in parts if len(part) > 1 for rank in part))
-    return outvoted(parts)
+        return False, tuple(sorted(rank for part in said.parts if len(part) > 1 for rank in part))
+    return False, outvoted(said.parts)
 
 
 # -- the collectives -------------------------------------------------------------------------------------------------
 
 
-class EveryRank(Protocol):
-    """All ranks, as this one reaches them; each call is a collective of a size that all of them know."""
-
-    @property
-    def size(self) -> int: ...
-
-    def same(self, own: Hashes) -> npt.NDArray[np.bool_]:
-        """(I,) of this rank's (I, 2) int32, which of them all ranks have alike."""
-
-    def hashes(self, own: Hashes) -> Hashes:
-        """(Q, 2) int32 of this rank to (N, Q, 2) of all."""
-
-    def texts(self, own: Sequence[str], speakers: Sequence[int]) -> list[str]:
-        """What rank ``speakers[i]`` has as its i-th text."""
-
-
 def compare(
     items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once = at_once
 ) -> PreflightOutcome:
-    """Exchanges and compares. A collective that waits: every rank calls it once, before its first step.
+    """Exchange and compare. A collective that waits: every rank calls it once, before its first step.
 
     Args:
         items: what this rank found; the others' lists should be alike, and it is an event when they are not.
@@ -177,40 +132,36 @@ def compare(
         once: see :mod:`ds_silent.distributed.together`.
     """
     kept = once(lambda: items)  # played again, what the first calls were about
-    return compared(kept, _Group(group, device, once))
+    return compared(kept, EveryRank(group, device, once))
 
 
 def compared(items: Sequence[Item], ranks: EveryRank) -> PreflightOutcome:
-    """The same, over any way to reach the other ranks."""
+    """:func:`compare`, over any way to reach the other ranks."""
     outcome = _asked(lists_of(items), ranks)
-    # The same on every rank, so that nobody goes on alone.
-    return outcome if outcome.wrong else _asked(items, ranks)
+    return outcome if outcome.wrong else _asked(items, ranks)  # the same on every rank: no rank goes on alone
 
 
 def _asked(items: Sequence[Item], ranks: EveryRank) -> PreflightOutcome:
-    if not items:
-        return PreflightOutcome(ranks.size, ())
     own = np.array([item.hash for item in items], dtype=np.int32).reshape(-1, 2)
-    apart = np.flatnonzero(~ranks.same(own)).tolist()
+    apart = np.flatnonzero(~ranks.same(own)).tolist() if items else []
     if not apart:
-        return _judged(items, ranks.size, {}, {})
+        return judged(items, ranks.size, {}, {})
     single, joint = questions(items, apart, max(FEWEST_ASKED, MIB_OF_HASHES * (1 << 20) // (8 * ranks.size)))
     of_many = [hash_bytes(own[members].tobytes()) for members in joint]
     answers = ranks.hashes(np.concatenate([own[single], np.array(of_many, dtype=np.int32).reshape(-1, 2)]))
-    said = {index: _Said.of(answers[:, column]) for column, index in enumerate(single)}
+    said = {index: Said.of(answers[:, column]) for column, index in enumerate(single)}
     for column, members in enumerate(joint, len(single)):
-        together = _Said.of(answers[:, column], joint=True)
-        said |= dict.fromkeys(members, together)
-    outcome = _judged(items, ranks.size, said, {})
+        said |= dict.fromkeys(members, Said.of(answers[:, column], joint=True))
+    outcome = judged(items, ranks.size, said, {})
     wrong = [index for index in sorted(said) if not outcome.items[index].ok][:MAX_TEXTS]
     slots = [(index, part[0]) for index in wrong for part in said[index].parts[:MAX_VALUES]]
+    if not slots:
+        return outcome
     texts: dict[int, list[str]] = {index: [] for index in wrong}
-    if slots:
-        spoken = ranks.texts([items[index].shown for index, _ in slots], [speaker for _, speaker in slots])
-        for (index, _), text in zip(slots, spoken, strict=True):
-            texts[index].append(text)
-    told = [replace(one, texts=tuple(texts.get(index, one.texts))) for index, one in enumerate(outcome.items)]
-    return PreflightOutcome(ranks.size, tuple(told))
+    spoken = ranks.texts([items[index].shown for index, _ in slots], [speaker for _, speaker in slots])
+    for (index, _), text in zip(slots, spoken, strict=True):
+        texts[index].append(text)
+    return judged(items, ranks.size, said, texts)
 
 
 def questions(items: Sequence[Item], apart: Sequence[int], room: int) -> tuple[list[int], list[list[int]]]:
@@ -234,8 +185,8 @@ def questions(items: Sequence[Item], apart: Sequence[int], room: int) -> tuple[l
     return single, list(groups.values())
 
 
-class _Group:
-    """The ranks of a process group."""
+class EveryRank:
+    """The ranks of a process group, as this one reaches them; each call is a collective of a size that all know."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, once: Once):
         self._group, self._device, self._once = group, device, once
@@ -245,40 +196,24 @@ class _Group:
         return dist.get_world_size(self._group)
 
     def same(self, own: Hashes) -> npt.NDArray[np.bool_]:
+        """(I,) of this rank's (I, 2) int32, which of them all ranks have alike."""
         return np.asarray(same_on_all(self._sent(own), self._group, self._once).all(1).numpy())
 
     def hashes(self, own: Hashes) -> Hashes:
+        """(Q, 2) int32 of this rank to (N, Q, 2) of all."""
         gathered: Hashes = gather_on_host(self._sent(own), self._group, self._once).numpy()
         return gathered
 
     def texts(self, own: Sequence[str], speakers: Sequence[int]) -> list[str]:
+        """What rank ``speakers[i]`` has as its i-th text."""
         me = dist.get_rank(self._group)
         said = np.stack([_text_slot(text if me == rank else "") for text, rank in zip(own, speakers, strict=True)])
         slots = self._once(lambda: self._sent(said))  # played again, the buffer that was reduced
         self._once(lambda: dist.all_reduce(slots, op=dist.ReduceOp.SUM, group=self._group))  # one number, else zeros
-        return [_slot_text(slot) for slot in slots.cpu().numpy()]
+        return [slot.astype("<i4").tobytes().rstrip(b"\0").decode("utf-8", "ignore") for slot in slots.cpu().numpy()]
 
     def _sent(self, numbers: Hashes) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
-
-
-_LENIENT: Mapping[Expectation, Expectation] = {"better different": "free"}
-"""Neither can be an event, and which of the two it is depends on the rank's own model."""
-
-
-def lists_of(items: Sequence[Item]) -> list[Item]:
-    """One item per group: is the list of what is compared the same on every rank?"""
-    lists = []
-    for group in GROUPS:
-        names = [
-            (item.name, _LENIENT.get(item.expectation, item.expectation), item.severity)
-            for item in items
-            if item.group == group
-        ]
-        kinds = Counter(expectation for _, expectation, _ in names)
-        shown = ", ".join(f"{count} expected {kind}" for kind, count in sorted(kinds.items()))
-        lists.append(Item(f"list of {group}", group, "equal", shown or "no items", hash_text(repr(names))))
-    return lists
 
 
 def _text_slot(text: str) -> Hashes:
@@ -286,5 +221,17 @@ def _text_slot(text: str) -> Hashes:
     return np.frombuffer(data.ljust(TEXT_BYTES, b"\0"), dtype="<i4").astype(np.int32)
 
 
-def _slot_text(slot: Hashes) -> str:
-    return slot.astype("<i4").tobytes().rstrip(b"\0").decode("utf-8", "ignore")
+def lists_of(items: Sequence[Item]) -> list[Item]:
+    """One item per group: is the list of what is compared the same on every rank?"""
+    lists = []
+    for group in GROUPS:
+        names = [(one.name, _strict(one.expectation), one.severity) for one in items if one.group == group]
+        kinds = Counter(expectation for _, expectation, _ in names)
+        shown = ", ".join(f"{count} expected {kind}" for kind, count in sorted(kinds.items()))
+        lists.append(item_of(f"list of {group}", group, hash_text(repr(names)), shown or "no items"))
+    return lists
+
+
+def _strict(expectation: Expectation) -> Expectation:
+    """Of two that cannot be an event, one: which of them it is depends on the rank's own model."""
+    return "free" if expectation == "better different" else expectation

@@ -8,7 +8,8 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from ds_silent.device import kind, model_name
 from ds_silent.kernels.fused import choice
 from ds_silent.maths.fingerprint import hash_bytes, shown_hash
-from ds_silent.preflight.items import Item, item_of, read_item
+from ds_silent.preflight.items import Item, item_of
 
 BELOW = ("ds_silent", "torch", "torch_npu")
 ABOVE = ("transformers", "accelerate", "datasets", "numpy")
@@ -39,14 +40,14 @@ def code_items(packages: Sequence[str] = ()) -> list[Item]:
     """Versions of what computes, the framework's ``packages`` among them, the script, and the revision of the working
     directory."""
     names = (*BELOW, *packages, *ABOVE)
-    items = [read_item(f"{name} version", "code", _version_of(name), "equal", "warning") for name in names]
+    items = [item_of(f"{name} version", "code", partial(_version_of, name), severity="warning") for name in names]
     runtime = f"CUDA {torch.version.cuda}, HIP {getattr(torch.version, 'hip', None)}"
     return [
         *items,
         item_of("Python version", "code", platform.python_version(), severity="warning"),
         item_of("accelerator runtime", "code", runtime, severity="warning"),
-        read_item("script", "code", _script, "equal", "warning"),
-        read_item("git revision", "code", lambda: git_revision(Path.cwd()), "equal", "warning"),
+        item_of("script", "code", _script, severity="warning"),
+        item_of("git revision", "code", lambda: git_revision(Path.cwd()), severity="warning"),
     ]
 
 
@@ -69,9 +70,9 @@ def environment_items(environment: Mapping[str, str]) -> list[Item]:
     return [
         *(item_of(name, "environment", environment.get(name, "not set"), severity="warning") for name in VARIABLES),
         *(item_of(f"{p}* variables", "environment", beginning(p), severity="warning") for p in ("NCCL_", "HCCL_")),
-        read_item("numeric switches of torch", "environment", switches, "equal", "warning"),
-        read_item("device model", "environment", _device_model, "equal", "info"),
-        read_item("gradients read by", "environment", _read_by, "equal", "info"),
+        item_of("numeric switches of torch", "environment", switches, severity="warning"),
+        item_of("device model", "environment", _device_model, severity="info"),
+        item_of("gradients read by", "environment", _read_by, severity="info"),
     ]
 
 
@@ -106,23 +107,17 @@ def _script() -> str:
     return f"{path.name} {shown_hash(hash_bytes(path.read_bytes()))}" if path.is_file() else "interactive"
 
 
-def _version_of(name: str) -> Callable[[], str]:
-    def read() -> str:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return "not installed"
-
-    return read
+def _version_of(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _device_model() -> str:
-    name = model_name()
-    if name is not None:
-        return name
     information = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*:\s*(.*)$", information.read_text(), re.M) if information.is_file() else []
-    return models[0] if models else platform.machine()
+    return model_name() or (models[0] if models else platform.machine())
 
 
 def _read_by() -> str:

@@ -6,18 +6,14 @@
 Nothing here communicates or raises: what cannot be read is an item that says so. The list's names depend on what all
 ranks share (the model, how it is sharded); its values are the rank's own.
 
-What is expected, and why:
-
-* Weights: equal where every rank holds a replica. Frameworks broadcast parameters (not all of them buffers too) from
-  rank 0 when they take the model, so a difference afterwards is an error, and one before, which the broadcast hides,
-  a warning: some rank loaded another checkpoint. Before, all may differ (each rank seeded from its rank), or none.
-  Where parameters are in shards each number has one owner: no two ranks could disagree, and nothing is compared.
+* Weights: equal where every rank holds a replica. A difference after the framework's broadcast is an error, one before
+  it, which the broadcast hides, a warning: some rank loaded another checkpoint. Before, all may differ (each seeded
+  from its rank), or none. Where parameters are in shards each number has one owner, and nothing is compared.
 * Generators: *alike*. One seed everywhere is a policy (equal initialisation), a seed per rank is one too (other
-  dropout masks, other augmentation). Some ranks equal and others not is neither. With 2 ranks the two cannot be told
-  apart, and nothing is reported. Where the model has dropout, the states of the generators that it draws from are
-  *better different*: else every rank uses the same masks on other rows. The table says so; the event, a note, comes
-  when the first forward has really drawn the same numbers (:mod:`ds_silent.capture.settings_check`): scripts may
-  seed later.
+  dropout masks, other augmentation). Some ranks equal and others not is neither; 2 ranks cannot tell the two apart.
+  Where the model has dropout, the states of the generators that it draws from are *better different*: else every rank
+  uses the same masks on other rows. The event, a note, comes when the first forward has really drawn the same numbers
+  (:mod:`ds_silent.capture.settings_check`): scripts may seed later.
 * Sampler: as many shares as ranks, and each rank another share of the *same* permutation. Nothing is expected of a
   sampler that says nothing of shares: the data may have been split before.
 """
@@ -38,7 +34,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ds_silent.device import initial_seed
 from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, shown_hash, tensor_hash
 from ds_silent.preflight.environment import code_items, environment_items
-from ds_silent.preflight.items import Expectation, Group, Item, check_item, item_of, read_item
+from ds_silent.preflight.items import Expectation, Group, Item, check_item, item_of
 from ds_silent.preflight.settings import PROBABILITIES, Numbers, groups_of, holding_items, holdings_of
 
 _HYPER_PARAMETERS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "betas", "eps": "eps"}
@@ -93,26 +89,25 @@ def local_items(
         before: :func:`weights_hash` of the model as the script made it; None when nobody looked.
         ranks: data-parallel ranks N, which the sampler must have shares for.
     """
-    return [
-        *_all_of("weights", lambda: weight_items(training, before)),
-        *_all_of("parameters", lambda: parameter_items(training)),
-        *_all_of("parameters", lambda: Numbers(training.module).items()),
-        *_all_of("generators", lambda: generator_items(training.module)),
-        *_all_of("sampler", lambda: sampler_items(sampler, ranks)),
-        *_all_of("optimizer", lambda: optimizer_items(training.optimizer, training.scheduler)),
-        *_all_of("optimizer", lambda: held_items(training)),
-        *_all_of("config", training.config),
-        *_all_of("code", lambda: code_items(training.packages)),
-        *_all_of("environment", lambda: environment_items(environment)),
+    collected: list[tuple[Group, Callable[[], list[Item]]]] = [
+        ("weights", lambda: weight_items(training, before)),
+        ("parameters", lambda: parameter_items(training)),
+        ("parameters", lambda: Numbers(training.module).items()),
+        ("generators", lambda: generator_items(training.module)),
+        ("sampler", lambda: sampler_items(sampler, ranks)),
+        ("optimizer", lambda: optimizer_items(training.optimizer, training.scheduler)),
+        ("optimizer", lambda: held_items(training)),
+        ("config", training.config),
+        ("code", lambda: code_items(training.packages)),
+        ("environment", lambda: environment_items(environment)),
     ]
-
-
-def _all_of(group: Group, collect: Callable[[], list[Item]]) -> list[Item]:
-    """The items of a group; where collecting them fails on this rank alone, its list differs, which is an event."""
-    try:
-        return collect()
-    except Exception as error:
-        return [item_of(f"{group} cannot be read", group, f"{type(error).__name__}: {error}")]
+    items = []
+    for group, collect in collected:
+        try:
+            items += collect()
+        except Exception as error:  # on this rank alone: its list differs, which is an event
+            items.append(item_of(f"{group} cannot be read", group, f"{type(error).__name__}: {error}"))
+    return items
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -129,19 +124,14 @@ def weights_hash(module: nn.Module, sharded: Callable[[Tensor], bool] = _whole) 
 def weight_items(training: Training, before: Hash | None) -> list[Item]:
     """One item per parameter and buffer, named by its place so that lists of the same length can be compared."""
     named = [(name, tensor) for name, tensor in _tensors_of(training.module) if not training.sharded(tensor)]
-    first = Item(
-        f"initial weights before {training.framework}'s broadcast",
-        "weights",
-        "free" if before is None else "alike",
-        "not looked at" if before is None else shown_hash(before),
-        (0, 0) if before is None else before,
-        "warning",
-    )
-    hashes = _hashes_of([tensor for _, tensor in named])
-    items = [first]
-    for index, (name, tensor) in enumerate(named):
-        shown = f"{shown_hash(hashes[index])} ({name} {tuple(tensor.shape)})"
-        items.append(Item(f"initial weights [{index}]", "weights", "equal", shown, hashes[index]))
+    first = f"initial weights before {training.framework}'s broadcast"
+    if before is None:
+        items = [item_of(first, "weights", (0, 0), "not looked at", "free", "warning")]
+    else:
+        items = [item_of(first, "weights", before, None, "alike", "warning")]
+    for index, ((name, tensor), own) in enumerate(zip(named, _hashes_of([tensor for _, tensor in named]), strict=True)):
+        shown = f"{shown_hash(own)} ({name} {tuple(tensor.shape)})"
+        items.append(item_of(f"initial weights [{index}]", "weights", own, shown))
     return items
 
 
@@ -151,22 +141,21 @@ def parameter_items(training: Training) -> list[Item]:
     named = list(module.named_parameters())
     order = [f"{name} {training.shape(p)} {p.dtype}" for name, p in named]
     frozen = [name for name, p in named if not p.requires_grad]
+    first = f" (first: {frozen[0]})" if frozen else ""
     sharded = sum(training.sharded(p) for _, p in named)
     note = f", {sharded} of them in shards (one owner per number: nothing to compare)" if sharded else ""
     return [
         item_of("parameter names, shapes and order", "parameters", "\n".join(order), f"{len(named)} parameters{note}"),
-        item_of("trainable flags", "parameters", "\n".join(frozen), f"{len(frozen)} frozen{_first(frozen)}"),
+        item_of("trainable flags", "parameters", "\n".join(frozen), f"{len(frozen)} frozen{first}"),
         item_of("training mode", "parameters", str(module.training)),
     ]
 
 
 def _hashes_of(tensors: Sequence[Tensor]) -> list[Hash]:
     """Hashes computed where the tensors are and fetched together, once per device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
     hashes: list[Hash] = [(0, 0)] * len(tensors)
-    for members in by_device.values():
+    for device in {tensor.device for tensor in tensors}:
+        members = [index for index, tensor in enumerate(tensors) if tensor.device == device]
         fetched = torch.stack([tensor_hash(tensors[index]) for index in members]).tolist()
         for index, (low, high) in zip(members, fetched, strict=True):
             hashes[index] = (low, high)
@@ -183,16 +172,16 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 def generator_items(module: nn.Module) -> list[Item]:
     """Seeds of torch and the device, and states of all generators: see the module docstring for ``alike``."""
     items = [
-        read_item("torch seed", "generators", lambda: str(torch.initial_seed()), "alike", "warning"),
-        read_item("device seed", "generators", lambda: str(initial_seed()), "alike", "warning"),
+        item_of("torch seed", "generators", lambda: str(torch.initial_seed()), None, "alike", "warning"),
+        item_of("device seed", "generators", lambda: str(initial_seed()), None, "alike", "warning"),
     ]
     states = rng_hashes()
     for name, state in states.items():
-        items.append(Item(f"{name} generator's state", "generators", "alike", shown_hash(state), state, "warning"))
+        items.append(item_of(f"{name} generator's state", "generators", state, None, "alike", "warning"))
     dropping, state = dropout_modules(module), states["device"]
     shown = f"{shown_hash(state)} ({len(dropping)} modules with dropout, first: {dropping[0]})" if dropping else "none"
     expectation: Expectation = "better different" if dropping else "free"
-    return [*items, Item("dropout's masks", "generators", expectation, shown, state, "info")]
+    return [*items, item_of("dropout's masks", "generators", state, shown, expectation, "info")]
 
 
 def dropout_modules(module: nn.Module) -> list[str]:
@@ -216,9 +205,9 @@ def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
     made = f"The sampler makes {shares} share{'s' * (shares != 1)} of the data for {ranks} rank{'s' * (ranks != 1)}"
     share = f"share {facts.rank} of {shares}"
     enough, taken, exists = shares >= ranks, shares <= ranks, 0 <= facts.rank < shares
-    twice = f"{made}{'' if enough else ': rows are taken more than once'}"
-    never = f"{made}{'' if taken else ': some are taken by nobody'}"
-    place = f"The sampler takes {share}, counted from 0{'' if exists else ': there is no such share'}"
+    twice = made + ("" if enough else ": rows are taken more than once")
+    never = made + ("" if taken else ": some are taken by nobody")
+    place = f"The sampler takes {share}, counted from 0" + ("" if exists else ": there is no such share")
     return [
         check_item("sampler: a share for each rank", "sampler", enough, twice),
         check_item("sampler: a rank for each share", "sampler", taken, never, "warning"),
@@ -226,7 +215,7 @@ def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
         item_of("sampler's share", "sampler", share, None, "different"),
         item_of("sampler's rows", "sampler", str(facts.rows)),
         item_of("sampler's seed", "sampler", str(facts.seed)),
-        Item("sampler's permutation", "sampler", "equal", shown_hash(facts.permutation), facts.permutation),
+        item_of("sampler's permutation", "sampler", facts.permutation),
     ]
 
 
@@ -242,17 +231,19 @@ def sampler_facts(loader: Any) -> SamplerFacts | None:
         for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
             world_size, rank = getattr(sampler, size, None), getattr(sampler, place, None)
             if isinstance(world_size, int) and isinstance(rank, int):
-                within = samplers[place_in:]
-                sets = [getattr(one, name, None) for one in within for name in ("dataset", "data_source")]
-                rows = next((length for length in map(length_of, sets) if length is not None), None)
-                said = [getattr(one, name, None) for one in within for name in ("seed", "initial_seed")]
-                seed = next((one for one in said if isinstance(one, int)), None)
-                names = ("seed", "initial_seed", "epoch", "shuffle", "drop_last", "even_batches", "split_batches")
-                follows = [[getattr(one, name, None) for name in names] for one in within]
-                kinds = [type(one).__name__ for one in within]
-                permutation = hash_text(repr((kinds, rows, follows)))
-                return SamplerFacts(world_size, rank, permutation, seed, rows)
+                return _facts_of(samplers[place_in:], world_size, rank)
     return None
+
+
+def _facts_of(within: Sequence[Any], world_size: int, rank: int) -> SamplerFacts:
+    """``within``: the sampler that says of shares, and those in it."""
+    sets = [getattr(one, name, None) for one in within for name in ("dataset", "data_source")]
+    rows = next((length for length in map(length_of, sets) if length is not None), None)
+    said = [getattr(one, name, None) for one in within for name in ("seed", "initial_seed")]
+    names = ("seed", "initial_seed", "epoch", "shuffle", "drop_last", "even_batches", "split_batches")
+    follows = [[getattr(one, name, None) for name in names] for one in within]
+    permutation = hash_text(repr(([type(one).__name__ for one in within], rows, follows)))
+    return SamplerFacts(world_size, rank, permutation, next((one for one in said if isinstance(one, int)), None), rows)
 
 
 def samplers_in(loader: Any) -> list[Any]:
@@ -302,9 +293,9 @@ def optimizer_items(optimizer: Any, scheduler: Any) -> list[Item]:
 
     return [
         item_of("optimizer", "optimizer", kinds),
-        *(read_item(name, "optimizer", values_of(key)) for key, name in _HYPER_PARAMETERS.items()),
-        read_item("other hyper-parameters", "optimizer", others),
-        read_item("learning-rate scheduler", "optimizer", schedule),
+        *(item_of(name, "optimizer", values_of(key)) for key, name in _HYPER_PARAMETERS.items()),
+        item_of("other hyper-parameters", "optimizer", others),
+        item_of("learning-rate scheduler", "optimizer", schedule),
     ]
 
 
@@ -344,7 +335,3 @@ def _joined(values: Sequence[Any]) -> str:
     """One value where all parameter groups agree, else all of them."""
     texts = [json.dumps(value) for value in values]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"
-
-
-def _first(names: Sequence[str]) -> str:
-    return f" (first: {names[0]})" if names else ""

@@ -8,44 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.maths.fingerprint import Hash, hash_text
+from ds_silent.maths.fingerprint import Hash, hash_text, shown_hash
 from ds_silent.records import Severity
 
 Expectation = Literal["equal", "alike", "different", "passed", "free", "better different"]
 """``alike``: the same on all ranks, or another on every rank (generators: both are policies, a mixture is none).
 ``better different``: the same on all ranks is said, and no fault.
 ``passed``: each rank's own check, see :func:`check_item`."""
-
-
 Group = Literal[
     "weights", "parameters", "generators", "sampler", "optimizer", "config", "code", "environment", "objective"
 ]
-
-
+GROUPS: tuple[Group, ...] = get_args(Group)
 Hashes = npt.NDArray[np.int32]
-
-
-GROUPS: tuple[Group, ...] = (
-    "weights",
-    "parameters",
-    "generators",
-    "sampler",
-    "optimizer",
-    "config",
-    "code",
-    "environment",
-    "objective",
-)
-
-
 PASSED = hash_text("passed")
-
-
 JOINT = "; "
 """Between the parts of a value that is a list: of two such values an event shows what only one of them has."""
 
@@ -65,30 +45,25 @@ class Item:
 def item_of(
     name: str,
     group: Group,
-    value: str,
+    value: str | Hash | Callable[[], str],
     shown: str | None = None,
     expectation: Expectation = "equal",
     severity: Severity = "error",
 ) -> Item:
-    """An item of the whole ``value``, of which ``shown`` is for people."""
-    return Item(name, group, expectation, value if shown is None else shown, hash_text(value), severity)
+    """Make an item of a whole value, its hash, or its reader, which may fail: the item says so then.
+
+    Args:
+        shown: what people are shown instead of the value.
+    """
+    if callable(value):
+        try:
+            value = value()
+        except Exception as error:  # the others must still get this rank's list
+            value = f"cannot be read ({type(error).__name__})"
+    text, digest = (value, hash_text(value)) if isinstance(value, str) else (shown_hash(value), value)
+    return Item(name, group, expectation, text if shown is None else shown, digest, severity)
 
 
 def check_item(name: str, group: Group, ok: bool, shown: str, severity: Severity = "error") -> Item:
-    """What this rank found out by itself; ``shown`` is what it found, right or wrong."""
+    """Make an item of what this rank found out by itself; ``shown`` is what it found, right or wrong."""
     return Item(name, group, "passed", shown, PASSED if ok else hash_text(f"not passed: {shown}"), severity)
-
-
-def read_item(
-    name: str,
-    group: Group,
-    reader: Callable[[], str],
-    expectation: Expectation = "equal",
-    severity: Severity = "error",
-) -> Item:
-    """An item whose reading may fail: the others must still get this rank's list."""
-    try:
-        value = reader()
-    except Exception as error:  # it is shown, and where it failed on some ranks only it is an event
-        value = f"cannot be read ({type(error).__name__})"
-    return item_of(name, group, value, None, expectation, severity)

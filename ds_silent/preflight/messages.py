@@ -19,35 +19,24 @@ from rich.text import Text
 from ds_silent.distributed.parts import SHOWN_RANKS, Parts, ranks_of
 from ds_silent.maths.statistics import expected_coverage
 from ds_silent.preflight.comparison import MAX_VALUES, TEXT_BYTES, ItemOutcome, PreflightOutcome
-from ds_silent.preflight.items import GROUPS, JOINT, Group, Item
+from ds_silent.preflight.items import GROUPS, JOINT
 from ds_silent.records import Event, EventKind, Severity
 from ds_silent.text import one_line
 
 MAX_ROWS = 32  # of a group in the table
-
-
 WHOLE_RANKS = 64  # up to which ``preflight.json`` lists all ranks of all groups
-
-
-_KINDS: Mapping[Group, EventKind] = {
+_KINDS: Mapping[str, EventKind] = {
+    "sampler's share": "duplicate-data",
+    "sampler: a share for each rank": "duplicate-data",
+    "sampler: a rank for each share": "low-coverage",
     "weights": "initial-weights-mismatch",
     "generators": "seed-mismatch",
     "sampler": "data-order-mismatch",
     "objective": "objective-mismatch",
 }
-
-
-_KINDS_OF_ITEMS: Mapping[str, EventKind] = {
-    "sampler's share": "duplicate-data",
-    "sampler: a share for each rank": "duplicate-data",
-    "sampler: a rank for each share": "low-coverage",
-}
-
-
+"""Of an item by its name, or else by its group."""
 _OF_MODEL = ("list of weights", "list of parameters", "list of optimizer")
 """They follow from the model: where the same ranks have another one, the first stands for all."""
-
-
 _REMEDIES: Mapping[EventKind, str] = {
     "initial-weights-mismatch": "Load the same checkpoint, or seed before the model is made, on every rank.",
     "seed-mismatch": "Seed all ranks alike, or each from its rank, after the process group exists.",
@@ -57,56 +46,47 @@ _REMEDIES: Mapping[EventKind, str] = {
     "objective-mismatch": "Make the loss on every rank alike.",
     "config-mismatch": "Start every rank from the same code, configuration and environment.",
 }
-
-
-_STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
-
-
-def kind_of(item: Item) -> EventKind:
-    """The kind of event that an item makes when it is not as expected."""
-    return _KINDS_OF_ITEMS.get(item.name) or _KINDS.get(item.group, "config-mismatch")
+_STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}  # the worst first
 
 
 def events_of(outcome: PreflightOutcome, step: int = 0) -> list[Event]:
     """One event per kind, group and set of odd ranks, however many items show it; the worst first.
 
-    ``ranks`` are the odd ones out, the ranks that collide, or nobody where no majority exists; ``where`` is the first
-    item.
+    ``ranks`` are the odd ones out, the ranks that collide, or none without a majority; ``where`` is the first item.
     """
     together: dict[tuple[EventKind, str, Severity, int], list[ItemOutcome]] = {}
     alike: dict[Parts, int] = {}
     numbers: dict[int, int] = {}  # by identity: to hash the groups of thousands of ranks takes a millisecond
-    lists = [one for one in outcome.wrong if one.item.name in _OF_MODEL]
-    same_model = {id(one) for place, one in enumerate(lists) if one.parts in [before.parts for before in lists[:place]]}
+    models: list[Parts] = []
     for one in outcome.wrong:
         item = one.item
-        if id(one) in same_model:
-            continue
+        if item.name in _OF_MODEL:
+            if one.parts in models:
+                continue
+            models.append(one.parts)
         if id(one.parts) not in numbers:
             numbers[id(one.parts)] = alike.setdefault(one.parts, len(alike))
-        together.setdefault((kind_of(item), item.group, item.severity, numbers[id(one.parts)]), []).append(one)
-    events = []
-    for (kind, _, severity, _), found in together.items():
-        first = found[0]
-        events.append(
-            Event(step, kind, severity, first.odd, first.item.name, None, None, _sentence(found), _REMEDIES[kind])
-        )
-    return sorted(events, key=lambda event: ("error", "warning", "info").index(event.severity))
+        kind = _KINDS.get(item.name) or _KINDS.get(item.group, "config-mismatch")
+        together.setdefault((kind, item.group, item.severity, numbers[id(one.parts)]), []).append(one)
+    events = [
+        Event(step, kind, severity, found[0].odd, found[0].item.name, None, None, _sentence(found), _REMEDIES[kind])
+        for (kind, _, severity, _), found in together.items()
+    ]
+    return sorted(events, key=lambda event: list(_STYLES).index(event.severity))
 
 
 def _sentence(found: Sequence[ItemOutcome]) -> str:
-    first = found[0]
+    first, ranks = found[0], len(found[0].parts)
     if first.item.expectation == "passed":
         return f"{_failures(first)} ({ranks_of(first.odd)})."
     more = f" (and {len(found) - 1} more differ in the same way)" if len(found) > 1 else ""
     if first.item.expectation == "different":
         collide = "; ".join(f"{ranks_of(part)} all have {_shown(first, i)}" for i, part in _colliding(first))
         return f"{first.item.name} must differ between ranks, but {collide}{more}."
-    shown = [f"{_shown(first, i)} on {ranks_of(part)}" for i, part in enumerate(first.parts[:3])]
-    rest = len(first.parts) - len(shown)
-    values = "; ".join(shown) + (f"; {rest} more value{'s' if rest > 1 else ''}" if rest else "")
+    values = "; ".join(f"{_shown(first, i)} on {ranks_of(part)}" for i, part in enumerate(first.parts[:3]))
+    if ranks > 3:
+        values += f"; {ranks - 3} more value{'s' if ranks > 4 else ''}"
     nobody = "" if first.odd else " There is no majority, so no rank is named."
-    ranks = len(first.parts)
     missed = ""
     shuffled = first.item.name in ("sampler's seed", "sampler's permutation")
     if shuffled and all(len(part) == 1 for part in first.parts):
@@ -139,10 +119,7 @@ def own_parts(texts: Sequence[str]) -> list[str]:
     """Of values that are lists, what not all of them hold; a part that was cut is none, where another is left."""
     if len(texts) < 2 or not any(JOINT in text for text in texts):
         return list(texts)
-    lists = [text.split(JOINT) for text in texts]
-    lists = [
-        parts[:-1] if len(text.encode()) >= TEXT_BYTES else parts for parts, text in zip(lists, texts, strict=True)
-    ]
+    lists = [text.split(JOINT)[: -1 if len(text.encode()) >= TEXT_BYTES else None] for text in texts]
     common = set(lists[0]).intersection(*lists[1:])
     own = [[part for part in parts if part not in common] for parts in lists]
     return [JOINT.join(parts) or "none of these" for parts in own] if any(own) else list(texts)
@@ -150,26 +127,21 @@ def own_parts(texts: Sequence[str]) -> list[str]:
 
 def verdict(one: ItemOutcome) -> str:
     """In a few words: equal, each its own, free, or what is wrong."""
-    if one.item.expectation == "passed":
+    expected = one.item.expectation
+    if expected == "passed":
         return "passed" if one.ok else f"not so on {ranks_of(one.odd)}"
-    if one.agrees and one.item.expectation == "better different":
-        return "equal, better different"
+    if one.agrees and not one.ok:
+        return "equal, must differ"
     if one.agrees:
-        return "equal" if one.ok else "equal, must differ"
+        return "equal, better different" if expected == "better different" else "equal"
     if one.ok:
-        if one.item.expectation == "better different":
-            return "different"
-        return "free" if one.item.expectation == "free" else "each rank its own"
+        return {"better different": "different", "free": "free"}.get(expected, "each rank its own")
     return f"{ranks_of(one.odd)} differ{'s' if len(one.odd) == 1 else ''}" if one.odd else "no agreement"
 
 
 def table(outcome: PreflightOutcome, full: bool = False) -> Table:
-    """What is not as expected, and one row for the rest of each group; with ``full``, a row per item.
-
-    Names and values come from configuration and environment: they are never markup.
-    """
-    drawn = Table(title=f"ds_silent preflight: {outcome.world_size} ranks", title_justify="left")
-    drawn.add_column("item")
+    """What is not as expected, and one row for the rest of each group; with ``full``, a row per item."""
+    drawn = Table("item", title=f"ds_silent preflight: {outcome.world_size} ranks", title_justify="left")
     drawn.add_column("value", overflow="ellipsis", no_wrap=True, max_width=60)
     drawn.add_column("verdict")
     for group in GROUPS:
@@ -206,7 +178,7 @@ def to_json(outcome: PreflightOutcome) -> dict[str, Any]:
 def _item_json(one: ItemOutcome, world_size: int) -> dict[str, Any]:
     parts, ranks = (None, None) if world_size <= WHOLE_RANKS else (MAX_VALUES, SHOWN_RANKS)
     listed = one.parts[:parts]
-    written: dict[str, Any] = {
+    written = {
         "name": one.item.name,
         "group": one.item.group,
         "expected": one.item.expectation,

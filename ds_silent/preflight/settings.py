@@ -3,11 +3,10 @@
     numbers = Numbers(module)
     numbers.look(); numbers.values               # as they are now; of many modules a part at each look
     numbers.items(values)                        # one per layer, for a comparison of the ranks
-    holdings_of(optimizers, names)               # which parameters each group holds
 
 A module's settings are those of its plain attributes (numbers, flags, words, and tuples of them) that its constructor
-takes, that torch names in ``__constants__``, or that are known by name: p, eps, momentum, num_groups. Counters and
-caches, which a model keeps in attributes too, are none: each rank may have its own. So are names that speak of a rank.
+takes, that torch names in ``__constants__``, or that are known by name. Counters and caches are none: each rank may
+have its own. So are names that speak of a rank.
 """
 
 from __future__ import annotations
@@ -21,18 +20,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_silent.distributed.parts import listed
 from ds_silent.framework import layers_of
 from ds_silent.preflight.items import JOINT, Item, item_of
 
 PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")
 """Attributes of modules (torch's ``MultiheadAttention`` and ``LSTM``, transformers', timm's) that are probabilities."""
 KNOWN = frozenset({*PROBABILITIES, "p", "eps", "variance_epsilon", "momentum", "num_groups", "scaling", "temperature"})
-WINDOW = 4096
-"""Settings that are read at one look: 0.2 ms. Of a model with more, each look reads the next ones."""
-STATES = 16
-"""States of an optimizer whose step counters are read."""
-ON_DEVICE = 4
-"""The same where they lie on a device, each of which costs a kernel."""
+WINDOW = 4096  # settings that are read at one look: 0.2 ms; of a model with more, each look reads the next ones
+STATES = 16  # of an optimizer, whose step counters are read
+ON_DEVICE = 4  # of them, where they lie on a device, each of which costs a kernel
 _OWN = re.compile(r"(^|_)(rank|ranks|device|seed|worker|host|port|verbose|debug|log|logger|name|path|dir|file)(_|$)")
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -69,8 +66,7 @@ class Numbers:
     def items(self, values: Sequence[list[Any]] | None = None) -> list[Item]:
         """One per layer of the parameters, whatever modules this rank has, and one for what is in none of them.
 
-        Args:
-            values: as an earlier look has found them; None: those of the last.
+        ``values``: as an earlier look has found them; None: those of the last.
         """
         found: dict[str, list[tuple[str, str, Any]]] = {layer: [] for layer in (*self._layers, "")}
         flat = [value for window in (self.values if values is None else values) for value in window]
@@ -85,11 +81,9 @@ class Numbers:
 def settings_of(module: nn.Module) -> list[str]:
     """Names of the attributes of one module that are settings."""
     kind: Any = type(module)
-    named = _settings_named(kind)
+    named = _settings_named(kind) | KNOWN
     return [
-        name
-        for name, value in module.__dict__.items()
-        if (name in named or name in KNOWN) and name != "training" and _is_plain(value)
+        name for name, value in module.__dict__.items() if name in named and name != "training" and _is_plain(value)
     ]
 
 
@@ -108,9 +102,8 @@ def _settings_named(kind: type) -> frozenset[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return len(value) <= 16 and all(isinstance(inner, _PLAIN) for inner in value)
-    return isinstance(value, _PLAIN)
+    values = value if isinstance(value, tuple) else (value,)
+    return len(values) <= 16 and all(isinstance(inner, _PLAIN) for inner in values)
 
 
 def _read(dicts: Sequence[Mapping[str, Any]], attributes: Sequence[str]) -> list[Any]:
@@ -129,12 +122,14 @@ def _shown(held: Sequence[tuple[str, str, Any]]) -> str:
     """What no shape implies comes first, for a text is cut; modules are named where they have other values."""
     values: dict[str, dict[str, list[str]]] = {}
     for name, attribute, value in sorted(held, key=lambda one: _order(one[2])):
-        values.setdefault(attribute, {}).setdefault(_text(value), []).append(name or "the model")
+        values.setdefault(attribute, {}).setdefault(value if isinstance(value, str) else repr(value), []).append(
+            name or "the model"
+        )
     parts = []
     for attribute, by_value in values.items():
         for text, names in by_value.items():
-            parts.append(f"{attribute} {text}" + (f" in {names[0]}" if len(by_value) > 1 else ""))
-            parts[-1] += f" and {len(names) - 1} more" if len(by_value) > 1 and len(names) > 1 else ""
+            where = f" in {listed(names, 1)}" if len(by_value) > 1 else ""
+            parts.append(f"{attribute} {text}{where}")
     return JOINT.join(parts) or "none"
 
 
@@ -143,23 +138,24 @@ def _order(value: Any) -> int:
     return next((place for place, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
-
-
 def flag_items(what: str, names: Sequence[str], flags: bytes, words: tuple[str, str]) -> list[Item]:
     """One item per layer, named by it: how many of its modules or parameters are off, and the first of them."""
-    layers, numbers = layers_of([f"{name}." for name in names])
-    members: list[list[int]] = [[] for _ in layers]
-    for place, layer in enumerate(numbers):
-        members[layer].append(place)
     items = []
-    for name, places in zip(layers, members, strict=True):
+    for layer, places in _by_layer([f"{name}." for name in names]):
         off = [names[place] for place in places if place < len(flags) and not flags[place]]
         rest = f" ({len(off)} of {len(places)})" if len(places) > 1 else ""
         shown = f"{off[0]} {words[1]}{rest}" if off else words[0]
-        items.append(item_of(f"{what} of {name}", "parameters", repr(off), shown))
+        items.append(item_of(f"{what} of {layer}", "parameters", repr(off), shown))
     return items
+
+
+def _by_layer(names: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Each layer, with the places of the names that are in it."""
+    layers, numbers = layers_of(list(names))
+    members: list[list[int]] = [[] for _ in layers]
+    for place, layer in enumerate(numbers):
+        members[layer].append(place)
+    return list(zip(layers, members, strict=True))
 
 
 # -- what an optimizer holds -----------------------------------------------------------------------------------------
@@ -171,11 +167,9 @@ def groups_of(optimizers: Iterable[Any]) -> list[Sequence[Tensor]]:
 
 
 def holdings_of(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> Holdings:
-    """Names of the parameters in each group. Empty where none is the model's: a rank's own shards have no name.
+    """Names of the parameters in each group (:func:`groups_of`), by ``id`` of the model's parameters.
 
-    Args:
-        groups: see :func:`groups_of`.
-        names: of the model's parameters, by ``id``.
+    Empty where none is the model's: a rank's own shards have no name.
     """
     held = tuple(tuple(names.get(id(p), f"another's {tuple(p.shape)}") for p in group) for group in groups)
     known = any(id(parameter) in names for group in groups for parameter in group)
@@ -184,13 +178,10 @@ def holdings_of(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) ->
 
 def holding_items(holdings: Holdings, names: Sequence[str]) -> list[Item]:
     """One per layer of the model's parameters ``names``, and one of what is not the model's."""
-    layers, numbers = layers_of(list(names))
     group_of = {name: place for place, group in enumerate(holdings) for name in group}
-    members: list[list[str]] = [[] for _ in layers]
-    for name, layer in zip(names, numbers, strict=True):
-        members[layer].append(name)
     items = []
-    for of_layer, inside in zip(layers, members, strict=True):
+    for of_layer, places in _by_layer(names):
+        inside = [names[place] for place in places]
         held = [(name, group_of[name]) for name in inside if name in group_of]
         lacking = next((name for name in inside if name not in group_of), None)
         shown = f"{len(held) or 'none'} of {len(inside)}" + (f", without {lacking}" if lacking else "")

@@ -5,8 +5,7 @@
     averaging.finish()
 
 Averages are checked against those that the other ranks have received; one that is corrupted under way is repeated,
-never committed. Only tensors that differ should be averaged: the mean of N equal numbers is not always that number in
-floating point (the sum of three may round), so averaging healthy replicas would change the training.
+never committed. Only tensors that differ should be averaged: the mean of N equal numbers may round.
 """
 
 from __future__ import annotations
@@ -27,14 +26,12 @@ ATTEMPTS = 3
 class Averaging:
     """The mean over the ranks of a few tensors: started, and finished later or at once. Every rank calls both.
 
+    A floating-point tensor is averaged in fp32 over those ranks whose own is finite. Counts (integers, and single
+    numbers such as an optimizer's step) take the largest, because a mean of counts is no count.
+
     Args:
         tensors: of this rank's replica, in the same order on every rank. Between start and finish they may be read.
-        group: the ranks.
         device: of the group's buffers.
-
-    A floating-point tensor is averaged in fp32 over those ranks whose own is finite, because one infinite weight would
-    make all of them infinite. Counts (integers, and single numbers such as an optimizer's step) take the
-    largest, because a mean of counts is no count.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device):
@@ -66,7 +63,7 @@ class Averaging:
         """Wait, verify that every rank received the same bits, and write; repeat what was not.
 
         Returns:
-            the repetitions that were needed; ``attempts`` when some buckets never came out alike and were not written.
+            repetitions that were needed; ``attempts`` when some buckets never came out alike and were not written.
         """
         waiting = self._buckets
         for attempt in range(attempts if waiting else 0):
@@ -99,21 +96,14 @@ def average(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.d
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """In order, alike in how they are reduced, of at most ``BUCKET`` elements or one tensor."""
-    buckets: dict[tuple[torch.dtype, bool], list[list[Tensor]]] = {}
+    buckets: dict[tuple[bool, bool], list[list[Tensor]]] = {}
     for tensor in tensors:
-        own = buckets.setdefault((_wire_dtype(tensor), _counts(tensor)), [[]])
+        floats = tensor.dtype.is_floating_point
+        own = buckets.setdefault((floats, floats and tensor.ndim > 0), [[]])
         if own[-1] and sum(t.numel() for t in own[-1]) + tensor.numel() > BUCKET:
             own.append([])
         own[-1].append(tensor)
     return [bucket for own in buckets.values() for bucket in own if bucket]
-
-
-def _wire_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype.is_floating_point else torch.int32
-
-
-def _counts(tensor: Tensor) -> bool:
-    return tensor.ndim == 0 or not tensor.dtype.is_floating_point
 
 
 class _Bucket:
@@ -121,10 +111,12 @@ class _Bucket:
 
     def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, device: torch.device):
         self._tensors, self._group = tensors, group
-        self._largest = _counts(tensors[0])
+        floats = tensors[0].dtype.is_floating_point
+        self._largest = tensors[0].ndim == 0 or not floats  # of counts
         numels = [tensor.numel() for tensor in tensors]
         # behind the tensors, for each the number of ranks whose values enter
-        self.wire = torch.zeros(sum(numels) + len(numels), dtype=_wire_dtype(tensors[0]), device=device)
+        dtype = torch.float32 if floats else torch.int32
+        self.wire = torch.zeros(sum(numels) + len(numels), dtype=dtype, device=device)
         *self._parts, self._entered = torch.split(self.wire, [*numels, len(numels)])
         self._work: dist.Work | None = None
 

@@ -4,13 +4,11 @@
     found.equal, found.apart                     # False, (3,): positions of the tensors that differ
     found.parts                                  # (((0, 1, 3), (2,)),): of each of them, ranks with the same bits
     found.outvoted                               # (2,): ranks outside of a tensor's majority
-    found.drift(names, since=12)                 # the same, as a sentence needs it
 
 What travels are checksums (:mod:`ds_silent.kernels.checksums`), 64 bits of everything first. Whether all ranks have
-the same is asked by one all-reduce (the largest and the smallest), 16 bytes whatever the number of ranks. When they
-differ, every rank has seen so, and all ranks ask the same of each tensor. Every rank's checksums are gathered of those
-tensors alone that differ: 8 bytes per rank and tensor, of as many as ``MIB`` MiB hold or ``FEWEST`` tensors. Where more
-differ, one checksum of all the others says which ranks hold the same of them.
+the same is asked by one all-reduce of 16 bytes. When they differ, the same is asked of each tensor, and every rank's
+checksums are gathered of those alone that differ: 8 bytes per rank and tensor, of as many as ``MIB`` MiB hold or
+``FEWEST`` tensors. Where more differ, one checksum of all the others says which ranks hold the same of them.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from ds_silent.distributed.parts import Parts, majority, outvoted, parts_of_numb
 from ds_silent.distributed.together import Once, at_once
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.exchange.observation import Gathered, on_all
-from ds_silent.kernels.checksums import Bits, Checksums, Items, bytes_of, combined
+from ds_silent.kernels.checksums import Bits, Items, combined
 from ds_silent.records import Event
 
 MIB, FEWEST = 4, 32
@@ -54,11 +52,15 @@ class Drift:
 class Comparison:
     """What a comparison of the replicas says; the same on every rank.
 
-    ``groups``: ranks that hold the same of everything. Of the tensors that differ: ``apart``, their positions;
-    ``parts``, which ranks hold the same bits; ``right``, the checksum of those bits that more than half of the ranks
-    hold, None without such a majority. Where too many differ to ask about each, the parts of the last ones are those
-    of all of them together: who is in one part holds the same of each. ``comparable``: False when ranks do not even
-    hold the same number of tensors.
+    Where too many tensors differ to ask about each, the ``parts`` of the last ones are those of all of them together:
+    who is in one part holds the same of each.
+
+    Attributes:
+        groups: ranks that hold the same of everything.
+        apart: positions of the tensors that differ.
+        parts: of each of them, which ranks hold the same bits.
+        right: the checksum of the bits that more than half of the ranks hold; None without such a majority.
+        comparable: False when ranks do not even hold the same number of tensors.
     """
 
     groups: Parts
@@ -84,30 +86,28 @@ class Comparison:
 
 def compare(items: Items, bits: Bits, group: dist.ProcessGroup) -> Comparison:
     """Compare the ranks' replicas. A collective of 32 bytes per rank; see the module where they differ."""
-    values = bits(items)
-    whole = torch.stack((combined(values), torch.full_like(values[0], len(items))))
-    same, comparable = equal_on_all(whole, group).tolist()
+    return compare_checksums(bits(items), group)
+
+
+def compare_checksums(values: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> Comparison:
+    """:func:`compare`, from the checksums of this rank's tensors: int64 (n,). A collective."""
+    whole = combined(values)
+    same, comparable = equal_on_all(torch.stack((whole, torch.full_like(whole, len(values)))), group, once).tolist()
     if not comparable:
-        return Comparison(parts_of_numbers(gathered(combined(whole), group)[:, 0].numpy()), comparable=False)
-    if same:
-        return Comparison((tuple(range(dist.get_world_size(group))),))
-    return compare_tensors(values, group)
-
-
-def compare_tensors(values: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> Comparison:
-    """By the checksums of this rank's tensors, as many on every rank: int64 (n,). A collective."""
+        return Comparison(parts_of_numbers(gathered(whole, group, once)[:, 0].numpy()), comparable=False)
     ranks = dist.get_world_size(group)
+    if same:
+        return Comparison((tuple(range(ranks)),))
     apart = (~equal_on_all(values, group, once)).nonzero().flatten().tolist()
     room = max(FEWEST, MIB * (1 << 20) // (8 * ranks))
     single, rest = apart[:room], apart[room:]
-    asked = torch.stack([combined(values), *values[single], *([combined(values[rest])] if rest else [])])
-    table = gathered(asked, group, once)
-    columns = [table[:, column].numpy() for column in range(table.shape[1])]
+    asked = torch.stack([whole, *values[single], *([combined(values[rest])] if rest else [])])
+    columns = gathered(asked, group, once).numpy().T
     groups, *parts = (parts_of_numbers(column) for column in columns)
     right = [_of_majority(own, column) for own, column in zip(parts, columns[1:], strict=True)]
     if rest:
         healthy = majority(parts[-1])
-        right[-1:] = [None] * len(rest) if not healthy else _told_by(healthy[0], values[rest], group, once)
+        right[-1:] = _told_by(healthy[0], values[rest], group, once) if healthy else [None] * len(rest)
         parts[-1:] = [parts[-1]] * len(rest)
     return Comparison(groups, tuple(apart), tuple(parts), tuple(right))
 
@@ -137,10 +137,8 @@ def gathered(values: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Since when do replicas differ? Their checksums, remembered at every step and compared now and then.
-#
-# From what is remembered since the last comparison follows the first step after which the replicas differed, or a few
-# steps in which that one is.
+# Since when do replicas differ? Their checksums are remembered at every step and compared now and then: the first step
+# after which they differed follows, or a few steps in which that one is.
 
 
 class Replicas:
@@ -154,19 +152,18 @@ class Replicas:
 
     def __init__(self, parameters: Items, others: Callable[[], Items], history: int):
         self._parameters, self._others = list(parameters), others
-        device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
-        self._checksums = Checksums([bytes_of(tensor) for _, tensor in self._parameters], device)
-        self._bits_of_others = Bits()
+        self._bits, self._bits_of_others = Bits(), Bits()
+        device = self._parameters[0][1].device if self._parameters else None
         self._history = torch.zeros(max(1, history), len(self._parameters), dtype=torch.int64, device=device)
         self._steps = [-1] * len(self._history)
         self._newest = -1  # slot
-        self._apart_since: tuple[int, int] | None = None  # as found first: later, no equal checksum is remembered
+        self._differ_since: tuple[int, int] | None = None  # as found first: later, no equal checksum is remembered
         self._checked: tuple[int, list[str], Tensor] | None = None
 
     def remember(self, step: int) -> None:
-        """Checksums of the parameters as optimizer step ``step`` finds them."""
+        """Keep the checksums of the parameters as optimizer step ``step`` finds them."""
         self._newest = (self._newest + 1) % len(self._steps)
-        self._history[self._newest] = self._now()
+        self._history[self._newest] = self._bits(self._parameters)
         self._steps[self._newest] = step
 
     def check(self, step: int) -> Tensor:
@@ -179,40 +176,36 @@ class Replicas:
 
     def weights(self) -> str:
         """Checksum of the parameters as they are now, as 16 hexadecimal digits. Waits for the device."""
-        return f"{int(combined(self._now())) & 0xFFFFFFFFFFFFFFFF:016x}"
-
-    def _now(self) -> Tensor:
-        return self._checksums([tensor for _, tensor in self._parameters])
+        return f"{int(combined(self._bits(self._parameters))) & 0xFFFFFFFFFFFFFFFF:016x}"
 
     def localise(self, group: dist.ProcessGroup, once: Once = at_once) -> Drift | None:
-        """The tensors that differ at the last :meth:`check`. A collective: every rank calls it at the same step."""
+        """The tensors that differ at the last :meth:`check`; None where the ranks do not even have the same tensors.
+
+        A collective: every rank calls it at the same step.
+        """
         assert self._checked is not None
         step, names, values = self._checked
-        own = torch.tensor([len(values), -len(values)], dtype=torch.int32, device=values.device)
-        count = once(lambda: own)  # played again, the buffer that was reduced
-        once(lambda: dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group))
-        if int(count[0]) != -int(count[1]):  # not even the same tensors
+        found = compare_checksums(values, group, once)
+        if not found.comparable:
             return None
-        found = compare_tensors(values, group, once)
         different = ~equal_on_all(combined(self._history), group, once)
         since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
         if not since:
             return found.drift(names, None)
-        if self._apart_since is None:  # the checksum that step s finds is what the update of step s - 1 has left
+        if self._differ_since is None:  # the checksum that step s finds is what the update of step s - 1 has left
             agreed = [s for s in self._steps if 0 <= s < min(since)]
-            self._apart_since = min(since) - 1, max(agreed, default=min(since) - 1)
-        return found.drift(names, *self._apart_since)
+            self._differ_since = min(since) - 1, max(agreed, default=min(since) - 1)
+        return found.drift(names, *self._differ_since)
 
     def equal(self) -> None:
         """They are, at the last :meth:`check`."""
-        self._apart_since = None
+        self._differ_since = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# When the replicas are compared, and whether the weights are those of the checkpoint that was loaded.
-#
-# Whether anything is compared depends on the step, on checkpoints, which all ranks write together, and on what all
-# ranks have read: a rank that alone was asked (a resume) asks the others first, with its next observation.
+# When the replicas are compared, and whether the weights are those of the checkpoint that was loaded. Whether anything
+# is compared depends on the step, on checkpoints, which all ranks write together, and on what all ranks have read: a
+# rank that alone was asked (a resume) asks the others first, with its next observation.
 
 
 REMEMBERED = 10
@@ -249,7 +242,7 @@ class ReplicaChecks:
         return due
 
     def capture(self, step: int, scheduled: int) -> Tensor | None:
-        """The replica's checksum where it is to be compared, and memories on the way there.
+        """The replica's checksum where it is to be compared; remember it on the way there.
 
         Args:
             step: the framework's own, by which it is remembered.
@@ -270,18 +263,15 @@ class ReplicaChecks:
         """Whether the replicas were compared and hold different bits."""
         if self._replicas is None or gathered.hashes is None or not on_all(gathered.reduced.replica_seen):
             return False
-        replicas = gathered.hashes[:, 0]
-        apart = bool((replicas != replicas[0]).any())
-        if not apart:
+        differ = bool((gathered.hashes[:, 0] != gathered.hashes[0, 0]).any())
+        if not differ:
             self._replicas.equal()
-        return apart
+        return differ
 
     def localise(self, once: Once) -> Drift | None:
         """The tensors that differ, where :meth:`differ`. A collective."""
         assert self._replicas is not None
         return self._replicas.localise(self._group, once)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def weights(self) -> str | None:
         """Checksum of the weights, for a checkpoint; None where they are not replicated or not compared."""

@@ -3,9 +3,8 @@
     duplicates = Duplicates("tensor-parallel duplicates", ranks=(0, 1), items=[("norm.weight", weight)], every=100)
     event = duplicates.compare(step)         # as each step begins, on each of them; on the first, where they differ
 
-Each data-parallel group is observed by itself. So each rank leaves its checksums on a
-:mod:`ds_silent.distributed.board`, and the first one looks whether all are there, at this call or at a later one.
-Nobody waits.
+Each data-parallel group is observed by itself, so ranks leave their checksums on a
+:mod:`ds_silent.distributed.board`, and the first one looks whether all are there, now or later. No rank waits.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ class Duplicates:
         self._apart, self._first = False, True
 
     def compare(self, step: int) -> Event | None:
-        """Leave this rank's checksums as ``step`` begins, if it is due or the first; what the first rank finds.
+        """Leave this rank's checksums as ``step`` begins, if it is due or the first; return what the first rank finds.
 
-        Of earlier ones too, whose last checksums may come at any step. Waits for the device where it is due. An
-        episode is told once.
+        Earlier checksums may come at any step. Waits for the device where it is due. An episode is told once.
         """
         if self._first or step % self._every == 0:
             self._first = False

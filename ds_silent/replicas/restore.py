@@ -4,10 +4,8 @@
     restore(items, found, group, device)                  # a majority's bits to the ranks outside of it
     still = compare(items, bits, group)                   # only this says that it is repaired
 
-``items`` are names and tensors of one rank's replica, in the same order on every rank. What arrives is checked against
-the checksum that the majority's own had, before it is written: a broadcast that is corrupted under way is repeated,
-never committed; a rank that dies under way leaves every tensor either as it was or right. Only tensors that differ are
-touched.
+What arrives is checked against the checksum that the majority's own had, before it is written: a broadcast that is
+corrupted under way is repeated, never committed; a rank that dies under way leaves every tensor as it was or right.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ def restore(items: Items, found: Comparison, group: dist.ProcessGroup, device: t
     A tensor without such a majority is left alone, and so is one whose bits arrive damaged: ``compare`` tells.
 
     Args:
-        items: of this rank's replica.
+        items: names and tensors of this rank's replica, in the same order on every rank.
         found: what ``compare`` has said of them.
-        group: the ranks.
         device: of the group's buffers; the tensors may lie elsewhere, as step counts do.
 
     Returns:
@@ -49,7 +46,7 @@ def _copy_bits(
     me, size = dist.get_rank(group), tensor.numel() * tensor.element_size()
     wire = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
     if me == healthy[0]:
-        wire.view(torch.uint8)[:size].copy_(_bytes_of(tensor))
+        wire.view(torch.uint8)[:size].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
     dist.broadcast(wire, src=dist.get_global_rank(group, healthy[0]), group=group)
     if me not in healthy:
         arrived = wire.view(torch.uint8)[:size].view(tensor.dtype).view(tensor.shape)
@@ -57,7 +54,3 @@ def _copy_bits(
             with torch.no_grad():
                 tensor.copy_(arrived)
     return wire.numel() * 4
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -5,10 +5,10 @@
     responder.after_update(step, due)    # replicas are compared and made equal
     responder.take(step)                 # what was found and done up to a step, for its record and the events
 
-Every rank calls every method at the same steps, and every decision is taken by all ranks alike: from what was gathered,
-or by a vote, in which a rank whose own examination broke says so, and nobody responds. From the decision on a response
-is irrevocable: what breaks in it ends the training, because ranks might differ. Nothing is called repaired that was
-not compared again afterwards.
+Every rank calls every method at the same steps, and all take every decision alike: from what was gathered, or by a
+vote; where one rank's own examination broke, it says so, and no rank responds. From the decision on a response is
+irrevocable: what breaks in it ends the training, because ranks might differ. Nothing is called repaired that was not
+compared again afterwards.
 
 A fault that is there once is undone without a trace: a reduction is repeated from the local gradients, which are bit
 for bit those of the first attempt, and a replica that drifted in an update gets its bits back before the next forward.
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,40 +41,34 @@ from ds_silent.replicas.average import Averaging, average
 from ds_silent.replicas.compare import Comparison, Drift, compare, gathered
 from ds_silent.replicas.restore import restore
 
+_Note = TypeVar("_Note")
 _Result = TypeVar("_Result")
 _UNKNOWN = 2  # beats every other vote
 SAMPLE = 64  # every so many elements tell the drift, for the next interval of the dynamic averaging
 
 
 class _Notes:
-    """What was found and done, until a record takes it."""
+    """What was found and done, by step, until a record takes it."""
 
     def __init__(self) -> None:
-        self._reductions: list[tuple[int, ReductionCheck]] = []
-        self._comparisons: list[tuple[int, Parts, Drift | None]] = []
-        self._repairs: list[Repair] = []
-
-    def reduction(self, step: int, wrong: ReductionCheck) -> None:
-        self._reductions.append((step, wrong))
-
-    def comparison(self, step: int, groups: Parts, drift: Drift | None) -> None:
-        self._comparisons.append((step, groups, drift))
-
-    def repair(self, repair: Repair) -> None:
-        self._repairs.append(repair)
+        self.reductions: list[tuple[int, ReductionCheck]] = []
+        self.comparisons: list[tuple[int, tuple[Parts, Drift | None]]] = []
+        self.repairs: list[tuple[int, Repair]] = []
 
     def take(self, step: int) -> ResponseLog:
         """Everything up to ``step``, and forget it."""
-        reductions = [seen for at, seen in self._reductions if at <= step]
-        comparisons = [compared for compared in self._comparisons if compared[0] <= step]
-        repairs = tuple(repair for repair in self._repairs if repair.step <= step)
-        self._reductions = [note for note in self._reductions if note[0] > step]
-        self._comparisons = [note for note in self._comparisons if note[0] > step]
-        self._repairs = [repair for repair in self._repairs if repair.step > step]
-        apart = [compared for compared in comparisons if len(compared[1]) > 1]
-        shown = apart[:1] or comparisons[-1:]
-        groups, drift = shown[0][1:] if shown else (None, None)
-        return ResponseLog(reductions[0] if reductions else None, groups, drift, repairs)
+        reductions, comparisons = _up_to(step, self.reductions), _up_to(step, self.comparisons)
+        different = [compared for compared in comparisons if len(compared[0]) > 1]
+        shown = different[:1] or comparisons[-1:]
+        groups, drift = shown[0] if shown else (None, None)
+        return ResponseLog(reductions[0] if reductions else None, groups, drift, tuple(_up_to(step, self.repairs)))
+
+
+def _up_to(step: int, notes: list[tuple[int, _Note]]) -> list[_Note]:
+    """Take what was noted at steps up to this one."""
+    taken = [note for at, note in notes if at <= step]
+    notes[:] = [(at, note) for at, note in notes if at > step]
+    return taken
 
 
 class Responder:
@@ -117,9 +112,7 @@ class Responder:
     def before_update(self, step: int, due: int) -> None:
         """Before the optimizer runs, after the step's observation was posted.
 
-        Args:
-            step: the framework's own.
-            due: the same as all ranks count it, see :mod:`ds_silent.observing.lockstep`.
+        ``step`` is the framework's own, ``due`` the same as all ranks count it (:mod:`ds_silent.observing.lockstep`).
         """
         if self._guard is not None:
             self.stop = self._guard.protect(step, self._notes)
@@ -159,7 +152,7 @@ class _Guard:
         """The reduction is wrong, and every rank knows. ``seen``: by this one; None where its examination broke."""
         named = self._examine(self._exchange.in_full(self._capture.together.once))
         if seen is not None:
-            notes.reduction(step, named or seen)
+            notes.reductions.append((step, named or seen))
         if self._respond.on_aggregation_error == "stop":
             return 'respond.on_aggregation_error "stop"'
         if self._anyone(None if seen is None else seen.changed):
@@ -177,7 +170,8 @@ class _Guard:
                 check = None if again is None else again.check
                 error, bound = (None, None) if check is None else (check.relative_error, check.rounding_bound)
                 seconds = time.perf_counter() - started
-                notes.repair(Repair(step, "retry", right, attempt, sent, seconds, error=error, bound=bound))
+                repair = Repair(step, "retry", right, attempt, sent, seconds, error=error, bound=bound)
+                notes.repairs.append((step, repair))
             if right:
                 return None
         return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
@@ -187,7 +181,7 @@ class _Guard:
         if on_any(arrived.known.status.failed):
             return None
         if arrived.make is None:
-            return ReductionCheck(None, None, None)  # the writing rank examines for all
+            return ReductionCheck()  # the writing rank examines for all
         return self._capture.together.alone(lambda: self._audit.examine(arrived.all))
 
     def _anyone(self, wrong: bool | None) -> bool | None:
@@ -199,20 +193,34 @@ class _Guard:
         return None if highest == _UNKNOWN else bool(highest)
 
 
-class _Keeper(Protocol):
-    """Keeps replicas equal."""
+class _Keeper(ABC):
+    """Keeps replicas equal: compares them after updates, and makes equal what is not."""
 
+    def __init__(self, capture: StepCapture, replica: Callable[[], Replica], interval: int):
+        self._capture, self._replica, self._interval = capture, replica, interval
+        self._bits = Bits()
+        self._last = 0  # step of the last comparison
+
+    @abstractmethod
     def communicates(self, step: int, due: bool) -> bool:
-        """Whether one of the others does something at this step."""
+        """Whether this rank does something with the others at this step."""
 
-    def before_update(self, step: int, notes: _Notes) -> None:
+    def before_update(self, step: int, notes: _Notes) -> None:  # noqa: B027
         """Before the optimizer runs."""
 
+    @abstractmethod
     def after_update(self, step: int, due: bool, notes: _Notes) -> str | None:
         """After it; why the training must stop, or None."""
 
+    def _compare(self, step: int, notes: _Notes) -> tuple[Replica, Comparison]:
+        replica, first, self._last = self._replica(), self._last + 1, step
+        found = compare(replica.items, self._bits, self._capture.group)
+        drift = None if found.equal else found.drift([name for name, _ in replica.items], step, first)
+        notes.comparisons.append((step, (found.groups, drift)))
+        return replica, found
 
-class _Compare:
+
+class _Compare(_Keeper):
     """Every ``interval`` steps: compare, and make equal what is not."""
 
     def __init__(
@@ -223,28 +231,21 @@ class _Compare:
         response: Literal["majority", "mean", "stop"],
         attempts: int,
     ):
-        self._capture, self._replica, self._interval = capture, replica, interval
+        super().__init__(capture, replica, interval)
         self._response, self._attempts = response, attempts
-        self._bits = Bits()
-        self._last = 0  # step of the last comparison
 
     def communicates(self, step: int, due: bool) -> bool:
         return due or step % self._interval == 0
 
-    def before_update(self, step: int, notes: _Notes) -> None:
-        """Nothing to do."""
-
     def after_update(self, step: int, due: bool, notes: _Notes) -> str | None:
-        if not due and step % self._interval:
+        if not self.communicates(step, due):
             return None
-        replica, last, self._last = self._replica(), self._last, step
-        found = compare(replica.items, self._bits, self._capture.group)
-        notes.comparison(step, found.groups, None if found.equal else _drift(replica, found, last + 1, step))
+        replica, found = self._compare(step, notes)
         if found.equal:
             return None
         if self._response == "stop":
             return 'respond.on_replica_drift "stop"'
-        notes.repair(self._repair(replica, found, step, self._response))
+        notes.repairs.append((step, self._repair(replica, found, step, self._response)))
         return None
 
     def _repair(self, replica: Replica, found: Comparison, step: int, response: Literal["majority", "mean"]) -> Repair:
@@ -264,7 +265,7 @@ class _Compare:
         return _repair_of(step, response, replica, found, still, attempts, sent, started)
 
 
-class _Dynamic:
+class _Dynamic(_Keeper):
     """PAFT-Dyn (openreview cPZepCZlFW): the averaging of step t runs beside the forward and backward of step t + 1.
 
     What differs is copied after the update of step t and averaged while the next gradient is computed; before that is
@@ -275,8 +276,8 @@ class _Dynamic:
     """
 
     def __init__(self, capture: StepCapture, replica: Callable[[], Replica], interval: int):
-        self._capture, self._replica, self._interval = capture, replica, interval
-        self._bits, self._next, self._last = Bits(), 1, 0  # the first update tells when the next is to be compared
+        super().__init__(capture, replica, interval)
+        self._next = 1  # the first update says when the next is to be compared
         self._under_way: tuple[int, float, Replica, Comparison, Averaging] | None = None
 
     def communicates(self, step: int, due: bool) -> bool:
@@ -285,9 +286,7 @@ class _Dynamic:
     def after_update(self, step: int, due: bool, notes: _Notes) -> str | None:
         if not due and step < self._next:
             return None
-        replica, last, self._last = self._replica(), self._last, step
-        found = compare(replica.items, self._bits, self._capture.group)
-        notes.comparison(step, found.groups, None if found.equal else _drift(replica, found, last + 1, step))
+        replica, found = self._compare(step, notes)
         self._next = step + self._interval
         if found.apart:
             started = time.perf_counter()
@@ -307,7 +306,8 @@ class _Dynamic:
         replica.write_back()
         still = compare(replica.items, self._bits, self._capture.group)
         sent = averaging.bytes * (repeated + 1)
-        notes.repair(_repair_of(step, "dynamic", replica, found, still, repeated + 1, sent, started, interval))
+        repair = _repair_of(step, "dynamic", replica, found, still, repeated + 1, sent, started, interval)
+        notes.repairs.append((step, repair))
 
     def _next_interval(self, averaging: Averaging) -> int:
         """Every rank gets every rank's numbers and computes the same."""
@@ -322,10 +322,6 @@ class _Dynamic:
 def _replica_of(framework: object, optimizer_state: bool, buffers: bool) -> Replica:
     assert isinstance(framework, HasReplica)  # others are refused
     return framework.replica(optimizer_state, buffers)
-
-
-def _drift(replica: Replica, found: Comparison, first: int, step: int) -> Drift:
-    return found.drift([name for name, _ in replica.items], step, first)
 
 
 def _repair_of(

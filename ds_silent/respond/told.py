@@ -40,10 +40,10 @@ def repair_event(repair: Repair, world_size: int) -> Event:
 def _done(repair: Repair, times: str, where: str, world_size: int) -> str:
     step = repair.step
     if repair.method == "retry":
-        told = f"The reduction of step {step} was repeated {times} and is right now, before the optimizer used it"
+        again = f"The reduction of step {step} was repeated {times} and is right now, before the optimizer used it"
         if repair.error is None or repair.bound is None:
-            return f"{told}."
-        return f"{told}: the error is {repair.error:.2g} of what it should be, rounding explains {repair.bound:.2g}."
+            return f"{again}."
+        return f"{again}: the error is {repair.error:.2g} of what it should be, rounding explains {repair.bound:.2g}."
     if repair.method == "majority":
         whose = named(repair.ranks, world_size)
         return f"After step {step} {whose} got the bits of the other ranks in {where}; all replicas are equal again."

@@ -34,11 +34,7 @@ _SETTINGS = ("config-mismatch", "seed-mismatch", "update-mismatch")
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at, or was not.
-
-    Attributes:
-        why: a figure of what passed, the first finding, or why nothing was observed: stage, option, number of ranks.
-    """
+    """One thing that was looked at, or was not; ``why``: a figure, the first finding, or why nothing was observed."""
 
     name: str
     state: State
@@ -81,50 +77,49 @@ def _check(run: RunRecords, name: str, groups: Iterable[EventGroup], kinds: tupl
     return Check(name, "not observed" if unobserved else "passed", unobserved or figure)
 
 
-def _option(run: RunRecords, *keys: str) -> Any:
-    """Return a value of the block, as run.json has it."""
-    return of(run.facts, "block", *keys)
+def _looked(run: RunRecords, *reasons: tuple[bool, str], figure: str = "") -> _Looked:
+    """Return the first reason that holds why nothing was observed, that no step was measured among them last."""
+    steps = len(run.steps)
+    every = (*reasons, (not steps, "no step was measured"))
+    return next((why for holds, why in every if holds), ""), figure or f"{steps:,} steps"
 
 
-def _measured(run: RunRecords) -> _Looked:
-    return "" if len(run.steps) else "no step was measured", f"{len(run.steps):,} steps"
+def _is(run: RunRecords, value: Any, *keys: str) -> tuple[bool, str]:
+    """Return whether a value of the block is this one, as run.json has it; and the sentence."""
+    given = of(run.facts, "block", *keys)
+    return type(given) is type(value) and given == value, f"{'.'.join(keys)} is {str(value).lower()}"
 
 
 def _judged(run: RunRecords) -> _Looked:
-    disabled = _option(run, "detectors", "enabled") is False
-    return ("detectors.enabled is false", "") if disabled else _measured(run)
+    return _looked(run, _is(run, False, "detectors", "enabled"))
 
 
 def _preflight(run: RunRecords) -> _Looked:
     if not run.preflight:
-        return "preflight is false" if _option(run, "preflight") is False else "no preflight.json", ""
+        switched_off, why = _is(run, False, "preflight")
+        return why if switched_off else "no preflight.json", ""
     items = run.preflight.get("items")
     return "", f"{len(items):,} items" if isinstance(items, list) else "no items"
 
 
 def _rows(run: RunRecords) -> _Looked:
-    unobserved, figure = _measured(run)
-    if _option(run, "coverage") is False:
-        return "coverage is false", ""
-    if not unobserved and not (run.steps.any("duplicates") or run.steps.any("repeated")):
-        unobserved = "no row ids were seen"
-    seen, sampled = run.steps.last("seen"), run.steps.last("sampled")
-    if seen is not None:
-        figure = f"{min(seen, 1):.0%} of the epoch seen"
+    steps, figure = run.steps, ""
+    share, sampled = steps.last("seen"), steps.last("sampled")
+    if share is not None:
+        figure = f"{min(share, 1):.0%} of the epoch seen"
     if sampled and 0 < sampled < 1:
-        figure += f"; 1 row in {1 / sampled:.0f} is followed"
-    return unobserved, figure
+        figure = f"{figure or f'{len(steps):,} steps'}; 1 row in {1 / sampled:.0f} is followed"
+    unknown = len(steps) > 0 and not (steps.any("duplicates") or steps.any("repeated"))
+    return _looked(run, _is(run, False, "coverage"), (unknown, "no row ids were seen"), figure=figure)
 
 
 def _ranks_alike(run: RunRecords) -> _Looked:
-    unobserved, figure = _judged(run)
     missing = [metric for metric in METRICS if not run.steps.any(f"{metric} low")]
-    if unobserved:
-        return unobserved, ""
-    if run.world_size == 1:
-        return "one rank has nobody to be compared with", ""
-    if len(missing) == len(METRICS):
-        return "no rank's loss, norm or direction was measured", ""
+    none = len(missing) == len(METRICS)
+    unobserved, figure = _judged(run)
+    if unobserved or run.world_size == 1 or none:
+        alone = "one rank has nobody to be compared with" if run.world_size == 1 else ""
+        return unobserved or alone or "no rank's loss, norm or direction was measured", ""
     nearest = _nearest(run, "outlier")
     if nearest is not None:
         figure = f"at most {_percent(nearest)} of an alarm"
@@ -137,9 +132,9 @@ def _nearest(run: RunRecords, detector: str, where: str = "") -> float | None:
     """Return the largest score over its threshold; ``where``: only of numbers whose name begins so."""
     curves = run.scores.curves.items()
     shares = [curve.shares() for (one, at), curve in curves if one == detector and at.startswith(where)]
-    known = np.concatenate([*shares, np.zeros(0)])
-    known = known[np.isfinite(known)]
-    return float(known.max()) if len(known) else None
+    finite = np.concatenate([*shares, np.zeros(0)])
+    finite = finite[np.isfinite(finite)]
+    return float(finite.max()) if len(finite) else None
 
 
 def _percent(share: float) -> str:
@@ -149,25 +144,18 @@ def _percent(share: float) -> str:
 
 
 def _reduction(run: RunRecords) -> _Looked:
-    unobserved, figure = _measured(run)
-    if _option(run, "integrity", "aggregation") is False:
-        return "integrity.aggregation is false", ""
-    if _option(run, "direction", "method") == "off":
-        return "direction.method is off", ""
-    if not unobserved and not run.steps.any("integrity error"):
-        unobserved = "the aggregated gradient was never seen"
-    error, bound = run.steps["integrity error"], run.steps["integrity bound"]
+    error, bound, figure = run.steps["integrity error"], run.steps["integrity bound"], ""
     ok = np.isfinite(error) & np.isfinite(bound) & (bound > 0)
     if ok.any():
         with np.errstate(over="ignore"):
             figure = f"error at most {_percent(float((error[ok] / bound[ok]).max()))} of its bound"
-    return unobserved, figure
+    off = (_is(run, False, "integrity", "aggregation"), _is(run, "off", "direction", "method"))
+    unknown = len(run.steps) > 0 and not run.steps.any("integrity error")
+    return _looked(run, *off, (unknown, "the aggregated gradient was never seen"), figure=figure)
 
 
 def _applied_gradient(run: RunRecords) -> _Looked:
-    unobserved, figure = _measured(run)
-    if _option(run, "integrity", "aggregation") is False:
-        return "integrity.aggregation is false", ""
+    unobserved, figure = _looked(run, _is(run, False, "integrity", "aggregation"))
     if unobserved:
         return unobserved, ""
     if any(detector == "rounding" and APPLIED in where for detector, where in run.scores.curves):
@@ -181,14 +169,13 @@ def _applied_gradient(run: RunRecords) -> _Looked:
 def _replicas(run: RunRecords) -> _Looked:
     if count := len(run.steps.replica_checks):
         return "", f"equal bits, {count:,} comparison{'s' * (count != 1)}"
-    interval = whole(_option(run, "integrity", "replica_interval"))
-    if whole(of(run.facts, "training", "ZeRO stage"), 9) == 3:
-        return "ZeRO stage 3 has no replicas", ""
-    if of(run.facts, "observed", "replicas") is False:
-        return "no parameter is held whole by every rank", ""
-    if interval == 0:
-        return "integrity.replica_interval is 0", ""
+    interval = whole(of(run.facts, "block", "integrity", "replica_interval"))
     last = int(run.steps.step[-1]) if len(run.steps) else 0
-    if interval is not None and last < interval:
-        return f"compared every {interval:,} steps, and step {last:,} is the last", ""
-    return "they were never compared", ""
+    reasons = (
+        (whole(of(run.facts, "training", "ZeRO stage"), 9) == 3, "ZeRO stage 3 has no replicas"),
+        (of(run.facts, "observed", "replicas") is False, "no parameter is held whole by every rank"),
+        (interval == 0, "integrity.replica_interval is 0"),
+        (last < (interval or 0), f"compared every {interval or 0:,} steps, and step {last:,} is the last"),
+        (True, "they were never compared"),
+    )
+    return _looked(run, *reasons)

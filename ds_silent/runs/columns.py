@@ -31,10 +31,7 @@ _AT = {name: index for index, name in enumerate(NAMES)}
 class StepTable:
     """One row per measured step, by step; a step that is written again retires the rows from it on.
 
-    Attributes:
-        replica_checks: steps at which the replicas were compared, and how many groups of equal bits they formed.
-        spread: of each rank from the others.
-        newest: the line that was added last.
+    ``replica_checks``: by step, how many groups of equal bits the replicas formed; ``newest``: the line added last.
     """
 
     def __init__(self) -> None:
@@ -55,26 +52,18 @@ class StepTable:
             return False
         self.newest, step = found, found.step
         if self._step and step <= self._step[-1]:
-            self._retire(step)
+            _retire(self._step, step, self._world, self._absent, *self._values)
+            self.replica_checks = {at: groups for at, groups in self.replica_checks.items() if at < step}
         self._step.append(step)
         self._world.append(found.world_size)
-        absent = 0
-        for index, name in enumerate(NAMES):
-            value = found.values[name]
-            self._values[index].append(math.nan if value is None else value)
-            absent |= (value is None) << index
-        self._absent.append(absent)
+        values = [found.values[name] for name in NAMES]
+        for column, value in zip(self._values, values, strict=True):
+            column.append(math.nan if value is None else value)
+        self._absent.append(sum(1 << at for at, value in enumerate(values) if value is None))
         if found.replica_groups is not None and len(self.replica_checks) < 1 << 20:
             self.replica_checks[step] = found.replica_groups
         self.spread.add(step, *(found.ranks[one].each if one in found.ranks else None for one in METRICS))
         return True
-
-    def _retire(self, step: int) -> None:
-        kept = bisect.bisect_left(self._step, step)
-        columns: list[array[Any]] = [self._step, self._world, self._absent, *self._values]
-        for column in columns:
-            del column[kept:]
-        self.replica_checks = {at: groups for at, groups in self.replica_checks.items() if at < step}
 
     @property
     def step(self) -> npt.NDArray[np.int64]:
@@ -108,6 +97,13 @@ class StepTable:
         return next(iter(self.recent(name, 1)), None)
 
 
+def _retire(steps: array[int], step: int, *columns: array[Any]) -> None:
+    """Delete the rows of this step and of later ones."""
+    kept = bisect.bisect_left(steps, step)
+    for column in (steps, *columns):
+        del column[kept:]
+
+
 @dataclass
 class ScoreCurve:
     """The scores of one detector, or of one of the numbers that it judges."""
@@ -125,11 +121,7 @@ class ScoreCurve:
 
 
 class ScoreTable:
-    """The scores of all detectors.
-
-    Attributes:
-        curves: by detector and by what was judged ("" where the detector has one number).
-    """
+    """The scores of all detectors: by detector and by what was judged ("" where the detector has one number)."""
 
     def __init__(self) -> None:
         self.curves: dict[tuple[str, str], ScoreCurve] = {}
@@ -140,11 +132,8 @@ class ScoreTable:
         step, scores = whole(line.get("step")), line.get("scores")
         if step is None or type(scores) is not list:
             return False
-        if step <= self._last:
-            for curve in self.curves.values():
-                kept = bisect.bisect_left(curve.step, step)
-                for held in (curve.step, curve.score, curve.threshold, curve.rank):
-                    del held[kept:]
+        for curve in self.curves.values() if step <= self._last else ():
+            _retire(curve.step, step, curve.score, curve.threshold, curve.rank)
         self._last = step
         for one in scores[: 4 * MOST_CURVES]:
             if type(one) is dict:
@@ -152,13 +141,12 @@ class ScoreTable:
         return True
 
     def _one(self, step: int, one: dict[str, Any]) -> None:
-        score, threshold = number(one.get("score")), number(one.get("threshold"))
+        score, threshold, rank = number(one.get("score")), number(one.get("threshold")), whole(one.get("rank"), 1 << 20)
         detector, where = one.get("detector"), one.get("where")
         key = _names(detector if isinstance(detector, str) else "", where if isinstance(where, str) else "")
         if score is None or threshold is None or (key not in self.curves and len(self.curves) >= MOST_CURVES):
             return
         curve = self.curves.setdefault(key, ScoreCurve())
-        rank = whole(one.get("rank"), 1 << 20)
         curve.step.append(step)
         curve.score.append(score)
         curve.threshold.append(threshold)

@@ -74,17 +74,14 @@ class EventGroup:
 
     @property
     def first(self) -> int:
-        """The step of the first event."""
         return self.steps[0]
 
     @property
     def last(self) -> int:
-        """The step of the newest event."""
         return self.steps[-1]
 
     @property
     def count(self) -> int:
-        """The number of events."""
         return len(self.steps)
 
     @property
@@ -111,8 +108,7 @@ class EventGroup:
     def goes_on_as(self, other: EventGroup, world_size: int) -> bool:
         """Return whether the fault goes on as ``other`` although its end was reported.
 
-        ``other`` is open, and follows from it or began before that end on the same ranks. A group that names all
-        ranks, or none, may be about any rank.
+        ``other`` is open, and follows from it or began before that end on the same ranks; no rank named may be any.
         """
         if other is self or other.ended or other.kind in _AFTERWARDS:
             return False
@@ -122,6 +118,11 @@ class EventGroup:
         ours, theirs = (set() if 0 < world_size <= one.ranks_total else {*one.ranks} for one in (self, other))
         same = not (ours and theirs) or bool(ours & theirs)
         return same and other.severity != "info" and self.since <= other.since <= self.last
+
+    def has(self, step: int) -> bool:
+        """Return whether it has an event at this step."""
+        at = bisect.bisect_left(self.steps, step)
+        return at < len(self.steps) and self.steps[at] == step
 
     def describe(self, line: Mapping[str, Any], message: str) -> None:
         """Take over what this event says of the fault."""
@@ -144,12 +145,9 @@ class EventGroup:
 
 
 class EventLog:
-    """All events of a run.
+    """All events of a run; those that a resumed run reports again count once.
 
-    Attributes:
-        counts: by severity.
-        findings: likewise, without reminders and ends of what was reported before.
-        recent: the newest last; an event that a resumed run reports again stands there once.
+    ``counts``: by severity; ``findings``: likewise, without reminders and ends; ``recent``: the newest last.
     """
 
     def __init__(self) -> None:
@@ -173,7 +171,10 @@ class EventLog:
         message, where, named = text(line.get("message")), text(line.get("where"), 500), ranks(line.get("ranks"))
         total = whole(line.get("ranks_total")) or len(named)
         who = f"{total:,} ranks" if total > SHOWN_RANKS else ranks_of(named) if named else ""
-        self._list(EventLine(step, text(line.get("severity"), 10), kind, who, message, text(line.get("remedy"))))
+        listed = EventLine(step, text(line.get("severity"), 10), kind, who, message, text(line.get("remedy")))
+        if step > self._latest or listed not in self.recent:
+            self.recent.append(listed)
+        self._latest = max(self._latest, step)
         still, ended, follows = message.startswith(STILL), message.startswith(ENDED), message.startswith(_FOLLOWS)
         key: Any = (kind, where, named, total, follows)
         effect = (*key[:-1], True)
@@ -183,7 +184,7 @@ class EventLog:
         if folded:
             key, named, total, where = (kind, severity), (), 0, "several"
         group = self._groups.get(key)
-        if group is not None and not group.folded and _holds(group.steps, step):
+        if group is not None and not group.folded and group.has(step):
             return True
         self.counts[severity] += 1
         self.findings[severity] += not (ended or (still and group is not None))
@@ -197,11 +198,6 @@ class EventLog:
         group.folded += folded
         group.take(step, message)
         return True
-
-    def _list(self, event: EventLine) -> None:
-        if event.step > self._latest or event not in self.recent:
-            self.recent.append(event)
-        self._latest = max(self._latest, event.step)
 
     def groups(self) -> list[EventGroup]:
         """Return the faults: worst first, then what does not follow from another, then earliest."""
@@ -224,8 +220,3 @@ def places(value: Any) -> tuple[RankPlace, ...]:
             device = str(local) if local is not None else text(of(one, "device"), 64).partition(":")[2]
             found.append(RankPlace(rank, host, f"{host}:{device}" if device else host))
     return tuple(found)
-
-
-def _holds(steps: array[int], step: int) -> bool:
-    at = bisect.bisect_left(steps, step)
-    return at < len(steps) and steps[at] == step

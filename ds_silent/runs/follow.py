@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ds_silent.sinks.jsonl import LONGEST_LINE, parsed_line
 
@@ -30,8 +30,7 @@ class News:
 class Follower:
     """Reads one file, at most 8 MiB of whole lines a call; a torn last line waits for its end.
 
-    Attributes:
-        problem: why the file cannot be read, in a few words; None where it can, or is not there.
+    ``problem``: why the file cannot be read, in a few words; None where it can, or is not there.
     """
 
     def __init__(self, path: Path, keys: tuple[str, ...]):
@@ -61,12 +60,14 @@ class Follower:
                 line = file.read(LONGEST_LINE)
         except OSError:
             return News([])
-        if not line.strip():
-            return News([])
-        value = None if b"\n" in line else parsed_line(line, self._keys)
-        return News([] if value is None else [value], broken=int(value is None))
+        return self._news([b"" if b"\n" in line else line] if line.strip() else [])
 
-    def _read(self, file: Any) -> News:
+    def _news(self, lines: list[bytes], restarted: bool = False, more: bool = False) -> News:
+        found = [parsed_line(line, self._keys) for line in lines]
+        objects = [one for one in found if one is not None]
+        return News(objects, restarted, len(found) - len(objects), more)
+
+    def _read(self, file: BinaryIO) -> News:
         status = os.fstat(file.fileno())
         same = (status.st_dev, status.st_ino) == self._file and status.st_size >= self._place
         if same and self._place:
@@ -76,24 +77,18 @@ class Follower:
         self._file = (status.st_dev, status.st_ino)
         file.seek(self._place)
         data = file.read(_AT_ONCE)
-        end = data.rfind(b"\n") + 1
-        if not end:
-            return self._long(data, restarted, status.st_size)
-        self._advance(data[:end])
+        end, full = data.rfind(b"\n") + 1, len(data) == _AT_ONCE
+        if not end and not full:  # its end is still to come
+            return News([], restarted)
+        self._advance(data[:end] if end else data)
+        more = full and self._place < status.st_size
+        if not end:  # the line is too long to be ours
+            broken, self._skipping = int(not self._skipping), True
+            return News([], restarted, broken, more)
         lines = data[:end].split(b"\n")
         if self._skipping:
             lines, self._skipping = lines[1:], False
-        found = [parsed_line(line, self._keys) for line in lines if line.strip()]
-        known = [one for one in found if one is not None]
-        return News(known, restarted, len(found) - len(known), self._place < status.st_size and len(data) == _AT_ONCE)
-
-    def _long(self, data: bytes, restarted: bool, size: int) -> News:
-        """Handle data without an end of line: it is still to come, or the line is too long to be ours."""
-        if len(data) < _AT_ONCE:
-            return News([], restarted)
-        broken, self._skipping = int(not self._skipping), True
-        self._advance(data)
-        return News([], restarted, broken, self._place < size)
+        return self._news([line for line in lines if line.strip()], restarted, more)
 
     def _advance(self, data: bytes) -> None:
         self._place += len(data)

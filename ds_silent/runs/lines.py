@@ -22,8 +22,8 @@ _MOST_BY_RANK = 4096  # our own lines name 64 at most
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Metric = Literal["loss", "norm", "cosine"]
-METRICS: Mapping[Metric, str] = {"loss": "loss", "norm": "grad_norm", "cosine": "direction"}
-"""What each rank has one value of, and its key in a line of metrics.jsonl."""
+METRICS: Mapping[Metric, metrics.RankMetric] = {one.column: one for one in metrics.RANK_METRICS}  # type: ignore[misc]
+"""What each rank has one value of."""
 COLUMNS = {metric.column: tuple(metric.path.split(".")) for metric in metrics.METRICS if metric.column}
 """Name, and its place in a line of metrics.jsonl."""
 _OVER_RANKS = ("low", "high", "median", "spread")
@@ -63,9 +63,7 @@ def ranks(value: Any) -> tuple[int, ...]:
 def of(value: Any, *keys: str) -> Any:
     """Return what stands under these keys, one inside the other; None where there is no such thing."""
     for key in keys:
-        if type(value) is not dict:
-            return None
-        value = value.get(key)
+        value = value.get(key) if type(value) is dict else None
     return value
 
 
@@ -73,32 +71,27 @@ def numbers(value: Any) -> list[float] | None:
     """Return a list of numbers, NaN where an entry is not one; None for an empty list or anything else."""
     if type(value) is not list or not 0 < len(value) <= MOST_RANKS:
         return None
-    return [math.nan if (known := number(one)) is None else known for one in value]
+    return [math.nan if (found := number(one)) is None else found for one in value]
 
 
 @dataclass(frozen=True)
 class RankValues:
-    """One metric of one step: of each rank, or of many ranks their quantiles and the most extreme ones.
+    """One metric of one step: of each rank, or of many ranks their quartiles and the most extreme ones.
 
-    Attributes:
-        quantiles: lowest, first quartile, median, third quartile and highest.
-        extremes: as they stand in the line, by rank.
+    ``quantiles``: lowest, three quartiles and highest; ``extremes``: as they stand in the line, by rank.
     """
 
     each: list[float] | None
-    quantiles: tuple[float, float, float, float, float] | None
+    quantiles: tuple[float, ...] | None
     extremes: Any
 
     def by_rank(self) -> dict[int, float]:
         """Return the values by rank; of many ranks those that were written."""
         if self.each is not None:
             return dict(enumerate(self.each[:_MOST_BY_RANK]))
-        found = {}
-        for key, value in list(self.extremes.items())[:_MOST_BY_RANK] if type(self.extremes) is dict else ():
-            known = number(value)
-            if key.isascii() and key.isdigit() and len(key) < 10 and known is not None:
-                found[int(key)] = known
-        return found
+        entries = list(self.extremes.items())[:_MOST_BY_RANK] if type(self.extremes) is dict else ()
+        ours = ((key, number(value)) for key, value in entries if key.isascii() and key.isdigit() and len(key) < 10)
+        return {int(key): value for key, value in ours if value is not None}
 
     def over_ranks(self) -> tuple[float, float, float, float] | None:
         """Return lowest, highest, median and spread of the finite values; None where there are none.
@@ -115,27 +108,26 @@ class RankValues:
         count = len(values)
         if not count:
             return None
-        median = (values[(count - 1) // 2] + values[count // 2]) / 2
+        median = _middle(values)
         if count >= 8:
             spread = (values[-(-3 * (count - 1) // 4)] - values[(count - 1) // 4]) / _QUARTILES
         elif count >= 4:
-            off = sorted(abs(value - median) for value in values)
-            spread = (off[(count - 1) // 2] + off[count // 2]) / 2 * _DEVIATION
+            spread = _middle(sorted(abs(value - median) for value in values)) * _DEVIATION
         else:
             mean = sum(value / count for value in values)
             spread = math.hypot(*(value - mean for value in values)) / math.sqrt(count)
         return values[0], values[-1], median, spread
 
 
+def _middle(ordered: list[float]) -> float:
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
 @dataclass(frozen=True)
 class StepLine:
-    """A line of metrics.jsonl.
+    """A line of metrics.jsonl; ``world_size`` is 0 where it was not written, a number None where it was not measured.
 
-    Attributes:
-        world_size: 0 where it was not written.
-        values: by :data:`NAMES`; None where not measured.
-        ranks: of the metrics that were measured by rank.
-        replica_groups: how many groups of equal bits the replicas form; None where they were not compared.
+    ``values``: by :data:`NAMES`; ``replica_groups``: how many groups of equal bits; None where they were not compared.
     """
 
     step: int
@@ -152,23 +144,15 @@ def read_step(line: dict[str, Any]) -> StepLine | None:
         return None
     found: dict[Metric, RankValues] = {}
     values = {name: number(of(line, *path)) for name, path in COLUMNS.items()}
-    for metric, key in METRICS.items():
-        over_ranks = None
-        held = line.get(key)
-        if type(held) is dict:
-            found[metric] = RankValues(numbers(held.get("per_rank")), _quantiles(held), held.get("extremes"))
+    for metric, one in METRICS.items():
+        over_ranks, stats = None, line.get(one.path.split(".")[0])
+        if type(stats) is dict:
+            five = [number(of(stats, "quantiles", name)) for name in ("min", "q25", "median", "q75", "max")]
+            whole_five = tuple(part for part in five if part is not None)
+            quantiles = whole_five if len(whole_five) == len(five) else None
+            found[metric] = RankValues(numbers(stats.get("per_rank")), quantiles, stats.get("extremes"))
             over_ranks = found[metric].over_ranks()
-        for what, value in zip(_OVER_RANKS, over_ranks or (None,) * len(_OVER_RANKS), strict=True):
-            values[f"{metric} {what}"] = value
+        values |= zip((f"{metric} {what}" for what in _OVER_RANKS), over_ranks or (None,) * 4, strict=True)
     groups = of(line, "integrity", "replica_groups")
     count = len(groups) if type(groups) is list else whole(of(line, "integrity", "replica_group_count"), MOST_RANKS)
     return StepLine(step, whole(line.get("world_size"), MOST_RANKS) or 0, values, found, count)
-
-
-def _quantiles(held: dict[str, Any]) -> tuple[float, float, float, float, float] | None:
-    low, q25, median, q75, high = (
-        number(of(held, "quantiles", name)) for name in ("min", "q25", "median", "q75", "max")
-    )
-    if low is None or q25 is None or median is None or q75 is None or high is None:
-        return None
-    return low, q25, median, q75, high

@@ -7,6 +7,7 @@ run.problems                       # what could not be read, a sentence each
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -36,7 +37,7 @@ LINES: dict[str, tuple[str, Callable[[], Any], tuple[str, ...]]] = {
 """The files of lines: the attribute of a run that takes their lines, its type, and the keys of every line."""
 OBJECTS = ("run.json", "ranks.json", "preflight.json")
 Listen = Callable[[str, dict[str, Any] | None], None]
-_NAMED_RANKS = 4
+_NAMED_RANKS, _MOST_RUNS = 4, 64
 SILENT_SECONDS = 3600.0
 """Time without a record after which a run on another host may have ended."""
 _LARGEST_OBJECT = 1 << 26
@@ -48,14 +49,10 @@ class ReadingError(ValueError):
 
 @dataclass
 class RunRecords:
-    """The records of one run.
+    """The records of one run; ``places`` are by rank, ``skipped``, ``newer`` and ``versions`` by file.
 
     Attributes:
-        facts: of ``run.json``; {} where there is none.
-        places: by rank.
-        skipped: lines that are torn or foreign, by file.
-        newer: lines of a newer version, by file and version.
-        versions: of the files that are one object.
+        skipped: lines that are torn or foreign; ``newer``: of a newer version, by file and version.
         unreadable: why a file cannot be read; None where it can.
         lost: the end of the run is not recorded: its process is gone, or nothing was written for long.
     """
@@ -77,23 +74,20 @@ class RunRecords:
 
     @property
     def name(self) -> str:
-        """The directory, as it is shown."""
         return text(os.fspath(self.directory), 200) or "run"
 
     @property
     def world_size(self) -> int:
         """The number of ranks as of the newest record; 0 where it is not known."""
-        others = (whole(of(held, "world_size"), MOST_RANKS) for held in (self.facts, self.preflight))
+        others = (whole(of(one, "world_size"), MOST_RANKS) for one in (self.facts, self.preflight))
         return self.steps.world_size or next(filter(None, others), len(self.places))
 
     @property
     def spread(self) -> RankSpread:
-        """Each rank's distance from the others."""
         return self.steps.spread
 
     @property
     def hosts(self) -> list[str]:
-        """The names of all hosts, each once."""
         return sorted({place.host for place in self.places.values()})
 
     @property
@@ -128,7 +122,6 @@ class RunRecords:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is known of it."""
         return not (len(self.steps) or len(self.events) or self.preflight or self.facts)
 
     def who(self, group: EventGroup) -> str:
@@ -138,8 +131,8 @@ class RunRecords:
         total, world = group.total, self.world_size
         if world and total >= world > 1:
             return f"All {world:,} ranks" if world > 2 else "Both ranks"
-        known = self.places | {place.rank: place for place in reversed(group.places)}
-        each = [f"{rank} ({known[rank].spot})" if rank in known else str(rank) for rank in group.ranks[:_NAMED_RANKS]]
+        spots = self.places | {place.rank: place for place in reversed(group.places)}
+        each = [f"{rank} ({spots[rank].spot})" if rank in spots else str(rank) for rank in group.ranks[:_NAMED_RANKS]]
         more = f" and {total - len(each):,} more" if total > len(each) else ""
         return f"Rank{'s' * (total > 1)} {', '.join(each)}{more}"
 
@@ -147,16 +140,14 @@ class RunRecords:
 class RunReader:
     """Reads a run as it grows. Raises nothing: what cannot be read is in ``run.problems``.
 
-    Args:
-        names: the files of lines to read.
-        listen: called with a file's name and each line after it was added; with None where the file begins anew.
+    ``listen`` is called with a file's name and each line after it was added; with None where the file begins anew.
     """
 
     def __init__(self, directory: str | Path, names: Iterable[str] = tuple(LINES), listen: Listen | None = None):
         self.run = RunRecords(Path(directory))
         self._followers = {name: Follower(self.run.directory / name, LINES[name][2]) for name in names}
         self._listen = listen
-        self._seen: dict[str, tuple[int, ...]] = {}
+        self._stamps: dict[str, tuple[int, ...]] = {}
 
     def poll(self) -> bool:
         """Read what is new, at most 8 MiB of each file; return whether there was anything."""
@@ -226,71 +217,57 @@ class RunReader:
                 stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             except OSError:
                 continue
-            if self._seen.get(name) == stamp:
+            if self._stamps.get(name) == stamp:
                 continue
-            self._seen[name], changed = stamp, True
-            held, self.run.unreadable[name] = _object(path, status.st_size)
-            self.run.versions[name] = whole(held.get("version")) or FORMAT
+            self._stamps[name], changed = stamp, True
+            found, self.run.unreadable[name] = _object(path, status.st_size)
+            self.run.versions[name] = whole(found.get("version")) or FORMAT
             if name == "run.json":
-                self.run.facts = held
+                self.run.facts = found
             elif name == "preflight.json":
-                self.run.preflight = held
+                self.run.preflight = found
             else:
-                self.run.places = {place.rank: place for place in places(held.get("ranks"))}
+                self.run.places = {place.rank: place for place in places(found.get("ranks"))}
         return changed
 
     def _per_rank(self) -> None:
         path = self.run.directory / "per_rank.bin"
         if not path.is_file():
             return
-        last = -1
         try:
             for step in read_per_rank(path):
-                if step.step > last:
-                    self.run.spread.add(step.step, step.loss, step.grad_norm, step.cosine)
-                last = step.step
+                self.run.spread.add(step.step, step.loss, step.grad_norm, step.cosine)
         except (PerRankError, OSError, ValueError, OverflowError, MemoryError) as error:
             self.run.unreadable["per_rank.bin"] = text(str(error), 300) or type(error).__name__
 
 
 def read_run(directory: str | Path) -> RunRecords:
-    """Read everything that a run's directory holds.
-
-    Raises:
-        ReadingError: it is not a directory.
-    """
-    path = Path(directory)
-    try:
-        is_there = path.is_dir()
-    except (OSError, ValueError):
-        is_there = False
-    if not is_there:
-        raise _no_directory(directory)
-    return RunReader(path).finish()
+    """Read everything that a run's directory holds; ReadingError where it is not a directory."""
+    with contextlib.suppress(OSError, ValueError):
+        if Path(directory).is_dir():
+            return RunReader(directory).finish()
+    raise _no_directory(directory)
 
 
-def find_runs(directory: str | Path, most: int = 64) -> list[Path]:
+def find_runs(directory: str | Path) -> list[Path]:
     """Return the directories of runs in it, itself first: several engines or stages, runs one after another.
 
     Raises:
         ReadingError: it is not a directory, or there are no records in it.
     """
-    path = Path(directory)
+    path, shown, found = Path(directory), ascii(os.fspath(directory)), []
     try:
-        if not path.is_dir():
-            raise _no_directory(directory)
-        below = [path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))]
+        is_there = path.is_dir()
+        below = [path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))] if is_there else []
         names = (*LINES, "per_rank.bin", "preflight.json", "run.json")
         found = [one for one in below if any((one / name).is_file() for name in names)]
-    except ReadingError:
-        raise
     except (OSError, ValueError) as error:
-        raise ReadingError(f"{os.fspath(directory)!a} cannot be read ({error}); give the output_dir of a run") from None
+        raise ReadingError(f"{shown} cannot be read ({error}); give the output_dir of a run") from None
+    if not is_there:
+        raise _no_directory(directory)
     if not found:
-        raise ReadingError(
-            f"{os.fspath(directory)!a} holds no records of ds_silent; give the output_dir of a run that has begun"
-        )
-    return found[:most]
+        raise ReadingError(f"{shown} holds no records of ds_silent; give the output_dir of a run that has begun")
+    return found[:_MOST_RUNS]
 
 
 def _no_directory(directory: str | Path) -> ReadingError:
@@ -302,9 +279,9 @@ def _object(path: Path, size: int) -> tuple[dict[str, Any], str | None]:
     if size > _LARGEST_OBJECT:
         return {}, f"it is larger than {_LARGEST_OBJECT >> 20} MiB"
     try:
-        held = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
         return {}, error.strerror or type(error).__name__
     except (ValueError, RecursionError):
         return {}, "it is no JSON, or torn"
-    return (held, None) if isinstance(held, dict) else ({}, "it is no JSON object")
+    return (found, None) if isinstance(found, dict) else ({}, "it is no JSON object")

@@ -2,7 +2,7 @@
 
 spread = Envelope(width=3 * ranks)
 spread.add(step, values)                # float32 (width,)
-spread.buckets()                           # Buckets: steps (B, 2), low and high (B, width)
+spread.buckets()                        # Buckets: steps (B, 2), low and high (B, width)
 
 At most about 1,000 buckets are kept, however many steps there are: when there are more, two become one. Nothing is
 averaged, so a value that stood out at one step still does.
@@ -10,7 +10,6 @@ averaged, so a value that stood out at one step still does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +39,7 @@ class Buckets:
 class Envelope:
     """The lowest and the highest of ``width`` numbers over consecutive steps; NaN where there was none.
 
-    Args:
-        prepare: (steps, width) to (steps, width), for whole blocks at once.
+    ``prepare``: (steps, width) to (steps, width), for whole blocks at once.
     """
 
     def __init__(self, width: int, prepare: Callable[[Values], Values] | None = None):
@@ -55,7 +53,9 @@ class Envelope:
     def add(self, step: int, values: Values) -> None:
         """Add a step; a step that comes again retires the buckets that begin at it or later."""
         if (self._steps and step <= self._steps[-1]) or (self._done and step <= self._done[-1][1]):
-            self._retire(step)
+            kept = sum(1 for one in self._steps if one < step)
+            del self._steps[kept:], self._rows[kept:]
+            self._done = [one for one in self._done if one[0] < step]
         self._steps.append(step)
         self._rows.append(values)
         if len(self._rows) == _BLOCK:
@@ -95,19 +95,12 @@ class Envelope:
             return self._done + parts
         return [*self._done[:-1], _joined([self._done[-1], parts[0]]), *parts[1:]]
 
-    def _retire(self, step: int) -> None:
-        kept = sum(1 for one in self._steps if one < step)
-        del self._steps[kept:], self._rows[kept:]
-        self._done = [one for one in self._done if one[0] < step]
-
 
 class RankSpread:
     """Each rank's distance from the median of all ranks: of the loss, of ln(gradient norm), of the cosine.
 
-    A rank without a number (NaN) is at infinity; a quantity that was not measured is NaN.
-
-    Attributes:
-        parts: ranks, envelope of 3 x ranks numbers (loss, norm, cosine); one for each number of ranks in its turn.
+    A rank without a number (NaN) is at infinity; a quantity that was not measured is NaN. ``parts``: ranks, and an
+    envelope of 3 x ranks numbers; one for each number of ranks in its turn.
     """
 
     def __init__(self) -> None:
@@ -140,36 +133,30 @@ def _deviations(rows: Values) -> Values:
     with np.errstate(all="ignore"):
         for at in range(3):
             values = np.log(each[:, at]) if at == 1 else each[:, at]
-            finite = np.isfinite(values)
-            if finite.all():
-                median = _median(values)
-            else:
-                ordered = np.sort(np.where(finite, values, np.inf), axis=1)
-                last = np.maximum(finite.sum(axis=1, keepdims=True) - 1, 0)
-                median = (
-                    np.take_along_axis(ordered, last // 2, 1) + np.take_along_axis(ordered, -(-last // 2), 1)
-                ) / np.float32(2)
-            away = values - median
+            away = values - _median(values)
             out[:, at] = np.where(np.isnan(away), np.inf, away)
     out[missing] = np.nan
     return out.reshape(len(rows), -1)
 
 
 def _median(values: Values) -> Values:
-    """Return (S, 1); of many ranks the lower of the two in the middle, which is found in half the time."""
-    if values.shape[1] <= 64:
-        return np.median(values, axis=1, keepdims=True)
+    """Return (S, 1), of the finite; of many ranks the lower of the two in the middle, found in half the time."""
+    finite = np.isfinite(values)
     middle = (values.shape[1] - 1) // 2
-    found: Values = np.partition(values, middle, axis=1)[:, middle : middle + 1]
-    return found
+    if finite.all() and values.shape[1] <= 64:
+        return np.median(values, axis=1, keepdims=True)
+    if finite.all():
+        return np.asarray(np.partition(values, middle, axis=1)[:, middle : middle + 1], dtype=np.float32)
+    ordered = np.sort(np.where(finite, values, np.inf), axis=1)
+    last = np.maximum(finite.sum(axis=1, keepdims=True) - 1, 0)
+    low, high = (np.take_along_axis(ordered, at, 1) for at in (last // 2, -(-last // 2)))
+    return np.asarray((low + high) / np.float32(2), dtype=np.float32)
 
 
 def _joined(parts: list[_Part]) -> _Part:
     """Make one bucket of two neighbours, or of one."""
-    if len(parts) == 1:
-        return parts[0]
-    (first, _, one, low, high), (_, last, other, low2, high2) = parts
-    return first, last, one + other, np.fmin(low, low2), np.fmax(high, high2)
+    first, last, count, low, high = zip(*parts, strict=True)
+    return first[0], last[-1], sum(count), np.fmin(low[0], low[-1]), np.fmax(high[0], high[-1])
 
 
 @dataclass
@@ -184,13 +171,13 @@ class Layers:
         step, layers = whole(line.get("step")), line.get("layers")
         if step is None or type(layers) is not list:
             return False
-        known = [one for one in layers[:MOST_LAYERS] if type(one) is dict]
-        names = [text(one.get("name"), 200) for one in known]
+        entries = [one for one in layers[:MOST_LAYERS] if type(one) is dict]
+        names = [text(one.get("name"), 200) for one in entries]
         if self.envelope is None or names != self.names:
             self.names, self.envelope = names, Envelope(2 * len(names))
-        row = [number(one.get(key)) for key in ("norm_cv", "mean_cosine") for one in known]
+        row = [number(one.get(key)) for key in ("norm_cv", "mean_cosine") for one in entries]
         with np.errstate(over="ignore"):
-            self.envelope.add(step, np.array([math.nan if v is None else v for v in row], dtype=np.float32))
+            self.envelope.add(step, np.array(row, dtype=np.float32))  # None becomes NaN
         return True
 
 
@@ -205,11 +192,10 @@ class Matrices:
         step, rows = whole(line.get("step")), line.get("cosines")
         if step is None or type(rows) is not list or not 0 < len(rows) <= 256:
             return False
-        table = [numbers(row) for row in rows]
-        if any(row is None or len(row) != len(rows) for row in table):
+        table = [row for one in rows if (row := numbers(one)) is not None and len(row) == len(rows)]
+        if len(table) < len(rows):
             return False
-        self.kept = [one for one in self.kept if one[0] < step]
-        self.kept.append((step, [row for row in table if row is not None]))
+        self.kept = [*(one for one in self.kept if one[0] < step), (step, table)]
         if len(self.kept) > MOST_MATRICES:
             del self.kept[1:-1:2]
         return True

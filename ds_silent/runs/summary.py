@@ -1,73 +1,74 @@
 """The one line that a run prints at its end, counted as its records pass: nothing is read back.
 
-summary = RunSummary()
-summary.write(record)
-summary.write_event(event)
-summary.line("runs/my-run")
+summary = RunSummary(label="engine-2")
+summary.directory = "runs/my-run"
+summary.close()                     # prints: steps, events, the report's verdict, and the command that shows the rest
 """
 
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 from ds_silent.records import Event, StepRecord, to_json
 from ds_silent.runs.events import in_words
 from ds_silent.runs.run import RunRecords
 from ds_silent.runs.verdict import verdict_of
+from ds_silent.sinks.base import Sink
+from ds_silent.sinks.console import say, speaker
 from ds_silent.sinks.files import written_event
+from ds_silent.text import one_line
 
 
-class RunSummary:
-    """Counts what this process has measured; of a resumed run its last part."""
+class RunSummary(Sink):
+    """Counts what this process has measured, of a resumed run its last part; prints a line when it is closed.
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self._ranks = 0
+    ``directory``: of the records; None while nothing is written.
+    """
+
+    def __init__(self, label: str | None = None) -> None:
+        self.directory: str | None = None
+        self._name = speaker(label)
+        self._steps = self._ranks = 0
         self._unseen = {"reduction", "replicas"}  # what no record speaks of
         self._run: RunRecords | None = None  # only its events: a number for every step would be memory that grows
 
-    @property
-    def anything(self) -> bool:
-        """Whether there is something to say."""
-        return self.steps > 0 or self._run is not None
-
     def write(self, record: StepRecord) -> None:
-        """Count a measured step."""
-        self.steps += 1
+        self._steps += 1
         self._ranks = record.world_size
-        seen = record.integrity
-        if seen.relative_error is not None:
+        checked = record.integrity
+        if checked.relative_error is not None:
             self._unseen.discard("reduction")
-        if seen.replica_groups is not None or seen.replica_group_count is not None:
+        if checked.replica_groups is not None or checked.replica_group_count is not None:
             self._unseen.discard("replicas")
 
     def write_event(self, event: Event) -> None:
-        """Count an event."""
-        if self._run is None:
-            self._run = RunRecords(Path())
+        self._run = self._run or RunRecords(Path())
         self._run.events.add(to_json(written_event(event)))
 
-    def line(self, directory: str | None) -> str:
-        """Return steps, events, the report's verdict, where the records are, and how to see them.
+    def close(self) -> None:
+        """Print the line, once; none where nothing was measured and nothing found."""
+        steps, run = self._steps, self._run
+        if not steps and run is None:
+            return
+        self._steps, self._run = 0, None
+        where = "No records were written"
+        if self.directory is not None:
+            where = f"Records in {self.directory}; see them: ds-silent report {shlex.quote(self.directory)}"
+        events = in_words(run.events.findings if run else {}) or "no events"
+        measured = f"{steps:,} step{'s' * (steps != 1)} measured"
+        line = f"end  {measured}; {events}; verdict: {self._verdict(steps, run)} {where}"
+        say(f"{self._name} {one_line(line)}")
+        sys.stdout.flush()
 
-        Args:
-            directory: None where nothing was written.
-        """
-        steps = f"{self.steps:,} step{'s' * (self.steps != 1)} measured"
-        where = "no records were written"
-        if directory is not None:
-            where = f"records in {directory}; see them: ds-silent report {shlex.quote(directory)}"
-        events = in_words({} if self._run is None else self._run.events.findings) or "no events"
-        return f"end  {steps}; {events}; verdict: {self._verdict()} {where[0].upper()}{where[1:]}"
-
-    def _verdict(self) -> str:
-        if self._run is not None:
-            self._run.facts = {"world_size": self._ranks}
-            verdict = verdict_of(self._run)
+    def _verdict(self, steps: int, run: RunRecords | None) -> str:
+        if run is not None:
+            run.facts = {"world_size": self._ranks}
+            verdict = verdict_of(run)
             if verdict.severity in ("error", "warning"):
                 return verdict.sentence
-        if not self.steps:
+        if not steps:
             return "nothing was measured."
         unseen = f"; not checked: {', '.join(sorted(self._unseen))}" if self._unseen else ""
         return f"no fault was seen{unseen}."

@@ -7,6 +7,7 @@ verdict.sentence       # "Rank 2 (node0087:3) is not like the others, since step
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,11 +21,8 @@ from ds_silent.text import named
 class RunVerdict:
     """The first thing to know of a run.
 
-    Attributes:
-        ranks: that are named; empty where none can be.
-        since: the first step of the fault; None where nothing is wrong. 0: before the first.
-        group: the fault of the sentence; None where nothing is wrong, or the run has only broken off.
-        others: further findings of the severity "error" or "warning".
+    ``since``: the first step of the fault, 0 before the first; None where nothing is wrong. ``group``: the fault of the
+    sentence, if there is one. ``others``: further findings of the severity "error" or "warning".
     """
 
     severity: Literal["error", "warning", "ok", "unknown"]
@@ -41,42 +39,37 @@ class RunVerdict:
         return tuple(check for check in self.checks if check.state == "not observed")
 
 
-_NAMED = {
-    "outlier-rank": ("is not like the others", "are not like the others"),
-    "duplicate-data": ("works on rows of others", "work on the same rows"),
-    "data-order-mismatch": ("takes rows again before the epoch is over", "take rows again before the epoch is over"),
-    "batch-size-mismatch": ("takes another number of rows", "take other numbers of rows"),
-    "non-finite": ("has NaN or infinity in its numbers", "have NaN or infinity in their numbers"),
-    "zero-gradient": ("has a gradient of zero", "have a gradient of zero"),
-    "unreduced-gradient": ("did not take part in the reduction", "did not take part in the reduction"),
-    "aggregation-error": ("entered the reduction wrongly", "entered the reduction wrongly"),
-    "update-mismatch": ("does not train what it should", "do not train what they should"),
-    "replica-drift": ("holds other weights than the rest", "hold other weights than the rest"),
-    "initial-weights-mismatch": ("started from other weights", "started from other weights"),
-    "seed-mismatch": ("has a seed that does not fit", "have seeds that do not fit together"),
-    "config-mismatch": ("runs with other settings", "run with other settings"),
-    "low-coverage": ("leaves rows of the epoch out", "leave rows of the epoch out"),
-    "same-order": ("sees every epoch in the same order", "see every epoch in the same order"),
-}
-_NOBODY = {
-    "outlier-rank": "One rank is not like the others, and which cannot be said",
-    "duplicate-data": "Rows are worked on by several ranks",
-    "data-order-mismatch": "Rows come again before the epoch is over",
-    "low-coverage": "Rows of the epoch never come",
-    "same-order": "Every epoch has the same order",
-    "batch-size-mismatch": "The ranks take different numbers of rows",
-    "non-finite": "There is NaN or infinity in the ranks' numbers",
-    "zero-gradient": "The gradient is zero",
-    "unreduced-gradient": "Gradients were not reduced",
-    "aggregation-error": "The reduced gradient is not the mean of the ranks' gradients",
-    "update-mismatch": "Parameters get a gradient that nothing applies",
-    "replica-drift": "The replicas hold different weights",
-    "initial-weights-mismatch": "The ranks started from different weights",
-    "seed-mismatch": "The ranks' seeds do not fit together",
-    "config-mismatch": "The ranks run with different settings",
-    "observer-off": "ds_silent switched itself off, and nothing is known after that",
-    "repaired": "A fault was found and a repair tried",
-}
+_SENTENCES: Mapping[str, tuple[str, str, str]] = {
+    "outlier-rank": ("is not like the others", "are not like the others",
+                     "One rank is not like the others, and which cannot be said"),
+    "duplicate-data": ("works on rows of others", "work on the same rows", "Rows are worked on by several ranks"),
+    "data-order-mismatch": ("takes rows again before the epoch is over", "take rows again before the epoch is over",
+                            "Rows come again before the epoch is over"),
+    "batch-size-mismatch": ("takes another number of rows", "take other numbers of rows",
+                            "The ranks take different numbers of rows"),
+    "non-finite": ("has NaN or infinity in its numbers", "have NaN or infinity in their numbers",
+                   "There is NaN or infinity in the ranks' numbers"),
+    "zero-gradient": ("has a gradient of zero", "have a gradient of zero", "The gradient is zero"),
+    "unreduced-gradient": ("did not take part in the reduction", "did not take part in the reduction",
+                           "Gradients were not reduced"),
+    "aggregation-error": ("entered the reduction wrongly", "entered the reduction wrongly",
+                          "The reduced gradient is not the mean of the ranks' gradients"),
+    "update-mismatch": ("does not train what it should", "do not train what they should",
+                        "Parameters get a gradient that nothing applies"),
+    "replica-drift": ("holds other weights than the rest", "hold other weights than the rest",
+                      "The replicas hold different weights"),
+    "initial-weights-mismatch": ("started from other weights", "started from other weights",
+                                 "The ranks started from different weights"),
+    "seed-mismatch": ("has a seed that does not fit", "have seeds that do not fit together",
+                      "The ranks' seeds do not fit together"),
+    "config-mismatch": ("runs with other settings", "run with other settings", "The ranks run with different settings"),
+    "low-coverage": ("leaves rows of the epoch out", "leave rows of the epoch out", "Rows of the epoch never come"),
+    "same-order": ("sees every epoch in the same order", "see every epoch in the same order",
+                   "Every epoch has the same order"),
+    "observer-off": ("", "", "ds_silent switched itself off, and nothing is known after that"),
+    "repaired": ("", "", "A fault was found and a repair tried"),
+}  # fmt: skip
+"""What is said of a rank, of several ranks, and where none is named."""
 _BEFORE = {
     "data-order-mismatch": ("deals rows in another order than the rest", "The ranks' samplers do not fit together"),
     "duplicate-data": ("will work on rows of others", "Several ranks will work on the same rows"),
@@ -111,16 +104,16 @@ def verdict_of(run: RunRecords) -> RunVerdict:
 def _what(group: EventGroup, run: RunRecords) -> str:
     who = run.who(group)
     everybody = who.startswith(("All", "Both"))
-    said = _NOBODY.get(group.kind, f"There is an event of the kind {group.kind}")
+    one, many, said = _SENTENCES.get(group.kind, ("", "", f"There is an event of the kind {group.kind}"))
     if group.kind == "aggregation-error" and APPLIED in group.where:
         said = "What the optimizer applied is not the reduced gradient"
     elif group.first == 0 and group.kind in _BEFORE and not everybody:
-        one, nobody = _BEFORE[group.kind]
-        return f"{who} {one}" if who and group.ranks_total < 2 else nobody
+        one, said = _BEFORE[group.kind]
+        return f"{who} {one}" if who and group.ranks_total < 2 else said
     elif group.kind == "outlier-rank" and everybody:  # there are no others
         return "The two ranks disagree" if who.startswith("Both") else f"{who} disagree"
-    elif who and group.kind in _NAMED:
-        return f"{who} {_NAMED[group.kind][group.total > 1]}"
+    elif who and one:
+        return f"{who} {many if group.total > 1 else one}"
     return f"{said} ({who[0].lower()}{who[1:]})" if who else said
 
 

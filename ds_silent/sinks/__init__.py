@@ -17,20 +17,17 @@ __all__ = ["Background", "FanOut", "Sink", "SinkError", "open_files"]
 
 
 def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | None = None) -> FanOut:
-    """The sinks that write below ``directory``, opened.
+    """Open the sinks that write below ``directory``.
 
     Args:
-        resume_step: the last step that the checkpoint holds, or ``None`` when it is not known (a new run, or the
-            checkpoint is loaded later); then the first record written says where the run goes on.
+        resume_step: the last step of the checkpoint; None: not known, the first record says where the run goes on.
 
     Raises:
         SinkError: one of them cannot be opened; nothing is left open.
     """
     opened: list[Sink] = []
     try:
-        opened.append(JsonlSink(directory))
-        opened.append(PerRankSink(directory))
-        opened.append(FactsSink(directory))
+        opened += [sink(directory) for sink in (JsonlSink, PerRankSink, FactsSink)]
         if tensorboard:
             # Importing it costs a second and needs an optional package, so only who wants it pays.
             from ds_silent.sinks.tensorboard import TensorBoardSink

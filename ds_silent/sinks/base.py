@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from ds_silent.records import Event, Scores, StepRecord
 
@@ -22,8 +21,8 @@ class SinkError(Exception):
     """A sink cannot be opened; the message is one sentence with the path and the remedy."""
 
 
-class Sink(Protocol):
-    """Where records go. Every method may raise; :class:`FanOut` decides what that means."""
+class Sink:
+    """Where records go; each method does nothing unless it is overridden, and may raise: see :class:`FanOut`."""
 
     def write(self, record: StepRecord) -> None:
         """Write one measured step; called once per measured step, in the order of the steps."""
@@ -41,7 +40,7 @@ class Sink(Protocol):
         """Flush and release everything; called once, last."""
 
 
-class FanOut:
+class FanOut(Sink):
     """Hands everything to every sink. One that raises is dropped after one warning; nothing reaches the caller."""
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
@@ -69,7 +68,7 @@ class FanOut:
         self._sinks.clear()
 
     def _each(self, act: Callable[[Sink], None]) -> None:
-        for sink in tuple(self._sinks):
+        for sink in self.sinks:
             try:
                 act(sink)
             except Exception as error:  # whatever a disk or a library does, the training goes on
@@ -77,9 +76,8 @@ class FanOut:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
-        logger.warning(
-            "ds_silent: %s stops writing for the rest of this run, the training goes on: %s", type(sink).__name__, error
-        )
+        said = "ds_silent: %s stops writing for the rest of this run, the training goes on: %s"
+        logger.warning(said, type(sink).__name__, error)
         try:
             sink.close()
         except Exception as close_error:  # it is already broken: closing it is a courtesy to its other files

@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
-import json
 import os
 import re
 import weakref
@@ -22,25 +21,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_silent.sinks.files import make_directory, refused
+from ds_silent.sinks.files import in_children, make_directory, refused
+from ds_silent.sinks.jsonl import parsed_line
 
 FILES = ("metrics.jsonl", "events.jsonl", "layers.jsonl")
 _CHUNK = 1 << 16
-_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 class Claim:
     """A directory that this process alone writes to, until :meth:`release` or until nobody keeps the claim.
 
-    Attributes:
-        directory: where.
-        number: 1 for the directory that was named, n for ``run-n`` below it.
+    ``number``: 1 for the directory that was named, n for ``run-n`` below it.
     """
 
     def __init__(self, directory: Path, number: int, lock: int) -> None:
         self.directory, self.number = directory, number
         self._lock = lock
         self._release = weakref.finalize(self, _unlock, lock)
+        in_children(self, Claim.close_inherited)  # a worker that outlives a killed training must not keep the lock
 
     def release(self) -> None:
         """Let others write here."""
@@ -53,48 +51,42 @@ class Claim:
 
 
 def run_directory(base: Path, number: int) -> Path:
-    """Of the ``number``-th run below ``base``, from 1."""
+    """Return the directory of the ``number``-th run below ``base``, from 1."""
     return base if number == 1 else base / f"run-{number}"
 
 
 def runs_of(base: Path) -> list[int]:
-    """The numbers of the runs that have left records below ``base``, ascending."""
-    numbers = {1}
+    """Return the numbers of the runs that have left records below ``base``, ascending."""
     try:
-        numbers |= {
-            int(found[1]) for path in base.iterdir() if (found := re.fullmatch(r"run-([1-9]\d{0,8})", path.name))
-        }
+        names = [re.fullmatch(r"run-([1-9]\d{0,8})", path.name) for path in base.iterdir()]
     except OSError:
         return []
+    numbers = {1, *(int(name[1]) for name in names if name)}
     return [number for number in sorted(numbers) if is_used(run_directory(base, number))]
 
 
 def is_used(directory: Path) -> bool:
-    """Whether a run has left records there."""
-    return any(_size(directory / name) for name in FILES)
+    """Return whether a run has left records there."""
+    for path in (directory / name for name in FILES):
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.stat().st_size:
+                return True
+    return False
 
 
 def claim_unused(base: Path, *, first_only: bool = False) -> Claim | None:
-    """The first directory of ``base``, ``base/run-2``, ``base/run-3`` ... in which nothing stands and nobody writes.
+    """Claim the first directory of ``base``, ``base/run-2`` ... in which nothing stands and nobody writes.
 
-    Args:
-        first_only: ``base`` itself or nothing.
-
-    Raises:
-        SinkError: it cannot be written.
+    ``first_only``: ``base`` itself or nothing. Raises SinkError where it cannot be written.
     """
-    for number in (1,) if first_only else itertools.count(1):
-        claim = _claim(base, number, unused=True)
-        if claim is not None:
-            return claim
-    return None
+    claims = (_claim(base, number, unused=True) for number in ((1,) if first_only else itertools.count(1)))
+    return next((claim for claim in claims if claim is not None), None)
 
 
 def claim_used(base: Path, number: int) -> Claim | None:
-    """The ``number``-th run's directory, to go on there; None while another process writes to it.
+    """Claim the ``number``-th run's directory, to go on there; None while another process writes to it.
 
-    Raises:
-        SinkError: it cannot be written.
+    Raises SinkError where it cannot be written.
     """
     return _claim(base, number, unused=False)
 
@@ -102,9 +94,13 @@ def claim_used(base: Path, number: int) -> Claim | None:
 def _claim(base: Path, number: int, *, unused: bool) -> Claim | None:
     directory = run_directory(base, number)
     make_directory(directory)
-    path = directory / FILES[0]
+    path, created = directory / FILES[0], True
+    flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_CREAT
     try:
-        lock, created = _open(path)
+        try:
+            lock = os.open(path, flags | os.O_EXCL, 0o644)
+        except FileExistsError:
+            lock, created = os.open(path, flags, 0o644), False
     except OSError as error:
         raise refused(path, error) from None
     locked = _try_lock(lock)
@@ -112,24 +108,11 @@ def _claim(base: Path, number: int, *, unused: bool) -> Claim | None:
     if not free or not os.fstat(lock).st_nlink:  # an engine that never stepped has just taken its empty files away
         os.close(lock)
         return None
-    if not _claims:
-        _close_in_children()
-    claim = Claim(directory, number, lock)
-    _claims.add(claim)
-    return claim
-
-
-def _open(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether this call has created the file."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
-    except FileExistsError:
-        return os.open(path, flags | os.O_CREAT, 0o644), False
+    return Claim(directory, number, lock)
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """True: locked; False: somebody else has; None: this file system has no locks."""
+    """Return True: locked; False: somebody else has; None: this file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -145,23 +128,8 @@ def _unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
-_children: list[bool] = []
-
-
-def _close_in_children() -> None:
-    """A worker that outlives a killed training must not keep its directory locked."""
-    if not _children:
-        _children.append(True)
-        os.register_at_fork(after_in_child=_close_inherited)
-
-
-def _close_inherited() -> None:
-    for claim in tuple(_claims):
-        claim.close_inherited()
-
-
 def identity(directory: Path) -> str | None:
-    """What a checkpoint remembers of its records: a hash of their first line, which holds two measured times.
+    """Return what a checkpoint remembers of its records: a hash of their first line, which holds two measured times.
 
     It moves with a directory that is renamed or copied; None where no step has been recorded yet.
     """
@@ -174,10 +142,9 @@ def identity(directory: Path) -> str | None:
 
 
 def holds_step(directory: Path, step: int, samples: int, interval: int) -> bool:
-    """Whether a training that has done ``step`` steps with ``samples`` samples may be the one recorded there.
+    """Return whether a training that has done ``step`` steps with ``samples`` samples may be the one recorded there.
 
-    Args:
-        interval: steps between records.
+    ``interval``: steps between records.
     """
     for record in _records_backwards(directory / FILES[0]):
         if record["step"] == step:
@@ -188,13 +155,10 @@ def holds_step(directory: Path, step: int, samples: int, interval: int) -> bool:
 
 
 def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """The last written first: after a resume, that is the one that counts."""
+    """Yield the last written first: after a resume, that is the one that counts."""
     for line in _lines_backwards(path):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and all(type(record.get(key)) is int for key in ("step", "samples")):
+        record = parsed_line(line, ("step", "samples"))
+        if record is not None and type(record["samples"]) is int:
             yield record
 
 
@@ -207,10 +171,3 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
             rest, *lines = (file.read(size) + rest).split(b"\n")
             yield from reversed(lines)
         yield rest
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size if path.is_file() else 0
-    except OSError:
-        return 0

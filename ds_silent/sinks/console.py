@@ -2,8 +2,6 @@
 
 [ds_silent] step 12  loss 2.31 ± 0.18 (range 0.52)  |g| 1.02 ± 0.16 (cv 0.16)  cos 0.041 [-0.010, 0.090]  B_noise 310
 
-The last line says what there is to know at the end, and the command that shows it.
-
 On a terminal an event is coloured by its severity, unless NO_COLOR is set (no-color.org), and a long one is wrapped at
 words; elsewhere nothing but text is written, and an event is one line, which a search finds whole.
 """
@@ -15,13 +13,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
-from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
 from ds_silent.distributed.parts import ranks_of
-from ds_silent.records import Event, Scores, Severity, StepRecord
-from ds_silent.text import one_line
+from ds_silent.records import Event, Severity, StepRecord
+from ds_silent.sinks.base import Sink
+from ds_silent.text import one_line, printable
 
 _COLOURS: Mapping[Severity, str] = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "info": "\x1b[36m"}
 _PLAIN = "\x1b[0m"
@@ -30,62 +28,30 @@ LONGEST_LINE = 200
 _NARROWEST = 40  # columns: in a terminal of fewer every word would be a line
 
 
-class Summary(Protocol):
-    """What is said of a run when it ends: :class:`ds_silent.runs.summary.RunSummary`."""
-
-    @property
-    def anything(self) -> bool:
-        """Whether there is something to say."""
-
-    def write(self, record: StepRecord) -> None:
-        """Count a measured step."""
-
-    def write_event(self, event: Event) -> None:
-        """Take up an event."""
-
-    def line(self, directory: str | None) -> str:
-        """Of the records in this directory; None where nothing was written."""
-
-
-class ConsoleSink:
+class ConsoleSink(Sink):
     """Prints through ``tqdm.write``, which steps around a progress bar and is a plain print where there is none.
 
-    The first measured record is always printed, so that a new user sees at once that it works; then each ``every``-th.
-
-    Args:
-        every: measured records per line; 0: events only.
-        label: which engine of the process the lines are about.
-        summary: of the run, for a line at the end; None: no line.
-
-    Attributes:
-        directory: of the records, for the line at the end; None while nothing is written.
+    The first measured record is always printed, so that a new user sees at once that it works; then each ``every``-th,
+    or with 0 none but events. ``label``: which engine of the process the lines are about.
     """
 
-    def __init__(self, every: int = 10, label: str | None = None, summary: Summary | None = None) -> None:
+    def __init__(self, every: int = 10, label: str | None = None) -> None:
         if every < 0:
             raise ValueError(f"every must be at least 0, got {every}")
-        self._every = every
-        self._name = "[ds_silent]" if label is None else f"[ds_silent {label}]"
-        self._summary, self._written = summary, 0
-        self.directory: str | None = None
+        self._every, self._written = every, 0
+        self._name = speaker(label)
 
     def write(self, record: StepRecord) -> None:
         self._written += 1
-        if self._summary is not None:
-            self._summary.write(record)
         if self._every and (self._written == 1 or self._written % self._every == 0):
-            _print(self._named(step_line(record)))
-
-    def write_scores(self, scores: Scores) -> None:
-        """They are in scores.jsonl."""
+            say(self._named(step_line(record)))
 
     def write_event(self, event: Event) -> None:
-        if self._summary is not None:
-            self._summary.write_event(event)
-        line = self._named(event_line(event))
-        if is_terminal(sys.stdout):
+        line, terminal = self._named(event_line(event)), getattr(sys.stdout, "isatty", lambda: False)()
+        if terminal:
             line = wrapped(line, shutil.get_terminal_size().columns, indent=len(self._name) + 1)
-        _print(coloured(line, event) if shows_colour(sys.stdout, os.environ) else line)
+        colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        say(coloured(line, event) if colour else line)
 
     def _named(self, line: str) -> str:
         return line.replace("[ds_silent]", self._name, 1)
@@ -94,14 +60,11 @@ class ConsoleSink:
         sys.stdout.flush()
 
     def close(self) -> None:
-        summary, self._summary = self._summary, None
-        if summary is not None and summary.anything:
-            _print(f"{self._name} {one_line(summary.line(self.directory))}")
         self.flush()
 
 
 def step_line(record: StepRecord) -> str:
-    """The numbers of one step on one line; what was not measured is not mentioned."""
+    """Return the numbers of one step on one line; what was not measured is not mentioned."""
     loss, norm, direction = record.loss, record.grad_norm, record.direction
     parts = [f"[ds_silent] step {record.step}"]
     if loss.mean is not None:
@@ -119,7 +82,7 @@ def step_line(record: StepRecord) -> str:
 
 
 def event_line(event: Event) -> str:
-    """One event on one line: severity, kind, who, what, and what to do."""
+    """Return one event on one line: severity, kind, who, what, and what to do."""
     parts = [f"[ds_silent] step {event.step}  {event.severity.upper()}  {event.kind}"]
     if event.ranks:
         parts.append(ranks_of(event.ranks))
@@ -129,45 +92,33 @@ def event_line(event: Event) -> str:
 
 
 def coloured(line: str, event: Event) -> str:
-    """An :func:`event_line` with its severity and kind in colour; the sentence stays as readable as it was."""
+    """Return an :func:`event_line` with its severity and kind in colour; the sentence stays as readable as it was."""
     said = f"{event.severity.upper()}  {one_line(event.kind)}"
     return line.replace(said, f"{_COLOURS[event.severity]}{said}{_PLAIN}", 1)
 
 
 def wrapped(line: str, columns: int, indent: int) -> str:
-    """A line of more than :data:`LONGEST_LINE` characters, broken at words; paths and names stay whole.
+    """Return a line of more than :data:`LONGEST_LINE` characters broken at words; paths and names stay whole.
 
-    Args:
-        columns: of the terminal.
-        indent: columns by which every line but the first is moved in.
+    ``columns``: of the terminal; ``indent``: by which every line but the first is moved in.
     """
     if len(line) <= LONGEST_LINE:
         return line
+    further = " " * indent
     return textwrap.fill(
-        line,
-        max(columns, _NARROWEST),
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        line, max(columns, _NARROWEST), subsequent_indent=further, break_long_words=False, break_on_hyphens=False
     )
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Whether somebody looks at it."""
-    return bool(getattr(stream, "isatty", lambda: False)())
+def speaker(label: str | None) -> str:
+    """Return how a line of an engine begins."""
+    return "[ds_silent]" if label is None else f"[ds_silent {label}]"
 
 
-def shows_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether ``stream`` is a terminal that takes colours from a user who wants them."""
-    wanted = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
-    return wanted and is_terminal(stream)
+def say(line: str) -> None:
+    """Print a line in one write: the training may print at the same time."""
+    tqdm.write(f"{printable(line)}\n", end="")
 
 
 def _number(value: float | None) -> str:
     return "?" if value is None else f"{value:.3g}"
-
-
-def _print(line: str) -> None:
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    text = line.encode(encoding, errors="replace").decode(encoding)  # an ASCII terminal is no reason to stop
-    tqdm.write(f"{text}\n", end="")  # in one write: the training's own thread may print at the same time

@@ -5,24 +5,34 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.records import DirectionStats, Event, Extremes, GradNormStats, LossStats, Quantiles, StepRecord
+from ds_silent.records import DirectionStats, Event, GradNormStats, LossStats, Quantiles, StepRecord
 from ds_silent.sinks.base import SinkError
+
+Thing = TypeVar("Thing")
+
+
+def in_children(thing: Thing, act: Callable[[Thing], object]) -> None:
+    """Call ``act(thing)`` in every forked child, as long as the thing lives."""
+    reference = weakref.ref(thing)
+
+    def forked() -> None:
+        if (alive := reference()) is not None:
+            act(alive)
+
+    os.register_at_fork(after_in_child=forked)
 
 
 def make_directory(directory: Path) -> None:
-    """Create ``directory`` and prove that a file can be created in it.
-
-    Raises:
-        SinkError: it cannot, with the path, the reason and the remedy.
-    """
+    """Create ``directory`` and prove that a file can be created in it; SinkError names the path, reason and remedy."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -45,19 +55,11 @@ class AppendedFile:
         self._path = path
 
     def write(self, data: bytes) -> None:
-        """Append ``data``.
-
-        Raises:
-            OSError: the disk is full, or the file is no longer in its directory.
-        """
+        """Append ``data``; OSError where the disk is full, or the file is no longer in its directory."""
         while data:  # one round, unless the disk fills up in the middle
             data = data[os.write(self._fd, data) :]
         if os.fstat(self._fd).st_nlink == 0:  # a write to a deleted file succeeds, and nobody will ever read it
             raise OSError(errno.ENOENT, "the file was removed while the run was writing it", os.fspath(self._path))
-
-    def size(self) -> int:
-        """Bytes that the file holds."""
-        return os.fstat(self._fd).st_size
 
     def flush(self) -> None:
         """Ask the system to put what was written on the disk itself; other processes see it already."""
@@ -78,7 +80,9 @@ class LineFile(AppendedFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self._end_torn_line()
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                os.write(self._fd, b"\n")
         except OSError as error:
             os.close(self._fd)
             raise refused(path, error) from None
@@ -86,11 +90,6 @@ class LineFile(AppendedFile):
     def append(self, line: str) -> None:
         """Write ``line``, which holds no newline, and its newline; raises as :meth:`write`."""
         self.write(line.encode("utf-8") + b"\n")
-
-    def _end_torn_line(self) -> None:
-        size = self.size()
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
 
 
 def refused(path: Path, error: OSError) -> SinkError:
@@ -101,11 +100,8 @@ def refused(path: Path, error: OSError) -> SinkError:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is written of a record or an event that is about many ranks: as much of it as of one about few. Pure.
-#
-# In memory both keep every rank: the detectors, the callbacks and the file of raw values (``per_rank``) read them.
-
+# What is written of a record or an event about many ranks: as much of it as of one about few. Pure. In memory both keep
+# every rank: the detectors, the callbacks and the file of raw values (``per_rank``) read them.
 
 MOST_RANKS = 64
 """Ranks up to which all are written one by one."""
@@ -121,30 +117,25 @@ Stats = TypeVar("Stats", LossStats, GradNormStats, DirectionStats)
 
 
 def written_record(record: StepRecord) -> StepRecord:
-    """As ``metrics.jsonl`` holds it: of a size that does not grow with the ranks."""
+    """Return it as ``metrics.jsonl`` holds it: of a size that does not grow with the ranks."""
     if record.world_size <= MANY:
         return record
-    if record.world_size <= MOST_RANKS:
-        return replace(
-            record,
-            loss=_rounded(record.loss),
-            grad_norm=_rounded(record.grad_norm),
-            direction=_rounded(record.direction),
-        )
-    groups = record.integrity.replica_groups
-    sizes = None if groups is None else tuple(sorted(map(len, groups), reverse=True)[:SHOWN_GROUPS])
-    count = None if groups is None else len(groups)
-    return replace(
-        record,
-        loss=_summed_up(record.loss),
-        grad_norm=_summed_up(record.grad_norm),
-        direction=_summed_up(record.direction),
-        integrity=replace(record.integrity, replica_groups=None, replica_group_count=count, replica_group_sizes=sizes),
+    short: Callable[[Any], Any] = _rounded if record.world_size <= MOST_RANKS else _summed_up
+    record = replace(
+        record, loss=short(record.loss), grad_norm=short(record.grad_norm), direction=short(record.direction)
     )
+    groups = record.integrity.replica_groups
+    if record.world_size <= MOST_RANKS or groups is None:
+        return record
+    sizes = tuple(sorted(map(len, groups), reverse=True)[:SHOWN_GROUPS])
+    integrity = replace(
+        record.integrity, replica_groups=None, replica_group_count=len(groups), replica_group_sizes=sizes
+    )
+    return replace(record, integrity=integrity)
 
 
 def written_event(event: Event) -> Event:
-    """As ``events.jsonl`` holds it."""
+    """Return it as ``events.jsonl`` holds it."""
     if len(event.ranks) <= MOST_RANKS:
         return event
     whole = None if event.global_ranks is None else event.global_ranks[:MOST_RANKS]
@@ -162,9 +153,14 @@ def is_drawn(number: int) -> bool:
     return number in _FIRST_DRAWN or number % _DRAWN_EACH == 0
 
 
-def quantiles_of(values: Sequence[float]) -> Quantiles | None:
-    """Of the values that are numbers, infinities among them; None where there is none."""
-    return _quantiles(np.sort(np.array(values, dtype=np.float64)))
+def quantiles_of(values: Sequence[float] | npt.NDArray[np.float64]) -> Quantiles | None:
+    """Return those of the values that are numbers, infinities among them; None where there is none."""
+    ordered = np.sort(np.array(values, dtype=np.float64))
+    count = int(np.searchsorted(ordered, np.nan))  # sorted behind every number
+    if count == 0:
+        return None
+    at = {name: float(ordered[round(share * (count - 1))]) for name, share in _PLACES.items()}
+    return Quantiles(**at, nan=len(ordered) - count or None)
 
 
 def _summed_up(stats: Stats) -> Stats:
@@ -172,23 +168,12 @@ def _summed_up(stats: Stats) -> Stats:
         return stats
     values = np.array(stats.per_rank, dtype=np.float64)
     order = np.argsort(values)  # NaN comes last: a rank without a number is among the highest
-    return replace(stats, per_rank=None, quantiles=_quantiles(values[order]), extremes=_extremes(values, order))
+    ranks = np.concatenate((order[:EXTREME], order[-EXTREME:]))
+    extremes = dict(zip(ranks.tolist(), values[ranks].tolist(), strict=True))
+    return replace(stats, per_rank=None, quantiles=quantiles_of(values), extremes=extremes)
 
 
 def _rounded(stats: Stats) -> Stats:
     if stats.per_rank is None:
         return stats
     return replace(stats, per_rank=tuple(float(f"{value:.{DIGITS}g}") for value in stats.per_rank))
-
-
-def _quantiles(ordered: npt.NDArray[np.float64]) -> Quantiles | None:
-    known = int(np.searchsorted(ordered, np.nan))  # sorted behind every number
-    if known == 0:
-        return None
-    at = {name: float(ordered[round(share * (known - 1))]) for name, share in _PLACES.items()}
-    return Quantiles(**at, nan=len(ordered) - known or None)
-
-
-def _extremes(values: npt.NDArray[np.float64], order: npt.NDArray[np.intp]) -> Extremes:
-    ranks = np.concatenate((order[:EXTREME], order[-EXTREME:]))
-    return dict(zip(ranks.tolist(), values[ranks].tolist(), strict=True))

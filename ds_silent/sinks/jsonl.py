@@ -8,9 +8,9 @@
     scores = list(read_scores("runs/my-run/scores.jsonl"))           # what the detectors saw at each step
 
 A file is only ever appended to. A run that resumes at step s writes the steps after s again: the readers keep what was
-written last. With ``direction.per_layer`` the layers go to ``layers.jsonl``, one object per step. That file,
-``matrices.jsonl`` and ``scores.jsonl`` come with their first line. Where the ranks are many a line says less of each
-(:mod:`ds_silent.sinks.files`), and every rank's values go to ``per_rank.bin`` (:mod:`ds_silent.sinks.per_rank`).
+written last. ``layers.jsonl`` (with ``direction.per_layer``), ``matrices.jsonl`` and ``scores.jsonl`` come with their
+first line. Where the ranks are many a line says less of each (:mod:`ds_silent.sinks.files`), and every rank's values go
+to ``per_rank.bin`` (:mod:`ds_silent.sinks.per_rank`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from ds_silent.records import FORMAT, CosineMatrix, Event, Scores, StepRecord, from_json, newer_version, to_json
-from ds_silent.sinks.base import logger
+from ds_silent.sinks.base import Sink, logger
 from ds_silent.sinks.files import LineFile, is_drawn, make_directory, written_event, written_record
 
 
-class JsonlSink:
-    """Appends one line per record and per event to the files of ``output_dir``.
-
-    Raises:
-        SinkError: on creation, when the directory or its files cannot be written.
-    """
+class JsonlSink(Sink):
+    """Appends one line per record and per event to the files of ``output_dir``; SinkError where it cannot."""
 
     def __init__(self, output_dir: str | Path) -> None:
         self._directory = Path(output_dir)
@@ -72,7 +68,7 @@ class JsonlSink:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl`` (or another file of one line per step), one per step, by step.
+    """Return the records of a ``metrics.jsonl`` (or another file of one line per step), one per step, by step.
 
     A record of step s retires every record of step ≥ s that was written before it: it comes from a run that resumed,
     or started again, and what lay ahead of it then never happened to the weights that exist now. Lines that are not
@@ -84,16 +80,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     kept: dict[int, dict[str, Any]] = {}
     last = -1
     for record in _objects(Path(path), ("step",)):
-        step = record["step"]
-        if step <= last:
-            kept = {earlier: value for earlier, value in kept.items() if earlier < step}
-        kept[step] = record
-        last = step
+        if record["step"] <= last:
+            kept = {step: value for step, value in kept.items() if step < record["step"]}
+        last = record["step"]
+        kept[last] = record
     return list(kept.values())
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """The events of an ``events.jsonl``, by step, in the order of writing within a step.
+    """Return the events of an ``events.jsonl``, by step, in the order of writing within a step.
 
     The same event (step, kind, ranks, place) written again by a resumed run counts once, as it was written last.
 
@@ -108,7 +103,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_records(path: str | Path) -> Iterator[StepRecord]:
-    """The records of a ``metrics.jsonl`` as :func:`read_metrics` chooses them; without what only the sinks draw.
+    """Yield the records of a ``metrics.jsonl`` as :func:`read_metrics` chooses them; without what only the sinks draw.
 
     Of lines of an older or a newer version what this one knows, see :func:`ds_silent.records.from_json`.
 
@@ -119,17 +114,17 @@ def read_records(path: str | Path) -> Iterator[StepRecord]:
 
 
 def read_event_records(path: str | Path) -> Iterator[Event]:
-    """The events of an ``events.jsonl`` as :func:`read_events` chooses them."""
+    """Yield the events of an ``events.jsonl`` as :func:`read_events` chooses them."""
     return _as(Event, read_events(path), path)
 
 
 def read_matrices(path: str | Path) -> Iterator[CosineMatrix]:
-    """The matrices of a ``matrices.jsonl``, by step; what a resumed run has retired is left out, as everywhere."""
+    """Yield the matrices of a ``matrices.jsonl``, by step; without what a resumed run has retired."""
     return _as(CosineMatrix, read_metrics(path), path)
 
 
 def read_scores(path: str | Path) -> Iterator[Scores]:
-    """What the detectors saw, from a ``scores.jsonl``, by step."""
+    """Yield what the detectors saw, from a ``scores.jsonl``, by step."""
     return _as(Scores, read_metrics(path), path)
 
 
@@ -137,21 +132,19 @@ R = TypeVar("R")
 
 
 def _as(kind: type[R], objects: Iterable[dict[str, Any]], path: str | Path) -> Iterator[R]:
-    """Those that are such a record; counts the others."""
+    """Yield those that are such a record; count the others."""
     broken = 0
     for value in objects:
         try:
-            record = from_json(kind, value)
+            yield from_json(kind, value)
         except ValueError:
             broken += 1
-            continue
-        yield record
     if broken:
         logger.warning("ds_silent: %s: %d lines are no %s, skipped", ascii(os.fspath(path)), broken, kind.__name__)
 
 
 def newer_lines(version: int, count: int) -> str:
-    """The sentence about lines that only a newer version reads."""
+    """Return the sentence about lines that only a newer version reads."""
     lines, are, them = ("line", "is", "it") if count == 1 else ("lines", "are", "them")
     return (
         f"{count} {lines} of version {version} {are} skipped, because this ds_silent reads version {FORMAT}; install a "
@@ -164,7 +157,7 @@ LONGEST_LINE = 1 << 24
 
 
 def parsed_line(line: bytes, keys: tuple[str, ...]) -> dict[str, Any] | None:
-    """The object of a line; None where it is none, or lacks one of ``keys``, or its step is no whole number."""
+    """Return the object of a line; None where it is none, or lacks one of ``keys``, or its step is no whole number."""
     try:
         value = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
@@ -173,21 +166,16 @@ def parsed_line(line: bytes, keys: tuple[str, ...]) -> dict[str, Any] | None:
     return value if is_ours else None
 
 
-def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Each line that holds something; of one that is longer than ``LONGEST_LINE`` only its beginning."""
-    while line := file.readline(LONGEST_LINE):
-        rest = line
-        while len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
-            rest = file.readline(LONGEST_LINE)
-        if line.strip():
-            yield line
-
-
 def _objects(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Every line that is an object with ``keys`` and a whole number as its step; counts the others."""
+    """Yield every line that is an object with ``keys`` and a whole number as its step; count the others."""
     broken, newer = 0, Counter[int]()
     with open(path, "rb") as file:
-        for line in lines_of(file):
+        while line := file.readline(LONGEST_LINE):
+            rest = line
+            while len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
+                rest = file.readline(LONGEST_LINE)
+            if not line.strip():
+                continue
             value = parsed_line(line, keys)
             if value is None:
                 broken += 1

@@ -31,16 +31,11 @@ Picture = NDArray[np.uint8]
 
 
 def matrix_image(matrix: Matrix, *, step: int, method: str | None = None) -> Picture | None:
-    """The matrix as an RGB image, ranks on both axes, on a colour scale that is always -1 to 1.
+    """Draw the matrix (N, N) as an RGB image, ranks on both axes, on a colour scale that is always -1 to 1.
 
     The scale is fixed so that two images can be compared; a healthy matrix is nearly white off the diagonal, one that
     is red all over shows ranks that compute the same gradient. Non-finite cosines are grey. Above :data:`MAX_CELLS`
     ranks a cell is of several ranks each way and shows the pair that is furthest from the usual, so that none hides.
-
-    Args:
-        matrix: N rows of N cosines.
-        step: the optimizer step, for the title.
-        method: how the cosines were measured, for the title.
 
     Returns:
         (500, 560, 3), uint8; None, with one note for the whole run, where matplotlib is not installed.
@@ -48,8 +43,7 @@ def matrix_image(matrix: Matrix, *, step: int, method: str | None = None) -> Pic
     values = np.asarray(matrix, dtype=np.float64)
     ranks = len(values)
     per_cell = -(-ranks // MAX_CELLS)
-    how = ", ".join(part for part in (f"step {step}", method or "") if part)
-    title = f"cosine between the ranks' gradients\n{how}"
+    title = f"cosine between the ranks' gradients\nstep {step}{f', {method}' if method else ''}"
     if per_cell > 1:
         title += f"; of each {per_cell} x {per_cell} ranks the oddest pair"
     drawn = _figure(blocks_of(values, per_cell), title)
@@ -61,24 +55,16 @@ def matrix_image(matrix: Matrix, *, step: int, method: str | None = None) -> Pic
         set_ticks([rank / per_cell for rank in ticks], [str(rank) for rank in ticks], fontsize=_LABEL)
     axes.set_xlabel("rank", fontsize=_LABEL)
     axes.set_ylabel("rank", fontsize=_LABEL)
-    if ranks <= MAX_RANKS_WITH_VALUES:
-        size = min(14.0, 110.0 / ranks)
-        for row in range(ranks):
-            for column in range(ranks):
-                value = values[row, column]
-                colour = "white" if abs(value) > 0.6 else "black"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=size, color=colour)
+    for (row, column), value in np.ndenumerate(values) if ranks <= MAX_RANKS_WITH_VALUES else ():
+        size, colour = min(14.0, 110.0 / ranks), "white" if abs(value) > 0.6 else "black"
+        axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=size, color=colour)
     return _pixels(canvas)
 
 
 def ranks_image(cosines: Sequence[float], *, step: int) -> Picture | None:
-    """Each rank's cosine with the mean of the others, a cell per rank, in the order of the ranks line by line.
+    """Draw each rank's cosine with the mean of the others, a cell per rank, in the order of the ranks line by line.
 
-    The scale is that of :func:`matrix_image`. The ranks furthest from the median have a frame, and the title names
-    them.
-
-    Returns:
-        as :func:`matrix_image`.
+    The ranks furthest from the median have a frame, and the title names them. Scale and result: :func:`matrix_image`.
     """
     values = np.asarray(cosines, dtype=np.float64)
     width = 1 << max(int(np.ceil(np.log2(max(len(values), 1)) / 2)), 0)
@@ -106,7 +92,7 @@ def ranks_image(cosines: Sequence[float], *, step: int) -> Picture | None:
 
 
 def blocks_of(values: Floats, per_cell: int) -> Floats:
-    """(N, N) to (M, M): of each block of ``per_cell`` ranks each way the value furthest from the median of all pairs.
+    """Return (M, M) of (N, N): of each block of ``per_cell`` ranks each way the value furthest from the median.
 
     The diagonal, which is 1 whatever happens, counts only where a block has nothing else; what is not finite comes
     before everything.
@@ -119,8 +105,7 @@ def blocks_of(values: Floats, per_cell: int) -> Floats:
     padded[:ranks, :ranks] = values
     outside = np.ones(padded.shape, dtype=bool)
     outside[:ranks, :ranks] = np.eye(ranks, dtype=bool)
-    usual = np.median(padded[~outside & np.isfinite(padded)]) if (~outside & np.isfinite(padded)).any() else 0.0
-    distance = np.where(np.isfinite(padded), np.abs(padded - usual), np.inf)
+    distance = _from_the_usual(padded, ~outside)
     distance[outside] = -1.0
 
     def tiles(of: Floats) -> Floats:
@@ -132,15 +117,20 @@ def blocks_of(values: Floats, per_cell: int) -> Floats:
 
 
 def oddest(values: Floats) -> list[int]:
-    """The ranks furthest from the median, the furthest first; one without a number before all."""
-    finite = values[np.isfinite(values)]
-    usual = np.median(finite) if len(finite) else 0.0
-    distance = np.where(np.isfinite(values), np.abs(values - usual), np.inf)
+    """Return the ranks furthest from the median, the furthest first; one without a number before all."""
+    distance = _from_the_usual(values, np.ones(values.shape, dtype=bool))
     return [int(rank) for rank in np.argsort(-distance, kind="stable")[:MARKED]]
 
 
+def _from_the_usual(values: Floats, counted: NDArray[np.bool_]) -> Floats:
+    """Return the distances from the median of those that are counted; infinity of what is not finite."""
+    finite = np.isfinite(values)
+    usual = np.median(values[finite & counted]) if (finite & counted).any() else 0.0
+    return np.where(finite, np.abs(values - usual), np.inf)
+
+
 def _figure(cells: Floats, title: str, aspect: str = "equal") -> tuple[Any, Any] | None:
-    """Axes with the cells on them, and the canvas; None where there is no matplotlib."""
+    """Return axes with the cells on them, and the canvas; None where there is no matplotlib."""
     if not installed("matplotlib"):
         _note()
         return None

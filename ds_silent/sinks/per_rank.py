@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.metrics import RANK_METRICS
-from ds_silent.records import Event, Scores, StepRecord
-from ds_silent.sinks.base import logger
+from ds_silent.records import StepRecord
+from ds_silent.sinks.base import Sink, logger
 from ds_silent.sinks.files import MOST_RANKS, AppendedFile
 
 MAGIC, VERSION = b"dssranks", 1
@@ -60,7 +60,7 @@ class RanksOfStep:
 
 @dataclass(frozen=True)
 class _StepBlock:
-    """Where a step's values are."""
+    """Where a step's values are, and their check sum."""
 
     step: int
     ranks: int
@@ -73,7 +73,7 @@ class _StepBlock:
         return self.begins + 4 * self.ranks * self.columns.bit_count()
 
 
-class PerRankSink:
+class PerRankSink(Sink):
     """Appends to ``per_rank.bin`` of ``output_dir``, which comes with the first record of more than ``MOST_RANKS``.
 
     A sink of its own: what goes wrong here costs no line of ``metrics.jsonl``.
@@ -86,20 +86,12 @@ class PerRankSink:
     def write(self, record: StepRecord) -> None:
         """Write one step's values; nothing where the ranks are few, or nothing was measured.
 
-        Raises:
-            OSError: the disk is full, or the file is no longer in its directory.
-            SinkError, PerRankError: the file cannot be opened, or another one has its name.
+        Raises OSError for a full disk, a removed file; SinkError, PerRankError where it cannot be opened or is foreign.
         """
         data = block_of(record) if record.world_size > MOST_RANKS else b""
         if data:
             self._file = self._file or _opened(self._path)
             self._file.write(data)
-
-    def write_scores(self, scores: Scores) -> None:
-        """They are in scores.jsonl."""
-
-    def write_event(self, event: Event) -> None:
-        """They are in events.jsonl."""
 
     def flush(self) -> None:
         if self._file is not None:
@@ -111,22 +103,19 @@ class PerRankSink:
 
 
 def block_of(record: StepRecord) -> bytes:
-    """A step's block; empty where nothing was measured."""
-    columns, parts = 0, []
-    with np.errstate(over="ignore"):  # what fp32 cannot hold is an infinity
-        for bit, metric in enumerate(RANK_METRICS):
-            if (values := metric.of(record)) is not None:
-                columns |= 1 << bit
-                parts.append(np.array(values, dtype="<f4").tobytes())
-    if not parts:
+    """Return a step's block; empty where nothing was measured."""
+    measured = {bit: values for bit, metric in enumerate(RANK_METRICS) if (values := metric.of(record)) is not None}
+    if not measured:
         return b""
-    data = b"".join(parts)
-    head = _HEAD.pack(MARK, len(parts[0]) // 4, columns, zlib.crc32(data), record.step, 0)
+    with np.errstate(over="ignore"):  # what fp32 cannot hold is an infinity
+        table = np.array([*measured.values()], dtype="<f4")
+    data = table.tobytes()
+    head = _HEAD.pack(MARK, table.shape[1], sum(1 << bit for bit in measured), zlib.crc32(data), record.step, 0)
     return head + _CHECK.pack(zlib.crc32(head)) + data
 
 
 def _opened(path: Path) -> AppendedFile:
-    """To go on with; a start that was torn holds nothing yet, and is made anew."""
+    """Open it to go on with; a start that was torn holds nothing yet, and is made anew."""
     file = AppendedFile(path)
     try:
         with open(path, "rb") as written:
@@ -140,7 +129,7 @@ def _opened(path: Path) -> AppendedFile:
 
 
 def read_per_rank(path: str | Path) -> Iterator[RanksOfStep]:
-    """The steps of a ``per_rank.bin``, by step; torn blocks are skipped, and a warning says how many.
+    """Yield the steps of a ``per_rank.bin``, by step; torn blocks are skipped, and a warning says how many.
 
     The values are read one step at a time.
 
@@ -148,54 +137,42 @@ def read_per_rank(path: str | Path) -> Iterator[RanksOfStep]:
         OSError: the file cannot be read.
         PerRankError: it is another file, or of a newer version.
     """
+    torn = 0
     with open(path, "rb") as file:
         kept: list[_StepBlock] = []
-        torn = 0
         for block in _blocks(file, path):
-            if block is None:
-                torn += 1
-                continue
-            while kept and kept[-1].step >= block.step:
+            while block is not None and kept and kept[-1].step >= block.step:
                 kept.pop()
-            kept.append(block)
+            kept += [] if block is None else [block]
+            torn += block is None
         for block in kept:
             data = _data_of(file, block)
             if data is None:
                 torn += 1
                 continue
-            yield _values(block, data)
+            table = iter(np.frombuffer(data, dtype="<f4").reshape(-1, block.ranks))
+            each = [next(table) if block.columns >> bit & 1 else None for bit in range(len(COLUMNS))]
+            yield RanksOfStep(block.step, *each)
     if torn:
         logger.warning("ds_silent: %s: %d torn blocks skipped", ascii(os.fspath(path)), torn)
 
 
-def _values(block: _StepBlock, data: bytes) -> RanksOfStep:
-    table = iter(np.frombuffer(data, dtype="<f4").reshape(-1, block.ranks))
-    each = [next(table) if block.columns >> bit & 1 else None for bit in range(len(COLUMNS))]
-    return RanksOfStep(block.step, *each)
-
-
 def _blocks(file: BufferedReader, path: str | Path) -> Iterator[_StepBlock | None]:
-    """In the order of the file; None for a gap that is no block."""
+    """Yield them in the order of the file; None for a gap that is no block."""
     if not _is_started(file, path):
         return
-    size = file.seek(0, os.SEEK_END)
-    place = _START.size
+    size, place = file.seek(0, os.SEEK_END), _START.size
     while place < size:
         block = _block_at(file, place)
-        if block is not None and _is_whole(file, block, size):
-            yield block
-            place = block.ends
-            continue
-        yield None
-        place = _next_mark(file, place + 1, size)
+        # it is what stands between two heads; where no other head follows, its values tell
+        if block is not None and not (block.ends == size or _block_at(file, block.ends) or _data_of(file, block)):
+            block = None
+        yield block
+        place = block.ends if block is not None else _next_mark(file, place + 1, size)
 
 
 def _is_started(file: BufferedReader, path: str | Path) -> bool:
-    """Whether the file has its first 16 bytes; not where nothing, or a part of them, was written.
-
-    Raises:
-        PerRankError: it begins otherwise.
-    """
+    """Return whether the file has its first 16 bytes, wholly; raise PerRankError where it begins otherwise."""
     start, whole = file.read(_START.size), _START.pack(MAGIC, VERSION, 0)
     if start == whole:
         return True
@@ -209,7 +186,7 @@ def _is_started(file: BufferedReader, path: str | Path) -> bool:
 
 
 def _block_at(file: BufferedReader, place: int) -> _StepBlock | None:
-    """The block whose head is at ``place``; None where there is none."""
+    """Return the block whose head is at ``place``; None where there is none."""
     file.seek(place)
     head = file.read(_HEAD_SIZE)
     if len(head) < _HEAD_SIZE or _CHECK.unpack(head[_HEAD.size :])[0] != zlib.crc32(head[: _HEAD.size]):
@@ -218,20 +195,15 @@ def _block_at(file: BufferedReader, place: int) -> _StepBlock | None:
     return _StepBlock(step, ranks, columns, check, place + _HEAD_SIZE) if mark == MARK else None
 
 
-def _is_whole(file: BufferedReader, block: _StepBlock, size: int) -> bool:
-    """Whether it is what stands between two heads; where no other head follows, its values tell."""
-    return block.ends == size or _block_at(file, block.ends) is not None or _data_of(file, block) is not None
-
-
 def _data_of(file: BufferedReader, block: _StepBlock) -> bytes | None:
-    """The values as they stand there; None where they are damaged."""
+    """Return the values as they stand there; None where they are damaged."""
     file.seek(block.begins)
     data = file.read(block.ends - block.begins)
     return data if zlib.crc32(data) == block.check else None
 
 
 def _next_mark(file: BufferedReader, place: int, size: int) -> int:
-    """Where the next head is, from ``place`` on; the file's end where there is none."""
+    """Return where the next head is, from ``place`` on; the file's end where there is none."""
     while place < size:
         file.seek(place)
         chunk = file.read(_CHUNK)

@@ -12,138 +12,91 @@ from __future__ import annotations
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any, get_args
 
 from ds_silent.metrics import METRICS
-from ds_silent.records import Event, EventKind, Scores, Severity, StepRecord
+from ds_silent.records import Event, EventKind, Severity, StepRecord
+from ds_silent.sinks.base import Sink
+from ds_silent.sinks.files import in_children
 
 logger = logging.getLogger("ds_silent")
+_Counts = Mapping[tuple[str, str], int]
+"""By kind and severity."""
 
 
-_SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-
-
-@dataclass(frozen=True)
-class Family:
-    """What is scraped under one name: a value for each set of labels."""
-
-    name: str
-    help: str
-    kind: str  # "gauge" or "counter"
-    samples: tuple[tuple[Mapping[str, str], float], ...]
-
-
-class Seen:
-    """What was written so far, as families. Pure but for the clock.
-
-    Attributes:
-        observing: False once an event has said that nothing is observed any more.
-    """
+class PrometheusSink(Sink):
+    """Keeps what a scrape asks for, as a collector of ``prometheus_client``, and ends the server with the run."""
 
     def __init__(self, run: Callable[[], str]) -> None:
         self._run, self._written = run, 0.0
         self._record: StepRecord | None = None
         self._replica_groups: int | None = None  # of the last comparison: few steps have one
         # From the beginning, because the increase of a series that begins at 1 is 0 to Prometheus.
-        self._counts: dict[tuple[str, str], int] = dict.fromkeys(product(get_args(EventKind), _SEVERITIES), 0)
-        self._last: dict[tuple[str, str], int] = {}
-        self.observing = True
+        self._counts: _Counts = dict.fromkeys(product(get_args(EventKind), get_args(Severity)), 0)
+        self._last: _Counts = {}
+        self._observing = True
+        self.end: Callable[[], None] = lambda: None
 
-    def record(self, record: StepRecord) -> None:
+    def write(self, record: StepRecord) -> None:
         groups = record.integrity.replica_groups
         if groups is not None:
             self._replica_groups = len(groups)
         self._record, self._written = record, time.time()
 
-    def event(self, event: Event) -> None:
+    def write_event(self, event: Event) -> None:
         key = (event.kind, event.severity)
         self._counts = {**self._counts, key: self._counts.get(key, 0) + 1}  # a scrape may be reading the one before
         self._last = {**self._last, key: event.step}
-        self.observing = self.observing and event.kind != "observer-off"
+        self._observing = self._observing and event.kind != "observer-off"
 
-    def families(self) -> Iterator[Family]:
-        """Yield them in the order of :data:`~ds_silent.metrics.METRICS`; what is not known has no family."""
+    def close(self) -> None:
+        self.end()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield families in the order of :data:`~ds_silent.metrics.METRICS`; what is not known has no family."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        def gauge(name: str, help: str, value: float) -> Any:
+            return GaugeMetricFamily(f"ds_silent_{name}", help, value=float(value))
+
+        def by_kind(family: Any, counts: _Counts) -> Any:
+            for key, count in counts.items():
+                family.add_metric(key, float(count))
+            return family
+
         record, counts, last = self._record, self._counts, self._last
-        yield Family("ds_silent_run_info", "Where the records are.", "gauge", (({"output_dir": self._run()}, 1.0),))
-        yield _one("ds_silent_observing", "1 while the ranks are observed, 0 when that has ended.", self.observing)
+        info = GaugeMetricFamily("ds_silent_run_info", "Where the records are.", labels=["output_dir"])
+        info.add_metric([self._run()], 1.0)
+        yield info
+        yield gauge("observing", "1 while the ranks are observed, 0 when that has ended.", self._observing)
         if record is not None:
             for metric in METRICS:
                 value = metric.of(record) if metric.gauge else None
                 if value is not None:
-                    yield _one(f"ds_silent_{metric.gauge}", metric.help, value)
+                    yield gauge(metric.gauge, metric.help, value)
             help = "When the newest record was written, by this host's clock."
-            yield _one("ds_silent_last_record_timestamp_seconds", help, self._written)
+            yield gauge("last_record_timestamp_seconds", help, self._written)
         if self._replica_groups is not None:
             help = "Groups of replicas with the same bits, as compared last; 1 is right."
-            yield _one("ds_silent_replica_groups", help, self._replica_groups)
-        events = tuple(({"kind": kind, "severity": severity}, float(n)) for (kind, severity), n in counts.items())
-        yield Family("ds_silent_events", "Events since the start, by kind and severity.", "counter", events)
-        steps = tuple(({"kind": kind, "severity": severity}, float(n)) for (kind, severity), n in last.items())
-        if steps:
-            yield Family("ds_silent_last_event_step", "Optimizer step of the last such event.", "gauge", steps)
-
-
-def _one(name: str, help: str, value: float) -> Family:
-    return Family(name, help, "gauge", (({}, float(value)),))
-
-
-class PrometheusSink:
-    """Keeps what a scrape asks for, and ends the server with the run."""
-
-    def __init__(self, seen: Seen, end: Callable[[], None]) -> None:
-        self._seen, self._end = seen, end
-
-    def write(self, record: StepRecord) -> None:
-        self._seen.record(record)
-
-    def write_scores(self, scores: Scores) -> None:
-        """They are in scores.jsonl."""
-
-    def write_event(self, event: Event) -> None:
-        self._seen.event(event)
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-    def close(self) -> None:
-        self._end()
-
-
-class _Collector:
-    """In the words of prometheus_client."""
-
-    def __init__(self, seen: Seen) -> None:
-        self._seen = seen
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        for family in self._seen.families():
-            names = list(family.samples[0][0])
-            made = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            metric = made(family.name, family.help, labels=names)
-            for labels, value in family.samples:
-                metric.add_metric(list(labels.values()), value)
-            yield metric
+            yield gauge("replica_groups", help, self._replica_groups)
+        labels, help = ["kind", "severity"], "Events since the start, by kind and severity."
+        yield by_kind(CounterMetricFamily("ds_silent_events", help, labels=labels), counts)
+        if last:
+            help = "Optimizer step of the last such event."
+            yield by_kind(GaugeMetricFamily("ds_silent_last_event_step", help, labels=labels), last)
 
 
 def open_prometheus(port: int, address: str, run: Callable[[], str]) -> PrometheusSink | None:
-    """The sink, its server listening; None, after one warning, where it cannot listen: no reason to stop a training.
+    """Return the sink, its server listening; None, after one warning, where it cannot listen: the training goes on.
 
-    Args:
-        port: TCP; 0 takes a free one, for tests.
-        address: that it listens on.
-        run: where the records are, asked at each scrape.
+    ``port``: TCP, 0 takes a free one; ``run``: where the records are, asked at each scrape.
     """
     from prometheus_client import CollectorRegistry, start_http_server
 
-    seen, registry = Seen(run), CollectorRegistry()
-    registry.register(_Collector(seen))
+    sink, registry = PrometheusSink(run), CollectorRegistry()
+    registry.register(sink)
     try:
         server, thread = start_http_server(port, address, registry)
     except OSError as error:
@@ -156,8 +109,8 @@ def open_prometheus(port: int, address: str, run: Callable[[], str]) -> Promethe
             error.strerror,
         )
         return None
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=partial(_leave_to_the_parent, weakref.ref(server)))
+    if hasattr(os, "register_at_fork"):  # a child, as a DataLoader's worker, would keep the port after its parent's end
+        in_children(server, lambda inherited: inherited.socket.close())
     logger.info("ds_silent: metrics at http://%s:%d/metrics", address, server.server_port)
 
     def end() -> None:
@@ -165,11 +118,5 @@ def open_prometheus(port: int, address: str, run: Callable[[], str]) -> Promethe
         server.server_close()
         thread.join()
 
-    return PrometheusSink(seen, end)
-
-
-def _leave_to_the_parent(reference: weakref.ref[Any]) -> None:
-    """A child, as a DataLoader's worker, would keep the port after its parent's end."""
-    server = reference()
-    if server is not None:
-        server.socket.close()
+    sink.end = end
+    return sink

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_silent.extras import version_of
-from ds_silent.records import DataDealt, Event, Scores, StepRecord, to_json
+from ds_silent.records import DataDealt, StepRecord, to_json
+from ds_silent.sinks.base import Sink
 
 if TYPE_CHECKING:  # who only reads records should not wait for the configuration's imports
     from ds_silent.config import SilentConsistencyConfig
@@ -26,7 +27,6 @@ if TYPE_CHECKING:  # who only reads records should not wait for the configuratio
 logger = logging.getLogger("ds_silent")
 VERSION = 1
 _PACKAGES = {"DeepSpeed": "deepspeed", "Megatron-core": "megatron-core"}
-_MAY_HOLD_SECRETS = ("alerts",)  # addresses with tokens in them
 
 
 def run_text(
@@ -36,17 +36,13 @@ def run_text(
     training: Mapping[str, Any],
     observed: Mapping[str, bool],
 ) -> str:
-    """JSON, an object.
+    """Return JSON, an object.
 
-    Args:
-        training: what the framework's collectives follow from, as all ranks have agreed: JSON values.
-        observed: what can be seen in this setting.
+    ``training``: what the framework's collectives follow from, as all ranks agreed; ``observed``: what can be seen.
     """
     block = config.model_dump(mode="json")
-    for key in _MAY_HOLD_SECRETS:
-        if key in block:
-            held = block[key]
-            block[key] = f"{len(held)} left out" if isinstance(held, list) else "left out"
+    if "alerts" in block:  # addresses with tokens in them
+        block["alerts"] = f"{len(block['alerts'])} left out"
     facts = {
         "version": VERSION,
         "ds_silent": version_of("ds_silent"),
@@ -72,7 +68,7 @@ def write_end(directory: Path, step: int, error: BaseException | None) -> None:
 
 
 def is_gone(process: Any) -> bool | None:
-    """Whether a process, as ``run.json`` names it, is no more; None where that is not known here."""
+    """Return whether a process, as ``run.json`` names it, is no more; None where that is not known here."""
     if not isinstance(process, dict) or type(process.get("pid")) is not int:
         return None
     now = _process(process["pid"])
@@ -81,7 +77,7 @@ def is_gone(process: Any) -> bool | None:
 
 
 def _process(number: int) -> dict[str, Any]:
-    """A process of this host by what no later one has: when it began, in clock ticks since the host did."""
+    """Name a process of this host by what no later one has: when it began, in clock ticks since the host did."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -99,7 +95,7 @@ def _now() -> str:
 
 
 def _add(path: Path, key: str, value: Any) -> None:
-    """Into the object that stands there, as a whole file."""
+    """Put it into the object that stands there, as a whole file."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         facts[key] = value
@@ -110,27 +106,14 @@ def _add(path: Path, key: str, value: Any) -> None:
         logger.debug("ds_silent: run.json keeps what it has: %s: %s", type(error).__name__, error)
 
 
-class FactsSink:
+class FactsSink(Sink):
     """Writes ``data`` into the ``run.json`` of a directory, where there is one, as a whole file each time."""
 
     def __init__(self, directory: str | Path) -> None:
         self._path = Path(directory) / "run.json"
-        self._known = DataDealt()
+        self._written = DataDealt()
 
     def write(self, record: StepRecord) -> None:
-        if record.data is None or record.data == self._known:
-            return
-        self._known = record.data
-        _add(self._path, "data", to_json(record.data))
-
-    def write_scores(self, scores: Scores) -> None:
-        """None of its business."""
-
-    def write_event(self, event: Event) -> None:
-        """None of its business."""
-
-    def flush(self) -> None:
-        """Each file is whole."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+        if record.data is not None and record.data != self._written:
+            self._written = record.data
+            _add(self._path, "data", to_json(record.data))

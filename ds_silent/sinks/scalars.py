@@ -8,11 +8,12 @@ curves.of(record)                  # [("silent/loss/mean", 2.31), ...]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 
 from ds_silent.distributed.parts import SHOWN_RANKS
 from ds_silent.metrics import METRICS, RANK_METRICS
-from ds_silent.records import Event, Scores, StepRecord
+from ds_silent.records import Event, StepRecord
+from ds_silent.sinks.base import Sink
 from ds_silent.sinks.files import quantiles_of
 
 MAX_RANKS_DRAWN = 16
@@ -31,10 +32,9 @@ class RankCurves:
 
     def write_event(self, event: Event) -> None:
         """Remember whom it names; an event about many ranks names nobody."""
-        if len(event.ranks) <= SHOWN_RANKS:
-            for rank in event.ranks:
-                if len(self._named) < MAX_RANKS_DRAWN:
-                    self._named[rank] = None
+        for rank in event.ranks if len(event.ranks) <= SHOWN_RANKS else ():
+            if len(self._named) < MAX_RANKS_DRAWN:
+                self._named[rank] = None
 
     def of(self, record: StepRecord) -> list[tuple[str, float]]:
         """Return the :func:`scalars` of a record."""
@@ -44,42 +44,31 @@ class RankCurves:
 def scalars(record: StepRecord, named: Iterable[int] = ()) -> list[tuple[str, float]]:
     """Return ``(tag, value)`` of everything measured in ``record``, without what is ``None`` but with NaN and inf.
 
-    Args:
-        named: ranks that have curves of their own where the ranks are too many for all to have them.
+    ``named``: ranks that have curves of their own where the ranks are too many for all to have them.
     """
-    values = [(f"silent/{metric.tag}", metric.of(record)) for metric in METRICS if metric.tag]
+    values = [(metric.tag, metric.of(record)) for metric in METRICS if metric.tag]
     everybody = record.world_size <= MAX_RANKS_DRAWN
     for metric in RANK_METRICS:
-        each = metric.of(record) or ()
-        values += _per_rank(metric.name, each, range(record.world_size) if everybody else named)
-        if not everybody:
-            values += _bands(metric.name, each)
+        each, tag = metric.of(record) or (), f"per_rank/{metric.name}"
+        shown = range(record.world_size) if everybody else named
+        values += [(f"{tag}/rank_{rank}", each[rank]) for rank in shown if rank < len(each)]
+        quantiles = None if everybody else quantiles_of(each)
+        if quantiles is not None:
+            values += [(f"{tag}/{name}", getattr(quantiles, name)) for name in BANDS]
     for layer in record.layers:
-        values.append((f"silent/per_layer/mean_cosine/{layer.name}", layer.mean_cosine))
-        values.append((f"silent/per_layer/mean_norm/{layer.name}", layer.mean_norm))
-        values.append((f"silent/per_layer/norm_cv/{layer.name}", layer.norm_cv))
-    return [(tag, float(value)) for tag, value in values if value is not None]
+        values += [(f"per_layer/{name}/{layer.name}", getattr(layer, name)) for name in _OF_LAYERS]
+    return [(f"silent/{tag}", float(value)) for tag, value in values if value is not None]
 
 
-def _per_rank(metric: str, values: Sequence[float], ranks: Iterable[int]) -> Iterator[tuple[str, float | None]]:
-    for rank in ranks:
-        if rank < len(values):
-            yield f"silent/per_rank/{metric}/rank_{rank}", values[rank]
+_OF_LAYERS = ("mean_cosine", "mean_norm", "norm_cv")
 
 
-def _bands(metric: str, values: Sequence[float]) -> Iterator[tuple[str, float | None]]:
-    quantiles = quantiles_of(values)
-    for name in BANDS if quantiles is not None else ():
-        yield f"silent/per_rank/{metric}/{name}", getattr(quantiles, name)
-
-
-class MonitorSink:
+class MonitorSink(Sink):
     """Hands the scalars to DeepSpeed's own monitor (TensorBoard, Weights & Biases, CSV, Comet), where there is one.
 
     The x-axis is the monitor's own: samples, not steps. On the training thread, unlike the other sinks: the engine
-    writes to the same monitor from there, and Weights & Biases drops a point that comes after one of more samples.
-
-    A ``label`` stands before the tags: the engines of one process may share a monitor's run.
+    writes to the same monitor from there, and Weights & Biases drops a point that comes after one of more samples. A
+    ``label`` stands before the tags: the engines of one process may share a monitor's run.
     """
 
     def __init__(self, write_events: MonitorWrite, label: str | None = None) -> None:
@@ -93,15 +82,5 @@ class MonitorSink:
         if points:
             self._write_events(points)
 
-    def write_scores(self, scores: Scores) -> None:
-        """Draw nothing: they are in scores.jsonl."""
-
     def write_event(self, event: Event) -> None:
-        """Draw no event, but from now on the curves of the ranks that it names."""
         self._curves.write_event(event)
-
-    def flush(self) -> None:
-        """Do nothing: the monitor flushes itself."""
-
-    def close(self) -> None:
-        """Do nothing: the monitor belongs to the engine."""

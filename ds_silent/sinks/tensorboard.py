@@ -12,15 +12,13 @@ staircase rises, the tab "Text" says why. A count that only grows is still seen 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_silent.distributed.parts import ranks_of
 from ds_silent.metrics import CHARTS, METRICS, RANK_METRICS
-from ds_silent.records import Event, Scores, StepRecord
-from ds_silent.sinks.base import SinkError
+from ds_silent.records import Event, StepRecord
+from ds_silent.sinks.base import Sink, SinkError
 from ds_silent.sinks.files import MOST_RANKS, is_drawn, make_directory
 from ds_silent.sinks.scalars import MAX_RANKS_DRAWN, RankCurves
 from ds_silent.text import one_line
@@ -29,38 +27,16 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FLUSH_SECONDS = 10  # what a killed run loses here at most; metrics.jsonl loses nothing
-
 COUNTED = ("error", "warning")  # events of these have a curve beside the others
 
 
-@dataclass(frozen=True)
-class TagChart:
-    """A chart of all tags that one of the regular expressions matches from the beginning."""
-
-    patterns: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class BandChart:
-    """A chart of curves, each within a band: (value, lower, upper), which are whole tags."""
-
-    series: tuple[tuple[str, str, str], ...]
-
-
-Charts = Mapping[str, TagChart | BandChart]
-"""Title -> what it shows."""
-
-
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes event files into ``log_dir``, which is created and tried at once; the file comes with the first record.
 
-    Args:
-        log_dir: where the event files go.
-        resume_step: the last step that the checkpoint holds; later points of the earlier run disappear from the
-            curves. ``None``: the first record says it, because a checkpoint is loaded after this sink is opened.
+    ``resume_step``: the last step of the checkpoint; later points of the earlier run disappear from the curves. None:
+    the first record says it, because a checkpoint is loaded after this sink is opened.
 
-    Raises:
-        SinkError: the directory cannot be written, or the package ``tensorboard`` is missing.
+    Raises SinkError: the directory cannot be written, or the package ``tensorboard`` is missing.
     """
 
     def __init__(self, log_dir: str | Path, *, resume_step: int | None = None) -> None:
@@ -72,29 +48,24 @@ class TensorBoardSink:
         self._early_events: list[Event] = []
         self._curves = RankCurves()
         self._pictures = 0
-        self._charts: Mapping[str, Charts] | None = None  # those in the file
-        self._told = dict.fromkeys(COUNTED, 0)
+        self._of_many: bool | None = None  # whether the charts in the file are those of many ranks
+        self._counted = dict.fromkeys(COUNTED, 0)
         self._step = 0  # of the newest record
 
     def write(self, record: StepRecord) -> None:
-        writer = self._open(record.step)
-        self._lay_out(writer, record.world_size)
-        self._step = record.step
+        writer, self._step = self._open(record.step), record.step
+        of_many = record.world_size > MAX_RANKS_DRAWN
+        if of_many != self._of_many:  # elastic training may change it
+            self._of_many = of_many
+            _add_layout(writer, of_many)
         _add_scalars(writer, [*self._curves.of(record), *self._counts()], record.step)
         self._draw(writer, record)
 
-    def _lay_out(self, writer: SummaryWriter, ranks: int) -> None:
-        """The charts for so many ranks, which the first record tells; elastic training may change them."""
-        charts = categories(ranks)
-        if charts != self._charts:
-            self._charts = charts
-            _add_layout(writer, ranks)
-
     def _counts(self) -> list[tuple[str, float]]:
-        return [(f"silent/events/{severity}", float(count)) for severity, count in self._told.items()]
+        return [(f"silent/events/{severity}", float(count)) for severity, count in self._counted.items()]
 
     def _draw(self, writer: SummaryWriter, record: StepRecord) -> None:
-        """The matrix; of more ranks than have one, each rank's cosine with the others."""
+        """Draw the matrix; of more ranks than have one, each rank's cosine with the others."""
         matrix, each = record.cosine_matrix, record.direction.per_rank
         if matrix is None and (each is None or record.world_size <= MOST_RANKS):
             return
@@ -110,22 +81,19 @@ class TensorBoardSink:
         if image is not None:
             writer.add_image(f"silent/direction/{tag}", image, record.step, dataformats="HWC")
 
-    def write_scores(self, scores: Scores) -> None:
-        """They are in scores.jsonl."""
-
     def write_event(self, event: Event) -> None:
         self._curves.write_event(event)
-        if event.severity in self._told:
-            self._told[event.severity] += 1
+        if event.severity in self._counted:
+            self._counted[event.severity] += 1
         if self._writer is None and self._purge_step is None:
             # An event before the first record (preflight, step 0) must not decide what a resumed run purges.
             self._early_events.append(event)
-        else:
-            writer = self._open(event.step)
-            self._add_text(writer, event)
-            if event.severity in self._told and self._charts is not None:
-                # never behind what is drawn already: of an event about an earlier step the curve would go back
-                _add_scalars(writer, self._counts(), max(event.step, self._step))
+            return
+        writer = self._open(event.step)
+        _add_text(writer, event)
+        if event.severity in self._counted and self._of_many is not None:
+            # never behind what is drawn already: of an event about an earlier step the curve would go back
+            _add_scalars(writer, self._counts(), max(event.step, self._step))
 
     def flush(self) -> None:
         if self._writer is not None:
@@ -144,21 +112,12 @@ class TensorBoardSink:
             self._writer = self._writer_type(str(self._log_dir), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
             early, self._early_events = self._early_events, []
             for event in early:
-                self._add_text(self._writer, event)
+                _add_text(self._writer, event)
         return self._writer
-
-    @staticmethod
-    def _add_text(writer: SummaryWriter, event: Event) -> None:
-        # One tag per kind: TensorBoard keeps only a sample of each tag's texts.
-        writer.add_text(f"silent/events/{re.sub(r'[^a-z0-9-]', '_', event.kind)}", event_markdown(event), event.step)
 
 
 def summary_writer_type() -> type[SummaryWriter]:
-    """``SummaryWriter``, where the package is there.
-
-    Raises:
-        SinkError: it is not.
-    """
+    """Return ``SummaryWriter``; SinkError where the package is not there."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -167,6 +126,11 @@ def summary_writer_type() -> type[SummaryWriter]:
             'install "tensorboard" or set it to false'
         ) from None
     return SummaryWriter
+
+
+def _add_text(writer: SummaryWriter, event: Event) -> None:
+    # One tag per kind: TensorBoard keeps only a sample of each tag's texts.
+    writer.add_text(f"silent/events/{re.sub(r'[^a-z0-9-]', '_', event.kind)}", event_markdown(event), event.step)
 
 
 def _add_scalars(writer: SummaryWriter, scalars: list[tuple[str, float]], step: int) -> None:
@@ -178,12 +142,12 @@ def _add_scalars(writer: SummaryWriter, scalars: list[tuple[str, float]], step: 
     _add_summary(writer, summary, step)
 
 
-def _add_layout(writer: SummaryWriter, ranks: int) -> None:
+def _add_layout(writer: SummaryWriter, of_many: bool) -> None:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG, create_summary_metadata
 
-    tensor = TensorProto(dtype="DT_STRING", string_val=[layout_message(ranks).SerializeToString()])
+    tensor = TensorProto(dtype="DT_STRING", string_val=[layout(of_many).SerializeToString()])
     tensor.tensor_shape.SetInParent()
     # Rebuilt by this process's messages: the plugin's may come from TensorFlow, where that is installed.
     summary, described = Summary(), create_summary_metadata().SerializeToString()
@@ -199,79 +163,53 @@ def _add_summary(writer: SummaryWriter, summary: Any, step: int | None) -> None:
 
 
 def event_markdown(event: Event) -> str:
-    """The event as Markdown in which nothing of what the event says is read as Markdown or HTML."""
+    """Return the event as Markdown in which nothing of what the event says is read as Markdown or HTML."""
     who = f", {ranks_of(event.ranks)}" if event.ranks else ""
+    threshold = "none" if event.threshold is None else f"{event.threshold:.4g}"
     lines = [
         f"**{escaped(event.severity)}** {escaped(event.kind)}{who}",
         escaped(event.message),
         f"Remedy: {escaped(event.remedy)}" if event.remedy else "",
         f"Where: {escaped(event.where)}" if event.where else "",
-        "" if event.score is None else f"Score {event.score:.4g}, threshold {_number(event.threshold)}",
+        "" if event.score is None else f"Score {event.score:.4g}, threshold {threshold}",
     ]
     return "\n\n".join(line for line in lines if line)
 
 
 def escaped(text: str) -> str:
-    """``text`` on one line, every ASCII punctuation mark as an HTML entity: inert in Markdown and in HTML."""
+    """Return ``text`` on one line, every ASCII punctuation mark as an HTML entity: inert in Markdown and in HTML."""
     inert = one_line(text)
     return "".join(f"&#{ord(c)};" if c.isascii() and not c.isalnum() and c not in " ,.;:()" else c for c in inert)
 
 
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
+def layout(of_many: bool) -> Any:
+    """Return the tab "Custom Scalars" as TensorBoard's own ``Layout``; torch's helper draws one band per chart only.
 
-
-# -- The tab "Custom Scalars": categories of charts, which depend on how many ranks there are --------------------------
-
-
-def categories(ranks: int) -> dict[str, Charts]:
-    """Return the charts of each category."""
-    events = {"events so far": TagChart((r"silent/events/(error|warning)$",))}
-    each = _per_rank_charts(r"rank_\d+$")
-    many = {"Per rank": _band_charts(), "Ranks named": _per_rank_charts(r"(rank_\d+|median)$")}
-    shown = {"Per rank": each} if ranks <= MAX_RANKS_DRAWN else many
-    return {"Consistency": {**events, **_charts_of("Consistency")}, **shown, "Health": _charts_of("Health")}
-
-
-def layout_message(ranks: int) -> Any:
-    """Return TensorBoard's own ``layout_pb2.Layout``; torch's helper draws one band per chart only."""
+    Args:
+        of_many: more ranks than have a curve each. Then there are bands from the least to the most and from the first
+            to the last tenth, and charts of the ranks that events have named, beside the median of all.
+    """
     from tensorboard.plugins.custom_scalar import layout_pb2 as made
 
-    def chart(title: str, shown: TagChart | BandChart) -> Any:
-        if isinstance(shown, TagChart):
-            return made.Chart(title=title, multiline=made.MultilineChartContent(tag=shown.patterns))
-        series = [
-            made.MarginChartContent.Series(value=value, lower=lower, upper=upper)
-            for value, lower, upper in shown.series
-        ]
+    def lines(title: str, *patterns: str) -> Any:
+        return made.Chart(title=title, multiline=made.MultilineChartContent(tag=[f"silent/{one}$" for one in patterns]))
+
+    def bands(title: str, name: str) -> Any:
+        # TensorBoard tells the bands of a chart apart by the curve within: with one median only one is drawn.
+        each = ({"value": "max", "lower": "min", "upper": "max"}, {"value": "median", "lower": "q10", "upper": "q90"})
+        tags = [{key: f"silent/per_rank/{name}/{curve}" for key, curve in one.items()} for one in each]
+        series = [made.MarginChartContent.Series(**one) for one in tags]
         return made.Chart(title=title, margin=made.MarginChartContent(series=series))
 
-    return made.Layout(
-        category=[
-            made.Category(title=title, chart=[chart(name, shown) for name, shown in charts.items()])
-            for title, charts in categories(ranks).items()
-        ]
-    )
+    def of_records(category: str) -> list[Any]:
+        tags = {title: [one.tag for one in METRICS if one.chart == title] for title in CHARTS[category]}
+        return [lines(title, *patterns) for title, patterns in tags.items()]
 
-
-def _charts_of(category: str) -> Charts:
-    tags = {title: tuple(f"silent/{one.tag}$" for one in METRICS if one.chart == title) for title in CHARTS[category]}
-    return {title: TagChart(patterns) for title, patterns in tags.items()}
-
-
-def _per_rank_charts(pattern: str) -> Charts:
-    """Return a chart of each rank's curves; of many ranks, those that events have named, beside the median of all."""
-    return {one.title: TagChart((f"silent/per_rank/{one.name}/{pattern}",)) for one in RANK_METRICS}
-
-
-def _band_charts() -> Charts:
-    """Return charts of all ranks, from the least to the most and from the first to the last tenth.
-
-    TensorBoard tells the bands of a chart apart by the tag of the curve within: with one median only one is drawn.
-    """
-    charts: dict[str, TagChart | BandChart] = {}
-    for one in RANK_METRICS:
-        tag = f"silent/per_rank/{one.name}/"
-        bands = (("max", "min", "max"), ("median", "q10", "q90"))
-        charts[one.title] = BandChart(tuple((tag + value, tag + lower, tag + upper) for value, lower, upper in bands))
-    return charts
+    named = r"(rank_\d+|median)" if of_many else r"rank_\d+"
+    by_rank = [lines(one.title, f"per_rank/{one.name}/{named}") for one in RANK_METRICS]
+    categories = {"Consistency": [lines("events so far", "events/(error|warning)"), *of_records("Consistency")]}
+    if of_many:
+        categories["Per rank"] = [bands(one.title, one.name) for one in RANK_METRICS]
+    categories["Ranks named" if of_many else "Per rank"] = by_rank
+    categories["Health"] = of_records("Health")
+    return made.Layout(category=[made.Category(title=title, chart=charts) for title, charts in categories.items()])

@@ -8,11 +8,11 @@
 A :class:`Worker` serves queues from one thread, which starts with work and ends without. :class:`Background` has a
 queue for each sink; :class:`OneTask` is a worker with one entry at a time, which judges a step.
 
-Every sink gets everything, in order, from one thread. One that raises is dropped with a sentence, see
-:class:`~ds_silent.sinks.base.FanOut`; nothing else is ever dropped. What a step may cost:
+Every sink gets everything, in order, from one thread. One that raises is dropped with a sentence
+(:class:`~ds_silent.sinks.base.FanOut`); nothing else is ever dropped. What a step may cost:
 
-* A call appends to the queue and returns. Where a sink has ``LONGEST`` entries waiting, the caller waits for it; from
-  one record to the next for ``WAIT`` seconds at most, all waits together. After that the queue grows.
+* A call appends to the queue and returns. Where a sink has ``LONGEST`` entries waiting, the caller waits for it, from
+  one record to the next ``WAIT`` seconds at most. After that the queue grows.
 * An event of severity ``error`` overtakes what the other sinks wait for, and is written by the first sink (the one
   whose lines must not be lost) when the call returns, or ``WAIT`` seconds are over.
 * A sink that does not return for ``STUCK`` seconds is reported. A second thread serves the others, and nobody waits for
@@ -57,14 +57,17 @@ _Entry = tuple[int, Callable[[Any], None]]  # a number that grows, and what to d
 _numbers = itertools.count()
 _live: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()  # in the order in which they were made
 _processes: set[int] = set()  # whose end does what is left
+_HANGS = (
+    "ds_silent: %s has not returned for %.0f s: what it is to write waits in memory, the training and the other sinks "
+    "go on"
+)
+_GONE = "ds_silent: the thread that writes the records is gone (%s: %s); the training thread writes from now on"
 
 
 class WorkQueue:
     """What waits for one target, in order. Its first entry is under way while ``since`` is known.
 
-    Args:
-        target: what each entry is called with.
-        ended: whether nothing more is to be done with it.
+    ``ended`` tells whether nothing more is to be done with the target.
     """
 
     def __init__(self, target: Any = None, name: str = "", ended: Callable[[], bool] = lambda: False) -> None:
@@ -79,17 +82,11 @@ class WorkQueue:
 
 
 class Worker:
-    """Serves its queues from one daemon thread; where there is none, the caller serves.
+    """Serves its queues from one daemon thread; where there is none (``alone``), the caller serves.
 
-    Args:
-        name: of the thread.
-        queues: in order of importance; an urgent entry is done by the first one first.
-        keeps: keep every entry for the queues that :meth:`add` will bring.
-        gone: what is warned of where there is no thread any more.
-        patient: no entry counts as stuck, and a fork waits longer.
-
-    Attributes:
-        alone: there is no thread: the caller serves.
+    An urgent entry is done by the first queue first. ``keeps``: keep every entry for the queues that :meth:`add` will
+    bring. ``gone``: what is warned of where there is no thread any more. ``patient``: no entry counts as stuck, and a
+    fork waits longer.
     """
 
     def __init__(
@@ -179,12 +176,7 @@ class Worker:
         for queue in () if self._patient else self.queues:
             if queue.since is not None and not queue.stuck and monotonic() - queue.since > STUCK:
                 queue.stuck, self._thread = True, None
-                logger.warning(
-                    "ds_silent: %s has not returned for %.0f s: what it is to write waits in memory, the training and "
-                    "the other sinks go on",
-                    queue.name,
-                    STUCK,
-                )
+                logger.warning(_HANGS, queue.name, STUCK)
         self._employ()
 
     def _employ(self) -> None:
@@ -333,17 +325,14 @@ class OneTask:
         self._worker.end()
 
 
-class Background:
+class Background(Sink):
     """Hands everything to every sink, from a thread of its own.
 
-    Args:
-        sinks: in order of importance; the first one's lines are waited for where an event is an error.
-        more: :meth:`add` will bring others, which get everything from the beginning.
+    The first sink's lines are waited for where an event is an error; after ``more=True``, :meth:`add` brings others.
     """
 
     def __init__(self, sinks: Iterable[Sink], *, more: bool = False) -> None:
-        gone = "ds_silent: the thread that writes the records is gone (%s: %s); the training thread writes from now on"
-        self._worker = Worker("ds_silent writes", map(_queue_of, sinks), keeps=more, gone=gone)
+        self._worker = Worker("ds_silent writes", map(_queue_of, sinks), keeps=more, gone=_GONE)
         self._patience = WAIT  # seconds that this step may still wait
 
     @property

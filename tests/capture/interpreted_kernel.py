@@ -45,14 +45,8 @@ def oracle(plan: sketch.SketchPlan, values: Tensor, begin: int) -> Tensor:
     return torch.zeros(plan.width, dtype=torch.float64).index_add_(0, column, signed)
 
 
-def new_slots(reader: Reader, count: int, facts: bool = True, checks: bool = False) -> Slots:
-    shape = (count, reader.splits * reader.blocks)
-    return Slots(
-        torch.zeros(shape),
-        torch.zeros(shape, dtype=torch.int32) if facts else None,
-        torch.zeros(shape) if facts else None,
-        torch.zeros(shape, dtype=torch.int64) if checks else None,
-    )
+def new_slots(reader: Reader, count: int) -> Slots:
+    return Slots(torch.zeros(count, reader.splits * reader.blocks))
 
 
 def columns_of(plan: sketch.SketchPlan, tables: Tensor) -> Tensor:
@@ -73,7 +67,7 @@ def reader(plan: sketch.SketchPlan) -> Reader:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("begin", "numel"), PLACES)
-def test_one_read_gives_sketch_norm_and_facts(
+def test_one_read_gives_sketch_and_norm(
     plan: sketch.SketchPlan, reader: Reader, dtype: torch.dtype, begin: int, numel: int
 ) -> None:
     values, tables, slots = random(numel, dtype), plan.new_tables(reader.splits), new_slots(reader, 1)
@@ -84,8 +78,6 @@ def test_one_read_gives_sketch_norm_and_facts(
     error = columns_of(plan, tables) - oracle(plan, values, begin)
     assert float(error.norm()) <= ROUNDING * norm
     assert float(slots.squares.sum()) == pytest.approx(norm**2, rel=1e-6)
-    assert not slots.non_finite.any()
-    assert float(slots.largest.max()) == float(values.double().abs().max())
 
 
 def test_signs_are_those_of_the_plan_bit_for_bit(plan: sketch.SketchPlan, reader: Reader) -> None:
@@ -135,17 +127,14 @@ def test_sum_with_what_was_accumulated_is_rounded_as_accumulation_does(
     values[:9] = torch.tensor([2.0**-8, 3 * 2.0**-8, -(2.0**-8), 1.0, 1.0, 3e38, -3e38, 0.0, 600.0]).to(now)
     held[9], values[9] = 1e-41, 1e-41  # below the normal numbers
     right = held.clone().add_(values).float()  # what accumulation leaves
-    tables, slots = plan.new_tables(reader.splits), new_slots(reader, 1)
-    reader(reader.launch([Segment(0, WIDTH, 0, 0)]), [values], tables, slots, previous=held)
+    tables = plan.new_tables(reader.splits)
+    reader(reader.launch([Segment(0, WIDTH, 0, 0)]), [values], tables, Slots(), previous=held)
     found = tables.sum(0)[:WIDTH] * plan.signs[:WIDTH]
     torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
-    finite = right[right.isfinite()]
-    assert int(slots.non_finite.sum()) == len(right) - len(finite)
-    assert float(slots.largest.max()) == float(finite.abs().max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_elements_that_are_not_finite_are_counted_and_reach_sketch_and_norm(
+def test_elements_that_are_not_finite_reach_sketch_and_norm(
     plan: sketch.SketchPlan, reader: Reader, dtype: torch.dtype
 ) -> None:
     values = random(3 * WIDTH, dtype)
@@ -157,8 +146,6 @@ def test_elements_that_are_not_finite_are_counted_and_reach_sketch_and_norm(
     columns = tables.sum(0)[:WIDTH]
     assert {place % WIDTH for place in places} == set(torch.where(~columns.isfinite())[0].tolist())
     assert not slots.squares.sum().isfinite()
-    assert int(slots.non_finite.sum()) == len(places)
-    assert float(slots.largest.max()) == float(values[values.isfinite()].abs().max())
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int32])

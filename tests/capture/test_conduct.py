@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import ds_silent
 from ds_silent.capture.settings_check import MOST_QUESTIONS, differing
 from ds_silent.exchange.observation import Code
-from ds_silent.preflight.comparison import outcome_of
 from ds_silent.preflight.inventory import dropout_modules, generator_items
 from ds_silent.preflight.messages import verdict as verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
+from tests.support.preflight import outcome_of
 
 ROWS, WIDTH, STRIKE, STEPS = 4, 16, 4, 8
 

@@ -61,12 +61,12 @@ class Deal:
         assert told is not None
         self.said.append(told)
         evidence = Evidence(
-            duplicates=told.pairs,
-            rows_per_rank=told.rows,
-            own_rows=told.own_rows,
-            own_repeats=told.own_repeats,
-            coverage=told.epoch,
-            same_order=told.same_order,
+            duplicates=told.evidence.duplicates,
+            rows_per_rank=told.evidence.rows_per_rank,
+            own_rows=told.evidence.own_rows,
+            own_repeats=told.evidence.own_repeats,
+            coverage=told.evidence.coverage,
+            same_order=told.evidence.same_order,
         )
         record = StepRecord(len(self.said), 0, None, self.ranks)
         self.events += self.judge.step(record, evidence)
@@ -91,7 +91,7 @@ def test_healthy_epochs_are_silent_wherever_they_end(
         deal.epoch(epoch)
     assert deal.events == []
     for told in deal.said:
-        assert told.epoch is not None
+        assert told.evidence.coverage is not None
         assert told.coverage.repeated is not None
         fill = (-rows) % ranks
         assert told.coverage.repeated <= (fill + (0 if watched else ranks)) / rows + 1e-9
@@ -155,7 +155,7 @@ def test_the_same_order_by_design_is_healthy(told: bool) -> None:
             sent = torch.stack([pack_ids(one, 4) for one in rows]).double()
             seen = tracker.step(sent, 4, facts.rows, Walk(facts, told=ids))
             assert seen is not None
-            evidence = Evidence(coverage=seen.epoch, same_order=seen.same_order)
+            evidence = Evidence(coverage=seen.evidence.coverage, same_order=seen.evidence.same_order)
             assert judge.step(StepRecord(step + 1, 0, None, 2), evidence) == []
 
 
@@ -230,7 +230,7 @@ def test_rows_that_the_data_hold_twice_are_healthy_by_content() -> None:
                 walk = Walk(DataFacts(2000, True), (0,) * (step == 0), True, told)
                 seen = tracker.step(sent, 4, 2000, walk)
                 assert seen is not None
-                evidence = Evidence(coverage=seen.epoch, same_order=seen.same_order)
+                evidence = Evidence(coverage=seen.evidence.coverage, same_order=seen.evidence.same_order)
                 assert judge.step(StepRecord(epoch * 250 + step + 1, 0, None, 2), evidence) == []
 
 
@@ -247,5 +247,5 @@ def test_data_without_a_length_tell_what_came_again(watched: bool) -> None:
         )
         visits = [*([] if begins else visits), *torch.cat(rows).tolist()]
         assert told is not None
-        assert (told.coverage.seen, told.epoch) == (None, None)
+        assert (told.coverage.seen, told.evidence.coverage) == (None, None)
         assert told.coverage.repeated == pytest.approx(1 - len(set(visits)) / len(visits), abs=1e-12)

@@ -33,7 +33,7 @@ def test_numbers_in_the_interpreter() -> None:
 
 def variants() -> dict[str, tuple[str, dict[str, bool]]]:
     """What a training uses, and the most that can be asked for: dtype and switches."""
-    some = {"MANY": False, "PREVIOUS": False, "FACTS": False, "CHECK": False, "SKETCH": True, "SQUARE": True}
+    some = {"MANY": False, "PREVIOUS": False, "CHECK": False, "SKETCH": True, "SQUARE": True}
     return {
         "bf16": ("bf16", some),
         "many of bf16": ("bf16", {**some, "MANY": True}),
@@ -42,8 +42,7 @@ def variants() -> dict[str, tuple[str, dict[str, bool]]]:
         "fp32": ("fp32", some),
         "many of fp32": ("fp32", {**some, "MANY": True}),
         "fp32 and previous": ("fp32", {**some, "PREVIOUS": True}),
-        "fp32, everything": ("fp32", {**some, "PREVIOUS": True, "FACTS": True}),
-        "bf16, checksum too": ("bf16", {**some, "FACTS": True, "CHECK": True}),
+        "bf16, checksum too": ("bf16", {**some, "CHECK": True}),
         "checksums alone": ("i32", {**dict.fromkeys(some, False), "MANY": True, "CHECK": True}),
     }
 
@@ -79,8 +78,8 @@ def compiled(arch: int, dtype: str, switches: dict[str, bool], folder: Path) -> 
     pointers = {
         **dict.fromkeys(("values", "previous"), f"*{dtype}"),
         **dict.fromkeys(("addresses", "segments", "words", "checks", "keys"), "*i64"),
-        **dict.fromkeys(("programs", "order", "non_finite"), "*i32"),
-        **dict.fromkeys(("tables", "squares", "largest"), "*fp32"),
+        **dict.fromkeys(("programs", "order"), "*i32"),
+        **dict.fromkeys(("tables", "squares"), "*fp32"),
     }
     constants = {
         **switches,

@@ -6,7 +6,8 @@ The expected weights are worked out by hand from the formula of each loss; whoev
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from ds_silent.capture.moments import StepMoments
 from ds_silent.capture.objective import NODES, LocalObjective
 
 CLASSES, ROWS, STEPS = 8, 6, 12
@@ -94,7 +96,7 @@ def _numbers(objective: LocalObjective) -> tuple[float, ...]:
 
 
 def _backward(objective: LocalObjective, loss: Tensor, reached: bool = True) -> None:
-    objective.begins(lambda: True, loss)
+    objective.begins(loss)
     loss.backward()
     objective.reached = reached
 
@@ -125,7 +127,7 @@ def test_a_graph_that_is_kept_counts_once_for_each_backward() -> None:
     objective, logits = LocalObjective(), _logits()
     loss = F.cross_entropy(logits, TARGETS)
     for root in (loss, 3 * loss):
-        objective.begins(lambda: True, root)
+        objective.begins(root)
         root.backward(retain_graph=True)
         objective.reached = True
     assert _numbers(objective) == pytest.approx((4, 1 / 4, 3 / 4, 8))
@@ -159,7 +161,7 @@ def test_what_cannot_be_read_is_not_known() -> None:
         found = objective.numbers()
         assert (found.known, found.weight, found.labels) == (0.0, 0.0, 0.0)
     objective = LocalObjective()
-    objective.begins(lambda: True, [_logits().sum(), _logits().sum()])
+    objective.begins([_logits().sum(), _logits().sum()])
     objective.reached = True
     assert objective.structure == ()
 
@@ -174,7 +176,7 @@ def test_what_hooks_have_packed_is_not_unpacked() -> None:
 
     objective, logits = LocalObjective(), _logits()
     loss = checkpoint(part, logits, use_reentrant=False)
-    objective.begins(lambda: True, loss)
+    objective.begins(loss)
     assert len(runs) == 1
     loss.backward()
     objective.reached = True
@@ -206,7 +208,9 @@ def test_only_numbers_of_the_script_are_its_factor() -> None:
 
 def test_nothing_is_read_where_nothing_is_measured() -> None:
     objective, loss = LocalObjective(), F.cross_entropy(_logits(), TARGETS)
-    objective.begins(lambda: False, loss)
+    nothing, settings = cast(Any, SimpleNamespace(step=1)), cast(Any, SimpleNamespace(objective=objective))
+    moments = StepMoments(nothing, nothing, nothing, nothing, nothing, settings, keep=None)
+    moments.root(loss)
     loss.backward()
     objective.reached = True
     assert objective.structure == ()

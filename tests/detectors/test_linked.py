@@ -15,16 +15,7 @@ PREFLIGHT = Event(0, "config-mismatch", "error", (2,), "learning rate", None, No
 
 
 def finding(kind: EventKind, ranks: tuple[int, ...], where: str, since: int, severity: Severity = "error") -> Finding:
-    return Finding(
-        key=f"{kind} {ranks}",
-        kind=kind,
-        severity=severity,
-        ranks=ranks,
-        where=where,
-        message=f"{kind} here.",
-        remedy="Do this.",
-        since=since,
-    )
+    return Finding(f"{kind} {ranks}", kind, severity, ranks, where, None, None, f"{kind} here.", "Do this.", since)
 
 
 DRIFT = finding("replica-drift", (2,), "embedding", 1)

@@ -136,21 +136,8 @@ def test_odds_in_words(rate: float, words: str) -> None:
 
 
 def test_facts_have_no_odds_and_no_key() -> None:
-    fact = Finding(
-        key="k", kind="non-finite", severity="error", ranks=(0,), message="It is NaN.", remedy="Do.", since=3
-    )
-    chance = Finding(
-        key="c",
-        kind="outlier-rank",
-        severity="warning",
-        ranks=(0,),
-        score=20.0,
-        threshold=19.0,
-        message="Off.",
-        remedy="Do.",
-        since=3,
-        log_excess=1.0,
-    )
+    fact = Finding("k", "non-finite", "error", (0,), None, None, None, "It is NaN.", "Do.", 3)
+    chance = Finding("c", "outlier-rank", "warning", (0,), None, 20.0, 19.0, "Off.", "Do.", 3, log_excess=1.0)
     told = Episodes(rate=1e-3).update(3, [fact, chance])
     assert [event.false_alarms_per_million_steps for event in told] == [None, pytest.approx(1e-3 / math.e)]
     lines = [json.loads(json.dumps(to_json(event), allow_nan=False)) for event in told]

@@ -96,7 +96,7 @@ def follow(past: OwnPast, rows: np.ndarray) -> list[np.ndarray]:
     """Deviations of each step of (T, N) values, one series."""
     healthy, found = np.ones(rows.shape[1], dtype=bool), []
     for row in rows:
-        found.append(past.step(past.moved(row[None]), row[None], healthy).deviations[0])
+        found.append(past.step(past.moved(row[None]), row[None], healthy)[0][0])
     return found
 
 
@@ -114,8 +114,8 @@ def excess(rows: np.ndarray) -> list[float]:
     """The largest deviation beyond the slack, of each step."""
     past, healthy, found = OwnPast(1, 4, 16, np.zeros(1)), np.ones(4, dtype=bool), []
     for row in rows:
-        change = past.step(past.moved(row[None]), row[None], healthy)
-        found.append(float(np.nan_to_num(np.abs(change.deviations) - change.slack).max()))
+        deviations, slack = past.step(past.moved(row[None]), row[None], healthy)
+        found.append(float(np.nan_to_num(np.abs(deviations) - slack).max()))
     return found
 
 

@@ -63,7 +63,12 @@ class Deal:
         return told
 
     def evidence(self, told: RowsOfStep) -> Evidence:
-        return Evidence(duplicates=told.pairs, rows_per_rank=told.rows, rows_sampled=told.rate, coverage=told.epoch)
+        return Evidence(
+            duplicates=told.evidence.duplicates,
+            rows_per_rank=told.evidence.rows_per_rank,
+            rows_sampled=told.evidence.rows_sampled,
+            coverage=told.evidence.coverage,
+        )
 
     def judge(self, shards: np.ndarray) -> list[tuple[tuple[int, ...], str]]:
         record = StepRecord(self.step_number + 1, 0, None, self.ranks)
@@ -141,7 +146,7 @@ def test_health_names_nobody() -> None:
             shards[1, 3] = shards[0, 2]
         assert filled.judge(shards) == []
         told = drawing.tell(drawing.generator.integers(0, 60_000, (2048, 8)))
-        shared += sum(told.pairs.values())
+        shared += sum(told.evidence.duplicates.values())
         assert drawing.test.step(StepRecord(step + 1, 0, None, 2048), drawing.evidence(told)) == []
     assert shared > 60 * 500  # chance alone makes that many pairs
 
@@ -190,16 +195,20 @@ def test_an_epoch_of_which_a_sample_is_known(own: bool) -> None:
     for shards in dealt:
         told = tracker.step(packed(shards, sampling), batch, rows, sampling=sampling)
     assert told is not None
-    assert told.epoch is not None
+    assert told.evidence.coverage is not None
     assert told.coverage.sampled == 0.125
-    assert told.epoch.epoch == 1.0
+    assert told.evidence.coverage.epoch == 1.0
     really = len(np.unique(dealt)) / rows
     if own:
-        assert 0 < told.epoch.error < 0.01
-        assert abs(told.epoch.seen - really) < 4 * told.epoch.error
-        assert abs(told.epoch.seen - (1 - (1 - 1 / ranks) ** ranks)) < 5 * told.epoch.error
+        assert 0 < told.evidence.coverage.error < 0.01
+        assert abs(told.evidence.coverage.seen - really) < 4 * told.evidence.coverage.error
+        assert abs(told.evidence.coverage.seen - (1 - (1 - 1 / ranks) ** ranks)) < 5 * told.evidence.coverage.error
     else:
-        assert (told.epoch.seen, told.epoch.repeated, told.epoch.error) == (1.0, 0.0, 0.0)
+        assert (told.evidence.coverage.seen, told.evidence.coverage.repeated, told.evidence.coverage.error) == (
+            1.0,
+            0.0,
+            0.0,
+        )
         duplicates = np.repeat(dealt[0][:1], ranks, 0)
         told = tracker.step(packed(duplicates, sampling), batch, rows, sampling=sampling)
         assert told is not None

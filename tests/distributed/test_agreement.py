@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,64 +33,69 @@ def start(config: dict[str, Any]) -> Any:
 # -- blocks that differ ------------------------------------------------------------------------------
 
 
-def blocks(directory: str, of_rank_1: dict[str, Any] | None) -> dict[str, Any]:
-    """Rank 1 has another block, the others a good one; what each raises, and whether it is the one that tells."""
-    config = Case().config(Path(directory), enabled=True)
-    if dist.get_rank() == 1:
-        if of_rank_1 is None:
+DIFFERENT: list[tuple[dict[str, Any] | None, str]] = [  # the block of rank 1, and what is said of it
+    (INVALID, "rank 1: silent_consistency.direction.sketch_size must"),
+    (None, "rank 1: no silent_consistency block"),
+    ({"enabled": False}, "rank 1: no silent_consistency block"),
+    ({"direction": {"sketch_size": 256}}, "silent_consistency.direction.sketch_size is 1024 on"),
+    ({"interval": 7}, "silent_consistency.interval is 1 on ranks 0, 2, 7 on rank 1"),
+    ({"preflight": False}, "silent_consistency.preflight is true on ranks 0, 2, false on rank 1"),
+    ({"respond": {"on_aggregation_error": "retry"}}, 'on_aggregation_error is "report" on ranks 0, 2, "retry" on'),
+    ({"resync": {"mode": "periodic"}, "reduction": "ordered"}, 'silent_consistency.reduction is "native" on'),
+]
+
+
+def refused(config: dict[str, Any]) -> tuple[str | None, bool | None]:
+    """What starting raises here, and whether this rank is the one that tells."""
+    try:
+        start(config)
+    except REFUSED as error:
+        return str(error), getattr(error, "teller", None)
+    return None, None
+
+
+def blocks(directory: str) -> list[tuple[str | None, bool | None]]:
+    """Rank 1 has another block, the others a good one."""
+    said = []
+    for of_rank_1, _ in DIFFERENT:
+        config = Case().config(Path(directory), enabled=True)
+        if dist.get_rank() == 1 and of_rank_1 is None:
             del config["silent_consistency"]
-        else:
+        elif dist.get_rank() == 1:
             config["silent_consistency"] |= of_rank_1
-    try:
-        start(config)
-    except REFUSED as error:
-        return {"said": str(error), "tells": getattr(error, "teller", None)}
-    return {"said": None, "tells": None}
+        said.append(refused(config))
+    return said
 
 
-@pytest.mark.parametrize(
-    ("of_rank_1", "sentence"),
-    [
-        (INVALID, "rank 1: silent_consistency.direction.sketch_size must"),
-        (None, "rank 1: no silent_consistency block"),
-        ({"enabled": False}, "rank 1: no silent_consistency block"),
-        ({"direction": {"sketch_size": 256}}, "silent_consistency.direction.sketch_size is 1024 on"),
-        ({"interval": 7}, "silent_consistency.interval is 1 on ranks 0, 2, 7 on rank 1"),
-        ({"preflight": False}, "silent_consistency.preflight is true on ranks 0, 2, false on rank 1"),
-        ({"respond": {"on_aggregation_error": "retry"}}, 'on_aggregation_error is "report" on ranks 0, 2, "retry" on'),
-        ({"resync": {"mode": "periodic"}, "reduction": "ordered"}, 'silent_consistency.reduction is "native" on'),
-    ],
-)
-def test_blocks_that_differ_end_all_ranks_with_the_same_sentence(of_rank_1: Any, sentence: str, tmp_path: Path) -> None:
-    results = run_distributed(blocks, 3, (str(tmp_path), of_rank_1), timeout=60)
-    for result in results:
-        assert result["said"] is not None
-        assert sentence in result["said"]
-        assert "\n" not in result["said"]
-        assert "rank 1" in result["said"]
-    assert len({result["said"] for result in results}) == 1
-    assert [result["tells"] for result in results].count(True) == 1
+def test_blocks_that_differ_end_all_ranks_with_the_same_sentence(tmp_path: Path) -> None:
+    ranks = run_distributed(blocks, 3, (str(tmp_path),), timeout=120)
+    for (_, sentence), results in zip(DIFFERENT, zip(*ranks, strict=True), strict=True):
+        (said, *others), tells = zip(*results, strict=True)
+        assert said is not None
+        assert sentence in said
+        assert "\n" not in said
+        assert "rank 1" in said
+        assert others == [said] * 2
+        assert tells.count(True) == 1
 
 
-def stage_of_one_rank(directory: str, stage: int) -> str | None:
+def stages_of_one_rank(directory: str) -> list[str | None]:
     """What stands beside the block is refused on one rank only."""
-    config = Case(stage=stage).config(Path(directory), enabled=True)
-    if dist.get_rank() == 1:
-        config["silent_consistency"]["respond"] = {"on_replica_drift": "majority"}
-    try:
-        start(config)
-    except REFUSED as error:
-        return str(error)
-    return None
+    said = []
+    for stage in (1, 3):
+        config = Case(stage=stage).config(Path(directory), enabled=True)
+        if dist.get_rank() == 1:
+            config["silent_consistency"]["respond"] = {"on_replica_drift": "majority"}
+        said.append(refused(config)[0])
+    return said
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_refusal_of_one_rank_is_that_of_all(stage: int, tmp_path: Path) -> None:
-    results = run_distributed(stage_of_one_rank, 2, (str(tmp_path), stage), timeout=60)
-    assert len(set(results)) == 1
-    assert results[0] is not None
-    assert "rank 1: silent_consistency.respond.on_replica_drift" in results[0]
-    assert "rank 0: nothing wrong" in results[0]
+def test_a_refusal_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
+    first, second = run_distributed(stages_of_one_rank, 2, (str(tmp_path),), timeout=60)
+    assert first == second
+    for said in first:
+        assert "rank 1: silent_consistency.respond.on_replica_drift" in said
+        assert "rank 0: nothing wrong" in said
 
 
 def output_dirs(directory: str) -> Any:
@@ -118,10 +122,7 @@ def writers_own(directory: str) -> list[Any]:
         config = Case().config(Path(directory, str(number)), enabled=True)
         key, value = ("places", f"{directory}/none.json") if number == 0 else ("alerts", [{"to": "env:NO_SUCH_NAME"}])
         config["silent_consistency"] |= {key: value, **more}
-        try:
-            start(config)
-        except REFUSED as error:
-            said.append((str(error), getattr(error, "teller", None)))
+        said.append(refused(config))
     return said
 
 
@@ -140,11 +141,7 @@ def test_what_only_the_writing_rank_looks_at_is_no_disagreement(tmp_path: Path) 
 def versions(directory: str) -> str | None:
     if dist.get_rank() == 2:
         observing_start.VERSION = "9.9"
-    try:
-        start(Case().config(Path(directory), enabled=True))
-    except REFUSED as error:
-        return str(error)
-    return None
+    return refused(Case().config(Path(directory), enabled=True))[0]
 
 
 def test_another_version_on_one_rank_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.exchange import constant_size, gather
+from ds_silent.exchange import gather
 from ds_silent.exchange import layout as packing
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -32,9 +32,9 @@ def run(directory: Path, broken: int | None, where: str, limit: int) -> dict[str
         observer.load_state_dict({"weights_checksum": "0" * 16})  # a resume: verified at the first step
     if observer is not None and dist.get_rank() == broken:
         owner, name = {
-            "pack": (packing if gathers else constant_size, "pack_scalars"),
+            "pack": (packing if gathers else gather, "pack_scalars"),
             "weights": (observer._replicas._replicas, "weights"),
-            "read": (gather if gathers else constant_size, "unpack"),
+            "read": (gather, "unpack"),
         }[where]
         original, calls = getattr(owner, name), []
         at = 1 if where == "weights" else 3
@@ -59,26 +59,34 @@ def run(directory: Path, broken: int | None, where: str, limit: int) -> dict[str
     return {"observing": observing, "steps": steps, "weights": weights}
 
 
-def broken_before_the_collective(directory: str, where: str, limit: int) -> list[dict[str, Any]]:
-    plain = run(Path(directory, "off"), None, where, limit)
-    return [plain] + [run(Path(directory, str(rank)), rank, where, limit) for rank in range(dist.get_world_size())]
+PLACES = ("pack", "weights", "read")
+LIMITS = (64, 1, 0)  # gathered, constant size, in blocks
 
 
-@pytest.mark.parametrize("limit", [64, 1, 0], ids=["gathered", "constant size", "in blocks"])
-@pytest.mark.parametrize("where", ["pack", "weights", "read"])
-def test_what_breaks_before_the_collective_leaves_nobody_waiting(where: str, limit: int, tmp_path: Path) -> None:
-    ranks = run_distributed(broken_before_the_collective, 2, (str(tmp_path), where, limit), timeout=60)
-    for broken in range(2):
-        folder = tmp_path / str(broken)
-        kinds = [event["kind"] for event in read_events(folder / "events.jsonl")]
-        for plain, *results in ranks:
-            result = results[broken]
-            assert (result["steps"], result["weights"]) == (STEPS, plain["weights"])
-            # only the writing rank compares the weights with a checkpoint's
-            assert result["observing"] is (where == "weights" and broken == 1)
-        if where != "weights" or broken == 0:
-            assert kinds.count("observer-off") == 1
-        assert read_metrics(folder / "metrics.jsonl") or where == "weights"
+def broken_before_the_collective(directory: str) -> list[list[dict[str, Any]]]:
+    """For each place and limit: without an observer, and with each rank broken."""
+    return [
+        [run(Path(directory, f"{where} {limit}", str(broken)), broken, where, limit) for broken in (None, 0, 1)]
+        for where in PLACES
+        for limit in LIMITS
+    ]
+
+
+def test_what_breaks_before_the_collective_leaves_nobody_waiting(tmp_path: Path) -> None:
+    ranks = run_distributed(broken_before_the_collective, 2, (str(tmp_path),), timeout=400)
+    cases = [(where, limit) for where in PLACES for limit in LIMITS]
+    for (where, limit), *results in zip(cases, *ranks, strict=True):
+        for broken in range(2):
+            folder = tmp_path / f"{where} {limit}" / str(broken)
+            kinds = [event["kind"] for event in read_events(folder / "events.jsonl")]
+            for plain, *observed in results:
+                result = observed[broken]
+                assert (result["steps"], result["weights"]) == (STEPS, plain["weights"]), folder
+                # only the writing rank compares the weights with a checkpoint's
+                assert result["observing"] is (where == "weights" and broken == 1), folder
+            if where != "weights" or broken == 0:
+                assert kinds.count("observer-off") == 1, folder
+            assert read_metrics(folder / "metrics.jsonl") or where == "weights", folder
 
 
 # -- every statement ------------------------------------------------------------------------------------------------

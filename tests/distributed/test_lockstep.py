@@ -233,8 +233,8 @@ def test_several_backward_passes_per_step_are_learned_where_all_ranks_make_them(
     twice = once.reduction()
     assert (once.whole, twice.whole) == (True, False)
     assert twice.status(1, Status()).failed == ASTRAY
-    assert twice.told().status(1, Status()).failed == 0.0
-    lockstep, event = twice.told().passed().read(gathered(failed=[ASTRAY] * 4))
+    assert twice.sent().status(1, Status()).failed == 0.0
+    lockstep, event = twice.sent().passed().read(gathered(failed=[ASTRAY] * 4))
     assert event is None
     lockstep = lockstep.passed().stepped().reduction()
     assert lockstep.whole

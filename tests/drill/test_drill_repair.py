@@ -254,13 +254,14 @@ def _break(how: str) -> Callable[[], None]:
         (respond._Compare, "_repair", respond._Compare._repair),
         (respond._Compare, "after_update", respond._Compare.after_update),
         (DeepSpeedFramework, "replica", DeepSpeedFramework.replica),
+        (respond._Notes, "take", respond._Notes.take),
     ]
 
     def claim_reduction(guard: Any, step: int, notes: Any) -> None:
         seen = guard._examine(guard._exchange.peek())
         if seen is not None and guard._anyone(seen.wrong):
-            notes.reduction(step, seen)
-            notes.repair(Repair(step, "retry", True, 2, 0, 0.0))
+            notes.reductions.append((step, seen))
+            notes.repairs.append((step, Repair(step, "retry", True, 2, 0, 0.0)))
 
     def claim_replicas(keeper: Any, replica: Any, found: Any, step: int, *rest: Any) -> Repair:
         keeper.after_update = lambda *given: None  # and never looks again
@@ -274,10 +275,15 @@ def _break(how: str) -> Callable[[], None]:
             if tensor.is_floating_point():
                 tensor.detach().mul_(1.0 + 2.0**-20)  # as the rounding of a mean may
 
+    def take_what_was_done(notes: Any, step: int) -> Any:
+        notes.repairs = [(at, repair) for at, repair in notes.repairs if repair is not None]
+        return kept[4][2](notes, step)
+
     mutations: dict[str, list[tuple[Any, str, Any]]] = {
         "does nothing": [
             (respond._Guard, "protect", lambda guard, step, notes: None),
             (respond._Compare, "_repair", lambda *given: None),
+            (respond._Notes, "take", take_what_was_done),
         ],
         "claims": [(respond._Guard, "protect", claim_reduction), (respond._Compare, "_repair", claim_replicas)],
         "forgets the optimizer": [(DeepSpeedFramework, "replica", without_state)],
@@ -285,13 +291,7 @@ def _break(how: str) -> Callable[[], None]:
     }
     for owner, name, function in mutations[how]:
         setattr(owner, name, function)
-    if how == "does nothing":
-        respond._Notes.repair = _without_none(respond._Notes.repair)  # type: ignore[method-assign]
     return partial(_restore, kept)
-
-
-def _without_none(note: Callable[..., None]) -> Callable[..., None]:
-    return lambda notes, repair: None if repair is None else note(notes, repair)
 
 
 def _restore(kept: list[tuple[Any, str, Any]]) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from ds_silent.distributed.together import Together, at_once
-from ds_silent.exchange import constant_size, rows
-from ds_silent.exchange.constant_size import ConstantSizeExchange
+from ds_silent.exchange import rows
+from ds_silent.exchange.gather import ConstantSizeExchange
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered, Observation
 
@@ -55,9 +56,9 @@ class ManyRanks:
 @contextmanager
 def _no_group(ranks: int) -> Iterator[None]:
     with (
-        patch.object(constant_size.dist, "get_world_size", lambda group: ranks),
-        patch.object(constant_size.dist, "all_reduce", lambda *args, **named: None),
-        patch.object(constant_size.dist, "get_rank", lambda group: 0),
+        patch.object(dist, "get_world_size", lambda group: ranks),
+        patch.object(dist, "all_reduce", lambda *args, **named: None),
+        patch.object(dist, "get_rank", lambda group: 0),
         patch.object(rows, "all_gather", lambda *args, **named: None),
     ):
         yield

@@ -13,7 +13,7 @@ import ds_silent
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
 from ds_silent.distributed.together import Together, at_once
-from ds_silent.exchange.constant_size import ConstantSizeExchange
+from ds_silent.exchange.gather import ConstantSizeExchange
 from ds_silent.exchange.layout import ExchangeShape, layout_of
 from ds_silent.exchange.observation import BROKE, LEFT, Local, Loss, Observation, Status, Wishes
 from ds_silent.exchange.rows import digit_of, failures_in
@@ -104,64 +104,63 @@ def trained(directory: str) -> None:
         engine.destroy()
 
 
-def left(directory: str) -> list[Any]:
-    """A block's first rank closes its observer after three steps, and the others go on."""
-    engine = build(Case(), Path(directory) / "on", gather_limit=0)
-    observer, generator = ds_silent.observer_of(engine), torch.Generator().manual_seed(dist.get_rank())
-    for step in range(1, 7):
-        one_step(engine, generator)
-        if step == 3 and dist.get_rank() == 2:
-            observer.close()
-    observing = observer.measures(1)
-    observer.close()
-    return [observing, int(engine.global_steps)]
+def disturbed(directory: str) -> list[tuple[bool, int]]:
+    """A block's first rank closes its observer after three steps; in the next training one counts another step.
+
+    In this order: who leaves passes nothing on any more, and nothing of that meets what the next training sends.
+    """
+    results = []
+    for name in ("left", "astray"):
+        engine = build(Case(), Path(directory) / name, gather_limit=0)
+        observer, generator = ds_silent.observer_of(engine), torch.Generator().manual_seed(dist.get_rank())
+        for step in range(1, 7):
+            if (name, step, dist.get_rank()) == ("astray", 3, 3):
+                engine.global_steps += 5
+            one_step(engine, generator)
+            if (name, step, dist.get_rank()) == ("left", 3, 2):
+                observer.close()
+        results.append((observer.measures(1), int(engine.global_steps)))
+        observer.close()
+        engine.destroy()
+    return results
 
 
-def astray(directory: str) -> list[Any]:
-    """One rank counts another step from the third on."""
-    engine = build(Case(), Path(directory) / "on", gather_limit=0)
-    observer, generator = ds_silent.observer_of(engine), torch.Generator().manual_seed(dist.get_rank())
-    for step in range(1, 7):
-        if step == 3 and dist.get_rank() == 3:
-            engine.global_steps += 5
-        one_step(engine, generator)
-    observing = observer.measures(1)
-    observer.close()
-    return [observing]
+def all_trained(directory: str) -> list[tuple[bool, int]]:
+    trained(directory)
+    return disturbed(directory)
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("rows")
-    run_distributed(trained, RANKS, (str(folder),), timeout=120)
-    return folder
+    return folder, run_distributed(all_trained, RANKS, (str(folder),), timeout=240)
 
 
-def test_records_are_those_of_ranks_that_all_know_everything(records: Path) -> None:
-    everybody, blocks = (read_metrics(records / limit / "metrics.jsonl") for limit in ("1", "0"))
+def test_records_are_those_of_ranks_that_all_know_everything(results: tuple[Path, list[Any]]) -> None:
+    everybody, blocks = (read_metrics(results[0] / limit / "metrics.jsonl") for limit in ("1", "0"))
     for record in (*everybody, *blocks):
         del record["seconds"]
     assert [record["step"] for record in blocks] == [1, 2, 3, 4, 5, 6, 7]
     assert blocks == everybody
 
 
-def test_a_replica_that_drifts_is_named(records: Path) -> None:
-    one, other = (list(read_events(records / limit / "events.jsonl")) for limit in ("1", "0"))
+def test_a_replica_that_drifts_is_named(results: tuple[Path, list[Any]]) -> None:
+    one, other = (list(read_events(results[0] / limit / "events.jsonl")) for limit in ("1", "0"))
     assert other == one
     assert [(e["kind"], e["where"], e["ranks"]) for e in other] == [("replica-drift", "frozen.weight", [4])]
 
 
-def test_a_rank_that_leaves_is_named_and_waited_for_by_nobody(tmp_path: Path) -> None:
-    ranks = run_distributed(left, RANKS, (str(tmp_path),), timeout=60)
-    assert ranks == [[False, 6]] * RANKS
-    [event] = [e for e in read_events(tmp_path / "on" / "events.jsonl") if e["kind"] == "observer-off"]
+def test_a_rank_that_leaves_is_named_and_waited_for_by_nobody(results: tuple[Path, list[Any]]) -> None:
+    folder, ranks = results
+    assert [left for left, _ in ranks] == [(False, 6)] * RANKS
+    [event] = [e for e in read_events(folder / "left" / "events.jsonl") if e["kind"] == "observer-off"]
     assert event["ranks"] == [2]
 
 
-def test_a_rank_at_another_step_is_named(tmp_path: Path) -> None:
-    ranks = run_distributed(astray, RANKS, (str(tmp_path),), timeout=60)
-    assert ranks == [[True]] * RANKS
-    events = list(read_events(tmp_path / "on" / "events.jsonl"))
+def test_a_rank_at_another_step_is_named(results: tuple[Path, list[Any]]) -> None:
+    folder, ranks = results
+    assert [observing for _, (observing, _) in ranks] == [True] * RANKS
+    events = list(read_events(folder / "astray" / "events.jsonl"))
     [event] = [e for e in events if e["severity"] != "info"]
     assert (event["kind"], event["where"], event["ranks"]) == ("config-mismatch", "optimizer step", [3])
-    assert [record["step"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in read_metrics(folder / "astray" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import ds_silent
 from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
 from tests.support.distributed import run_distributed
+from tests.support.interpreter import interpreter
 from tests.support.shapes_training import ROWS, Shaped, make, train
 
 STEPS = 3
@@ -188,7 +188,7 @@ def test_what_is_wrong_is_told_where_it_is(table: Any, found: str, request: pyte
 def test_the_mesh_is_shown_without_the_observer(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "mesh_param_drift.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--ranks", "2"], capture_output=True, text=True, cwd=tmp_path, timeout=120
+        [interpreter(), str(script), "--ranks", "2"], capture_output=True, text=True, cwd=tmp_path, timeout=120
     )
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("mpu", "mesh_param"))]
     assert [row[:2] for row in rows] == [[way, str(step)] for way in ("mpu", "mesh_param") for step in (1, 2, 3)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.capture.collector import differs, moved, remember
+from ds_silent.capture.reduced_gradient import differs, moved, remember
 from ds_silent.frameworks.torch_common import cut, nth_share, row_of
 from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics

@@ -15,6 +15,7 @@ import pytest
 from ds_silent import __main__ as way_in
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.support.interpreter import interpreter
 
 ROOT = Path(__file__).parents[2]
 STEPS, ROWS = 3, 4
@@ -163,7 +164,7 @@ def run(tmp_path: Path, script: str, *ours: str, ranks: int = 2, **variables: st
     (tmp_path / "train.py").write_text(script)
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     kept["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}{os.pathsep}{kept.get('PYTHONPATH', '')}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    launcher = [interpreter(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     done = subprocess.run(
         [*launcher, *ours],
         cwd=tmp_path,
@@ -260,7 +261,7 @@ def test_what_ended_with_its_own_sentence_has_no_second_one(
 ) -> None:
     (tmp_path / "train.py").write_text(script)
     done = subprocess.run(
-        [sys.executable, "-m", "ds_silent", "train.py"],
+        [interpreter(), "-m", "ds_silent", "train.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

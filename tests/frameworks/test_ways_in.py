@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ds_silent.__main__ import _target_of, main
+from tests.support.interpreter import interpreter
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,7 +123,7 @@ def free_port() -> str:
 
 
 def deepspeed(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", free_port(), *arguments]
+    return [interpreter(), "-m", "deepspeed.launcher.runner", "--master_port", free_port(), *arguments]
 
 
 LIKE_FLAGS = ["--num_gpus", "5", "--module", "ds_silent", "-m", "../code/train.py", "--", "code", "a b"]
@@ -177,7 +178,7 @@ def test_two_nodes_of_a_hostfile(project: Path) -> None:
     (project / "out").mkdir()
     port, processes = free_port(), []
     for node in range(2):
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", "--no_ssh"]
+        command = [interpreter(), "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", "--no_ssh"]
         command += ["--node_rank", str(node), "--master_addr", "127.0.0.1", "--master_port", port]
         command += ["--module", "ds_silent", "code/train.py", "--out", "out", "--train"]
         processes.append(start(command, project))
@@ -189,15 +190,15 @@ def test_two_nodes_of_a_hostfile(project: Path) -> None:
 
 @pytest.mark.parametrize("way", ["no local rank", "no python", "no python, a shell script", "torchrun"])
 def test_other_ways_of_the_launchers(project: Path, way: str) -> None:
-    (project / "start.sh").write_text(f'#!/bin/sh\nexec {sys.executable} -m ds_silent "$@"\n')
+    (project / "start.sh").write_text(f'#!/bin/sh\nexec {interpreter()} -m ds_silent "$@"\n')
     (project / "start.sh").chmod(0o755)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1"]
     torchrun += ["--master_addr", "127.0.0.1", "--master_port", free_port()]
     without = ("--num_gpus", "1", "--no_local_rank")
     command, local_rank = {
-        "no local rank": (deepspeed(*without, "--module", "ds_silent", "code/train.py"), False),
+        "no local rank": ([sys.executable, *deepspeed(*without, "--module", "ds_silent", "code/train.py")[1:]], False),
         "no python": (
-            deepspeed(*without, "--no_python", sys.executable, "-m", "ds_silent", "code/train.py"),
+            deepspeed(*without, "--no_python", interpreter(), "-m", "ds_silent", "code/train.py"),
             False,
         ),
         "no python, a shell script": (deepspeed("--num_gpus", "1", "--no_python", "./start.sh", "code/train.py"), True),
@@ -211,8 +212,8 @@ def test_other_ways_of_the_launchers(project: Path, way: str) -> None:
 def test_a_script_is_what_python_makes_of_it(project: Path) -> None:
     """Through a symbolic link: its neighbours are those of the file itself."""
     (project / "link.py").symlink_to(Path("code", "train.py"))
-    plain = told(project, "plain", [sys.executable, "link.py"], 1)
-    ours = told(project, "ours", [sys.executable, "-m", "ds_silent", "link.py"], 1)
+    plain = told(project, "plain", [interpreter(), "link.py"], 1)
+    ours = told(project, "ours", [interpreter(), "-m", "ds_silent", "link.py"], 1)
     same(plain, ours)
     assert ours[0]["word"] == "found"
     assert ours[0]["name"] == "__main__"
@@ -225,8 +226,8 @@ def test_a_module_is_what_python_makes_of_it(project: Path, name: str) -> None:
     (package / "__init__.py").write_text("")
     (package / ("train.py" if "." in name else "__main__.py")).write_text(SCRIPT)
     (project / "neighbour.py").write_text(NEIGHBOUR)
-    plain = told(project, "plain", [sys.executable, "-m", name], 1)
-    ours = told(project, "ours", [sys.executable, "-m", "ds_silent", "-m", name], 1)
+    plain = told(project, "plain", [interpreter(), "-m", name], 1)
+    ours = told(project, "ours", [interpreter(), "-m", "ds_silent", "-m", name], 1)
     same(plain, ours)
     assert ours[0]["spec"] == ("package.train" if "." in name else "package.__main__")
 
@@ -262,7 +263,7 @@ def test_a_block_that_nobody_reads_is_said_by_an_import(
     (project / "code" / "plain.py").write_text(script)
     out = project / "plain"
     out.mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = [interpreter(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     status, said = run([*launcher, "code/plain.py", "--train", "--out", "plain"], project)
     assert status == 0, said
     assert said.count("nothing observes its engine, because DeepSpeed does not read the block") == sentences
@@ -271,7 +272,7 @@ def test_a_block_that_nobody_reads_is_said_by_an_import(
 
 def test_a_script_in_which_nothing_is_observed_says_so_at_its_end(project: Path) -> None:
     (project / "empty.py").write_text("print('done')\n")
-    status, said = run([sys.executable, "-m", "ds_silent", "empty.py"], project)
+    status, said = run([interpreter(), "-m", "ds_silent", "empty.py"], project)
     assert status == 0
     assert said.index("done") < said.index("ds_silent: nothing was observed")
     assert said.count("nothing was observed") == 1
@@ -279,7 +280,7 @@ def test_a_script_in_which_nothing_is_observed_says_so_at_its_end(project: Path)
 
 def test_what_a_script_breaks_on_is_its_own_traceback(project: Path) -> None:
     (project / "broken.py").write_text("import nowhere_to_be_found\n")
-    status, said = run([sys.executable, "-m", "ds_silent", "broken.py"], project)
+    status, said = run([interpreter(), "-m", "ds_silent", "broken.py"], project)
     assert status == 1
     assert 'broken.py", line 1' in said
     assert "ModuleNotFoundError" in said

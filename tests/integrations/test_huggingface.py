@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -22,6 +21,7 @@ from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.hf_training import HFCase, HFTrace, Rows, as_launched, model_of, train, trainer_of
 from tests.support.distributed import run_distributed
+from tests.support.interpreter import interpreter
 
 DISPATCHED = {"use_configured_state": True, "dispatch_batches": True, "split_batches": False}
 EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "huggingface.py"
@@ -300,7 +300,7 @@ def test_a_loop_of_accelerates_own(tmp_path: Path) -> None:
 
 
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    command = [interpreter(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     status, said = run([*command, str(EXAMPLE), "--epochs", "1", "--output-dir", str(tmp_path / "out")], tmp_path)
     assert status == 0, said
     records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))

@@ -19,6 +19,7 @@ from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.lightning_training import LightningCase, LightningTrace, Scalars, train
 from tests.support.distributed import run_distributed
+from tests.support.interpreter import interpreter
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "launch" / "examples" / "lightning_trainer.py"
@@ -155,21 +156,21 @@ def test_an_unchanged_script_by_its_environment(tmp_path: Path, entries: str, mo
     (tmp_path / "silent.json").write_text(json.dumps({"output_dir": str(tmp_path / "run"), "tensorboard": False}))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), entries]))
     monkeypatch.setenv("MASTER_PORT", free_port())
-    status, said = run([sys.executable, "train.py"], tmp_path)
+    status, said = run([interpreter(), "train.py"], tmp_path)
     assert status == 0, said
     rooms = ("", ".extras", ".integrations", ".integrations.lightning_entry", ".patches")
     loaded = [f"ds_silent{room}" for room in rooms]
     assert f"imported {loaded}" in said
     assert "ds_silent:" not in said
     monkeypatch.setenv(BLOCK_FILE, "silent.json")
-    status, said = run([sys.executable, "train.py"], tmp_path)
+    status, said = run([interpreter(), "train.py"], tmp_path)
     assert status == 0, said
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     assert "ds_silent: observing 2 ranks" in said
 
 
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    command = [interpreter(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     status, said = run([*command, str(EXAMPLE), "--epochs", "1", "--output-dir", str(tmp_path / "out")], tmp_path)
     assert status == 0, said
     records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from finetune.models import EMBEDDED
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.hf_training import as_launched
 from tests.support.distributed import run_distributed
+from tests.support.interpreter import interpreter
 
 EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "trl_sft.py"
 STEPS = 2
@@ -118,7 +118,7 @@ def test_the_true_loss_and_the_same_weights(name: str, found: list[dict[str, Any
 
 
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    command = [interpreter(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     status, said = run([*command, str(EXAMPLE), "--steps", "3", "--output-dir", str(tmp_path / "out")], tmp_path)
     assert status == 0, said
     records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))

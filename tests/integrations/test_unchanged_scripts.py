@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ds_silent.extras import installed
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from finetune.models import EMBEDDED
 from tests.frameworks.test_ways_in import free_port, run
+from tests.support.interpreter import interpreter
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COMMON = ["--max_steps=3", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=2", "--logging_steps=1"]
@@ -30,7 +30,7 @@ def launched(script: list[str], tmp_path: Path) -> list[dict[str, Any]]:
         "silent_consistency": {"output_dir": str(tmp_path / "run"), "tensorboard": False},
     }
     (tmp_path / "ds_config.json").write_text(json.dumps(ds_config))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    command = [interpreter(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     options = [
         "--deepspeed",
         "ds_config.json",

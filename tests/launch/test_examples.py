@@ -11,6 +11,7 @@ import pytest
 
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.frameworks.test_ways_in import free_port
+from tests.support.interpreter import interpreter
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 OURS = 15  # lines beyond an unobserved script, at most
@@ -31,10 +32,11 @@ def test_an_example_trains_and_is_observed(name: str, tmp_path: Path) -> None:
     launcher, *options = LAUNCHERS[name]
     if options[-1].endswith("port"):
         options.append(free_port())
+    started_by = [] if name == "accelerate_loop" else [interpreter()]
     script = [str(EXAMPLES / f"{name}.py"), "--epochs", "1", "--output-dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parents[1]), "HOME": str(tmp_path)}
     done = subprocess.run(
-        [str(Path(sys.executable).with_name(launcher)), *options, *script],
+        [*started_by, str(Path(sys.executable).with_name(launcher)), *options, *script],
         env=environment,
         capture_output=True,
         text=True,
@@ -53,7 +55,7 @@ def test_an_example_trains_and_is_observed(name: str, tmp_path: Path) -> None:
 def test_an_example_as_one_process_trains_on_with_a_sentence(tmp_path: Path) -> None:
     """accelerate wraps nothing then."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "accelerate_loop.py"), "--epochs", "1", "--output-dir", str(tmp_path / "run")],
+        [interpreter(), str(EXAMPLES / "accelerate_loop.py"), "--epochs", "1", "--output-dir", str(tmp_path / "run")],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parents[1]), "HOME": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.interpreter import interpreter
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
     "bf16": {"enabled": False},
@@ -163,7 +165,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         "unwritable": {"silent_consistency": {"output_dir": str(directory / "file")}},
     }.items():
         (directory / f"{name}.json").write_text(json.dumps({**CONFIG, **change}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    command = [interpreter(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
     done = subprocess.run(
         [*command, str(directory)], env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
     )
@@ -280,7 +282,7 @@ def test_the_command_line_stops_with_its_own_exit_code(tmp_path: Path) -> None:
     arguments = ["--local_rank=0", "--deepspeed_config", str(tmp_path / "config.json"), "--max-steps", "100000"]
     arguments += ["--output", str(tmp_path / "out"), "--micro-batch", "1", "--accumulation", "1", "--no-progress"]
     with subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / "train.py"), *arguments],
+        [interpreter(), str(ROOT / "launch" / "train.py"), *arguments],
         env=ENVIRONMENT,
         text=True,
         stdout=subprocess.PIPE,

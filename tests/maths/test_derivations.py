@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_silent.detectors.sequential import WITHIN, SequentialTest
-from ds_silent.maths.sketch import cosine_error, effective_size, make_plan, norm_error, sketch_of
+from ds_silent.maths.sketch import cosine_error, effective_size, make_plan, sketch_of
 from ds_silent.maths.statistics import mean_cosine_error, noise_scale
 
 SIZE, DIMENSION, SEEDS = 256, 40_000, 400
@@ -48,7 +48,7 @@ def test_standard_errors_of_cosine_mean_and_norm(gram: tuple[torch.Tensor, torch
     cosines = seen / (lengths[:, :, None] * lengths[:, None, :])
     for i, j in ((0, 1), (0, 2), (1, 2)):
         assert float(cosines[:, i, j].std()) == pytest.approx(cosine_error(float(true[i, j]), SIZE), rel=0.15)
-    assert float(lengths[:, 0].std()) == pytest.approx(norm_error(SIZE), rel=0.15)
+    assert float(lengths[:, 0].std()) == pytest.approx((2.0 * effective_size(SIZE)) ** -0.5, rel=0.15)
     pairs = cosines[:, [0, 0, 1], [1, 2, 2]]
     stated = mean_cosine_error(true, SIZE)
     assert float(pairs.mean(1).std()) == pytest.approx(stated, rel=0.15)

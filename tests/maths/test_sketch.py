@@ -130,7 +130,7 @@ def test_error_on_gradients_of_a_language_model() -> None:
             for i, j in zip(first.tolist(), second.tolist(), strict=True):
                 expected = sketch.cosine_error(float(true_cosines[i, j]), size)
                 cosine_scores.append(float(cosines[i, j] - true_cosines[i, j]) / expected)
-            norm_scores += ((norms / true_norms - 1) / sketch.norm_error(size)).tolist()
+            norm_scores += ((norms / true_norms - 1) / (2.0 * sketch.effective_size(size)) ** -0.5).tolist()
         for scores in (cosine_scores, norm_scores):
             values = torch.tensor(scores)
             # 40 independent seeds: the root mean square of a unit normal lies within 1 +- 4/sqrt(80)

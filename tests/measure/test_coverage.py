@@ -189,19 +189,19 @@ def test_an_epoch_of_the_fine_tune_is_tracked_as_its_sampler_deals_it(rows: int,
     share has a standard deviation below sqrt(q (1 - q) / n); the tracker says its own error. S1-1: all rows, once.
     """
     own, same = (walk(rows, own_seeds, per_rank=500) for own_seeds in (True, False))
-    assert own.epoch is not None
-    assert same.epoch is not None
-    assert (own.epoch.error > 0) == (same.epoch.error > 0) == sampled
+    assert own.evidence.coverage is not None
+    assert same.evidence.coverage is not None
+    assert (own.evidence.coverage.error > 0) == (same.evidence.coverage.error > 0) == sampled
     chance = expected_coverage(4)
-    deviation = math.hypot(math.sqrt(chance * (1 - chance) / rows), own.epoch.error)
+    deviation = math.hypot(math.sqrt(chance * (1 - chance) / rows), own.evidence.coverage.error)
     assert deviation < 0.005
-    assert abs(own.epoch.seen - chance) < 4 * deviation
-    assert own.epoch.epoch == same.epoch.epoch == 1.0
-    assert own.epoch.repeated == pytest.approx(1.0 - own.epoch.seen)
+    assert abs(own.evidence.coverage.seen - chance) < 4 * deviation
+    assert own.evidence.coverage.epoch == same.evidence.coverage.epoch == 1.0
+    assert own.evidence.coverage.repeated == pytest.approx(1.0 - own.evidence.coverage.seen)
     if sampled:
-        assert abs(same.epoch.seen - 1.0) < 4 * same.epoch.error < 0.03
+        assert abs(same.evidence.coverage.seen - 1.0) < 4 * same.evidence.coverage.error < 0.03
     else:
-        assert (same.epoch.seen, same.epoch.repeated) == (1.0, 0.0)
+        assert (same.evidence.coverage.seen, same.evidence.coverage.repeated) == (1.0, 0.0)
 
 
 def test_a_hundred_million_rows_stay_small() -> None:

@@ -9,19 +9,21 @@ from typing import Any, cast
 
 import pytest
 
+from ds_silent.config import SilentConsistencyConfig
 from ds_silent.measure.evidence import ResponseLog
-from ds_silent.observing.recorder import WritingRecorder
+from ds_silent.observing.recorder import Recorder
 from ds_silent.records import Event
-from tests.sinks.recording import Recorder
+from tests.sinks.recording import Recorder as RecordingSink
 
 
-class Judging(WritingRecorder):
+class Judging(Recorder):
     """Finds ``events`` in every step, once ``may_end`` is set."""
 
     def __init__(self, events: int = 0) -> None:
         nothing: Any = SimpleNamespace(wants_micro_batches=False)
-        sink = Recorder(lambda call: self.flushed_in.append(self._busy) if call == "flush" else None)
-        super().__init__(sink, None, nothing, nothing, (0, 1), "never", beside=True)
+        sink = RecordingSink(lambda call: self.flushed_in.append(self._busy) if call == "flush" else None)
+        config = SilentConsistencyConfig.model_validate({"detectors": {"enabled": False}})
+        super().__init__(sink, config, nothing, nothing, (0, 1), beside=True)
         self.may_end = threading.Event()
         self.may_end.set()
         self.began = threading.Event()

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.support.collectives import Call, check_collectives, record_collective
 from tests.support.ddp_training import DDPCase
 from tests.support.ddp_training import build as build_ddp
 from tests.support.distributed import run_distributed
+from tests.support.interpreter import interpreter
 from tests.support.made_records import Run
 from tests.support.training import ROWS, Case, Probe, Trace, build, one_step, train
 
@@ -451,7 +451,7 @@ def test_an_output_dir_that_cannot_be_written_is_refused_on_every_rank(tmp_path:
 
 def run_script(script: Path, *prefix: str, rank: str = "0") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "RANK": rank, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *prefix, str(script)]
+    command = [interpreter(), *prefix, str(script)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 

@@ -5,22 +5,29 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.places import Places
-from ds_silent.observing.recorder import WritingRecorder
+from ds_silent.observing.recorder import Recorder
 from ds_silent.records import Event, Place
 from ds_silent.sinks import Background, FanOut
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records
 from tests.sinks.example_records import event, full_record
-from tests.sinks.recording import Recorder
+from tests.sinks.recording import Recorder as RecordingSink
 
-NOTHING: Any = None  # what measuring needs
+NOTHING: Any = SimpleNamespace()  # what measuring needs
 
 
-def recorder_of(directory: Path) -> tuple[WritingRecorder, FanOut]:
-    sinks = FanOut([Background([JsonlSink(directory), Recorder(lambda call: time.sleep(0.01))])])
-    return WritingRecorder(sinks, None, NOTHING, NOTHING, (0, 1), "error"), sinks
+def recorder_of(directory: Path) -> tuple[Recorder, FanOut]:
+    sinks = FanOut([Background([JsonlSink(directory), RecordingSink(lambda call: time.sleep(0.01))])])
+    return recorder_into(sinks, (0, 1), stop_on="error"), sinks
+
+
+def recorder_into(sinks: FanOut, members: tuple[int, ...], stop_on: str = "never") -> Recorder:
+    config = SilentConsistencyConfig.model_validate({"detectors": {"enabled": False, "stop_on": stop_on}})
+    return Recorder(sinks, config, NOTHING, NOTHING, members)
 
 
 def test_a_callback_finds_the_error_on_disk_and_the_decision_taken(tmp_path: Path) -> None:
@@ -52,7 +59,7 @@ def test_a_checkpoint_waits_until_everything_is_written(tmp_path: Path) -> None:
 
 def test_a_group_that_is_a_part_says_which_ranks_of_the_whole_it_names(tmp_path: Path) -> None:
     sinks = FanOut([JsonlSink(tmp_path)])
-    recorder = WritingRecorder(sinks, None, NOTHING, NOTHING, (1, 3, 5), "never")
+    recorder = recorder_into(sinks, (1, 3, 5))
     for ranks in ((1,), (0, 2), ()):
         recorder.report(replace(event(4), ranks=ranks, message="Odd."))
     recorder.close()
@@ -72,7 +79,7 @@ def test_a_group_that_is_the_whole_training_says_nothing_of_it(tmp_path: Path) -
 
 def test_events_pass_the_places_on_their_way(tmp_path: Path) -> None:
     sinks = FanOut([JsonlSink(tmp_path)])
-    recorder = WritingRecorder(sinks, None, NOTHING, NOTHING, (0, 2, 4, 6), "never")
+    recorder = recorder_into(sinks, (0, 2, 4, 6))
     places = tuple(Place(rank, 2 * rank, f"node{rank // 2}", rank % 2, "cpu", None) for rank in range(4))
     recorder.places = Places(places, {})
     recorder.report(replace(event(4), ranks=(3,), message="The gradient of rank 3 is zero."))

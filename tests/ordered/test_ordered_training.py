@@ -283,7 +283,7 @@ def retry_of(engine: Any, capture: Any) -> Any:
     original = engine._take_model_step
 
     def retry(*args: Any, **kwargs: Any) -> Any:
-        for _, _, part in capture._aggregated():
+        for _, _, part in capture.framework.aggregated():
             part.fill_(7.0)
         assert capture.framework._ordered.local_bytes > 0
         capture.framework._ordered.reduce()

@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ds_silent.frameworks.deepspeed.preflight_items import config_items
-from ds_silent.preflight.comparison import outcome_of
 from ds_silent.preflight.environment import environment_items, git_revision
 from ds_silent.preflight.inventory import (
     SamplerFacts,
@@ -18,19 +17,20 @@ from ds_silent.preflight.inventory import (
     sampler_facts,
     sampler_items,
 )
-from ds_silent.preflight.items import read_item
+from ds_silent.preflight.items import item_of
 from ds_silent.preflight.messages import events_of
 from ds_silent.records import Event
 from finetune.sampler import Plan, ResumableSampler
 from finetune.scenarios import rank_seed
 from tests.preflight.test_preflight import items_and_hashes
+from tests.support.preflight import outcome_of
 
 
 def test_what_cannot_be_read_is_an_item() -> None:
     def fails() -> str:
         raise OSError("no")
 
-    assert read_item("thing", "code", fails).shown == "cannot be read (OSError)"
+    assert item_of("thing", "code", fails).shown == "cannot be read (OSError)"
 
 
 def test_the_configuration_without_where_a_run_writes() -> None:

@@ -14,10 +14,11 @@ from preflight_scale import FAULTS, TENSORS, SimulatedRanks, items_of_a_rank, me
 
 from ds_silent.distributed.parts import parts_of, parts_of_numbers
 from ds_silent.exchange.collectives import same_on_all
-from ds_silent.preflight.comparison import compare, compared, outcome_of, questions
+from ds_silent.preflight.comparison import compare, compared, questions
 from ds_silent.preflight.items import Expectation, Hashes, Item, item_of
 from ds_silent.preflight.messages import events_of, table, to_json, verdict
 from tests.support.distributed import run_distributed
+from tests.support.preflight import outcome_of
 
 
 def test_parts_by_sorting_are_the_parts_by_looking() -> None:

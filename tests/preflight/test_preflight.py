@@ -21,7 +21,7 @@ from rich.console import Console
 import ds_silent
 from ds_silent.frameworks.deepspeed.preflight_items import training_of
 from ds_silent.maths.fingerprint import hash_text, rng_hashes
-from ds_silent.preflight.comparison import compare, outcome_of
+from ds_silent.preflight.comparison import compare
 from ds_silent.preflight.inventory import (
     SamplerFacts,
     local_items,
@@ -30,6 +30,7 @@ from ds_silent.preflight.inventory import (
 from ds_silent.preflight.items import Expectation, Item, item_of
 from ds_silent.preflight.messages import events_of, table, to_json
 from tests.support.distributed import run_distributed
+from tests.support.preflight import outcome_of
 from tests.support.training import Case, Probe
 
 # -- judging ---------------------------------------------------------------------------------------------------------
@@ -209,96 +210,46 @@ def test_healthy_ranks_are_silent_on_every_stage(tmp_path: Path) -> None:
         assert [weights for *_, weights in result] == [1 + parameters] * 4 + [1]  # stage 3: none has two owners
 
 
-def _break_weights(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    with torch.no_grad():
-        engine.module.norm.weight[3] += 1e-7
+def other_facts(facts: list[Any], **changes: Any) -> None:
+    facts[0] = replace(facts[0], **changes)
 
 
-def _break_buffer(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    engine.module.running[1] = 2.0
+Break = Callable[[Any, dict[str, Any], list[Any]], object]  # (engine, configuration, [facts, hash before])
+FAULTS: dict[str, tuple[Break, str, str, tuple[int, ...]]] = {
+    "weights": (lambda e, c, f: e.module.norm.weight.data[3].add_(1e-7), "initial-weights-mismatch", "error", (2,)),
+    "buffer": (lambda e, c, f: e.module.running[1].fill_(2.0), "initial-weights-mismatch", "error", (2,)),
+    "before": (lambda e, c, f: f.__setitem__(1, (9, 9)), "initial-weights-mismatch", "warning", (2,)),
+    "flags": (lambda e, c, f: e.module.frozen.weight.requires_grad_(True), "config-mismatch", "error", (2,)),
+    "seed": (lambda e, c, f: torch.manual_seed(77), "seed-mismatch", "warning", (2,)),
+    "numpy": (lambda e, c, f: np.random.seed(77), "seed-mismatch", "warning", (2,)),
+    "rate": (lambda e, c, f: e.optimizer.param_groups[0].update(lr=0.5), "config-mismatch", "error", (2,)),
+    "config": (lambda e, c, f: c.update(gradient_clipping=0.5), "config-mismatch", "error", (2,)),
+    "environment": (lambda e, c, f: os.environ.update(NCCL_ALGO="Tree"), "config-mismatch", "warning", (2,)),
+    "order": (lambda e, c, f: other_facts(f, seed=4, permutation=(5, 5)), "data-order-mismatch", "error", (2,)),
+    "share": (lambda e, c, f: other_facts(f, rank=0), "duplicate-data", "error", (0, 2)),
+    "shares": (lambda e, c, f: other_facts(f, world_size=1, rank=0), "duplicate-data", "error", (2,)),
+    "sampler": (lambda e, c, f: f.__setitem__(0, None), "data-order-mismatch", "error", (2,)),
+    "model": (
+        lambda e, c, f: setattr(e.module, "extra", torch.nn.Linear(1, 1)),
+        *("initial-weights-mismatch", "error", (2,)),
+    ),
+    "reading": (
+        lambda e, c, f: e.module.register_buffer("broken", torch.empty(2, device="meta")),
+        *("initial-weights-mismatch", "error", (2,)),
+    ),
+}
 
 
-def _break_before(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    facts[1] = (9, 9)
-
-
-def _break_flags(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    engine.module.frozen.weight.requires_grad_(True)
-
-
-def _break_seed(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    torch.manual_seed(77)
-
-
-def _break_numpy(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    np.random.seed(77)
-
-
-def _break_rate(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    engine.optimizer.param_groups[0]["lr"] *= 2
-
-
-def _break_config(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    config["gradient_clipping"] = 0.5
-
-
-def _break_environment(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    os.environ["NCCL_ALGO"] = "Tree"
-
-
-def _break_order(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    facts[0] = replace(facts[0], seed=4, permutation=(5, 5))
-
-
-def _break_share(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    facts[0] = replace(facts[0], rank=0)
-
-
-def _break_shares(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    facts[0] = replace(facts[0], world_size=1, rank=0)
-
-
-def _break_sampler(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    facts[0] = None
-
-
-def _break_model(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    engine.module.extra = torch.nn.Linear(1, 1)
-
-
-def _break_reading(engine: Any, config: dict[str, Any], facts: list[Any]) -> None:
-    engine.module.register_buffer("broken", torch.empty(2, device="meta"))
-
-
-FAULTS: list[tuple[Callable[..., None], str, str, tuple[int, ...]]] = [
-    (_break_weights, "initial-weights-mismatch", "error", (2,)),
-    (_break_buffer, "initial-weights-mismatch", "error", (2,)),
-    (_break_before, "initial-weights-mismatch", "warning", (2,)),
-    (_break_flags, "config-mismatch", "error", (2,)),
-    (_break_seed, "seed-mismatch", "warning", (2,)),
-    (_break_numpy, "seed-mismatch", "warning", (2,)),
-    (_break_rate, "config-mismatch", "error", (2,)),
-    (_break_config, "config-mismatch", "error", (2,)),
-    (_break_environment, "config-mismatch", "warning", (2,)),
-    (_break_order, "data-order-mismatch", "error", (2,)),
-    (_break_share, "duplicate-data", "error", (0, 2)),
-    (_break_shares, "duplicate-data", "error", (2,)),
-    (_break_sampler, "data-order-mismatch", "error", (2,)),
-    (_break_model, "initial-weights-mismatch", "error", (2,)),
-    (_break_reading, "initial-weights-mismatch", "error", (2,)),
-]
-
-
-def faulty_ranks(directory: str, names: list[str]) -> list[Any]:
+def faulty_ranks(directory: str) -> list[Any]:
     """Each fault on rank 2 of 4, one after another in the same processes."""
     found = []
-    for name in names:
+    for fault, *_ in FAULTS.values():
         rank = dist.get_rank()
         engine, config, before = engine_of(Case(stage=1), directory, 5)
         engine.module.register_buffer("running", torch.ones(2))
         facts = [SamplerFacts(dist.get_world_size(), rank, (1, 2), 3, 100), before]
         if rank == 2:
-            globals()[name](engine, config, facts)
+            fault(engine, config, facts)
         found.append(compared(local_items(training_of(engine, config), *facts, dist.get_world_size())))
         os.environ.pop("NCCL_ALGO", None)
         engine.destroy()
@@ -306,12 +257,11 @@ def faulty_ranks(directory: str, names: list[str]) -> list[Any]:
 
 
 def test_every_fault_is_one_event_on_the_right_rank(tmp_path: Path) -> None:
-    names = [fault.__name__ for fault, *_ in FAULTS]
-    results = run_distributed(faulty_ranks, 4, (str(tmp_path), names), timeout=200)
+    results = run_distributed(faulty_ranks, 4, (str(tmp_path),), timeout=200)
     assert all(result == results[0] for result in results)  # every rank knows the same
-    for (fault, kind, severity, ranks), events in zip(FAULTS, results[0], strict=True):
-        assert [event[:3] for event in events] == [(kind, severity, ranks)], (fault.__name__, events)
-        if fault is _break_before:
+    for (name, (_, *expected)), events in zip(FAULTS.items(), results[0], strict=True):
+        assert [list(event[:3]) for event in events] == [expected], (name, events)
+        if name == "before":
             assert events[0][3] == "initial weights before DeepSpeed's broadcast"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ds_silent.preflight.comparison import outcome_of
 from ds_silent.preflight.items import item_of
 from ds_silent.preflight.messages import events_of, short_numbers
+from tests.support.preflight import outcome_of
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from ds_silent.distributed.parts import outvoted, parts_of
 from ds_silent.kernels.checksums import Bits, Items
-from ds_silent.replicas.compare import FEWEST, Comparison, Drift, Replicas, compare, compare_tensors
+from ds_silent.replicas.compare import FEWEST, Comparison, Drift, Replicas, compare, compare_checksums
 from tests.support.crowd import act
 
 GROUP: Any = None
@@ -39,7 +39,7 @@ def test_a_few_ranks_against_their_whole_table() -> None:
 
 
 def compared(table: list[list[int]], rank: int) -> Comparison:
-    return compare_tensors(torch.tensor(table[rank]), GROUP)
+    return compare_checksums(torch.tensor(table[rank]), GROUP)
 
 
 def found_by(ranks: int, changed: dict[int, list[int]], tensors: int) -> tuple[Comparison, int]:
@@ -107,5 +107,5 @@ def test_the_first_bad_step_costs_a_few_bytes() -> None:
     (found, other), received = act(parts, localised)
     assert found == other
     assert found == Drift(("t40",), (tuple(parts[0]), (7,)), since=69, earliest=60)
-    assert received[0] == 8 + 16 * tensors + 8 * ranks * 2 + 16 * 12
+    assert received[0] == 32 + 16 * tensors + 8 * ranks * 2 + 16 * 12
     assert received[0] < 0.3e6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.repairs import (
     FAULT,
     ODD,
     RANKS,
+    Fault,
     block,
     corrupted,
     drifted,
@@ -28,90 +30,75 @@ from tests.support.repairs import (
 )
 from tests.support.training import Case, Probe, one_step
 
-STOP = block(respond={"on_aggregation_error": "stop"}, integrity={"replica_interval": 1})
+
+@dataclass(frozen=True)
+class Stop:
+    """What ends a training, and what is said of it."""
+
+    respond: dict[str, Any]
+    why: str
+    fault: Fault
+    kind: str = "aggregation-error"
+    stage: int = 0
+    applied: int = 2
+    limit: int = 64  # of the gathering: 1, 0: of 4 ranks as of very many
+    ranks: list[int] | None = None  # that the error names; None: not looked at
 
 
-def stopped(directory: str, stage: int, settings: dict[str, Any], always: bool) -> dict[str, Any]:
-    case, times = Case(stage=stage), 10**6 if always else 1
-    fault = drifted if settings["respond"].get("on_replica_drift") == "stop" else corrupted(noise, (0, 1, 2, 3), times)
-    config = case.config(Path(directory), enabled=False)
-    config["silent_consistency"] = {**settings, "output_dir": directory}
-    torch.manual_seed(1234)
-    model = Probe(None)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
-    generator, patches = torch.Generator().manual_seed(dist.get_rank()), Patches()
-    fault(engine, patches)
-    status, steps = None, 0
-    try:
-        while steps < 8:
-            steps += 1
-            one_step(engine, generator)
-    except SystemExit as end:
-        status = end.code
-    patches.undo()
-    return {"status": status, "steps": steps, "applied": int(engine.global_steps)}
+ONCE, ALWAYS = (corrupted(noise, (0, 1, 2, 3), times) for times in (1, 10**6))
+AGGREGATION = ({"on_aggregation_error": "stop"}, 'respond.on_aggregation_error "stop"')
+RETRIES = {"on_aggregation_error": "retry", "on_failed_retry": "stop", "retries": 2}
+DRIFT = ({"on_replica_drift": "stop"}, 'respond.on_replica_drift "stop"')
+STOPS = {
+    "stage 0": Stop(*AGGREGATION, ONCE),
+    "stage 2": Stop(*AGGREGATION, ONCE, stage=2),
+    "retries": Stop(RETRIES, 'respond.on_failed_retry "stop"', ALWAYS),
+    "drift": Stop(*DRIFT, drifted, "replica-drift", applied=3),
+    "constant size": Stop(*AGGREGATION, missing, limit=1, ranks=[ODD]),
+    "in blocks": Stop(*AGGREGATION, missing, limit=0, ranks=[ODD]),
+}
 
 
-@pytest.mark.parametrize(
-    ("stage", "respond", "applied", "kind", "why"),
-    [
-        (0, {"on_aggregation_error": "stop"}, 2, "aggregation-error", 'respond.on_aggregation_error "stop"'),
-        (2, {"on_aggregation_error": "stop"}, 2, "aggregation-error", 'respond.on_aggregation_error "stop"'),
-        (
-            0,
-            {"on_aggregation_error": "retry", "on_failed_retry": "stop", "retries": 2},
-            2,
-            "aggregation-error",
-            'respond.on_failed_retry "stop"',
-        ),
-        (0, {"on_replica_drift": "stop"}, 3, "replica-drift", 'respond.on_replica_drift "stop"'),
-    ],
-)
-def test_stop_saves_a_suspect_checkpoint_and_ends_all_ranks(
-    stage: int, respond: dict[str, Any], applied: int, kind: str, why: str, tmp_path: Path
-) -> None:
-    settings = block(respond=respond, integrity={"replica_interval": 1})
-    results = run_distributed(stopped, RANKS, (str(tmp_path), stage, settings, "retries" in respond))
-    assert results == [{"status": 3, "steps": 3, "applied": applied}] * RANKS
-    errors = [e for e in read_events(tmp_path / "events.jsonl") if e["severity"] == "error"]
-    assert errors[0]["kind"] == kind
-    assert errors[0]["step"] == FAULT
-    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == FAULT
-    folder = tmp_path / "suspect" / f"suspect_step{FAULT}"
-    assert why in (folder / "SUSPECT").read_text()
-    assert any(path.suffix == ".pt" for path in folder.iterdir())
-
-
-def stopped_among_many(directory: str) -> list[int | None]:
-    """Of 4 ranks as of very many; see :func:`stopped`."""
-    status: list[int | None] = []
-    for limit in (1, 0):
-        config = Case().config(Path(directory), enabled=False)
-        config["silent_consistency"] = {**STOP, "output_dir": str(Path(directory, str(limit)))}
+def stopped(directory: str) -> list[dict[str, Any]]:
+    """Each training, one after another in the same processes."""
+    results = []
+    for name, case in STOPS.items():
+        config = Case(stage=case.stage).config(Path(directory), enabled=False)
+        settings = block(respond=case.respond, integrity={"replica_interval": 1})
+        config["silent_consistency"] = {**settings, "output_dir": str(Path(directory, name))}
         torch.manual_seed(1234)
         model, patches = Probe(None), Patches()
         engine, *_ = ds_silent.initialize(
-            model=model, model_parameters=model.parameters(), config=config, _gather_limit=limit
+            model=model, model_parameters=model.parameters(), config=config, _gather_limit=case.limit
         )
         generator = torch.Generator().manual_seed(dist.get_rank())
-        missing(engine, patches)
+        case.fault(engine, patches)
+        status, steps = None, 0
         try:
-            for _ in range(FAULT):
+            while steps < 8:
+                steps += 1
                 one_step(engine, generator)
-            status.append(None)
         except SystemExit as end:
-            status.append(end.code if isinstance(end.code, int) else None)
+            status = end.code
         finally:
             patches.undo()
-            engine.destroy()
-    return status
+        results.append({"status": status, "steps": steps, "applied": int(engine.global_steps)})
+        engine.destroy()
+    return results
 
 
-def test_above_the_gather_limit_the_rank_is_named_before_the_training_ends(tmp_path: Path) -> None:
-    assert run_distributed(stopped_among_many, RANKS, (str(tmp_path),), timeout=240) == [[3, 3]] * RANKS
-    for limit in (1, 0):
-        errors = [e for e in read_events(tmp_path / f"{limit}" / "events.jsonl") if e["severity"] == "error"]
-        assert (errors[0]["kind"], errors[0]["step"], errors[0]["ranks"]) == ("aggregation-error", FAULT, [ODD])
+def test_stop_saves_a_suspect_checkpoint_and_ends_all_ranks(tmp_path: Path) -> None:
+    """Above the gather limit, the rank is named before the training ends."""
+    for results in run_distributed(stopped, RANKS, (str(tmp_path),), timeout=280):
+        assert results == [{"status": 3, "steps": 3, "applied": case.applied} for case in STOPS.values()]
+    for name, case in STOPS.items():
+        errors = [e for e in read_events(tmp_path / name / "events.jsonl") if e["severity"] == "error"]
+        assert (errors[0]["kind"], errors[0]["step"]) == (case.kind, FAULT), name
+        assert case.ranks in (None, errors[0]["ranks"]), name
+        assert read_metrics(tmp_path / name / "metrics.jsonl")[-1]["step"] == FAULT, name
+        folder = tmp_path / name / "suspect" / f"suspect_step{FAULT}"
+        assert case.why in (folder / "SUSPECT").read_text(), name
+        assert any(path.suffix == ".pt" for path in folder.iterdir()), name
 
 
 def killed(directory: str, response: str) -> None:

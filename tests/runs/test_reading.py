@@ -8,6 +8,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +27,10 @@ def event(step: int, kind: str = "outlier-rank", severity: str = "error", messag
     return Event(step=step, kind=kind, severity=severity, message=message, remedy="Look.", **given)  # type: ignore[arg-type]
 
 
-def write(directory: Path, steps: int = 20, events: tuple[Event, ...] = ()) -> Path:
+def write(directory: Path, steps: int = 20, events: tuple[Event, ...] = (), **changes: Any) -> Path:
     sink, run = JsonlSink(directory), Run()
     for _ in range(steps):
-        record = run.record()
+        record = dataclasses.replace(run.record(), **changes)
         sink.write(record)
         sink.write_scores(Scores(record.step, (Score("outlier", record.step * 0.5, 16.6, 1),)))
     for one in events:
@@ -192,19 +193,14 @@ def test_the_verdict_names_rank_host_and_step(tmp_path: Path) -> None:
 
 
 def test_two_ranks_have_no_others(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(dataclasses.replace(Run().record(), world_size=2))
-    sink.write_event(event(30, severity="warning", ranks=(0, 1), message="Ranks 0 and 1 disagree since about step 21."))
-    sink.close()
-    assert verdict_of(read_run(tmp_path)).sentence == "The two ranks disagree, since step 21 (found at step 30)."
+    disagree = event(30, severity="warning", ranks=(0, 1), message="Ranks 0 and 1 disagree since about step 21.")
+    run = read_run(write(tmp_path, 1, (disagree,), world_size=2))
+    assert verdict_of(run).sentence == "The two ranks disagree, since step 21 (found at step 30)."
 
 
 def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(Run().record())
-    sink.write_event(event(1, severity="info", ranks=(3,), message="Rank 3's data are of another kind since step 1."))
-    sink.close()
-    verdict = verdict_of(read_run(tmp_path))
+    note = event(1, severity="info", ranks=(3,), message="Rank 3's data are of another kind since step 1.")
+    verdict = verdict_of(read_run(write(tmp_path, 1, (note,))))
     said = "All 4 ranks agreed at the one measured step; notes say that the data of rank 3 are of another kind"
     assert (verdict.severity, verdict.sentence[: len(said)]) == ("ok", said)
 
@@ -231,47 +227,36 @@ def test_since_when_is_what_the_message_knows(tmp_path: Path) -> None:
     assert verdict.sentence == "Rank 2 holds other weights than the rest, since step 4 (found at step 10)."
 
 
-def skipped(now: Event, *after: Event, ranks: tuple[int, ...] = (2,)) -> tuple[Event, ...]:
-    named = {"ranks": ranks, "where": "applied gradient"}
-    begun = event(10, "aggregation-error", message="Rank 2 did not step.", **named)
-    end = event(12, "aggregation-error", "info", "Ended: aggregation-error, from step 10 to step 11.", **named)
-    return (begun, end, now, *after)
-
-
+APPLIED = {"ranks": (2,), "where": "applied gradient"}
+SKIPPED = (
+    event(10, "aggregation-error", message="Rank 2 did not step.", **APPLIED),
+    event(12, "aggregation-error", "info", "Ended: aggregation-error, from step 10 to step 11.", **APPLIED),
+)
 FOLLOWING = "Follows from the aggregation-error of step 10 (applied gradient): That of step 10 left them apart."
 LATER = event(30, "replica-drift", message="They were left apart by that of step 10.", where="weight")
+
+
+LEFT = event(12, "replica-drift", "info", FOLLOWING, where="weight")
 
 
 @pytest.mark.parametrize(
     ("events", "over"),
     [
-        (skipped(event(12, "replica-drift", "info", FOLLOWING, where="weight")), False),
-        (
-            skipped(
-                event(12, "replica-drift", "info", FOLLOWING, where="weight"),
-                event(140, "replica-drift", message="Still, since step 10: Apart.", where="weight"),
-            ),
-            False,
-        ),
-        (
-            skipped(
-                event(12, "replica-drift", "info", FOLLOWING, where="weight"),
-                event(30, "replica-drift", "info", "Ended: replica-drift, from step 10 to step 29.", where="weight"),
-            ),
-            True,
-        ),
-        (skipped(LATER), False),  # its cause was over when it was found
-        (skipped(event(12, message="Rank 2 is off.")), False),
-        (skipped(dataclasses.replace(LATER, ranks=())), False),  # nobody knows whose it is
-        (skipped(dataclasses.replace(LATER, ranks=(1,))), True),
-        (skipped(event(30, message="Rank 2 is off.")), True),  # it began later
-        (skipped(event(11, "observer-off", "warning")), True),
+        ((LEFT,), False),
+        ((LEFT, event(140, "replica-drift", message="Still, since step 10: Apart.", where="weight")), False),
+        ((LEFT, event(30, "replica-drift", "info", "Ended: replica-drift, from step 10 to 29.", where="weight")), True),
+        ((LATER,), False),  # its cause was over when it was found
+        ((event(12, message="Rank 2 is off."),), False),
+        ((dataclasses.replace(LATER, ranks=()),), False),  # nobody knows whose it is
+        ((dataclasses.replace(LATER, ranks=(1,)),), True),
+        ((event(30, message="Rank 2 is off."),), True),  # it began later
+        ((event(11, "observer-off", "warning"),), True),
     ],
 )
 def test_a_fault_is_not_over_while_what_it_left_behind_is_open(
     events: tuple[Event, ...], over: bool, tmp_path: Path
 ) -> None:
-    sentence = verdict_of(read_run(write(tmp_path, events=events))).sentence
+    sentence = verdict_of(read_run(write(tmp_path, events=(*SKIPPED, *events)))).sentence
     assert sentence.startswith("What the optimizer applied is not the reduced gradient (rank 2), ")
     assert sentence.endswith("from step 10 to 11.") == over
     assert ("since step 10, now as " in sentence) == (not over)

@@ -18,8 +18,15 @@ from tests.sinks.example_records import empty_record, full_record
 from tests.sinks.recording import SLACK, Gate, Recorder, note, run_of, seconds_of
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def until(done: Callable[[], bool], act: Callable[[], object] = lambda: None) -> None:
+    end = time.monotonic() + 10
+    while not done() and time.monotonic() < end:
+        act()
+        time.sleep(0.01)
 
 
 # -- healthy sinks -----------------------------------------------------------------------------------------------------
@@ -62,9 +69,7 @@ def test_the_thread_ends_when_it_has_nothing_to_do_and_another_one_comes(monkeyp
     for step in range(3):
         sinks.write(empty_record(step))
         sinks.drain()
-        until = time.monotonic() + 10
-        while threading.active_count() > before and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: threading.active_count() <= before)
         assert threading.active_count() == before
     assert sink.calls == ["write 0", "write 1", "write 2"]
 
@@ -80,7 +85,7 @@ def test_a_sink_that_raises_is_dropped_with_one_sentence(caplog: pytest.LogCaptu
     sinks.close()
     assert sound.calls == [*expected, "close"]
     assert broken.calls == ["write 1", "scores 1", "write 2", "scores 2", "close"]
-    (sentence,) = told(caplog)
+    (sentence,) = warnings(caplog)
     assert sentence.startswith("ds_silent: Recorder stops writing for the rest of this run, the training goes on: ")
 
 
@@ -128,7 +133,7 @@ def test_a_sink_that_hangs_takes_no_other_with_it(
     assert seconds_of(sinks.flush) < 0.5 + SLACK
     expected.append("flush")
     assert sound.calls == other.calls == expected
-    (sentence,) = told(caplog)
+    (sentence,) = warnings(caplog)
     assert "Recorder has not returned for 0 s" in sentence
     seconds = seconds_of(lambda: expected.extend(run_of(sinks, range(3, 100))))
     assert seconds < 0.2 * 97 / 2  # nobody waits for it any more
@@ -137,12 +142,9 @@ def test_a_sink_that_hangs_takes_no_other_with_it(
     assert sound.calls == other.calls == expected
     assert hangs.calls == []
     gate.opened.set()
-    until = time.monotonic() + 10
-    while len(hangs.calls) < len(expected) and time.monotonic() < until:
-        sinks.drain()
-        time.sleep(0.01)
+    until(lambda: len(hangs.calls) >= len(expected), sinks.drain)
     assert hangs.calls == expected  # what has waited, in order
-    assert len(told(caplog)) == 1
+    assert len(warnings(caplog)) == 1
     sinks.close()
     assert hangs.calls == [*expected, "close"]
 
@@ -157,7 +159,7 @@ def test_a_sink_that_hangs_until_the_end_is_told_with_what_is_lost(
     expected = run_of(sinks, range(1, 5))
     assert seconds_of(sinks.close) < 1.0 + SLACK
     assert sound.calls == [*expected, "close"]
-    assert told(caplog)[-1] == "ds_silent: Recorder is stuck: its last 9 entries are lost"
+    assert warnings(caplog)[-1] == "ds_silent: Recorder is stuck: its last 9 entries are lost"
     gate.opened.set()
 
 
@@ -224,7 +226,7 @@ def test_a_thread_that_dies_is_told_and_the_caller_writes(caplog: pytest.LogCapt
     sinks.close()
     assert sound.calls == [*expected, "close"]
     assert leaver.calls == [call for call in sound.calls if call != "write 3"]
-    assert told(caplog) == [
+    assert warnings(caplog) == [
         "ds_silent: the thread that writes the records is gone (SystemExit: 7); the training thread writes from now on"
     ]
 
@@ -246,7 +248,7 @@ def test_where_no_thread_can_be_started_the_caller_writes(
     assert sink.calls == expected
     assert sink.threads == {threading.get_ident()}
     sinks.close()
-    assert len(told(caplog)) == 1
+    assert len(warnings(caplog)) == 1
     with pytest.raises(KeyboardInterrupt):  # and an interrupt is not swallowed there
         Background([Recorder(interrupted)]).write(empty_record(1))
 
@@ -255,16 +257,13 @@ def test_where_no_thread_can_be_started_the_caller_writes(
 
 
 def test_the_files_are_those_that_the_caller_would_write(tmp_path: Path) -> None:
-    for name, sinks in (
-        ("caller", FanOut([JsonlSink(tmp_path / "caller")])),
-        ("thread", Background([JsonlSink(tmp_path / "thread")])),
-    ):
+    for name, kind in (("caller", FanOut), ("thread", Background)):
+        sinks = kind([JsonlSink(tmp_path / name)])
         for step in range(1, 120):
             sinks.write(full_record(step, noise_scale=float(step)))
             sinks.write_event(note(step, severity="error" if step % 9 == 0 else "info"))
         sinks.close()
-        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [
-            f"{file}.jsonl" for file in ("events", "layers", "matrices", "metrics")
-        ]
+        files = [f"{file}.jsonl" for file in ("events", "layers", "matrices", "metrics")]
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == files
     for path in (tmp_path / "caller").iterdir():
         assert path.read_bytes() == (tmp_path / "thread" / path.name).read_bytes()

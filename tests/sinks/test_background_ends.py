@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from ds_silent.sinks import worker as module
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records
 from ds_silent.sinks.worker import Background
@@ -25,15 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # -- the end of a process ----------------------------------------------------------------------------------------------
 
 HEAD = """
-import os, sys, time
-from pathlib import Path
+import sys, time
 from ds_silent.sinks.worker import Background
 from ds_silent.sinks.jsonl import JsonlSink
-from tests.sinks.example_records import event, full_record
+from tests.sinks.example_records import full_record
 from tests.sinks.recording import Recorder, note
-directory = Path(sys.argv[1])
-slow = Recorder(lambda call: time.sleep(0.002))
-sinks = Background([JsonlSink(directory), slow])
+sinks = Background([JsonlSink(sys.argv[1]), Recorder(lambda call: time.sleep(0.002))])
 """
 
 
@@ -48,30 +47,29 @@ def steps_in(directory: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_process_that_just_ends_has_written_everything(tmp_path: Path) -> None:
-    text = """
-for step in range(1, 200):
-    sinks.write(full_record(step, layers=()))
-sinks.write_event(note(199))
-sys.exit(3)
-"""
-    with program(text, tmp_path) as process:
-        assert process.wait(60) == 3
-    assert steps_in(tmp_path) == list(range(1, 200))
-    assert [one.step for one in read_event_records(tmp_path / "events.jsonl")] == [199]
-
-
 def child_that_ends(directory: str) -> None:
     sinks = Background([JsonlSink(directory), Recorder(lambda call: time.sleep(0.001))])
     for step in range(1, 200):
         sinks.write(full_record(step, layers=()))
 
 
-def test_a_child_of_multiprocessing_has_written_everything(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=child_that_ends, args=(str(tmp_path),))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+@pytest.mark.parametrize("started", ["by itself", "by multiprocessing"])
+def test_a_process_that_just_ends_has_written_everything(started: str, tmp_path: Path) -> None:
+    if started == "by itself":
+        text = """
+for step in range(1, 200):
+    sinks.write(full_record(step, layers=()))
+sinks.write_event(note(199))
+sys.exit(3)
+"""
+        with program(text, tmp_path) as process:
+            assert process.wait(60) == 3
+        assert [one.step for one in read_event_records(tmp_path / "events.jsonl")] == [199]
+    else:
+        child = multiprocessing.get_context("fork").Process(target=child_that_ends, args=(str(tmp_path),))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
     assert steps_in(tmp_path) == list(range(1, 200))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.measure.evidence import Evidence
-from ds_silent.records import IntegrityStats, LossStats
+from ds_silent.records import Event, IntegrityStats, LossStats
 from ds_silent.runs.summary import RunSummary
 from ds_silent.sinks.console import ConsoleSink, event_line, step_line, wrapped
 from tests.sinks.example_records import empty_record, event, full_record
@@ -83,81 +84,66 @@ def test_events_are_always_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "duplicate-data  at " in event_line(event(ranks=()))
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What an event is on a terminal, or elsewhere."""
+
+    def show(said: Event, terminal: bool = True, **environment: str) -> str:
+        for name, value in ({"NO_COLOR": "", "TERM": "xterm"} | environment).items():
+            monkeypatch.setenv(name, value)
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+        monkeypatch.setattr(sys, "stdout", stream)
+        ConsoleSink(1).write_event(said)
+        return stream.getvalue()
+
+    return show
 
 
 @pytest.mark.parametrize(("severity", "colour"), [("error", "1;31"), ("warning", "33"), ("info", "36")])
-def test_a_terminal_shows_the_severity_in_colour(severity: Any, colour: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", Terminal())
+def test_a_terminal_shows_the_severity_in_colour(severity: Any, colour: str, shown: Callable[..., str]) -> None:
     said = replace(event(), severity=severity)
-    ConsoleSink(1).write_event(said)
+    line = shown(said)
+    assert f"\x1b[{colour}m{severity.upper()}  duplicate-data\x1b[0m  ranks" in line
+    assert line.replace(f"\x1b[{colour}m", "").replace("\x1b[0m", "") == event_line(said) + "\n"
     ConsoleSink(1).write(full_record(1))
-    shown, step = sys.stdout.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert f"\x1b[{colour}m{severity.upper()}  duplicate-data\x1b[0m  ranks" in shown
-    assert shown.replace(f"\x1b[{colour}m", "").replace("\x1b[0m", "") == event_line(said)
-    assert step.isprintable()
-
-
-@pytest.mark.parametrize(
-    ("terminal", "environment"),
-    [(False, {"TERM": "xterm"}), (True, {"TERM": "xterm", "NO_COLOR": "1"}), (True, {"TERM": "dumb"})],
-)
-def test_elsewhere_no_escape_code_is_written(
-    terminal: bool, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stdout", Terminal() if terminal else io.StringIO())
-    ConsoleSink(1).write_event(event())
-    assert sys.stdout.getvalue() == event_line(event()) + "\n"  # type: ignore[attr-defined]
+    assert sys.stdout.getvalue()[len(line) : -1].isprintable()  # type: ignore[attr-defined]  # a step has none
 
 
 LONG = event(message=f"The gradients of {'very ' * 60}different rows, as in {'/a/long/path' * 9}.")
 
 
+@pytest.mark.parametrize(
+    ("terminal", "environment"), [(False, {}), (True, {"NO_COLOR": "1"}), (True, {"TERM": "dumb"})]
+)
+def test_elsewhere_no_escape_code_is_written(
+    terminal: bool, environment: dict[str, str], shown: Callable[..., str]
+) -> None:
+    assert shown(event(), terminal, **environment) == event_line(event()) + "\n"
+    assert terminal or shown(LONG, terminal) == event_line(LONG) + "\n"  # a log has it on one line
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("colour", [False, True])
-def test_a_terminal_shows_a_long_event_wrapped_at_words(
-    columns: int, colour: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("NO_COLOR", "" if colour else "1")
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    ConsoleSink(1).write_event(LONG)
-    shown = sys.stdout.getvalue()  # type: ignore[attr-defined]
-    assert ("\x1b[1;31mERROR  duplicate-data\x1b[0m" in shown) is colour
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+def test_a_terminal_shows_a_long_event_wrapped_at_words(columns: int, colour: bool, shown: Callable[..., str]) -> None:
+    text = shown(LONG, COLUMNS=str(columns), NO_COLOR="" if colour else "1")
+    assert ("\x1b[1;31mERROR  duplicate-data\x1b[0m" in text) is colour
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     assert len(lines) > 4
     assert all(len(line) <= columns for line in lines if "/a/long/path" not in line)
     assert all(re.match(r" {12}\S", line) for line in lines[1:])
     assert " ".join(line.strip() for line in lines) == event_line(LONG)  # no word is broken, none is lost
 
 
-def test_a_log_keeps_a_long_event_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    ConsoleSink(1).write_event(LONG)
-    assert sys.stdout.getvalue() == event_line(LONG) + "\n"  # type: ignore[attr-defined]
+def test_a_name_brings_no_colour_of_its_own(shown: Callable[..., str]) -> None:
+    text = shown(event(kind="a\x1b[2Jb", message="c\x1b[2Jd"))
+    assert re.findall(r"\x1b\[[0-9;]*[A-Za-z]", text) == ["\x1b[1;31m", "\x1b[0m"]
 
 
 def test_two_hundred_characters_are_left_to_the_terminal() -> None:
     line = "a " * 99 + "bb"
     assert wrapped(line, 80, 4) == line
     assert wrapped(line + "b", 80, 4).count("\n") == 2
-
-
-def test_a_name_brings_no_colour_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    ConsoleSink(1).write_event(event(kind="a\x1b[2Jb", message="c\x1b[2Jd"))
-    shown = sys.stdout.getvalue()  # type: ignore[attr-defined]
-    assert re.findall(r"\x1b\[[0-9;]*[A-Za-z]", shown) == ["\x1b[1;31m", "\x1b[0m"]
 
 
 def test_a_lasting_fault_is_one_line_a_rare_reminder_and_an_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,63 +185,58 @@ def test_a_progress_bar_is_cleared_before_and_drawn_again_after(monkeypatch: pyt
     assert "1/3" in screen.getvalue().split("B_noise 310\n")[1]
 
 
-def ended(sink: ConsoleSink, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    sink.close()
-    return [line for line in capsys.readouterr().out.splitlines() if line.split("]")[1].startswith(" end")]
+def ended(summary: RunSummary, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    summary.close()
+    return capsys.readouterr().out.splitlines()
 
 
 def test_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(0, summary=RunSummary())
-    sink.directory = "runs/my run"
+    summary = RunSummary()
+    summary.directory = "runs/my run"
     for step in range(1, 1201):
-        sink.write(full_record(step))
+        summary.write(full_record(step))
     for number, severity in enumerate(("error", "warning", "info", "warning"), start=10):
-        sink.write_event(replace(event(number, ranks=(number - 9,)), severity=severity))  # type: ignore[arg-type]
-    assert ended(sink, capsys) == [
+        summary.write_event(replace(event(number, ranks=(number - 9,)), severity=severity))  # type: ignore[arg-type]
+    assert ended(summary, capsys) == [
         "[ds_silent] end  1,200 steps measured; 1 error, 2 warnings, 1 note; verdict: Rank 1 works on rows of others, "
         "since step 10. Records in runs/my run; see them: ds-silent report 'runs/my run'"
     ]
-    assert ended(sink, capsys) == []  # once
+    assert ended(summary, capsys) == []  # once
 
 
 def test_the_last_line_counts_a_fault_once(capsys: pytest.CaptureFixture[str]) -> None:
-    sink, told = ConsoleSink(0, summary=RunSummary()), event(10, ranks=(1,))
+    summary, told = RunSummary(), event(10, ranks=(1,))
     end = replace(told, step=400, severity="info", message="Ended: duplicate-data, from step 10 to step 399.")
     reminders = [replace(told, step=step, message="Still, since step 10: the same.") for step in (138, 266)]
     resumed = replace(told, where="since before the resume", message="Still, since step 3: the same.")
     for one in (told, *reminders, end, replace(told, step=500), resumed):
-        sink.write_event(one)
-    assert "; 3 errors; verdict: " in ended(sink, capsys)[0]
+        summary.write_event(one)
+    assert "; 3 errors; verdict: " in ended(summary, capsys)[0]
 
 
-def test_the_last_line_of_a_healthy_run(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(0, label="engine-2", summary=RunSummary())
-    sink.write(full_record(1))
-    assert ended(sink, capsys) == [
-        "[ds_silent engine-2] end  1 step measured; no events; verdict: no fault was seen. No records were written"
-    ]
-
-
-def test_the_last_line_says_what_was_not_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(0, summary=RunSummary())
-    record = full_record(1)
-    sink.write(replace(record, integrity=replace(record.integrity, replica_groups=None)))
-    assert "verdict: no fault was seen; not checked: replicas. No records" in ended(sink, capsys)[0]
-    sink = ConsoleSink(0, summary=RunSummary())
-    sink.write(replace(record, integrity=IntegrityStats()))
-    assert "verdict: no fault was seen; not checked: reduction, replicas. No records" in ended(sink, capsys)[0]
-
-
-def test_a_run_without_a_step_ends_silently(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(ConsoleSink(0, summary=RunSummary()), capsys) == []
+@pytest.mark.parametrize(
+    ("integrity", "verdict"),
+    [
+        (full_record(1).integrity, "no fault was seen."),
+        (replace(full_record(1).integrity, replica_groups=None), "no fault was seen; not checked: replicas."),
+        (IntegrityStats(), "no fault was seen; not checked: reduction, replicas."),
+    ],
+)
+def test_the_last_line_of_a_healthy_run_says_what_was_not_checked(
+    integrity: IntegrityStats, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = RunSummary("engine-2")
+    summary.write(full_record(1, integrity=integrity))
+    line = f"[ds_silent engine-2] end  1 step measured; no events; verdict: {verdict} No records were written"
+    assert ended(summary, capsys) == [line]
 
 
 def test_a_run_that_ends_before_its_first_step_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(0, summary=RunSummary())
-    sink.directory = "runs\x1b[2J"
-    sink.write_event(event(0, kind="seed-mismatch", ranks=(1,)))
-    (line,) = ended(sink, capsys)
-    assert (
-        "0 steps measured; 1 error; verdict: Rank 1 has a seed that does not fit, seen before the first step." in line
-    )
+    summary = RunSummary()
+    assert ended(summary, capsys) == []  # nothing was
+    summary.directory = "runs\x1b[2J"
+    summary.write_event(event(0, kind="seed-mismatch", ranks=(1,)))
+    (line,) = ended(summary, capsys)
+    verdict = "Rank 1 has a seed that does not fit, seen before the first step."
+    assert f"0 steps measured; 1 error; verdict: {verdict}" in line
     assert line.isprintable()

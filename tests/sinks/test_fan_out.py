@@ -5,44 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ds_silent.records import Event, Scores, StepRecord
+from ds_silent.records import Scores
 from ds_silent.sinks import FanOut, SinkError, open_files
 from ds_silent.sinks.jsonl import JsonlSink, read_metrics
 from tests.sinks.example_records import empty_record, event, full_record
+from tests.sinks.recording import Recorder
 
 
-class Recorder:
-    """A sink that keeps what it is given, and fails where it is told to."""
+def failing(calls: tuple[str, ...], error: BaseException) -> Recorder:
+    """A sink that keeps what it is given, and fails in these calls."""
 
-    def __init__(self, fail_in: str = "", error: Exception | None = None) -> None:
-        self.calls: list[str] = []
-        self._fail_in = fail_in
-        self._error = error or OSError(28, "No space left on device")
+    def fails(call: str) -> None:
+        if call.split()[0] in calls:
+            sink.calls.append(call)
+            raise error
 
-    def _call(self, name: str) -> None:
-        self.calls.append(name)
-        if name.split()[0] == self._fail_in:
-            raise self._error
-
-    def write(self, record: StepRecord) -> None:
-        self._call(f"write {record.step}")
-
-    def write_scores(self, scores: Scores) -> None:
-        self._call(f"write_scores {scores.step}")
-
-    def write_event(self, event: Event) -> None:
-        self._call(f"write_event {event.step}")
-
-    def flush(self) -> None:
-        self._call("flush")
-
-    def close(self) -> None:
-        self._call("close")
+    sink = Recorder(fails)
+    return sink
 
 
 def use(sinks: FanOut) -> None:
@@ -54,17 +37,14 @@ def use(sinks: FanOut) -> None:
     sinks.close()
 
 
-ALL = ["write 1", "write_event 1", "write_scores 1", "flush", "write 2", "close"]
+ALL = ["write 1", "event 1 duplicate-data", "scores 1", "flush", "write 2", "close"]
 
 
 @pytest.mark.parametrize(
     ("fail_in", "calls"),
     [
         ("", ALL),
-        ("write", ["write 1", "close"]),
-        ("write_event", ["write 1", "write_event 1", "close"]),
-        ("write_scores", ["write 1", "write_event 1", "write_scores 1", "close"]),
-        ("flush", ["write 1", "write_event 1", "write_scores 1", "flush", "close"]),
+        *((name, [*ALL[: n + 1], "close"]) for n, name in enumerate(("write", "event", "scores", "flush"))),
         ("close", [*ALL, "close"]),
     ],
 )
@@ -72,27 +52,19 @@ ALL = ["write 1", "write_event 1", "write_scores 1", "flush", "write 2", "close"
 def test_a_failing_sink_is_dropped_with_one_warning(
     fail_in: str, calls: list[str], error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken, sound, other = Recorder(fail_in, error), Recorder(), Recorder()
+    broken, sound, other = failing((fail_in,), error), Recorder(), Recorder()
     with caplog.at_level(logging.WARNING, logger="ds_silent"):
         use(FanOut([sound, broken, other]))
     assert sound.calls == other.calls == ALL
     assert broken.calls == calls
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == (1 if fail_in else 0)
-    if fail_in:
-        assert warnings[0] == (
-            f"ds_silent: Recorder stops writing for the rest of this run, the training goes on: {error}"
-        )
+    said = f"ds_silent: Recorder stops writing for the rest of this run, the training goes on: {error}"
+    assert caplog.messages == ([said] if fail_in else [])
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_is_not_swallowed(stop: type[BaseException]) -> None:
-    class Interrupted(Recorder):
-        def write(self, record: StepRecord) -> None:
-            raise stop
-
     with pytest.raises(stop):
-        FanOut([Interrupted()]).write(empty_record())
+        FanOut([failing(("write",), stop())]).write(empty_record())
 
 
 def test_a_fan_out_is_a_sink() -> None:
@@ -105,31 +77,18 @@ def names(sinks: FanOut) -> list[str]:
     return [type(sink).__name__ for sink in sinks.sinks]
 
 
-def test_the_configuration_decides_which_sinks_open(tmp_path: Path) -> None:
-    plain = open_files(tmp_path / "a", tensorboard=False)
-    assert names(plain) == ["JsonlSink", "PerRankSink", "FactsSink"]
-    plain.close()
-    assert not (tmp_path / "a" / "tensorboard").exists()
-    every = open_files(tmp_path / "b", tensorboard=True)
-    assert names(every) == ["JsonlSink", "PerRankSink", "FactsSink", "TensorBoardSink"]
-    every.close()
-    assert (tmp_path / "b" / "tensorboard").is_dir()
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_the_configuration_decides_which_sinks_open(tensorboard: bool, tmp_path: Path) -> None:
+    sinks = open_files(tmp_path, tensorboard)
+    assert names(sinks) == ["JsonlSink", "PerRankSink", "FactsSink", *["TensorBoardSink"] * tensorboard]
+    sinks.close()
+    assert (tmp_path / "tensorboard").is_dir() is tensorboard
 
 
-def spoil_root(directory: Path) -> None:
-    directory.write_text("a file")
-
-
-def spoil_tensorboard(directory: Path) -> None:
-    directory.mkdir()
-    (directory / "tensorboard").write_text("a file")
-
-
-@pytest.mark.parametrize("spoil", [spoil_root, spoil_tensorboard])
-def test_an_output_dir_that_cannot_be_written_is_refused_at_the_start(
-    tmp_path: Path, spoil: Callable[[Path], None]
-) -> None:
-    spoil(tmp_path / "run")
+@pytest.mark.parametrize("spoilt", ["run", "run/tensorboard"])
+def test_an_output_dir_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path, spoilt: str) -> None:
+    (tmp_path / spoilt).parent.mkdir(exist_ok=True)
+    (tmp_path / spoilt).write_text("a file")
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     with pytest.raises(SinkError, match=r"silent_consistency.output_dir: '.*' cannot be written \(File exists\)"):
         open_files(tmp_path / "run", tensorboard=True)
@@ -139,10 +98,8 @@ def test_an_output_dir_that_cannot_be_written_is_refused_at_the_start(
 
 def test_a_full_tmpfs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A real small disk, where this machine lets us mount one."""
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True, check=False
-    )
-    if mount.returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("cannot mount a tmpfs here")
     try:
         sound = Recorder()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -38,49 +39,44 @@ def write_steps(directory: Path, steps: list[int], **changes: object) -> None:
     sink.close()
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "deep" / "er")
-    records = [full_record(1), empty_record(2), full_record(3, noise_scale=float("nan"))]
-    for record in records:
-        sink.write(record)
-    sink.write_event(event())
-    sink.write_scores(scores(3))
-    sink.flush()
-    sink.close()
-    directory = tmp_path / "deep" / "er"
-    assert read_metrics(directory / "metrics.jsonl") == [to_json(record) for record in records]
-    assert read_events(directory / "events.jsonl") == [to_json(event())]
-    layers = read_metrics(directory / "layers.jsonl")
-    assert layers == [{"step": step, "layers": to_json(records[0].layers)} for step in (1, 3)]
-    names = ["events", "layers", "matrices", "metrics", "scores"]
-    assert sorted(path.name for path in directory.iterdir()) == [f"{name}.jsonl" for name in names]
-
-
 def scores(step: int) -> Scores:
     return Scores(
         step, (Score("outlier", -math.inf, 17.5, 2), Score("rounding", 1e-7, 2e-6, where="aggregated gradient"))
     )
 
 
-def test_what_is_written_is_read_back_as_records(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    records = [full_record(1), empty_record(2), full_record(3, noise_scale=math.inf)]
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_what_is_written_is_read_back_as_objects_and_as_records(tmp_path: Path) -> None:
+    directory = tmp_path / "deep" / "er"
+    sink = JsonlSink(directory)
+    odd = [full_record(step, noise_scale=value) for step, value in ((3, math.inf), (4, math.nan))]
+    records = [full_record(1), empty_record(2), *odd]
+    chance = replace(event(13), false_alarms_per_million_steps=1e-3, score=None)
     for record in records:
         sink.write(record)
+        assert (directory / "metrics.jsonl").read_text().endswith("}\n")  # at once
         sink.write_scores(scores(record.step))
-    sink.write_event(event())
-    sink.write_event(replace(event(13), false_alarms_per_million_steps=1e-3, score=None))
+    for one in (event(), chance):
+        sink.write_event(one)
+    sink.flush()
     sink.close()
+    assert names_in(directory) == [f"{name}.jsonl" for name in ("events", "layers", "matrices", "metrics", "scores")]
+    assert read_metrics(directory / "metrics.jsonl") == [to_json(record) for record in records]
+    assert read_events(directory / "events.jsonl") == [to_json(event()), to_json(chance)]
+    layers = read_metrics(directory / "layers.jsonl")
+    assert layers == [{"step": step, "layers": to_json(records[0].layers)} for step in (1, 3, 4)]
+    *first, last = read_records(directory / "metrics.jsonl")
     lines = [replace(record, cosine_matrix=None, layers=(), exact_check=None) for record in records]
-    assert list(read_records(tmp_path / "metrics.jsonl")) == lines
-    events = [event(), replace(event(13), false_alarms_per_million_steps=1e-3, score=None)]
-    assert list(read_event_records(tmp_path / "events.jsonl")) == events
-    assert list(read_scores(tmp_path / "scores.jsonl")) == [scores(step) for step in (1, 2, 3)]
-    matrices = list(read_matrices(tmp_path / "matrices.jsonl"))
-    assert matrices == [
-        CosineMatrix(1, "sketch", records[0].cosine_matrix),
-        CosineMatrix(3, "sketch", matrices[1].cosines),
-    ]
+    assert first == lines[:3]
+    assert math.isnan(last.noise_scale or 0)
+    assert replace(last, noise_scale=0.0) == replace(lines[3], noise_scale=0.0)
+    assert list(read_event_records(directory / "events.jsonl")) == [event(), chance]
+    assert list(read_scores(directory / "scores.jsonl")) == [scores(step) for step in (1, 2, 3, 4)]
+    matrices = [CosineMatrix(step, "sketch", records[0].cosine_matrix) for step in (1, 3)]
+    assert list(read_matrices(directory / "matrices.jsonl")) == matrices
 
 
 def test_what_is_no_record_is_counted_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,24 +101,12 @@ def test_the_matrix_is_kept_at_the_records_at_which_it_is_drawn(tmp_path: Path) 
     assert [matrix.step for matrix in read_matrices(tmp_path / "matrices.jsonl")] == [*drawn[:4], 110]
 
 
-def test_without_matrices_and_scores_there_are_no_such_files(tmp_path: Path) -> None:
+def test_without_layers_matrices_and_scores_there_are_no_such_files(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path)
     sink.write(full_record(1, cosine_matrix=None, layers=()))
     sink.write_scores(Scores(1, ()))
     sink.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
-
-
-def test_a_record_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(full_record(1))
-    assert (tmp_path / "metrics.jsonl").read_text().endswith("}\n")
-    sink.close()
-
-
-def test_no_layers_file_without_layers(tmp_path: Path) -> None:
-    write_steps(tmp_path, [1], layers=())
-    assert not (tmp_path / "layers.jsonl").exists()
+    assert names_in(tmp_path) == ["events.jsonl", "metrics.jsonl"]
 
 
 def test_text_with_newlines_stays_one_line(tmp_path: Path) -> None:
@@ -171,23 +155,19 @@ def test_lines_of_a_newer_version_are_left_out_with_a_sentence(
     ]
 
 
-def test_a_resumed_run_retires_what_lay_ahead_of_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("again", "kept"),
+    [
+        ([4, 5], [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]),
+        ([1], [(1, 2.0)]),  # a run that starts again
+    ],
+)
+def test_a_resumed_run_retires_what_lay_ahead_of_its_checkpoint(
+    again: list[int], kept: list[tuple[int, float]], tmp_path: Path
+) -> None:
     write_steps(tmp_path, [1, 2, 3, 4, 5, 6], noise_scale=1.0)
-    write_steps(tmp_path, [4, 5], noise_scale=2.0)
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [(record["step"], record["noise_scale"]) for record in records] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 1.0),
-        (4, 2.0),
-        (5, 2.0),
-    ]
-
-
-def test_a_run_that_starts_again_retires_the_old_one(tmp_path: Path) -> None:
-    write_steps(tmp_path, [1, 2, 3], noise_scale=1.0)
-    write_steps(tmp_path, [1], noise_scale=2.0)
-    assert [(r["step"], r["noise_scale"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 2.0)]
+    write_steps(tmp_path, again, noise_scale=2.0)
+    assert [(one["step"], one["noise_scale"]) for one in read_metrics(tmp_path / "metrics.jsonl")] == kept
 
 
 def test_an_event_that_a_resumed_run_repeats_counts_once(tmp_path: Path) -> None:
@@ -200,21 +180,14 @@ def test_an_event_that_a_resumed_run_repeats_counts_once(tmp_path: Path) -> None
     assert read[1]["message"] == "again"
 
 
-def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SinkError) as caught:
-        JsonlSink(tmp_path / "file" / "run")
-    message = str(caught.value)
-    assert message.startswith(
-        f"silent_consistency.output_dir: '{tmp_path}/file/run' cannot be written (Not a directory)"
-    )
-    assert "choose a directory" in message
-
-
-def test_a_file_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(SinkError, match=r"metrics.jsonl' cannot be written \(Is a directory\); choose"):
-        JsonlSink(tmp_path)
+    below = f"silent_consistency.output_dir: '{tmp_path}/file/run' cannot be written (Not a directory); choose"
+    named = "metrics.jsonl' cannot be written (Is a directory); choose a directory"
+    for directory, said in ((tmp_path / "file" / "run", below), (tmp_path, named)):
+        with pytest.raises(SinkError, match=re.escape(said)):
+            JsonlSink(directory)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -240,15 +213,21 @@ def test_a_removed_file_is_an_error_and_not_a_silent_loss(tmp_path: Path) -> Non
     sink.close()
 
 
-def test_a_disk_that_fills_up_inside_a_line(tmp_path: Path) -> None:
-    """The size limit of a file stands for the disk: the first write is short, the next one fails."""
-    program = f"""
+def program(text: str, directory: Path) -> subprocess.Popen[str]:
+    """A process that writes to ``sink``."""
+    head = f"""
 import resource, signal, sys
-from pathlib import Path
 from ds_silent.sinks.jsonl import JsonlSink
 from tests.sinks.example_records import full_record
+sink = JsonlSink({str(directory)!r})
+"""
+    return subprocess.Popen([sys.executable, "-c", head + text], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_disk_that_fills_up_inside_a_line(tmp_path: Path) -> None:
+    """The size limit of a file stands for the disk: the first write is short, the next one fails."""
+    text = """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-sink = JsonlSink({str(tmp_path)!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 for step in range(1, 100):
     try:
@@ -256,7 +235,8 @@ for step in range(1, 100):
     except OSError:
         sys.exit(step)
 """
-    refused = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False).returncode
+    with program(text, tmp_path) as writer:
+        refused = writer.wait(60)
     path = tmp_path / "metrics.jsonl"
     assert path.stat().st_size == 3000
     assert refused > 1
@@ -267,10 +247,7 @@ for step in range(1, 100):
 
 
 def test_kill_9_tears_at_most_the_last_line(tmp_path: Path) -> None:
-    program = f"""
-from ds_silent.sinks.jsonl import JsonlSink
-from tests.sinks.example_records import full_record
-sink = JsonlSink({str(tmp_path)!r})
+    text = """
 step = 0
 while True:
     step += 1
@@ -278,12 +255,11 @@ while True:
     if step == 200:
         print("far enough", flush=True)
 """
-    writer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "far enough\n"
-    writer.send_signal(signal.SIGKILL)
-    assert writer.wait(timeout=60) == -signal.SIGKILL
-    writer.stdout.close()
+    with program(text, tmp_path) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "far enough\n"
+        writer.send_signal(signal.SIGKILL)
+        assert writer.wait(timeout=60) == -signal.SIGKILL
     *whole, last = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
     assert [json.loads(line)["step"] for line in whole] == list(range(1, len(whole) + 1))
     assert len(whole) >= 200

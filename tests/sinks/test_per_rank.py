@@ -11,18 +11,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ds_silent.records import (
-    DirectionStats,
-    GradNormStats,
-    IntegrityStats,
-    LossStats,
-    StepRecord,
-    to_json,
-)
+from ds_silent.records import DirectionStats, GradNormStats, IntegrityStats, LossStats, StepRecord, to_json
 from ds_silent.sinks import open_files
 from ds_silent.sinks.files import quantiles_of, written_event
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records, read_metrics, read_records
@@ -36,34 +30,23 @@ def wide(step: int, ranks: int, seed: int = 0) -> StepRecord:
     """Of many ranks, with numbers as long as numbers get."""
     random = np.random.default_rng([seed, step])
     losses, norms, cosines = (-random.random(ranks) * 10.0**power for power in (-30, -5, -10))
+    pairs = (ranks - 2, ranks - 1), (0, ranks - 1)
     return replace(
         full_record(step, layers=(), cosine_matrix=None),
         world_size=ranks,
         loss=LossStats(-1e-300 / 3, 1e-300 / 3, 1e-300 / 7, tuple(losses.tolist())),
         grad_norm=GradNormStats("sketch", 1e-5 / 3, 1e-5 / 7, 1 / 3, 1e-5 / 3, 1e-5 / 7, tuple(norms.tolist())),
-        direction=DirectionStats(
-            "sketch",
-            -1e-99 / 3,
-            1e-3 / 3,
-            -1 / 3,
-            1 / 3,
-            (ranks - 2, ranks - 1),
-            (0, ranks - 1),
-            tuple(cosines.tolist()),
-        ),
+        direction=DirectionStats("sketch", -1e-99 / 3, 1e-3 / 3, -1 / 3, 1 / 3, *pairs, tuple(cosines.tolist())),
         integrity=IntegrityStats(1e-7 / 3, 1e-7 / 7, tuple((rank,) for rank in range(ranks))),
     )
 
 
 @pytest.mark.parametrize("ranks", [32, 64, 65, 1024, 65_536])
 def test_a_line_does_not_grow_with_the_ranks(ranks: int, tmp_path: Path) -> None:
-    sink, record = JsonlSink(tmp_path), wide(7, ranks)
-    sink.write(record)
-    sink.close()
-    path = tmp_path / "metrics.jsonl"
+    record, path = wide(7, ranks), tmp_path / "metrics.jsonl"
+    line = line_of(record, tmp_path)
     # numbers as long as these, 64 replicas that all differ, and the objective take a little more
     assert path.stat().st_size <= (4400 + len('"objective": {}') + 80 if ranks == 64 else 4096)
-    (line,) = read_metrics(path)
     (read,) = read_records(path)
     for name in ("loss", "grad_norm", "direction"):
         values = getattr(record, name).per_rank
@@ -91,22 +74,24 @@ def test_a_line_does_not_grow_with_the_ranks(ranks: int, tmp_path: Path) -> None
         assert to_json(read) == line
 
 
-def test_what_was_not_measured_stays_null_with_many_ranks(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(empty_record(1, ranks=100))
+def line_of(record: StepRecord, directory: Path) -> dict[str, Any]:
+    """The record in metrics.jsonl."""
+    sink = JsonlSink(directory)
+    sink.write(record)
     sink.close()
-    (line,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert line == to_json(empty_record(1, ranks=100))
+    (line,) = read_metrics(directory / "metrics.jsonl")
+    return line
+
+
+def test_what_was_not_measured_stays_null_with_many_ranks(tmp_path: Path) -> None:
+    assert line_of(empty_record(1, ranks=100), tmp_path) == to_json(empty_record(1, ranks=100))
 
 
 def test_a_rank_without_a_number_is_among_the_highest_and_counted(tmp_path: Path) -> None:
     losses = [float(rank) for rank in range(100)]
     losses[17], losses[31], losses[40] = math.nan, math.inf, -math.inf
-    sink = JsonlSink(tmp_path)
-    sink.write(full_record(1, 100, cosine_matrix=None, loss=LossStats(math.nan, per_rank=tuple(losses))))
-    sink.close()
-    (line,) = read_metrics(tmp_path / "metrics.jsonl")
-    loss = line["loss"]
+    record = full_record(1, 100, cosine_matrix=None, loss=LossStats(math.nan, per_rank=tuple(losses)))
+    loss = line_of(record, tmp_path)["loss"]
     assert loss["quantiles"]["nan"] == 1
     assert (loss["quantiles"]["min"], loss["quantiles"]["median"], loss["quantiles"]["max"]) == ("-inf", 51.0, "inf")
     assert list(loss["extremes"].items())[-2:] == [("31", "inf"), ("17", "nan")]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -115,29 +115,6 @@ def several_runs(directory: str) -> dict[bool, list[str]]:
     return places
 
 
-def test_a_used_directory_goes_on_only_as_a_resume_of_its_own_run(tmp_path: Path) -> None:
-    for places in run_distributed(several_runs, 2, (str(tmp_path),), timeout=400):
-        assert places[True] == ["out", "out/run-2", "out/run-2", "out", "out/run-3", "other", "other/run-2"]
-        assert places[False] == ["out", "out/run-2", "out/run-2", "out/run-3", "other", "other/run-2"]
-    with_state, without = tmp_path / "True", tmp_path / "False"
-    assert steps_in(with_state / "out") == [1, 2, 3, 4, 5, 6]
-    assert steps_in(without / "out") == [1, 2, 3, 4]
-    for root in (with_state, without):
-        assert steps_in(root / "out" / "run-2") == [1, 2, 3, 4, 5, 6, 7]
-        assert steps_in(root / "out" / "run-3") == [1]
-        assert steps_in(root / "other") == [1, 2, 3, 4, 5, 6, 7]
-        assert steps_in(root / "other" / "run-2") == [3]
-        at_start = {"preflight.json", "ranks.json", "run.json"}
-        fresh = {"metrics.jsonl", "events.jsonl", "matrices.jsonl", "scores.jsonl", *at_start}
-        assert {path.name for path in (root / "other").iterdir()} == {*fresh, "run-2"}
-        assert {path.name for path in (root / "out" / "run-2").iterdir()} == {
-            *fresh,
-            "preflight-1.json",
-            "ranks-1.json",
-            "run-1.json",
-        }
-
-
 def killed(directory: str) -> None:
     """A checkpoint after step 2; rank 0 is killed in step 5, rank 1 with it."""
     root = Path(directory)
@@ -153,17 +130,6 @@ def restarted(directory: str) -> list[str]:
     where = [resumed(case, root / "out", root / "checkpoints", "two", 3)]
     where.append(run_anew(case, root / "out", root / "checkpoints", {}, 1, with_state=False))
     return [str(Path(one).relative_to(root)) for one in where]
-
-
-def test_a_killed_run_goes_on_from_its_checkpoint_and_a_new_one_does_not(tmp_path: Path) -> None:
-    run_distributed(killed, 2, (str(tmp_path),), may_die=(0, 1), timeout=200)
-    with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 4, "tor')
-    assert run_distributed(restarted, 2, (str(tmp_path),), timeout=300) == [["out", "out/run-2"]] * 2
-    records = read_metrics(tmp_path / "out" / "metrics.jsonl")
-    assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
-    assert [r["samples"] for r in records] == [6, 12, 18, 24, 30]
-    assert steps_in(tmp_path / "out" / "run-2") == [1]
 
 
 # -- several engines at the same time ----------------------------------------------------------------
@@ -190,19 +156,66 @@ def several_engines(directory: str) -> list[Any]:
     return [[str(Path(one).relative_to(root)) for one in where], observed, said]
 
 
-def test_each_engine_of_a_process_has_a_directory_of_its_own(tmp_path: Path) -> None:
-    first, second = run_distributed(several_engines, 2, (str(tmp_path),), timeout=400)
+def in_one_start(directory: str) -> tuple[dict[bool, list[str]], list[str], list[Any]]:
+    root = Path(directory)
+    restart = restarted(str(root / "killed"))
+    return several_runs(str(root / "runs")), restart, several_engines(str(root / "engines"))
+
+
+class Done(NamedTuple):
+    """What both ranks have returned, and where they wrote."""
+
+    root: Path
+    ranks: list[Any]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    root = tmp_path_factory.mktemp("runs")
+    run_distributed(killed, 2, (str(root / "killed"),), may_die=(0, 1), timeout=200)
+    with open(root / "killed" / "out" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "tor')
+    return Done(root, run_distributed(in_one_start, 2, (str(root),), timeout=280))
+
+
+def test_a_used_directory_goes_on_only_as_a_resume_of_its_own_run(done: Done) -> None:
+    for places, _, _ in done.ranks:
+        assert places[True] == ["out", "out/run-2", "out/run-2", "out", "out/run-3", "other", "other/run-2"]
+        assert places[False] == ["out", "out/run-2", "out/run-2", "out/run-3", "other", "other/run-2"]
+    with_state, without = done.root / "runs" / "True", done.root / "runs" / "False"
+    assert steps_in(with_state / "out") == [1, 2, 3, 4, 5, 6]
+    assert steps_in(without / "out") == [1, 2, 3, 4]
+    for root in (with_state, without):
+        assert steps_in(root / "out" / "run-2") == [1, 2, 3, 4, 5, 6, 7]
+        assert steps_in(root / "out" / "run-3") == [1]
+        assert steps_in(root / "other") == [1, 2, 3, 4, 5, 6, 7]
+        assert steps_in(root / "other" / "run-2") == [3]
+        at_start = {"preflight.json", "ranks.json", "run.json"}
+        fresh = {"metrics.jsonl", "events.jsonl", "matrices.jsonl", "scores.jsonl", *at_start}
+        assert {path.name for path in (root / "other").iterdir()} == {*fresh, "run-2"}
+        earlier = {name.replace(".", "-1.") for name in at_start}
+        assert {path.name for path in (root / "out" / "run-2").iterdir()} == fresh | earlier
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_and_a_new_one_does_not(done: Done) -> None:
+    root = done.root / "killed"
+    assert [where for _, where, _ in done.ranks] == [["out", "out/run-2"]] * 2
+    records = read_metrics(root / "out" / "metrics.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
+    assert [r["samples"] for r in records] == [6, 12, 18, 24, 30]
+    assert steps_in(root / "out" / "run-2") == [1]
+
+
+def test_each_engine_of_a_process_has_a_directory_of_its_own(done: Done) -> None:
+    root, (first, second) = done.root / "engines", (engines for _, _, engines in done.ranks)
     assert first[:2] == second[:2] == [[".", "engine-2", "engine-3", "engine-4"], False]
-    assert steps_in(tmp_path) == [1, 2]
-    assert steps_in(tmp_path / "engine-2") == [1, 2, 3]
-    assert steps_in(tmp_path / "engine-4") == [1]
-    assert sorted(path.name for path in (tmp_path / "engine-3").iterdir()) == [
-        "preflight.json",
-        "ranks.json",
-        "run.json",
-    ]  # no step
+    assert steps_in(root) == [1, 2]
+    assert steps_in(root / "engine-2") == [1, 2, 3]
+    assert steps_in(root / "engine-4") == [1]
+    at_start = ["preflight.json", "ranks.json", "run.json"]  # no step
+    assert sorted(path.name for path in (root / "engine-3").iterdir()) == at_start
     said = [line for line in first[2] if "observing" in line or "not observed" in line]
-    assert [line.rpartition(str(tmp_path))[2] for line in said[:3]] == ["", "/engine-2", "/engine-3"]
+    assert [line.rpartition(str(root))[2] for line in said[:3]] == ["", "/engine-2", "/engine-3"]
     assert "without an optimizer" in said[3]
 
 

@@ -6,6 +6,7 @@ import io
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from ds_silent.records import DirectionStats, LossStats
+from ds_silent.records import DirectionStats, Event, LossStats, StepRecord
 from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.matrix_image import _note, blocks_of, matrix_image, oddest, ranks_image
 from ds_silent.sinks.scalars import MAX_RANKS_DRAWN
-from ds_silent.sinks.tensorboard import BandChart, TagChart, TensorBoardSink, categories, escaped
+from ds_silent.sinks.tensorboard import TensorBoardSink, escaped, layout
 from tests.sinks.example_records import empty_record, event, full_record
 
 EXPECTED = {
@@ -70,97 +71,84 @@ def layout_in(accumulator: EventAccumulator) -> layout_pb2.Layout:
     return layout
 
 
-def matches(patterns: tuple[str, ...], tag: str) -> bool:
-    return any(re.match(pattern, tag) for pattern in patterns)
+def written(directory: Path, *given: StepRecord | Event, **how: Any) -> EventAccumulator:
+    """What a sink makes of these, one after the other."""
+    sink = TensorBoardSink(directory, **how)
+    for one in given:
+        if isinstance(one, Event):
+            sink.write_event(one)
+        else:
+            sink.write(one)
+    sink.close()
+    return read(directory)
+
+
+def plain(step: int, ranks: int = 4, **changes: object) -> StepRecord:
+    """A record without layers and matrix."""
+    return full_record(step, ranks, **{"layers": (), "cosine_matrix": None, **changes})
 
 
 def test_every_tag_and_every_value(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write(full_record(12))
-    sink.write(full_record(13))
-    sink.close()
-    accumulator = read(tmp_path)
-    assert set(accumulator.Tags()["scalars"]) == set(EXPECTED)
+    found = written(tmp_path, full_record(12), full_record(13))
+    assert set(found.Tags()["scalars"]) == set(EXPECTED)
     for tag, value in EXPECTED.items():
-        assert points(accumulator, tag) == [(12, pytest.approx(value, rel=1e-6)), (13, pytest.approx(value, rel=1e-6))]
+        assert points(found, tag) == [(12, pytest.approx(value, rel=1e-6)), (13, pytest.approx(value, rel=1e-6))]
 
 
 def test_not_measured_is_no_point_and_nan_is_one(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write(empty_record(1))
-    sink.write(full_record(2, loss=LossStats(mean=float("nan"), std=float("inf"))))
-    sink.close()
-    accumulator = read(tmp_path)
-    (mean,) = accumulator.Scalars("silent/loss/mean")
+    odd = full_record(2, loss=LossStats(mean=float("nan"), std=float("inf")))
+    found = written(tmp_path, empty_record(1), odd)
+    (mean,) = found.Scalars("silent/loss/mean")
     assert mean.step == 2
     assert np.isnan(mean.value)
-    assert points(accumulator, "silent/loss/std") == [(2, float("inf"))]
-    assert "silent/loss/range" not in accumulator.Tags()["scalars"]
+    assert points(found, "silent/loss/std") == [(2, float("inf"))]
+    assert "silent/loss/range" not in found.Tags()["scalars"]
 
 
 @pytest.mark.parametrize("ranks", [MAX_RANKS_DRAWN, MAX_RANKS_DRAWN + 1])
 def test_per_rank_curves_only_where_they_can_be_read(tmp_path: Path, ranks: int) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write(full_record(1, ranks=ranks, cosine_matrix=None))
-    sink.close()
-    accumulator = read(tmp_path)
-    tags = accumulator.Tags()["scalars"]
+    found = written(tmp_path, full_record(1, ranks=ranks, cosine_matrix=None))
+    tags = found.Tags()["scalars"]
     every = ranks == MAX_RANKS_DRAWN
     shown = [f"rank_{rank}" for rank in range(ranks)] if every else ["min", "q10", "median", "q90", "max"]
     metrics = ("loss", "grad_norm", "cosine")
     expected = {f"silent/per_rank/{metric}/{curve}" for metric in metrics for curve in shown}
     assert {tag for tag in tags if tag.startswith("silent/per_rank/")} == expected
     assert "silent/loss/mean" in tags
-    laid_out = categories(ranks)
-    charts = [*laid_out["Per rank"].values(), *laid_out.get("Ranks named", {}).values()]
-    matched = {tag for tag in expected for one in charts if isinstance(one, TagChart) and matches(one.patterns, tag)}
-    within = {tag for one in charts if isinstance(one, BandChart) for series in one.series for tag in series}
+    charts = [chart for one in layout(not every).category if "rank" in one.title.lower() for chart in one.chart]
+    matched = {tag for tag in expected for one in charts for pattern in one.multiline.tag if re.match(pattern, tag)}
+    within = {tag for one in charts for s in one.margin.series for tag in (s.value, s.lower, s.upper)}
     assert matched | within == expected
     if not every:
-        bands = [points(accumulator, f"silent/per_rank/loss/{name}")[0][1] for name in shown]
+        bands = [points(found, f"silent/per_rank/loss/{name}")[0][1] for name in shown]
         assert bands == pytest.approx([2.0, 2.2, 2.8, 3.4, 3.6], rel=1e-6)  # 2.0 + 0.1 * rank, of 17 ranks
 
 
 def test_ranks_that_an_event_names_have_curves_from_then_on(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    for step, named in enumerate([(), (12, 99), tuple(range(20, 40)), *[(rank,) for rank in range(60, 80)]], start=1):
-        sink.write_event(event(step, ranks=named))
-        sink.write(full_record(step, ranks=100, layers=(), cosine_matrix=None))
-    sink.write(full_record(24, ranks=50, layers=(), cosine_matrix=None))  # elastic: some are gone
-    sink.close()
-    accumulator = read(tmp_path)
-    curves = [tag for tag in accumulator.Tags()["scalars"] if tag.startswith("silent/per_rank/loss/rank_")]
+    each = enumerate([(), (12, 99), tuple(range(20, 40)), *[(rank,) for rank in range(60, 80)]], start=1)
+    given = [one for step, named in each for one in (event(step, ranks=named), plain(step, 100))]
+    found = written(tmp_path, *given, plain(24, 50))  # elastic: some are gone
+    curves = [tag for tag in found.Tags()["scalars"] if tag.startswith("silent/per_rank/loss/rank_")]
     assert {int(tag.rpartition("_")[2]) for tag in curves} == {12, 99, *range(60, 74)}
-    assert [step for step, _ in points(accumulator, "silent/per_rank/loss/rank_12")] == list(range(2, 25))
-    assert points(accumulator, "silent/per_rank/cosine/rank_99")[0] == (2, pytest.approx(0.05 + 0.099))
-    assert [step for step, _ in points(accumulator, "silent/per_rank/loss/rank_99")] == list(range(2, 24))
+    assert [step for step, _ in points(found, "silent/per_rank/loss/rank_12")] == list(range(2, 25))
+    assert points(found, "silent/per_rank/cosine/rank_99")[0] == (2, pytest.approx(0.05 + 0.099))
+    assert [step for step, _ in points(found, "silent/per_rank/loss/rank_99")] == list(range(2, 24))
 
 
 def test_the_matrix_is_drawn_at_its_records_only(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    for step in range(1, 202):
-        sink.write(full_record(10 * step, ranks=2, layers=(), direction=DirectionStats()))
-    sink.close()
-    images = read(tmp_path).Images("silent/direction/matrix")
+    records = [full_record(10 * n, ranks=2, layers=(), direction=DirectionStats()) for n in range(1, 202)]
+    images = written(tmp_path, *records).Images("silent/direction/matrix")
     assert [image.step for image in images] == [10, 20, 50, 100, 200, 500, 1000, 2000]
     picture = Image.open(io.BytesIO(images[0].encoded_image_string))
     assert picture.size == (560, 500)
 
 
-def test_no_matrix_no_image(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write(full_record(1, cosine_matrix=None))
-    sink.close()
-    assert read(tmp_path).Tags()["images"] == []
-
-
 def test_the_layout_opens_on_tags_that_exist(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write(full_record(1))
-    sink.close()
-    layout = layout_in(read(tmp_path))
-    assert [category.title for category in layout.category] == ["Consistency", "Per rank", "Health"]
-    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    found = written(tmp_path, full_record(1, cosine_matrix=None))
+    assert found.Tags()["images"] == []  # no matrix, no image
+    there = layout_in(found)
+    assert [category.title for category in there.category] == ["Consistency", "Per rank", "Health"]
+    charts = {chart.title: list(chart.multiline.tag) for category in there.category for chart in category.chart}
     assert len(charts) == 10
     shown = {title: {tag for tag in EXPECTED if any(re.match(p, tag) for p in tags)} for title, tags in charts.items()}
     assert all(shown.values())
@@ -170,76 +158,52 @@ def test_the_layout_opens_on_tags_that_exist(tmp_path: Path) -> None:
 
 
 def test_many_ranks_have_bands_that_tensorboard_draws_from_tags_of_one_length(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path, resume_step=0)
-    sink.write_event(event(1, ranks=(5,)))  # an event that comes first does not decide the layout
-    for step in (1, 2, 3):
-        sink.write(full_record(step, ranks=1024, layers=(), cosine_matrix=None))
-    sink.close()
-    accumulator = read(tmp_path)
-    assert len(accumulator.Tensors("custom_scalars__config__")) == 1
-    categories_there = layout_in(accumulator).category
-    assert [category.title for category in categories_there] == ["Consistency", "Per rank", "Ranks named", "Health"]
-    charts, of_named = ({chart.title: chart for chart in category.chart} for category in categories_there[1:3])
+    early = event(1, ranks=(5,))  # an event that comes first does not decide the layout
+    found = written(tmp_path, early, *(plain(step, 1024) for step in (1, 2, 3)), resume_step=0)
+    assert len(found.Tensors("custom_scalars__config__")) == 1
+    there = layout_in(found).category
+    assert [category.title for category in there] == ["Consistency", "Per rank", "Ranks named", "Health"]
+    charts, of_named = ({chart.title: chart for chart in category.chart} for category in there[1:3])
     assert len(charts) == len(of_named) == 3
-    for metric, title in (
-        ("loss", "loss"),
-        ("grad_norm", "gradient norm"),
-        ("cosine", "cosine with the mean of the others"),
-    ):
+    cosine = "cosine with the mean of the others"
+    for metric, title in (("loss", "loss"), ("grad_norm", "gradient norm"), ("cosine", cosine)):
         series = [(one.value, one.lower, one.upper) for one in charts[title].margin.series]
         names = [tuple(tag.removeprefix(f"silent/per_rank/{metric}/") for tag in tags) for tags in series]
         assert names == [("max", "min", "max"), ("median", "q10", "q90")]
         assert len({value for value, _, _ in series}) == 2  # TensorBoard draws one band of each value's tag
         for value, lower, upper in series:
-            curves = [points(accumulator, tag) for tag in (lower, value, upper)]
+            curves = [points(found, tag) for tag in (lower, value, upper)]
             assert [[step for step, _ in curve] for curve in curves] == [[1, 2, 3]] * 3
             assert curves[0][0][1] < curves[1][0][1] <= curves[2][0][1]
         (pattern,) = of_named[title].multiline.tag
-        named = {tag for tag in accumulator.Tags()["scalars"] if re.match(pattern, tag)}
+        named = {tag for tag in found.Tags()["scalars"] if re.match(pattern, tag)}
         assert named == {f"silent/per_rank/{metric}/{curve}" for curve in ("rank_5", "median")}
 
 
 def test_another_number_of_ranks_has_its_own_layout(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    for step, ranks in enumerate((4, 8, 32, 48, 16), start=1):
-        sink.write(full_record(step, ranks=ranks, layers=(), cosine_matrix=None))
-    sink.close()
-    accumulator = read(tmp_path)
-    assert len(accumulator.Tensors("custom_scalars__config__")) == 3
-    assert len(layout_in(accumulator).category[1].chart) == 3
+    found = written(tmp_path, *(plain(step, ranks) for step, ranks in enumerate((4, 8, 32, 48, 16), start=1)))
+    assert len(found.Tensors("custom_scalars__config__")) == 3
+    assert len(layout_in(found).category[1].chart) == 3
 
 
 def test_events_rise_beside_the_curves(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write_event(event(0))  # before any record: counted, drawn with the first one
-    sink.write(full_record(1, cosine_matrix=None))
-    sink.write(full_record(2, cosine_matrix=None))
-    sink.write_event(replace(event(2), severity="warning"))
-    sink.write_event(replace(event(2), severity="info"))
-    sink.write(full_record(3, cosine_matrix=None))
-    sink.write_event(event(2))  # found late
-    sink.close()
-    accumulator = read(tmp_path)
-    assert points(accumulator, "silent/events/error") == [(1, 1), (2, 1), (2, 1), (3, 1), (3, 2)]
-    assert points(accumulator, "silent/events/warning") == [(1, 0), (2, 0), (2, 1), (3, 1), (3, 1)]
+    early, late = event(0), event(2)  # before any record: drawn with the first one; and found late
+    others = [replace(event(2), severity=severity) for severity in ("warning", "info")]  # type: ignore[arg-type]
+    found = written(tmp_path, early, plain(1), plain(2), *others, plain(3), late)
+    assert points(found, "silent/events/error") == [(1, 1), (2, 1), (2, 1), (3, 1), (3, 2)]
+    assert points(found, "silent/events/warning") == [(1, 0), (2, 0), (2, 1), (3, 1), (3, 1)]
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_resumed_run_is_one_curve(tmp_path: Path, known: bool) -> None:
-    first = TensorBoardSink(tmp_path)
-    for step in range(1, 9):
-        first.write(full_record(step, noise_scale=1.0, cosine_matrix=None))
-    first.close()
-    (written,) = tmp_path.iterdir()
-    written.rename(tmp_path / "events.out.tfevents.0000000001.earlier")  # readers go by the time in the name
-    second = TensorBoardSink(tmp_path, resume_step=5 if known else None)
-    second.write_event(event(0, kind="config-mismatch"))  # written before the checkpoint is loaded
-    for step in range(6, 8):
-        second.write(full_record(step, noise_scale=2.0, cosine_matrix=None))
-    second.close()
-    accumulator = read(tmp_path)
-    assert points(accumulator, "silent/noise_scale") == [(step, 1.0) for step in range(1, 6)] + [(6, 2.0), (7, 2.0)]
-    assert [text.step for text in accumulator.Tensors("silent/events/config-mismatch/text_summary")] == [0]
+    written(tmp_path, *(plain(step, noise_scale=1.0) for step in range(1, 9)))
+    (first,) = tmp_path.iterdir()
+    first.rename(tmp_path / "events.out.tfevents.0000000001.earlier")  # readers go by the time in the name
+    early = event(0, kind="config-mismatch")  # written before the checkpoint is loaded
+    records = [plain(step, noise_scale=2.0) for step in (6, 7)]
+    found = written(tmp_path, early, *records, resume_step=5 if known else None)
+    assert points(found, "silent/noise_scale") == [(step, 1.0) for step in range(1, 6)] + [(6, 2.0), (7, 2.0)]
+    assert [text.step for text in found.Tensors("silent/events/config-mismatch/text_summary")] == [0]
 
 
 def text(accumulator: EventAccumulator, kind: str) -> list[str]:
@@ -248,12 +212,7 @@ def text(accumulator: EventAccumulator, kind: str) -> list[str]:
 
 
 def test_events_are_text(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write_event(event(1, message="Before any record."))
-    sink.write(full_record(1))
-    sink.write_event(event(12))
-    sink.close()
-    early, late = text(read(tmp_path), "duplicate-data")
+    early, late = text(written(tmp_path, event(1, message="Before any record."), plain(1), event(12)), "duplicate-data")
     assert "Before any record." in early
     assert late == (
         "**error** duplicate&#45;data, ranks 0, 3\n\nThese ranks read the same rows.\n\n"
@@ -262,10 +221,7 @@ def test_events_are_text(tmp_path: Path) -> None:
 
 
 def test_events_of_a_run_without_records_are_kept(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write_event(event(0))
-    sink.close()
-    assert len(text(read(tmp_path), "duplicate-data")) == 1
+    assert len(text(written(tmp_path, event(0)), "duplicate-data")) == 1
 
 
 def test_hostile_text_is_inert() -> None:
@@ -280,10 +236,8 @@ def test_hostile_text_is_inert() -> None:
 
 
 def test_a_hostile_kind_makes_no_strange_tag(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write_event(event(1, kind="../<b> x"))
-    sink.close()
-    assert "silent/events/____b__x/text_summary" in read(tmp_path).Tags()["tensors"]
+    found = written(tmp_path, event(1, kind="../<b> x"))
+    assert "silent/events/____b__x/text_summary" in found.Tags()["tensors"]
 
 
 def test_flush_makes_points_visible(tmp_path: Path) -> None:
@@ -353,11 +307,8 @@ def test_the_oddest_ranks() -> None:
 
 
 def test_many_ranks_have_a_picture_of_each_ones_cosine(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write(full_record(1, ranks=64, layers=(), cosine_matrix=None))
-    sink.write(full_record(2, ranks=65, layers=(), cosine_matrix=None))
-    sink.close()
-    assert [image.step for image in read(tmp_path).Images("silent/direction/ranks")] == [2]
+    found = written(tmp_path, plain(1, 64), plain(2, 65))
+    assert [image.step for image in found.Images("silent/direction/ranks")] == [2]
     for ranks in (1, 65, 1024, 16_384):
         assert ranks_image([0.1] * ranks, step=1).shape == (500, 560, 3)  # type: ignore[union-attr]
 
@@ -385,12 +336,8 @@ def test_without_matplotlib_the_picture_is_left_out_with_one_note(
 ) -> None:
     monkeypatch.setattr("ds_silent.sinks.matrix_image.installed", lambda package: False)
     _note.cache_clear()
-    sink = TensorBoardSink(tmp_path)
-    for step in (1, 2):
-        sink.write(full_record(step))
-    sink.close()
+    tags = written(tmp_path, full_record(1), full_record(2)).Tags()
     [note] = [message for message in caplog.messages if "matplotlib" in message]
     assert 'which is not installed: pip install "ds_silent[plots]"; everything else is written' in note
-    tags = read(tmp_path).Tags()
     assert tags["images"] == []
     assert "silent/loss/mean" in tags["scalars"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_silent.exchange import gather, rows
+from ds_silent.exchange import rows
 from ds_silent.ordered import exchange as ordered_exchange
 
 NAMES = (
@@ -34,8 +34,7 @@ def record_collectives() -> list[Call]:
 
     for name in NAMES:
         setattr(dist, name, recording(name, getattr(dist, name)))
-    gather.all_gather = recording("all_gather_into_tensor", gather.all_gather)
-    rows.all_gather = gather.all_gather
+    rows.all_gather = recording("all_gather_into_tensor", rows.all_gather)
     ordered_exchange._all_gather = recording("all_gather_into_tensor", ordered_exchange._all_gather)
     return seen
 

@@ -28,14 +28,14 @@ class Axis:
     bins: int
 
     @classmethod
-    def of(cls, steps: Ints, most: int = MOST_BINS) -> Axis:
+    def of(cls, steps: Ints) -> Axis:
         """Make the axis of these measured steps; of none, one bin around step 1."""
         if not len(steps):
             return cls(0.5, 1.5, 1)
         first, last = float(steps[0]), float(steps[-1])
         interval = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
         low, high = first - interval / 2, last + interval / 2
-        return cls(low, high, max(1, min(most, round((high - low) / interval))))
+        return cls(low, high, max(1, min(MOST_BINS, round((high - low) / interval))))
 
     def at(self, step: float) -> float:
         """Return the place of a step from 0 to 1; a step outside is at an end."""
@@ -64,11 +64,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class BinnedCurve:
-    """(B,) each; NaN where a bin holds no finite value.
-
-    Attributes:
-        broken: bins in which a value was measured and is not finite.
-    """
+    """(B,) each; NaN where a bin holds no finite value. ``broken``: bins in which a measured value is not finite."""
 
     low: Floats
     mean: Floats
@@ -77,12 +73,10 @@ class BinnedCurve:
 
     @classmethod
     def line(cls, values: Floats) -> BinnedCurve:
-        """Make a curve of one value for each bin."""
         return cls(values, values, values)
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to draw."""
         return not np.isfinite(self.mean).any() and not len(self.broken)
 
 
@@ -114,9 +108,8 @@ def rebinned(
     out = np.full((low.shape[1], axis.bins), np.nan, dtype=np.float32)
     first, last = axis.bin_of(spans[:, 0]), axis.bin_of(spans[:, 1])
     for values, a, b in zip(furthest, first, last, strict=True):
-        held = out[:, a : b + 1]
-        column = values[:, None]
-        out[:, a : b + 1] = np.where(np.isnan(held) | (np.abs(column) > np.abs(held)), column, held)
+        filled, column = out[:, a : b + 1], values[:, None]
+        out[:, a : b + 1] = np.where(np.isnan(filled) | (np.abs(column) > np.abs(filled)), column, filled)
     return out
 
 
@@ -124,13 +117,10 @@ def smoothed(values: Floats, window: int = 9) -> Floats:
     """Return the median of each value's finite neighbours."""
     if not len(values):
         return values
-    half = window // 2
-    padded = np.pad(values, half, constant_values=np.nan)
-    stacked = np.lib.stride_tricks.sliding_window_view(padded, window)
-    some = np.isfinite(stacked).any(axis=1)
-    out = np.full(len(values), np.nan)
-    if some.any():
-        out[some] = np.nanmedian(np.where(np.isfinite(stacked[some]), stacked[some], np.nan), axis=1)
+    finite = np.pad(np.where(np.isfinite(values), values, np.nan), window // 2, constant_values=np.nan)
+    stacked = np.lib.stride_tricks.sliding_window_view(finite, window)
+    some, out = ~np.isnan(stacked).all(axis=1), np.full(len(values), np.nan)
+    out[some] = np.nanmedian(stacked[some], axis=1)
     return out
 
 
@@ -157,13 +147,13 @@ def shown(value: float | None, digits: int = 3) -> str:
         return "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
-    size = abs(value)
+    size, exponent = abs(value), ""
     if size >= 1e6 or size < 1e-3:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return f"{mantissa}e{int(exponent)}".replace("-", "−")
-    if size >= 1000 or float(value).is_integer():
-        return f"{value:,.0f}".replace("-", "−")
-    text = f"{value:.{max(digits - 1 - math.floor(math.log10(size)), 0)}f}"
+        text, power = f"{value:.{digits - 1}e}".split("e")
+        exponent = f"e{int(power)}"
+    elif size >= 1000 or float(value).is_integer():
+        text = f"{value:,.0f}"
+    else:
+        text = f"{value:.{max(digits - 1 - math.floor(math.log10(size)), 0)}f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
-    return text.replace("-", "−")
+    return f"{text}{exponent}".replace("-", "−")

@@ -34,6 +34,29 @@ class PlotContext:
     axis: Axis
     marks: tuple[Mark, ...]
 
+    def column(self, name: str) -> BinnedCurve:
+        """Return one of the steps' numbers in bins."""
+        steps = self.run.steps
+        return binned(self.axis, steps.step, steps[name], steps.measured(name))
+
+    def usual(self, name: str) -> float | None:
+        """Return the median of a number over the steps; None where it was never measured."""
+        return _median(self.run.steps[name])
+
+    @property
+    def batch(self) -> float | None:
+        """The rows of all ranks in one step."""
+        samples, step = self.run.steps["samples"], self.run.steps.step
+        if len(step) == 1 and samples[0] > 0:
+            return float(samples[0] / step[0]) if step[0] else None
+        rows = np.diff(samples) / np.maximum(np.diff(step), 1)
+        return _median(rows[rows > 0])
+
+
+def _median(values: Floats) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else None
+
 
 def plot_context(run: RunRecords, verdict: RunVerdict) -> PlotContext:
     """Put the bins over the measured steps, or over the events where none was measured."""
@@ -49,21 +72,14 @@ def plot_context(run: RunRecords, verdict: RunVerdict) -> PlotContext:
     return PlotContext(run, verdict, Axis.of(steps), tuple(marks[step] for step in sorted(marks)[:40]))
 
 
-def column(view: PlotContext, name: str) -> BinnedCurve:
-    """Return one of the steps' numbers in bins."""
-    steps = view.run.steps
-    return binned(view.axis, steps.step, steps[name], steps.measured(name))
-
-
 def _of_ranks(
     view: PlotContext, name: Metric, label: str, extra: Series | None = None, zero: bool = False, about: str = ""
 ) -> Panel | None:
     """Draw mean, lowest and highest rank, and where sampling noise puts them; ``about`` goes to the note."""
-    middle, low, high = (column(view, f"{name} {what}") for what in ("median", "low", "high"))
-    mean = column(view, f"{name} mean")
+    middle, low, high, mean = (view.column(f"{name} {what}") for what in ("median", "low", "high", "mean"))
     if middle.empty and mean.empty:
         return None
-    band = _noise_band(middle.mean, column(view, f"{name} spread").mean, view.run.world_size)
+    band = _noise_band(middle.mean, view.column(f"{name} spread").mean, view.run.world_size)
     series = [
         Series("sampling noise", band, "band", "quiet", key="band: where sampling noise alone puts all ranks"),
         Series("lowest rank", BinnedCurve.line(low.low), "thin", "b"),
@@ -71,7 +87,6 @@ def _of_ranks(
         *([] if extra is None else [extra]),
         Series("mean", mean, "line", "a", key="mean over all pairs" if name == "cosine" else ""),
     ]
-    series = [one for one in series if not one.curve.empty]
     note = " ".join(part for part in (_outside(view, low.low, high.high, band), about) if part)
     return chart(view.axis, series, label, marks=view.marks, height=170, zero=zero, note=note)
 
@@ -86,14 +101,12 @@ def _noise_band(middle: Floats, spread: Floats, ranks: int) -> BinnedCurve:
 
 def _outside(view: PlotContext, low: Floats, high: Floats, band: BinnedCurve) -> str:
     """Say in how many of the drawn bins a rank is outside."""
-    if view.run.world_size < 3:
-        return ""
-    known = np.isfinite(band.low) & np.isfinite(low)
+    both = np.isfinite(band.low) & np.isfinite(low)
     with np.errstate(invalid="ignore"):
-        outside = int((known & ((low < band.low) | (high > band.high))).sum())
-    if not known.any() or outside <= 0.01 * known.sum():
+        outside = int((both & ((low < band.low) | (high > band.high))).sum())
+    if view.run.world_size < 3 or outside <= 0.01 * both.sum():
         return ""
-    return f"A rank is outside of the band in {outside:,} of {int(known.sum()):,} places."
+    return f"A rank is outside of the band in {outside:,} of {int(both.sum()):,} places."
 
 
 def loss(view: PlotContext) -> Panel | None:
@@ -103,60 +116,37 @@ def loss(view: PlotContext) -> Panel | None:
 
 def norm(view: PlotContext) -> Panel | None:
     """Draw the norms of the ranks' gradients, and of the reduced gradient."""
-    aggregated = Series("after the reduction", column(view, "norm aggregated"), "dash", "d")
+    aggregated = Series("after the reduction", view.column("norm aggregated"), "dash", "d")
     label = "Gradient norm of each step: mean, lowest and highest rank, after the reduction, and the noise band"
     return _of_ranks(view, "norm", label, aggregated, zero=True)
 
 
 def cosine(view: PlotContext) -> Panel | None:
     """Draw the cosines of the ranks' gradients, and where the noise scale says their mean should be."""
-    expected, about = _expected_cosine(view), ""
-    flat = BinnedCurve.line(np.full(view.axis.bins, math.nan if expected is None else expected))
-    usual = _usual(view, "cosine mean")
+    noise, batch, ranks, about = view.usual("noise scale"), view.batch, view.run.world_size, ""
+    expects = noise is not None and batch is not None and ranks and noise > 0
+    expected = 1.0 / (1.0 + noise * ranks / batch) if expects else math.nan  # type: ignore[operator]
+    usual = view.usual("cosine mean")
     if usual is not None and usual > 0.999:
         about = "A mean cosine of 1 is no health: the ranks do the same work."
-    elif expected is not None:
+    elif expects:
         about = f"By the usual noise scale the mean should be about {shown(expected)} (dashed)."
     label = "Cosine of each rank's gradient with the mean of the others, and the mean over all pairs"
+    flat = BinnedCurve.line(np.full(view.axis.bins, expected))
     return _of_ranks(view, "cosine", label, Series("expected", flat, "dash", "d", hover=False), about=about)
-
-
-def batch_of(view: PlotContext) -> float | None:
-    """Return the rows of all ranks in one step."""
-    steps = view.run.steps
-    samples, step = steps["samples"], steps.step
-    if len(step) == 1 and samples[0] > 0:
-        return float(samples[0] / step[0]) if step[0] else None
-    rows = np.diff(samples) / np.maximum(np.diff(step), 1)
-    rows = rows[np.isfinite(rows) & (rows > 0)]
-    return float(np.median(rows)) if len(rows) else None
-
-
-def _usual(view: PlotContext, name: str) -> float | None:
-    """Return the median over the steps."""
-    values = view.run.steps[name]
-    values = values[np.isfinite(values)]
-    return float(np.median(values)) if len(values) else None
-
-
-def _expected_cosine(view: PlotContext) -> float | None:
-    noise, batch, ranks = _usual(view, "noise scale"), batch_of(view), view.run.world_size
-    if noise is None or batch is None or not ranks or noise <= 0:
-        return None
-    return 1.0 / (1.0 + noise * ranks / batch)
 
 
 def noise_scale(view: PlotContext) -> Panel | None:
     """Draw the noise scale beside the batch, and say what that means."""
-    curve = column(view, "noise scale")
+    curve, batch = view.column("noise scale"), view.batch
     if curve.empty:
         return None
-    finite, batch = curve.mean[np.isfinite(curve.mean)], batch_of(view)
+    finite = curve.mean[np.isfinite(curve.mean)]
     smooth = BinnedCurve.line(smoothed(curve.mean, 15))
     series = [Series("each step", curve, "thin", "quiet"), Series("smoothed", smooth, "line", "a")]
     log = bool((finite > 0).mean() > 0.9) if len(finite) else False
     keys = (("one step", "quiet"), ("smoothed", "a"), ("rows of one step", "level"))
-    note = _noise_words(_usual(view, "noise scale"), batch)
+    note = _noise_words(view.usual("noise scale"), batch)
     label = "Gradient noise scale in samples, and the batch of all ranks"
     return chart(view.axis, series, label, log=log, level=batch, marks=view.marks, note=note, keys=keys)
 
@@ -166,9 +156,10 @@ def _noise_words(noise: float | None, batch: float | None) -> str:
         return ""
     if noise <= 0:
         return "Single steps cannot tell the signal from its noise: the noise scale is far above the batch."
+    said = f"Usually about {shown(noise, 2)} samples"
     if batch is None:
-        return f"Usually about {shown(noise, 2)} samples."
-    said = f"Usually about {shown(noise, 2)} samples; one step takes {shown(batch)}. "
+        return f"{said}."
+    said += f"; one step takes {shown(batch)}. "
     if noise > 4 * batch:
         return said + "A larger batch, or more ranks, would still pay nearly in full."
     if noise < batch / 4:
@@ -178,22 +169,18 @@ def _noise_words(noise: float | None, batch: float | None) -> str:
 
 def coverage(view: PlotContext) -> Panel | None:
     """Draw shares of the epoch, and say how many rows several ranks hold."""
-    named = (("seen once or more", "seen", "a"), ("seen again within an epoch", "repeated", "c"))
-    series = [Series(name, column(view, key), "line", tone) for name, key, tone in named]
-    series = [one for one in series if not one.curve.empty]
-    if not series:
-        return None
     rows, note = view.run.steps["duplicates"], ""
     rows = rows[np.isfinite(rows)]
     if len(rows):
         note = f"{rows.sum():,.0f} rows were held by several ranks in one step."
         note = note if rows.sum() else "No row was held by two ranks."
-    return chart(view.axis, series, "Shares of the epoch's rows", zero=True, marks=view.marks, note=note)
+    lines = (("seen once or more", "seen", "a"), ("seen again within an epoch", "repeated", "c"))
+    return _lines(view, "Shares of the epoch's rows", note, *lines)
 
 
 def integrity(view: PlotContext) -> Panel | None:
     """Draw the reduction's error against what rounding explains."""
-    error, bound = column(view, "integrity error"), column(view, "integrity bound")
+    error, bound = view.column("integrity error"), view.column("integrity bound")
     if error.empty and bound.empty:
         return None
     series = [Series("bound", bound, "dash", "bad"), Series("error", error, "line", "a")]
@@ -207,38 +194,38 @@ def integrity(view: PlotContext) -> Panel | None:
 
 def cost(view: PlotContext) -> Panel | None:
     """Draw what observing took of each step's time."""
-    step, observe = column(view, "step seconds"), column(view, "observe seconds")
-    series = [Series("step", step, "line", "a"), Series("observing", observe, "line", "c")]
-    series = [one for one in series if not one.curve.empty]
-    if not series:
-        return None
-    taken, whole = view.run.steps["observe seconds"], view.run.steps["step seconds"]
-    known = np.isfinite(taken) & np.isfinite(whole) & (whole > 0)
-    note = ""
-    if known.any():
-        share, seconds = float(np.median(taken[known] / whole[known])), float(np.median(taken[known]))
+    taken, whole, note = view.run.steps["observe seconds"], view.run.steps["step seconds"], ""
+    both = np.isfinite(taken) & np.isfinite(whole) & (whole > 0)
+    if both.any():
+        share, seconds = float(np.median(taken[both] / whole[both])), float(np.median(taken[both]))
         note = f"Observing took {share:.1%} of the typical measured step ({shown(seconds * 1e3, 2)} ms)."
-    return chart(view.axis, series, "Seconds of each step, and of observing it", zero=True, marks=view.marks, note=note)
+    lines = (("step", "step seconds", "a"), ("observing", "observe seconds", "c"))
+    return _lines(view, "Seconds of each step, and of observing it", note, *lines)
+
+
+def _lines(view: PlotContext, label: str, note: str, *lines: tuple[str, str, str]) -> Panel | None:
+    """Draw some of the steps' numbers from 0 on: the name in the legend, the column and the tone of each."""
+    series = [Series(name, view.column(key), "line", tone) for name, key, tone in lines]
+    if all(one.curve.empty for one in series):
+        return None
+    return chart(view.axis, series, label, zero=True, marks=view.marks, note=note)
 
 
 def scores(view: PlotContext) -> list[tuple[str, Panel]]:
     """Draw each detector's score over its threshold; nearest first."""
     found = []
-    for (detector, where), held in view.run.scores.curves.items():
-        step, share = np.array(held.step, dtype=np.int64), held.shares()
+    for (detector, where), one in view.run.scores.curves.items():
+        step, share = np.array(one.step, dtype=np.int64), one.shares()
         if not np.isfinite(share).any():
             continue
         nearest = int(np.nanargmax(np.where(np.isfinite(share), share, -1.0)))
-        top, rank = float(share[nearest]), held.rank[nearest]
+        top, rank = float(share[nearest]), one.rank[nearest]
         title = f"{detector}: {where}" if where else detector
         near = f"{top:.0%}" if top < 100 else f"{shown(top)} times"
         note = f"nearest {near} at step {step[nearest]:,}{f', rank {rank}' if rank >= 0 else ''}"
-        curve, tone = binned(view.axis, step, share).high, "bad" if top >= 1 else "a"
-        series, ends = (
-            [Series("score / threshold", BinnedCurve.line(curve), "line", tone)],
-            (0.0, max(1.15, min(top * 1.1, 3.0))),
-        )
-        label = f"{title}: score over threshold"
+        curve = BinnedCurve.line(binned(view.axis, step, share).high)
+        series = [Series("score / threshold", curve, "line", "bad" if top >= 1 else "a")]
+        label, ends = f"{title}: score over threshold", (0.0, max(1.15, min(top * 1.1, 3.0)))
         panel = chart(view.axis, series, label, height=56, level=1.0, y_count=2, between=ends, note=note)
         found.append((top, title, panel))
     found.sort(key=lambda one: -one[0])

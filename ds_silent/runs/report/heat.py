@@ -7,6 +7,7 @@ panel = rank_heat(view, "norm", tables, shown_ranks(view, tables))     # None wh
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -15,19 +16,13 @@ from markupsafe import Markup, escape
 from ds_silent.runs.lines import METRICS, Metric
 from ds_silent.runs.report.axis import rebinned, shown
 from ds_silent.runs.report.figures import PlotContext
-from ds_silent.runs.report.svg import Panel, cursor, diverging, image, rounded, sequential, x_labels
+from ds_silent.runs.report.svg import Panel, diverging, drawing, image, rounded, sequential
 
 MOST_ROWS = 64
 OF_MANY = 32
 """Rows of a run that has more than ``MOST_ROWS`` ranks."""
 MOST_MATRICES = 6
 Table = npt.NDArray[np.float32]
-WORDS: dict[Metric, tuple[str, str]] = {
-    "loss": ("Loss", "loss − median of the ranks"),
-    "norm": ("Gradient norm", "norm / median of the ranks"),
-    "cosine": ("Direction", "cosine − median of the ranks"),
-}
-"""Title and unit."""
 
 
 def rank_tables(view: PlotContext) -> dict[Metric, Table]:
@@ -43,26 +38,24 @@ def rank_tables(view: PlotContext) -> dict[Metric, Table]:
             if name == "cosine" and ranks == 2:  # both have one cosine, with each other
                 continue
             part = whole[at * ranks : (at + 1) * ranks]
-            held = tables[name][:ranks]
-            tables[name][:ranks] = np.where(np.isnan(part), held, part)
+            tables[name][:ranks] = np.where(np.isnan(part), tables[name][:ranks], part)
     return {name: table for name, table in tables.items() if not np.isnan(table).all()}
 
 
 def shown_ranks(view: PlotContext, tables: dict[Metric, Table]) -> list[int]:
     """Return the ranks of the verdict, then those of events, then the others by host; of many those that stand out."""
     ranks = max((len(table) for table in tables.values()), default=0)
-    named = list(view.verdict.ranks) if len(view.verdict.ranks) < max(view.run.world_size, 1) else []
-    for group in view.run.events.groups():
-        if group.severity != "info" and group.ranks_total < max(view.run.world_size, 1):
-            named += [rank for rank in group.ranks if rank not in named]
-    named = [rank for rank in named if rank < ranks][: MOST_ROWS // 2]
+    world = max(view.run.world_size, 1)
+    blamed = [list(view.verdict.ranks)] if len(view.verdict.ranks) < world else []
+    blamed += [[*one.ranks] for one in view.run.events.groups() if one.severity != "info" and one.ranks_total < world]
+    named = [rank for rank in dict.fromkeys(chain(*blamed)) if rank < ranks][: MOST_ROWS // 2]
     rest = [rank for rank in range(ranks) if rank not in set(named)]
     if ranks > MOST_ROWS:
-        apart = np.zeros(ranks)
+        off = np.zeros(ranks)
         for table in tables.values():
             away = np.abs(np.nan_to_num(table, nan=0.0, posinf=np.inf, neginf=-np.inf))
-            apart = np.maximum(apart, (away / _limit(table)).max(axis=1))
-        rest = sorted(rest, key=lambda rank: (-apart[rank], rank))[: max(OF_MANY - len(named), 0)]
+            off = np.maximum(off, (away / _limit(table)).max(axis=1))
+        rest = sorted(rest, key=lambda rank: (-off[rank], rank))[: max(OF_MANY - len(named), 0)]
     places = view.run.places
     return named + sorted(rest, key=lambda rank: (places[rank].host if rank in places else "", rank))
 
@@ -71,19 +64,21 @@ def rank_heat(view: PlotContext, name: Metric, tables: dict[Metric, Table], rows
     """Draw ranks by steps, of one metric."""
     if name not in tables or not rows:
         return None
-    table = tables[name][rows]
-    limit = _limit(tables[name])
-    title, unit = WORDS[name]
-    labels = [_row_label(view, rank) for rank in rows]
+    table, places = tables[name][rows], view.run.places
+    limit, unit = _limit(tables[name]), METRICS[name].unit
+    labels = [f"{rank} · {places[rank].spot}"[:22] if rank in places else f"rank {rank}" for rank in rows]
     guilty = sum(1 for rank in rows if rank in view.verdict.ranks) if len(view.verdict.ranks) < len(rows) else 0
     values = np.exp(np.clip(table, -80, 80)) if name == "norm" else table
     values = np.where(np.isinf(table), np.inf, values)
-    markup, height = _picture(view, diverging(table, limit), labels, f"{title}: {unit}, rank by step", guilty)
-    low, high = _far(name, limit)
+    title = f"{METRICS[name].heading}: {unit}, rank by step"
+    markup, height = _picture(view, diverging(table, limit), labels, title, guilty)
+    low, high = f"−{shown(limit, 2)}", f"+{shown(limit, 2)}"
+    if name == "norm":
+        low, high = f"× {shown(math.exp(-limit), 2)}", f"× {shown(math.exp(min(limit, 80)), 2)}"
     total, note = max(view.run.world_size, len(tables[name])), ""
     if len(rows) < total:
         note = f"{len(rows)} of {total:,} ranks: those that were named, then those that stand out most."
-    data = {"rows": labels, "unit": unit, "values": [_cells(row) for row in values]}
+    data = {"rows": labels, "unit": unit, "values": _cells(values)}
     return Panel(markup, data, note, ((f"below: {low}", "below"), (f"above: {high}", "above")), wide=height > 260)
 
 
@@ -106,7 +101,7 @@ def layer_heat(view: PlotContext, which: int) -> Panel | None:
     labels = [name if len(name) <= 34 else f"…{name[-33:]}" for name in names]
     unit = "mean cosine" if which else "norm CV"
     markup, height = _picture(view, png, labels, f"{unit} of each layer by step", 0)
-    data = {"rows": names, "unit": unit, "values": [_cells(row) for row in table]}
+    data = {"rows": names, "unit": unit, "values": _cells(table)}
     note = f"The first {len(names)} of {count:,} layers." if count > len(names) else ""
     key = f"{unit} {shown(bottom)}" if which else f"{unit} {shown(top)}"
     return Panel(markup, data, note, ((key, "above"),), wide=height > 260)
@@ -153,14 +148,8 @@ def _picture(view: PlotContext, png: bytes, labels: list[str], title: str, guilt
     frame = f'<rect class="frame" width="100%" height="{height}"/>'
     if guilty:
         frame += f'<rect class="guilty" width="100%" height="{guilty * row}"/>'
-    markup = f'<svg class="chart heat" role="img" aria-label="{escape(title)}" height="{height + 20}" data-row="{row}">'
-    markup += f"{image(png, str(height))}{frame}{texts}{x_labels(view.axis, height)}{cursor(height)}</svg>"
-    return Markup(markup), height
-
-
-def _row_label(view: PlotContext, rank: int) -> str:
-    place = view.run.places.get(rank)
-    return f"{rank} · {place.spot}"[:22] if place is not None else f"rank {rank}"
+    body = f"{image(png, str(height))}{frame}{texts}"
+    return drawing(view.axis, " heat", title, height, body, f' data-row="{row}"'), height
 
 
 def _limit(table: Table) -> float:
@@ -169,11 +158,8 @@ def _limit(table: Table) -> float:
     return max(4 * 1.4826 * float(np.median(finite)), 0.02 * float(finite.max()), 1e-9) if len(finite) else 1.0
 
 
-def _far(name: Metric, limit: float) -> tuple[str, str]:
-    if name == "norm":
-        return f"× {shown(math.exp(-limit), 2)}", f"× {shown(math.exp(min(limit, 80)), 2)}"
-    return f"−{shown(limit, 2)}", f"+{shown(limit, 2)}"
+def _cells(table: npt.NDArray[np.floating]) -> list[list[float | str | None]]:
+    def cell(value: float) -> float | str | None:
+        return None if math.isnan(value) else ("no number" if math.isinf(value) else float(f"{value:.3g}"))
 
-
-def _cells(row: npt.NDArray[np.floating]) -> list[float | str | None]:
-    return [None if math.isnan(v) else ("no number" if math.isinf(v) else float(f"{v:.3g}")) for v in row.tolist()]
+    return [[cell(value) for value in row] for row in table.tolist()]

@@ -13,83 +13,77 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
-from ds_silent.runs.events import EventGroup
-from ds_silent.runs.lines import Metric
+from ds_silent.runs.lines import METRICS, Metric
 from ds_silent.runs.report import figures, heat, tables
 from ds_silent.runs.report.figures import PlotContext, plot_context
 from ds_silent.runs.report.svg import Panel
 from ds_silent.runs.run import ReadingError, RunRecords, find_runs, read_run
 from ds_silent.runs.verdict import RunVerdict, verdict_of
+from ds_silent.text import printable
 
 MOST_RUNS = 12
 """Of one page."""
 PAGE = "report.html"
 _SENTENCE = re.compile(r"(?<=[^.\d][.!?])\s+(?=[A-Z])")
 _BY_RANK: tuple[Metric, ...] = ("norm", "cosine", "loss")
+Draw = Callable[[PlotContext], Panel | list[tuple[str, Panel]] | None]
+"""One drawing of a run, or several with their captions."""
 
 
-@dataclass(frozen=True)
-class Topic:
+class Topic(NamedTuple):
     """One question, and what each run has to say to it."""
 
     name: str
     title: str
     about: str
-    panels: tuple[tuple[int, str, Panel], ...]  # number of the run, caption, drawing
-    small: bool = False  # several beside each other
+    panels: list[tuple[int, str, Panel]]  # number of the run, caption, drawing
+
+    @property
+    def small(self) -> bool:
+        """Whether several drawings of a run stand beside each other."""
+        return self.name == "scores"
 
     @property
     def wide(self) -> bool:
         """Whether one of them wants all the room there is."""
-        return any(panel.wide for _, _, panel in self.panels)
+        return any(panel.wide for *_, panel in self.panels)
 
 
-@dataclass(frozen=True)
-class RunPart:
-    """What the page says of each run."""
-
-    number: int
-    name: str
-    verdict: RunVerdict
-    facts: tuple[tuple[str, str], ...]
-    timeline: Panel | None
-    events: tuple[tables.FaultRow, ...]  # that disturb
-    notes: tuple[tables.FaultRow, ...]  # that do not
-    preflight: tables.PreflightTable | None
-    repairs: list[EventGroup]
-    matrices: list[tuple[int, Panel]]
-    block: str
-    problems: tuple[str, ...]
-
-
-def page_of(runs: Sequence[RunRecords], title: str = "") -> str:
+def page_of(runs: Sequence[RunRecords]) -> str:
     """Return the page of these runs, whatever their records hold."""
     views = [plot_context(run, verdict_of(run)) for run in runs]
     parts = [_part(number, view) for number, view in enumerate(views)]
     topics = _topics(views)
-    drawn, numbers = _numbered(parts, topics)
-    template = _environment().get_template("page.html")
-    return template.render(
-        title=title or f"{_headline(parts)} · ds_silent",
-        parts=parts,
-        topics=topics,
-        headline=_headline(parts),
-        worst=_worst(parts),
-        number=lambda panel: numbers[id(panel)],
-        data=_data(views, parts, drawn),
-        style=Markup(_text("page.css")),  # ours
-        script=Markup(_text("page.js")),
-        policy=_policy(),
-        several=len(parts) > 1,
+    drawn = [(part["number"], "Events", part["timeline"]) for part in parts if part["timeline"] is not None]
+    for topic in topics:
+        drawn += [(n, f"{topic.title}{': ' if caption else ''}{caption}", panel) for n, caption, panel in topic.panels]
+    numbers = {id(panel): place for place, (_, _, panel) in enumerate(drawn)}
+    headline = _headline([view.verdict for view in views])
+    order = ("error", "warning", "unknown", "ok")
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            title=f"{headline} · ds_silent",
+            parts=parts,
+            topics=topics,
+            headline=headline,
+            worst=min((view.verdict.severity for view in views), key=order.index, default="unknown"),
+            number=lambda panel: numbers[id(panel)],
+            data=_data(views, parts, [{"run": number, "title": title, **panel.data} for number, title, panel in drawn]),
+            style=Markup(_text("page.css")),  # ours
+            script=Markup(_text("page.js")),
+            policy=_policy(),
+            several=len(parts) > 1,
+        )
     )
 
 
@@ -102,15 +96,16 @@ def write_report(directories: Sequence[str | Path], output: str | Path | None = 
     Raises:
         ReadingError: there is nothing to read, or the page cannot be written.
     """
-    found = [path for directory in directories for path in find_runs(directory)]
-    kept = list(dict.fromkeys(found))
-    if len(kept) > MOST_RUNS:
+    found = list(dict.fromkeys(path for directory in directories for path in find_runs(directory)))
+    if len(found) > MOST_RUNS:
         raise ReadingError(
-            f"there are {len(kept)} runs below {', '.join(ascii(os.fspath(d)) for d in directories)}, and a page holds "
-            f"at most {MOST_RUNS}; name those that you want to see"
+            f"there are {len(found)} runs below {', '.join(ascii(os.fspath(d)) for d in directories)}, and a page "
+            f"holds at most {MOST_RUNS}; name those that you want to see"
         )
-    runs = [read_run(path) for path in kept]
-    path = _beside(directories) / PAGE if output is None else Path(output)
+    runs, beside = [read_run(path) for path in found], directories[0]
+    if len(directories) > 1:
+        beside = os.path.commonpath([os.path.abspath(one) for one in directories])
+    path = Path(beside) / PAGE if output is None else Path(output)
     _write(path, page_of(runs))
     return path, [verdict_of(run) for run in runs]
 
@@ -125,15 +120,9 @@ def report_command(runs: Sequence[str], output: str | None) -> int:
     said = verdicts[0].sentence
     if len(verdicts) > 1:
         said = f"{len(verdicts)} runs, {sum(one.severity in ('error', 'warning') for one in verdicts)} with an alarm"
-    encoding = sys.stdout.encoding or "utf-8"
-    print(said.encode(encoding, errors="replace").decode(encoding))
+    print(printable(said))
     print(f"report: {os.fspath(path)!a}; open it in a browser")
     return 0
-
-
-def _beside(directories: Sequence[str | Path]) -> Path:
-    several = len(directories) > 1
-    return Path(os.path.commonpath([os.path.abspath(one) for one in directories]) if several else directories[0])
 
 
 def _write(path: Path, text: str) -> None:
@@ -150,80 +139,80 @@ def _write(path: Path, text: str) -> None:
         raise ReadingError(sentence) from None
 
 
-def _part(number: int, view: PlotContext) -> RunPart:
-    run = view.run
-    rows = tables.event_rows(view)
-    return RunPart(
-        number,
-        run.name,
-        view.verdict,
-        tables.facts_of(view),
-        tables.timeline(view),
-        tuple(row for row in rows if row.severity != "info"),
-        tuple(row for row in rows if row.severity == "info"),
-        tables.preflight_of(run),
-        tables.repairs_of(run),
-        heat.matrices(view),
-        json.dumps(run.facts.get("block"), indent=1, default=str)[:20_000] if run.facts.get("block") else "",
-        tuple(run.problems),
-    )
+def _part(number: int, view: PlotContext) -> dict[str, Any]:
+    """Return what the page says of each run."""
+    run, rows = view.run, tables.event_rows(view)
+    block = run.facts.get("block")
+    return {
+        "number": number,
+        "name": run.name,
+        "verdict": view.verdict,
+        "facts": tables.facts_of(view),
+        "timeline": tables.timeline(view),
+        "events": [row for row in rows if row.severity != "info"],  # that disturb
+        "notes": [row for row in rows if row.severity == "info"],
+        "preflight": tables.preflight_of(run),
+        "repairs": tables.repairs_of(run),
+        "matrices": heat.matrices(view),
+        "block": json.dumps(block, indent=1, default=str)[:20_000] if block else "",
+        "problems": run.problems,
+    }
 
 
 def _topics(views: Sequence[PlotContext]) -> list[Topic]:
-    topics: list[Topic] = []
+    by_rank = {id(view): heat.rank_tables(view) for view in views}
+    rows = {id(view): heat.shown_ranks(view, by_rank[id(view)]) for view in views}
 
-    def add(name: str, title: str, about: str, drawn: Iterable[Panel | None]) -> None:
-        panels = tuple((number, "", panel) for number, panel in enumerate(drawn) if panel is not None)
-        topics.append(Topic(name, title, about, panels))
+    def rank_heat(metric: Metric) -> Draw:
+        return lambda view: heat.rank_heat(view, metric, by_rank[id(view)], rows[id(view)])
 
-    about = "Of each rank's own rows."
-    add("loss", "Loss", about, map(figures.loss, views))
-    about = "Of each rank's own gradient, before the reduction."
-    add("norm", "Gradient norm", about, map(figures.norm, views))
-    about = "Cosine of each rank's gradient with the mean of the others."
-    add("cosine", "Gradient direction", about, map(figures.cosine, views))
-    about = "Distance of the reduced gradient from the mean of the ranks' gradients."
-    add("integrity", "Is the reduction right?", about, map(figures.integrity, views))
-    by_rank = [heat.rank_tables(view) for view in views]
-    rows = [heat.shown_ranks(view, held) for view, held in zip(views, by_rank, strict=True)]
+    drawn: list[tuple[str, str, str, Draw]] = [
+        ("loss", "Loss", "Of each rank's own rows.", figures.loss),
+        ("norm", "Gradient norm", "Of each rank's own gradient, before the reduction.", figures.norm),
+        ("cosine", "Gradient direction", "Cosine of each rank's gradient with the mean of the others.", figures.cosine),
+        (
+            "integrity",
+            "Is the reduction right?",
+            "Distance of the reduced gradient from the mean of the ranks' gradients.",
+            figures.integrity,
+        ),
+    ]
     for metric in _BY_RANK:
         about = f"How far each rank's {metric} is from the median of all."
-        drawn = [heat.rank_heat(view, metric, by_rank[n], rows[n]) for n, view in enumerate(views)]
-        add(f"ranks-{metric}", f"{heat.WORDS[metric][0]}, rank by rank", about, drawn)
-    about = "The batch, in samples, beyond which more data parallelism hardly helps."
-    add("noise", "Noise scale", about, map(figures.noise_scale, views))
-    near = tuple((n, title, panel) for n, view in enumerate(views) for title, panel in figures.scores(view))
-    about = "Score over threshold, nearest first. Below 1, the line, chance explains it; above, own rows may."
-    topics.append(Topic("scores", "How near each detector was", about, near, small=True))
-    about = "What the ranks have taken of the epoch."
-    add("coverage", "Rows", about, map(figures.coverage, views))
-    about = "Wall time of the writing rank, in seconds."
-    add("cost", "What observing costs", about, map(figures.cost, views))
-    for which, title in ((0, "Layers: dispersion of the norm"), (1, "Layers: mean cosine")):
-        add(
-            f"layers-{which}", title, "Of each layer, over the ranks.", [heat.layer_heat(view, which) for view in views]
-        )
+        drawn.append((f"ranks-{metric}", f"{METRICS[metric].heading}, rank by rank", about, rank_heat(metric)))
+    of_scores = "Score over threshold, nearest first. Below 1, the line, chance explains it; above, own rows may."
+    of_noise = "The batch, in samples, beyond which more data parallelism hardly helps."
+    of_layers = "Of each layer, over the ranks."
+    drawn += [
+        ("noise", "Noise scale", of_noise, figures.noise_scale),
+        ("scores", "How near each detector was", of_scores, figures.scores),
+        ("coverage", "Rows", "What the ranks have taken of the epoch.", figures.coverage),
+        ("cost", "What observing costs", "Wall time of the writing rank, in seconds.", figures.cost),
+        ("layers-0", "Layers: dispersion of the norm", of_layers, lambda view: heat.layer_heat(view, 0)),
+        ("layers-1", "Layers: mean cosine", of_layers, lambda view: heat.layer_heat(view, 1)),
+    ]
+    topics = []
+    for name, title, about, draw in drawn:
+        each = [(number, draw(view)) for number, view in enumerate(views)]
+        panels = [
+            (number, caption, panel)
+            for number, found in each
+            for caption, panel in (found if isinstance(found, list) else [("", found)])
+            if panel is not None
+        ]
+        topics.append(Topic(name, title, about, panels))
     return [topic for topic in topics if topic.panels]
 
 
-def _numbered(parts: Sequence[RunPart], topics: Sequence[Topic]) -> tuple[list[dict[str, Any]], dict[int, int]]:
-    """Return what hovering over each drawing shows, and the place of each panel (by its id) among them."""
-    drawn = [(part.number, "Events", part.timeline) for part in parts if part.timeline is not None]
-    for topic in topics:
-        drawn += [(n, f"{topic.title}{': ' if caption else ''}{caption}", panel) for n, caption, panel in topic.panels]
-    shown = [{"run": number, "title": title, **panel.data} for number, title, panel in drawn]
-    return shown, {id(panel): place for place, (_, _, panel) in enumerate(drawn)}
-
-
-def _data(views: Sequence[PlotContext], parts: Sequence[RunPart], drawn: list[dict[str, Any]]) -> Markup:
+def _data(views: Sequence[PlotContext], parts: Sequence[dict[str, Any]], drawn: list[dict[str, Any]]) -> Markup:
     """Return the script's numbers as JSON that can stand in a page."""
     axes = [
         {"name": one.run.name, "low": one.axis.low, "high": one.axis.high, "steps": one.axis.steps()} for one in views
     ]
-    matrices = [[panel.data for _, panel in part.matrices] for part in parts]
-    since = next((part.verdict.since for part in parts if part.verdict.since), None)
-    held = {"axes": axes, "figures": drawn, "matrices": matrices, "since": since}
-    text = json.dumps(held, separators=(",", ":"), allow_nan=False)
+    matrices = [[panel.data for _, panel in part["matrices"]] for part in parts]
+    since = next((view.verdict.since for view in views if view.verdict.since), None)
+    numbers = {"axes": axes, "figures": drawn, "matrices": matrices, "since": since}
+    text = json.dumps(numbers, separators=(",", ":"), allow_nan=False)
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return Markup(text)  # nothing in it can end the element
@@ -236,27 +225,19 @@ def gist(message: str) -> str:
     return f"{first}{found}{_SENTENCE.split(rest)[0]}"
 
 
-def _worst(parts: Sequence[RunPart]) -> str:
-    order = ("error", "warning", "unknown", "ok")
-    return min((part.verdict.severity for part in parts), key=order.index, default="unknown")
-
-
-def _headline(parts: Sequence[RunPart]) -> str:
-    if len(parts) == 1:
-        return parts[0].verdict.sentence
-    wrong = sum(part.verdict.severity in ("error", "warning") for part in parts)
+def _headline(verdicts: Sequence[RunVerdict]) -> str:
+    if len(verdicts) == 1:
+        return verdicts[0].sentence
+    wrong = sum(verdict.severity in ("error", "warning") for verdict in verdicts)
     if not wrong:
-        return f"No alarm in {len(parts)} runs."
-    return f"{wrong} of {len(parts)} runs {'has' if wrong == 1 else 'have'} an alarm."
+        return f"No alarm in {len(verdicts)} runs."
+    return f"{wrong} of {len(verdicts)} runs {'has' if wrong == 1 else 'have'} an alarm."
 
 
 def _environment() -> jinja2.Environment:
+    loader, strict = jinja2.FunctionLoader(_text), jinja2.StrictUndefined
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_text),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict
     )
     environment.filters["gist"] = gist
     return environment

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,16 +31,14 @@ _SIDES = 126  # shades on each side of nothing
 _NOT_A_NUMBER = 2 * _SIDES + 1
 _EMPTY = 2 * _SIDES + 2
 Style = Literal["line", "thin", "dash", "band"]
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
     """One curve; a ``band`` lies between its ``low`` and ``high``, a line has these two as a shade.
 
-    Attributes:
-        tone: a class of the style sheet: "a", "b", "c", "ok", "bad", "quiet".
-        hover: whether hovering gives its numbers.
-        key: its name in the legend, where that is another.
+    ``tone``: a class of the style sheet; ``hover``: whether hovering gives its numbers; ``key``: its legend.
     """
 
     name: str
@@ -61,11 +59,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing, the numbers behind it and what is said of it.
+    """One drawing, the numbers behind it, and what is said of it.
 
-    Attributes:
-        keys: name and tone of each curve, for the legend.
-        wide: it is tall and wants all the room there is.
+    ``keys``: name and tone of each curve, for the legend; ``wide``: it is tall and wants all the room there is.
     """
 
     markup: Markup
@@ -88,9 +84,9 @@ def diverging(values: npt.NDArray[np.float32], limit: float) -> bytes:
     rows, columns = index.shape
     picture = Image.frombytes("P", (columns, rows), index.tobytes())
     picture.putpalette(b"".join(bytes(shade[:3]) for shade in shades))
-    held = io.BytesIO()
-    picture.save(held, "PNG", transparency=bytes(shade[3] for shade in shades), bits=8, compress_level=9)
-    return held.getvalue()
+    file = io.BytesIO()
+    picture.save(file, "PNG", transparency=bytes(shade[3] for shade in shades), bits=8, compress_level=9)
+    return file.getvalue()
 
 
 def sequential(values: npt.NDArray[np.float32], low: float, high: float) -> bytes:
@@ -107,9 +103,25 @@ def image(png: bytes, height: str) -> str:
     return f'<image class="pixels" width="100%" height="{height}" preserveAspectRatio="none" href="{uri}"/>'
 
 
+def drawing(axis: Axis, kind: str, label: str, height: int, body: str, more: str = "", ticks: int = 6) -> Markup:
+    """Return a drawing over the steps: ``body``, the steps below it, and the lines that the page's script moves.
+
+    ``kind``: further classes of the style sheet; ``label``: for those who do not see it; ``more``: further attributes.
+    """
+    below = []
+    for step in axis.ticks(ticks):
+        share = axis.at(step)
+        anchor = "start" if share < 0.03 else ("end" if share > 0.97 else "middle")
+        below.append(f'<text class="x {anchor}" x="{share * 100:.2f}%" y="{height + 14}">{step:,}</text>')
+    # the step under the pointer, and the marked one
+    cursor = (f'<line class="{name}" x1="-9999" x2="-9999" y1="0" y2="{height}"/>' for name in ("pin", "at"))
+    head = f'<svg class="chart{kind}" role="img" aria-label="{escape(label)}" height="{height + 20}"{more}>'
+    return Markup(f"{head}{body}{''.join(below)}{''.join(cursor)}</svg>")
+
+
 def chart(
     axis: Axis,
-    series: Sequence[Series],
+    series: Iterable[Series],
     label: str,
     *,
     log: bool = False,
@@ -118,20 +130,16 @@ def chart(
     level: float | None = None,
     marks: Sequence[Mark] = (),
     y_count: int = 4,
-    between: tuple[float, float] | None = None,
+    between: Point | None = None,
     note: str = "",
     keys: tuple[tuple[str, str], ...] | None = None,
 ) -> Panel:
-    """Draw some curves over the steps.
+    """Draw some curves over the steps, without those that are empty.
 
-    Args:
-        label: for those who do not see it.
-        log: a logarithmic scale; what is not above 0 is left out.
-        zero: 0 belongs to the picture.
-        level: a horizontal line.
-        between: the scale's ends, whatever the values are.
-        keys: of the legend; None: those of the series.
+    ``log``: a logarithmic scale, without what is not above 0; ``zero``: 0 belongs to the picture; ``level``: a
+    horizontal line; ``between``: the scale's ends; ``keys``: of the legend, where they are not those of the series.
     """
+    series = [one for one in series if not one.curve.empty]
     shapes = [_scaled(one.curve, log) for one in series]
     low, high = between or _range(shapes, [one.style for one in series], zero, level, log)
     parts, clipped = [], []
@@ -140,7 +148,7 @@ def chart(
         parts.append(f'<line class="told {escape(mark.severity)}" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"/>')
     for one, curve in zip(series, shapes, strict=True):
         parts += _shape(axis, one, curve, low, high)
-        clipped += _clipped(axis, one, curve, low, high, height)
+        clipped += _clipped(axis, one, curve, low, high, height) if one.style != "band" else []
     if level is not None:
         y = _y(math.log10(level) if log else level, low, high)
         parts.append(f'<line class="level" x1="0" x2="{WIDTH}" y1="{y:.2f}" y2="{y:.2f}"/>')
@@ -150,27 +158,10 @@ def chart(
         grid.append(f'<line class="grid" x1="0" x2="{WIDTH}" y1="{share * HEIGHT:.2f}" y2="{share * HEIGHT:.2f}"/>')
         labels.append(f'<text class="y" x="-8" y="{share * height + 3.5:.1f}">{escape(text)}</text>')
     plot = f'class="plot" width="100%" height="{height}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"'
-    body = f"<svg {plot}>{''.join(grid)}{''.join(parts)}</svg>{''.join(clipped)}"
-    markup = f'<svg class="chart" role="img" aria-label="{escape(label)}" height="{height + 20}">{body}'
-    markup += f"{''.join(labels)}{x_labels(axis, height, 3 if height < 100 else 6)}{cursor(height)}</svg>"
-    data = {"series": [_numbers(one) for one in series if one.hover]}
+    body = f"<svg {plot}>{''.join(grid)}{''.join(parts)}</svg>{''.join(clipped)}{''.join(labels)}"
+    markup = drawing(axis, "", label, height, body, ticks=3 if height < 100 else 6)
     keys = tuple((one.key or one.name, one.tone) for one in series) if keys is None else keys
-    return Panel(Markup(markup), data, note, keys)
-
-
-def x_labels(axis: Axis, height: int, count: int = 6) -> str:
-    """Return the steps below a drawing."""
-    parts = []
-    for step in axis.ticks(count):
-        share = axis.at(step)
-        anchor = "start" if share < 0.03 else ("end" if share > 0.97 else "middle")
-        parts.append(f'<text class="x {anchor}" x="{share * 100:.2f}%" y="{height + 14}">{step:,}</text>')
-    return "".join(parts)
-
-
-def cursor(height: int) -> str:
-    """Return the lines that the page's script moves: the step under the pointer, and the marked one."""
-    return "".join(f'<line class="{name}" x1="-9999" x2="-9999" y1="0" y2="{height}"/>' for name in ("pin", "at"))
+    return Panel(markup, {"series": [_numbers(one) for one in series if one.hover]}, note, keys)
 
 
 def _scaled(curve: BinnedCurve, log: bool) -> BinnedCurve:
@@ -185,27 +176,20 @@ def _scaled(curve: BinnedCurve, log: bool) -> BinnedCurve:
         return BinnedCurve(scaled(curve.low), scaled(curve.mean), scaled(curve.high), curve.broken)
 
 
-def _range(
-    curves: Sequence[BinnedCurve], styles: Sequence[Style], zero: bool, level: float | None, log: bool
-) -> tuple[float, float]:
+def _range(curves: Sequence[BinnedCurve], styles: Sequence[Style], zero: bool, level: float | None, log: bool) -> Point:
     """Return the scale's ends; where few bins lie far off, what the others need: the drawing marks the few."""
-    each = [
-        values[np.isfinite(values)]
-        for curve, style in zip(curves, styles, strict=True)
-        for values in ((curve.low, curve.high) if style != "dash" else (curve.mean,))
-    ]
-    every = np.concatenate([*each, np.zeros(0)])
+    drawn = zip(curves, styles, strict=True)
+    each = [(curve.mean,) if style == "dash" else (curve.low, curve.high) for curve, style in drawn]
+    every = np.concatenate([*(values for both in each for values in both), np.zeros(0)])
+    every = every[np.isfinite(every)]
     if not len(every):
         return 0.0, 1.0
-    low, high = float(every.min()), float(every.max())
     usual_low, usual_high = (float(value) for value in np.quantile(every, (0.02, 0.98)))
-    room = max(usual_high - usual_low, 1e-12 * max(abs(usual_low), abs(usual_high)))
-    low, high = max(low, usual_low - 2.5 * room), min(high, usual_high + 2.5 * room)
-    if level is not None:
-        at = math.log10(level) if log else level
-        low, high = min(low, at), max(high, at)
-    if zero and not log:
-        low, high = min(low, 0.0), max(high, 0.0)
+    room = 2.5 * max(usual_high - usual_low, 1e-12 * max(abs(usual_low), abs(usual_high)))
+    ends = [max(float(every.min()), usual_low - room), min(float(every.max()), usual_high + room)]
+    ends += [] if level is None else [math.log10(level) if log else level]
+    ends += [0.0] if zero and not log else []
+    low, high = min(ends), max(ends)
     if not high > low:
         extra = abs(low) * 0.1 or 1.0
         low, high = low - extra, high + extra
@@ -218,56 +202,48 @@ def _y(value: float, low: float, high: float) -> float:
 
 
 def _shape(axis: Axis, one: Series, curve: BinnedCurve, low: float, high: float) -> list[str]:
+    def points(bins: Iterable[tuple[float, int]], values: Floats) -> list[Point]:
+        return [(x * WIDTH, _y(float(values[n]), low, high)) for x, n in bins]
+
+    def drawn(points: list[Point]) -> str:
+        return " ".join(f"{x:.1f},{y:.2f}" for x, y in points)
+
     parts = []
     if one.style in ("band", "line") and np.nanmax(curve.high - curve.low, initial=0.0) > 0:
-        parts += [f'<polygon class="{one.style} {one.tone}" points="{p}"/>' for p in _areas(axis, curve, low, high)]
-    if one.style != "band":
-        for run in _runs(curve.mean):
-            points = [(axis.centre(n) * WIDTH, _y(float(curve.mean[n]), low, high)) for n in run]
-            if len(points) == 1:  # a dot: a line of no length with round ends
-                points = [points[0], (points[0][0] + 0.01, points[0][1])]
-            line = " ".join(f"{x:.1f},{y:.2f}" for x, y in points)
-            dot = " dot" if len(run) == 1 else ""
-            parts.append(f'<polyline class="{one.style} {one.tone}{dot}" points="{line}"/>')
+        for run in _runs(curve.low + curve.high):
+            bins = [(axis.centre(n), n) for n in run]
+            if len(run) == 1:  # as wide as its bin
+                bins = [(axis.centre(run[0]) + side * 0.5 / axis.bins, run[0]) for side in (-1, 1)]
+            area = drawn(points(bins, curve.high) + points(reversed(bins), curve.low))
+            parts.append(f'<polygon class="{one.style} {one.tone}" points="{area}"/>')
+    for run in _runs(curve.mean) if one.style != "band" else ():
+        line, dot = points(((axis.centre(n), n) for n in run), curve.mean), ""
+        if len(line) == 1:  # a line of no length with round ends
+            line, dot = [line[0], (line[0][0] + 0.01, line[0][1])], " dot"
+        parts.append(f'<polyline class="{one.style} {one.tone}{dot}" points="{drawn(line)}"/>')
     return parts
-
-
-def _areas(axis: Axis, curve: BinnedCurve, low: float, high: float) -> list[str]:
-    found = []
-    for run in _runs(curve.low + curve.high):
-        places = [(axis.centre(n), n) for n in run]
-        if len(run) == 1:  # as wide as its bin
-            places = [(axis.centre(run[0]) + side * 0.5 / axis.bins, run[0]) for side in (-1, 1)]
-        upper = [(x, _y(float(curve.high[n]), low, high)) for x, n in places]
-        lower = [(x, _y(float(curve.low[n]), low, high)) for x, n in reversed(places)]
-        found.append(" ".join(f"{x * WIDTH:.1f},{y:.2f}" for x, y in upper + lower))
-    return found
 
 
 def _runs(values: Floats) -> list[list[int]]:
     """Group neighbouring bins that hold something; where bins are often empty, an empty one between is no gap."""
-    known = np.flatnonzero(np.isfinite(values))
-    if not len(known):
+    filled = np.flatnonzero(np.isfinite(values))
+    if not len(filled):
         return []
-    gaps = np.diff(known)
+    gaps = np.diff(filled)
     usual = max(1, round(float(np.median(gaps)))) if len(gaps) else 1
-    cuts = np.flatnonzero(gaps > 4 * usual) + 1
-    return [part.tolist() for part in np.split(known, cuts)]
+    return [part.tolist() for part in np.split(filled, np.flatnonzero(gaps > 4 * usual) + 1)]
 
 
 def _clipped(axis: Axis, one: Series, curve: BinnedCurve, low: float, high: float, height: int) -> list[str]:
     """Mark at the edge where a value lies outside the picture or is not finite, outside of what is stretched."""
-    if one.style == "band":
-        return []
-    parts = []
     with np.errstate(invalid="ignore"):
         above, below = np.flatnonzero(curve.high > high), np.flatnonzero(curve.low < low)
-    for bins, y, sign in ((above, 7, "▲"), (below, height - 1, "▼")):
-        for n in bins.tolist():
-            parts.append(f'<text class="off {one.tone}" x="{axis.centre(n) * 100:.2f}%" y="{y}">{sign}</text>')
-    for n in curve.broken.tolist():
-        parts.append(f'<text class="off broken" x="{axis.centre(n) * 100:.2f}%" y="8">✕</text>')
-    return parts
+    marked = ((above, one.tone, 7, "▲"), (below, one.tone, height - 1, "▼"), (curve.broken, "broken", 8, "✕"))
+    return [
+        f'<text class="off {tone}" x="{axis.centre(n) * 100:.2f}%" y="{y}">{sign}</text>'
+        for bins, tone, y, sign in marked
+        for n in bins.tolist()
+    ]
 
 
 def _y_ticks(low: float, high: float, log: bool, count: int) -> list[tuple[float, str]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from markupsafe import Markup, escape
+from markupsafe import escape
 
 from ds_silent.runs.events import SEVERITIES, EventGroup
 from ds_silent.runs.lines import number, of, text, whole
 from ds_silent.runs.report.axis import shown
-from ds_silent.runs.report.figures import PlotContext, batch_of
-from ds_silent.runs.report.svg import Panel, cursor, x_labels
+from ds_silent.runs.report.figures import PlotContext
+from ds_silent.runs.report.svg import Panel, drawing
 from ds_silent.runs.run import RunRecords
 
 MOST_ROWS = 300
@@ -20,9 +19,8 @@ _TIMELINE = 24
 _ROW = 18
 
 
-@dataclass(frozen=True)
-class FaultRow:
-    """One fault."""
+class FaultRow(NamedTuple):
+    """One fault, as texts."""
 
     kind: str
     severity: str
@@ -30,20 +28,10 @@ class FaultRow:
     when: str
     step: int
     message: str
-    remedy: str
-    where: str
-    figures: str
-    count: int
-
-
-@dataclass(frozen=True)
-class PreflightTable:
-    """The items that are not as expected (name, values, verdict), and how many are, by group."""
-
-    wrong: tuple[tuple[str, str, str], ...]
-    more: int
-    passed: tuple[tuple[str, int], ...]
-    total: int
+    remedy: str = ""
+    where: str = ""
+    figures: str = ""
+    times: int = 1
 
 
 def event_rows(view: PlotContext) -> list[FaultRow]:
@@ -55,7 +43,7 @@ def event_rows(view: PlotContext) -> list[FaultRow]:
         rest[group.kind, group.severity] += group.count
     for (kind, severity), count in rest.most_common():
         said = f"{count:,} further events."
-        rows.append(FaultRow(kind, severity, "several", "see events.jsonl", 0, said, "", "", "", count))
+        rows.append(FaultRow(kind, severity, "several", "see events.jsonl", 0, said, times=count))
     return rows
 
 
@@ -71,10 +59,8 @@ def _row(group: EventGroup, run: RunRecords) -> FaultRow:
     when += f", {spans} times" if spans > 1 and last else ""
     named = (("score", group.score), ("threshold", group.threshold if group.score is not None else None))
     figures = ", ".join(f"{name} {shown(value)}" for name, value in named if value is not None)
-    return FaultRow(
-        group.kind, group.severity, run.who(group), when, first,
-        group.message, group.remedy, group.where, figures, group.count,
-    )  # fmt: skip
+    said = (group.message, group.remedy, group.where, figures, group.count)
+    return FaultRow(group.kind, group.severity, run.who(group), when, first, *said)
 
 
 def timeline(view: PlotContext) -> Panel | None:
@@ -82,38 +68,30 @@ def timeline(view: PlotContext) -> Panel | None:
     groups = [group for group in view.run.events.groups() if group.last > 0]
     if not groups:
         return None
-    shown_groups, rest = groups[:_TIMELINE], groups[_TIMELINE:]
-    if len(groups) == _TIMELINE + 1:
-        shown_groups, rest = groups, []
+    most = _TIMELINE if len(groups) > _TIMELINE + 1 else _TIMELINE + 1
     parts, labels = [], []
-    for at, group in enumerate(shown_groups):
-        spans = [(min(span[0], group.since) if not n else span[0], *span[1:]) for n, span in enumerate(group.spans)]
-        parts += [
-            _bar(view.axis.at(a) * 100, view.axis.at(b) * 100, group.severity, at, ended) for a, b, ended in spans
-        ]
+    for at, group in enumerate(groups[:most]):
+        for n, (first, last, ended) in enumerate(group.spans):
+            begin = first if n else min(first, group.since)
+            parts.append(_bar(view.axis.at(begin) * 100, view.axis.at(last) * 100, group.severity, at, ended))
         who = ", ".join(str(rank) for rank in group.ranks[:3]) + ("…" if len(group.ranks) > 3 else "")
         labels.append(f"{group.kind}{f' · {who}' if who and len(group.ranks) < view.run.world_size else ''}"[:26])
-    if rest:
-        at = len(shown_groups)
+    if rest := groups[most:]:
+        at = len(labels)
         where: dict[str, set[int]] = {group.severity: set() for group in rest}
         for group in rest:
-            for step in group.steps:
-                where[group.severity].add(int(view.axis.at(step) * 200))
-        for severity, bins in where.items():
-            parts += [_bar(n / 2, n / 2 + 0.5, severity, at) for n in sorted(bins)]
+            where[group.severity] |= {int(view.axis.at(step) * 200) for step in group.steps}
+        parts += [_bar(n / 2, n / 2 + 0.5, severity, at) for severity, bins in where.items() for n in sorted(bins)]
         labels.append(f"{sum(group.count for group in rest):,} more events")
-    height = _ROW * len(labels)
-    lines = "".join(
-        f'<text class="y" x="-8" y="{(n + 0.5) * _ROW + 4:.0f}">{escape(one)}</text>' for n, one in enumerate(labels)
-    )
-    stripes = "".join(
-        f'<line class="grid" x1="0" x2="100%" y1="{(n + 0.5) * _ROW:.0f}" y2="{(n + 0.5) * _ROW:.0f}"/>'
-        for n in range(len(labels))
-    )
-    markup = f'<svg class="chart timeline" role="img" aria-label="When each fault was there" height="{height + 20}">'
-    markup += f"{stripes}{''.join(parts)}{lines}{x_labels(view.axis, height)}{cursor(height)}</svg>"
+    lines, stripes = [], []
+    for n, label in enumerate(labels):
+        y = (n + 0.5) * _ROW
+        lines.append(f'<text class="y" x="-8" y="{y + 4:.0f}">{escape(label)}</text>')
+        stripes.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.0f}" y2="{y:.0f}"/>')
+    body = "".join([*stripes, *parts, *lines])
+    markup = drawing(view.axis, " timeline", "When each fault was there", _ROW * len(labels), body)
     keys = tuple((one, one) for one in SEVERITIES if any(group.severity == one for group in groups))
-    return Panel(Markup(markup), {"series": []}, "", keys)
+    return Panel(markup, {"series": []}, "", keys)
 
 
 def _bar(first: float, last: float, severity: str, row: int, ended: int = 0) -> str:
@@ -126,7 +104,7 @@ def _bar(first: float, last: float, severity: str, row: int, ended: int = 0) -> 
 def facts_of(view: PlotContext) -> tuple[tuple[str, str], ...]:
     """Return what kind of run it is, in a few pairs."""
     run, facts, hosts, step = view.run, view.run.facts, view.run.hosts, view.run.steps.step
-    stage, batch = whole(of(facts, "training", "ZeRO stage"), 9), batch_of(view)
+    stage, batch = whole(of(facts, "training", "ZeRO stage"), 9), view.batch
     framework = " ".join(part for key in ("framework", "framework_version") if (part := text(of(facts, key), 40)))
     measured = f"{len(step):,} step{'s' * (len(step) != 1)}"
     pairs = (
@@ -143,19 +121,24 @@ def facts_of(view: PlotContext) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in pairs if value)
 
 
-def preflight_of(run: RunRecords) -> PreflightTable | None:
-    """Return what was compared before step 1; None where nothing was."""
+def preflight_of(run: RunRecords) -> dict[str, Any] | None:
+    """Return what was compared before step 1; None where nothing was.
+
+    ``wrong``: what is not as expected (name, values, verdict), and how many ``more``; ``passed``: the others, by group.
+    """
     items = run.preflight.get("items")
     if not isinstance(items, list):
         return None
     wrong, passed = [], Counter[str]()
-    for one in items:
-        if isinstance(one, dict) and one.get("ok") is True:
+    for one in (one for one in items if isinstance(one, dict)):
+        if one.get("ok") is True:
             passed[text(one.get("group"), 60) or "other"] += 1
-        elif isinstance(one, dict):
+        else:
             name = text(one.get("name"), 200) or "without a name"
             wrong.append((name, _values(one), text(one.get("verdict"), 300)))
-    return PreflightTable(tuple(wrong[:100]), max(len(wrong) - 100, 0), tuple(passed.most_common(40)), len(items))
+    return {
+        "wrong": wrong[:100], "more": max(len(wrong) - 100, 0), "passed": passed.most_common(40), "total": len(items)
+    }  # fmt: skip
 
 
 def _values(item: dict[str, Any]) -> str:

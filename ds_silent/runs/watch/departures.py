@@ -37,7 +37,7 @@ class Departure:
 
 
 class _Average:
-    """The departures of one metric."""
+    """The departures of one metric, by rank."""
 
     def __init__(self) -> None:
         self._records = 0
@@ -53,7 +53,7 @@ class _Average:
             now = min(abs(value - median) / scale, MOST) if math.isfinite(value) else MOST
             before = self.times.get(rank, _USUAL if self._records > 1 else now)
             self.times[rank] = before + share * (now - before)
-        for rank in [rank for rank in self.times if rank not in values]:
+        for rank in self.times.keys() - values.keys():
             self.times[rank] += share * (_USUAL - self.times[rank])
             if self.times[rank] < _FORGOTTEN:
                 del self.times[rank]

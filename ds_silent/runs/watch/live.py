@@ -9,6 +9,7 @@ the picture.
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -34,23 +35,19 @@ TICK = 0.5
 """Seconds between two looks at the terminal's size."""
 REDRAW = 1.0
 """Seconds between two pictures where no key is pressed."""
-_SEQUENCES = {
-    b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[5~": "page up",
-    b"\x1b[6~": "page down", b"\x1b[H": "home", b"\x1b[F": "end", b"\x1bOH": "home", b"\x1bOF": "end",
-    b"\x1b[1~": "home", b"\x1b[4~": "end",
+_KEYS = {
+    "\x1b[A": "up", "\x1bOA": "up", "k": "up", "\x1b[B": "down", "\x1bOB": "down", "j": "down",
+    "\x1b[5~": "page up", "\x1b[6~": "page down", " ": "page down",
+    "\x1b[H": "home", "\x1bOH": "home", "\x1b[1~": "home", "g": "home",
+    "\x1b[F": "end", "\x1bOF": "end", "\x1b[4~": "end", "G": "end",
 }  # fmt: skip
-_LETTERS = {"k": "up", "j": "down", "g": "home", "G": "end", " ": "page down"}
+_KEY = re.compile(r"\x1b[\[O\d;]*.?|.", re.DOTALL)
 
 
 class Following(threading.Thread):
-    """Reads a run every so many seconds.
+    """Reads a run every so many seconds; ``snapshot`` is the newest, None before the first.
 
-    Args:
-        every: seconds.
-        caught_up: called in this thread after a snapshot of everything that there is.
-
-    Attributes:
-        snapshot: the newest; None before the first.
+    ``caught_up`` is called in this thread after a snapshot of everything that there is.
     """
 
     def __init__(self, watched: Watched, every: float, caught_up: Callable[[], None] = lambda: None) -> None:
@@ -110,12 +107,7 @@ def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None
 
 
 def follow(watched: Watched, every: float, caught_up: Callable[[], None]) -> None:
-    """Read without a picture until this process is ended.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C.
-        SystemExit: SIGTERM.
-    """
+    """Read without a picture until this process is ended, by Ctrl-C (KeyboardInterrupt) or SIGTERM (SystemExit)."""
     signal.signal(signal.SIGTERM, _end)
     following = Following(watched, every, caught_up)
     following.start()
@@ -185,18 +177,5 @@ class Keyboard:
 
 
 def keys_of(data: bytes) -> list[str]:
-    """Return the names of the keys behind what a terminal has sent."""
-    keys = []
-    while data:
-        found = next((sequence for sequence in _SEQUENCES if data.startswith(sequence)), None)
-        if found:
-            keys.append(_SEQUENCES[found])
-            data = data[len(found) :]
-        elif data.startswith(b"\x1b") and len(data) > 1:  # a key that means nothing here
-            data = data[1:].lstrip(b"[O0123456789;")[1:]
-            keys.append("")
-        else:
-            letter = chr(data[0])
-            keys.append(_LETTERS.get(letter, letter))
-            data = data[1:]
-    return keys
+    """Return the names of the keys behind what a terminal has sent; "" for one that means nothing here."""
+    return [_KEYS.get(key, key if len(key) == 1 else "") for key in _KEY.findall(data.decode("latin-1"))]

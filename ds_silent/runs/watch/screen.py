@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
@@ -18,17 +18,15 @@ from ds_silent.runs.lines import METRICS, Metric
 from ds_silent.runs.watch.watched import RankRow, Snapshot
 
 Sort = Literal["departure", "rank", "loss", "norm", "cosine"]
-SORTS: tuple[Sort, ...] = ("departure", "rank", "loss", "norm", "cosine")
+SORTS: tuple[Sort, ...] = get_args(Sort)
 COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan", "ok": "green", "unknown": "dim"}
 SMALLEST = (40, 10)
 """Columns and rows below which only the verdict is shown."""
 _WORST = {"error": 2, "warning": 1}
 _FULL_BAR = 10.0  # departures from which a bar is full
-_NAMES: Mapping[Metric, str] = {"loss": "loss", "norm": "|g|", "cosine": "cosine"}
 _LATE = 60.0  # seconds without a record that are worth a word, if a step takes less
 Page = Literal["ranks", "events", "help"]
-_PAGES: Mapping[str, Page] = {"e": "events", "?": "help", "\x1b": "ranks"}
-"""Keys; the second time they show the ranks again."""
+_PAGES: Mapping[str, Page] = {"e": "events", "?": "help", "\x1b": "ranks"}  # a second time: the ranks again
 _HELP = (
     ("q", "quit; the exit status says the verdict: 0 healthy, 1 warnings, 3 errors, 4 stale, 5 no records"),
     ("s S", "order the ranks by departure, rank, loss, norm or cosine; turn the order round"),
@@ -56,18 +54,16 @@ class Glyphs:
 
     def sparkline(self, values: Sequence[float], width: int) -> str:
         """Draw the last ``width`` values, one character each, between their own lowest and highest."""
-        shown = values[-width:] if width > 0 else ()
-        finite = [value for value in shown if math.isfinite(value)]
-        low, high = min(finite, default=0.0), max(finite, default=0.0)
-        return "".join(self._level(value, low, high) for value in shown)
-
-    def _level(self, value: float, low: float, high: float) -> str:
-        if not math.isfinite(value):
-            return self.hole
-        span = high / 2 - low / 2  # halves, because the difference of two large numbers may be infinite
-        if not span > 0.0:
-            return self.levels[len(self.levels) // 2]
-        return self.levels[min(int((value / 2 - low / 2) / span * len(self.levels)), len(self.levels) - 1)]
+        shown, count = values[-width:] if width > 0 else (), len(self.levels)
+        finite = [value / 2 for value in shown if math.isfinite(value)]  # the difference of large ones may be infinite
+        low = min(finite, default=0.0)
+        span = max(finite, default=0.0) - low
+        shares = [(value / 2 - low) / span if span > 0.0 else 0.5 for value in shown]
+        heights = zip(shown, shares, strict=True)
+        return "".join(
+            self.levels[min(int(share * count), count - 1)] if math.isfinite(value) else self.hole
+            for value, share in heights
+        )
 
     def bar(self, share: float, width: int) -> str:
         """Draw ``share``, 0 to 1, of ``width`` characters; more than nothing is always visible."""
@@ -102,12 +98,7 @@ class ScreenState:
     scroll: int = 0
 
     def after(self, key: str, page: int, most: int) -> ScreenState:
-        """Return the state after this key.
-
-        Args:
-            page: lines that the keys for a page move.
-            most: how far one can move down.
-        """
+        """Return the state after this key; ``page``: lines that the keys for a page move; ``most``: how far down."""
         moves = {"up": -1, "down": 1, "page up": -page, "page down": page, "home": -self.scroll, "end": most}
         if key in moves:
             return replace(self, scroll=min(max(self.scroll + moves[key], 0), most))
@@ -122,8 +113,7 @@ class ScreenState:
         return replace(self, paused=not self.paused) if key == "p" else self
 
 
-@dataclass(frozen=True)
-class TableRow:
+class TableRow(NamedTuple):
     """A rank, or a host by its rank that stands out most."""
 
     name: str
@@ -138,12 +128,7 @@ def draw(view: Snapshot, state: ScreenState, columns: int, rows: int, glyphs: Gl
     head = [_title(view, columns), *_wrap(view.verdict, columns, 2, COLOURS[view.level]), _state(view, now)]
     if view.data:
         head += _wrap(f"data: {view.data}", columns, 1, "dim")
-    if state.page == "help":
-        body = _help_page(columns)
-    elif state.page == "events":
-        body = _events_page(view, state, columns, rows - len(head) - 1, glyphs)
-    else:
-        body = _ranks_page(view, state, columns, rows - len(head) - 1, glyphs)
+    body = _PAGE[state.page](view, state, columns, rows - len(head) - 1, glyphs)
     return [*_exactly([*head, *body], columns, rows - 1), *_exactly([_keys(state, columns, glyphs)], columns, 1)]
 
 
@@ -215,7 +200,7 @@ def ago(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
-def _help_page(columns: int) -> list[Text]:
+def _help_page(view: Snapshot, state: ScreenState, columns: int, rows: int, glyphs: Glyphs) -> list[Text]:
     lines = []
     for key, what in _HELP:
         first, *rest = _wrap(what, columns - 8, 3, "")
@@ -234,28 +219,22 @@ def _ranks_page(view: Snapshot, state: ScreenState, columns: int, rows: int, gly
     page = all_rows[first : first + shown]
     body = [_table_row(row, columns, glyphs) for row in page] or [Text("no rank's values yet", style="dim")]
     said = [_event_line(event, columns) for event in reversed(view.events[-events:])] or [Text("none", style="dim")]
-    place = f"{first + 1}-{first + len(page)} of {len(all_rows):,}" if len(page) < len(all_rows) else ""
-    order = f"by {state.sort}{', turned' if state.reverse else ''}"
-    about = " ".join(part for part in ("hosts" if state.hosts else "ranks", order, place) if part)
+    about = f"{'hosts' if state.hosts else 'ranks'} by {state.sort}{', turned' if state.reverse else ''}"
+    if len(page) < len(all_rows):
+        about += f" {first + 1}-{first + len(page)} of {len(all_rows):,}"
     events_about = "last events, newest first"
     if 0 < len(view.rows) < view.ranks:  # only ranks that stand out are written
         events_about += f"; above: {len(view.rows):,} of {view.ranks:,} ranks"
-    return [
-        *curves,
-        _table_head(about, columns, glyphs),
-        *body,
-        *[Text("")] * (shown - len(body)),
-        _rule(events_about, columns, glyphs),
-        *said,
-    ]
+    body += [Text("")] * (shown - len(body))
+    return [*curves, _table_head(about, columns, glyphs), *body, _rule(events_about, columns, glyphs), *said]
 
 
 def _curve(view: Snapshot, metric: Metric, columns: int, glyphs: Glyphs) -> Text:
     curve = view.curves.get(metric, ())
     if not curve:
-        return Text(f"{_NAMES[metric]:<7}not measured", style="dim")
+        return Text(f"{METRICS[metric].label:<7}not measured", style="dim")
     value = set_cell_size(f"{_short(curve[-1])} {view.spreads.get(metric, '')}", 26)
-    line = Text(f"{_NAMES[metric]:<7}{value} ")
+    line = Text(f"{METRICS[metric].label:<7}{value} ")
     line.append(glyphs.sparkline(curve, columns - cell_len(line.plain)), style="cyan")
     return line
 
@@ -263,7 +242,7 @@ def _curve(view: Snapshot, metric: Metric, columns: int, glyphs: Glyphs) -> Text
 def _table_head(about: str, columns: int, glyphs: Glyphs) -> Text:
     """Return a rule with the names of the columns in it."""
     left = set_cell_size(f"{glyphs.rule * 2} {about} ".ljust(columns, glyphs.rule), 12 + sum(_widths(columns)))
-    names = "".join(f" {name:>8}" for name in ("times", *_NAMES.values()))
+    names = "".join(f" {name:>8}" for name in ("times", *(metric.label for metric in METRICS.values())))
     return Text(f"{left}{names} ".ljust(columns, glyphs.rule), style="dim")
 
 
@@ -313,6 +292,9 @@ def _events_page(view: Snapshot, state: ScreenState, columns: int, rows: int, gl
     return lines if newest else [*lines, Text("none", style="dim")]
 
 
+_PAGE = {"ranks": _ranks_page, "events": _events_page, "help": _help_page}
+
+
 def _rule(about: str, columns: int, glyphs: Glyphs) -> Text:
     return Text(f"{glyphs.rule * 2} {about} ".ljust(columns, glyphs.rule), style="dim")
 
@@ -342,12 +324,7 @@ def _wrap(text: str, columns: int, most: int, style: str, indent: str = "") -> l
             lines.append(f"{indent}{word}")
     if len(lines) > most:
         lines[most - 1 :] = [" ".join(lines[most - 1 :])]
-    found = []
-    for line in lines or [indent]:
-        made = Text(line, style=style)
-        made.truncate(columns, overflow="ellipsis")
-        found.append(made)
-    return found
+    return _exactly([Text(line, style=style) for line in lines or [indent]], columns, max(len(lines), 1))
 
 
 def _exactly(lines: list[Text], columns: int, rows: int) -> list[Text]:

@@ -18,8 +18,9 @@ from ds_silent.runs.lines import METRICS
 from ds_silent.runs.watch.live import can_draw, follow, look, silence_stdout
 from ds_silent.runs.watch.screen import ScreenState, ago, rows_of
 from ds_silent.runs.watch.watched import RankRow, Snapshot, Watched
+from ds_silent.text import printable
 
-HEALTHY, WARNING, WRONG, ERROR, STALE, NOTHING, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+HEALTHY, WARNING, ERROR, STALE, NOTHING, INTERRUPTED = 0, 1, 3, 4, 5, 130
 """Exit statuses; 2 is a mistake in the command, as in every command of ds-silent."""
 WORDS: Mapping[int, str] = {
     HEALTHY: "healthy", WARNING: "warning", ERROR: "error", STALE: "stale", NOTHING: "no records"
@@ -35,7 +36,6 @@ def watch_command(
     """Show a run and return the exit status.
 
     Args:
-        run: the directory; the live view waits for one that is missing.
         once: print and end; also where the output is not a terminal that can be drawn on.
         stale: minutes without a record after which a run counts as hanging.
         every: seconds between two looks at the files.
@@ -58,7 +58,7 @@ def watch_command(
 
 def _mistake(sentence: str) -> int:
     print(f"ds-silent: {sentence}", file=sys.stderr)
-    return WRONG
+    return 2
 
 
 def _alerting(run: str, every: float, stale: float | None, alert: Sequence[str]) -> int:
@@ -89,9 +89,8 @@ def _once(watched: Watched, as_json: bool, stale: float | None) -> int:
         text = json.dumps(json_of(view, stale, now), allow_nan=False, indent=1)
     else:
         text = "\n".join([*lines_of(view, now), f"status: {WORDS[status]}"])
-    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
+        print(printable(text), flush=True)
     except OSError:  # the reader has left
         silence_stdout()
     return status

@@ -49,17 +49,13 @@ class Snapshot:
     """A run at one moment: frozen, so that one thread may read on while another draws.
 
     Attributes:
-        verdict: one sentence.
         level: of the verdict: "ok", "warning", "error" or "unknown".
         measured: the number of steps in the records.
-        curves: means over the ranks, oldest first.
-        spreads: over the ranks at the newest record, as text beside each curve.
-        events: the last ones, the newest last.
-        counts: events by severity.
-        seconds: of a step; ``observe``: of the observer's part of it.
+        curves, spreads: means over the ranks, oldest first; over the ranks at the newest record, as text.
+        events, counts: the last ones, the newest last; by severity.
+        seconds, observe: of a step, and of the observer's part of it.
         written: when the newest record came, in seconds since 1970; None where there is none.
-        data: how the rows are dealt to the ranks; "" where it is not known.
-        problem: why something cannot be read; "" where all can.
+        data, problem: how the rows are dealt, and why something cannot be read; "" where there is nothing to say.
         behind: records that are there already are still being read.
     """
 
@@ -86,8 +82,7 @@ class Snapshot:
 class Watched:
     """Follows one run's directory, which need not be there yet. Raises nothing.
 
-    Args:
-        heard: called with each line of ``events.jsonl``, in order; with None where the file begins anew.
+    ``heard`` is called with each line of ``events.jsonl``, in order; with None where the file begins anew.
     """
 
     def __init__(
@@ -156,10 +151,10 @@ class Watched:
 
     def _judge(self) -> RunVerdict:
         run, began = self._reader.run, time.monotonic()
-        known = (len(run.events), len(run.steps) > 0)
-        if self._verdict is not None and known == self._judged and began < self._judge_again:
+        judged = (len(run.events), len(run.steps) > 0)
+        if self._verdict is not None and judged == self._judged and began < self._judge_again:
             return self._verdict
-        self._judged, self._verdict = known, verdict_of(run)
+        self._judged, self._verdict = judged, verdict_of(run)
         now = time.monotonic()
         self._judge_again = now + (now - began) / VERDICT_SHARE
         self._blame = {}
@@ -175,8 +170,8 @@ class Watched:
         for metric, ranks in newest.ranks.items() if newest else ():
             for rank, value in ranks.by_rank().items():
                 values.setdefault(rank, {})[metric] = value
-        known = sorted(values.keys() | self._blame.keys() | self._departures.ranks())[:MOST_ROWS]
-        return tuple(self._row(rank, values.get(rank, {})) for rank in known)
+        named = sorted(values.keys() | self._blame.keys() | self._departures.ranks())[:MOST_ROWS]
+        return tuple(self._row(rank, values.get(rank, {})) for rank in named)
 
     def _row(self, rank: int, values: Mapping[Metric, float]) -> RankRow:
         place, blame = self._reader.run.places.get(rank), self._blame.get(rank)
@@ -187,11 +182,8 @@ class Watched:
 
 def _spreads(values: Mapping[str, float | None]) -> dict[Metric, str]:
     """Return the dispersion over the ranks, as text."""
-    found: dict[Metric, str] = {}
-    for metric in ("loss", "norm"):
-        std = values.get(f"{metric} std")
-        if std is not None:
-            found[metric] = f"± {std:.3g}"
+    each: tuple[Metric, ...] = ("loss", "norm")
+    found = {metric: f"± {std:.3g}" for metric in each if (std := values.get(f"{metric} std")) is not None}
     low, high = values.get("pair min"), values.get("pair max")
     if low is not None and high is not None:
         found["cosine"] = f"[{low:.3f}, {high:.3f}]"

@@ -25,20 +25,9 @@ def bad_rank(directory: Path, steps: int = 20) -> Path:
         sink.write(run.record(scale=5.0 if step >= 10 else 1.0))
         sink.write_scores(Scores(step, (Score("outlier", max(step - 9, 0) * 6.0, 16.6, 2),)))
     place = Place(2, 2, "node0087", 3, "cuda:3", None)
-    sink.write_event(
-        Event(
-            step=12,
-            kind="outlier-rank",
-            severity="error",
-            ranks=(2,),
-            where="gradient norm",
-            score=18.0,
-            threshold=16.6,
-            message="Rank 2 has larger gradients than the others, since about step 10. Most likely: a hook.",
-            remedy="Look at its code.",
-            places=(place,),
-        )
-    )
+    said = "Rank 2 has larger gradients than the others, since about step 10. Most likely: a hook."
+    where = (2,), "gradient norm", 18.0, 16.6
+    sink.write_event(Event(12, "outlier-rank", "error", *where, said, "Look at its code.", places=(place,)))
     sink.close()
     return directory
 
@@ -160,8 +149,6 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
 def test_the_likeliest_cause_is_on_the_first_screen_also_behind_a_number() -> None:
     message = "The ranks disagree since step 21 at least. Cosine -0.054. Most likely: its rows. Else: its loss."
     assert gist(message) == "The ranks disagree since step 21 at least. Most likely: its rows."
-    either = (
-        "It is off. Cosine -0.5. Most likely, if rank 0 is wrong: its rows; if rank 1 is wrong: its loss. So it is."
-    )
-    assert gist(either) == "It is off. Most likely, if rank 0 is wrong: its rows; if rank 1 is wrong: its loss."
+    either = "Most likely, if rank 0 is wrong: its rows; if rank 1 is wrong: its loss."
+    assert gist(f"It is off. Cosine -0.5. {either} So it is.") == f"It is off. {either}"
     assert gist("It is off. So it is.") == "It is off."

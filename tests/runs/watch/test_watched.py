@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,9 @@ def test_a_run_that_grows(tmp_path: Path) -> None:
     assert blamed.departure is not None
     assert blamed.departure.metric == "norm"
     assert late.written is not None
-
-
-def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    write(tmp_path, RECORDS[:30])
-    write(tmp_path, RECORDS[25:40])
-    view = seen(Watched(tmp_path))
-    assert (view.step, view.measured, len(view.curves["loss"])) == (40, 40, 40)
+    write(tmp_path / "run", RECORDS[75:80])  # a resumed run has each step once
+    again = seen(Watched(tmp_path / "run"))
+    assert (again.step, again.measured, len(again.curves["loss"])) == (80, 80, 80)
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +144,6 @@ def test_hostile_records_give_a_picture_and_no_escape_code(tmp_path: Path, numbe
     [((), HEALTHY), (("info",), HEALTHY), (("warning", "info"), WARNING), (("warning", "error"), ERROR)],
 )
 def test_the_exit_status_is_the_severity(tmp_path: Path, severities: tuple[str, ...], status: int) -> None:
-    from dataclasses import replace
-
     events = [replace(event(step=5), severity=severity, where=severity) for severity in severities]  # type: ignore[arg-type]
     write(tmp_path, RECORDS[:10], events)
     assert watch(tmp_path, "--once").exit_code == status
@@ -174,29 +169,13 @@ def test_a_stale_run(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == "status: stale"
     os.utime(tmp_path / "metrics.jsonl")
     assert watch(tmp_path, "--once", "--stale", 10).exit_code == WARNING
-
-
-def test_statuses_in_their_order() -> None:
     late = Snapshot("x", level="error", step=3, written=0.0)
-    assert status_of(late, None, 100.0) == ERROR
-    assert status_of(late, 99.0, 100.0) == STALE  # a run that hangs is restarted, whatever it said before
-    assert status_of(late, 101.0, 100.0) == ERROR
+    orders = [status_of(late, stale, 100.0) for stale in (None, 99.0, 101.0)]
+    assert orders == [ERROR, STALE, ERROR]  # a run that hangs is restarted, whatever it said before
     assert status_of(Snapshot("x"), 1.0, 100.0) == NOTHING
 
 
-def test_the_text(tmp_path: Path) -> None:
-    write(tmp_path, RECORDS, EVENTS)
-    write_places(tmp_path, 4)
-    lines = watch(tmp_path, "--once").stdout.splitlines()
-    assert lines[1] == "verdict: Rank 2 (node0001:0) is not like the others, since step 40 (found at step 44)."
-    assert lines[2].startswith("step 80, 80 measured here, 4 ranks, written ")
-    ranks = [line.split()[1] for line in lines if line.startswith("rank ")]
-    assert ranks[0] == "2"
-    assert sorted(ranks) == ["0", "1", "2", "3"]
-    assert lines[-1] == "status: warning"
-
-
-def test_the_json(tmp_path: Path) -> None:
+def test_the_text_and_the_json(tmp_path: Path) -> None:
     write(tmp_path, RECORDS, EVENTS)
     told = json.loads(watch(tmp_path, "--json").stdout)
     assert (told["format"], told["status"], told["step"], told["world_size"]) == (1, "warning", 80, 4)
@@ -205,6 +184,14 @@ def test_the_json(tmp_path: Path) -> None:
     assert told["ranks"][0]["values"]["norm"] == RECORDS[-1].grad_norm.per_rank[2]  # type: ignore[index]
     assert told["events"]["last"][0]["remedy"] == EVENTS[0].remedy
     assert told["seconds_since_last_record"] < 60
+    write_places(tmp_path, 4)
+    lines = watch(tmp_path, "--once").stdout.splitlines()
+    assert lines[1] == "verdict: Rank 2 (node0001:0) is not like the others, since step 40 (found at step 44)."
+    assert lines[2].startswith("step 80, 80 measured here, 4 ranks, written ")
+    ranks = [line.split()[1] for line in lines if line.startswith("rank ")]
+    assert ranks[0] == "2"
+    assert sorted(ranks) == ["0", "1", "2", "3"]
+    assert lines[-1] == "status: warning"
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""The rows and losses of one rank's micro-batches, from its forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_silent.capture.batch_rows import LoaderWatch, RowIds
+from ds_silent.capture.local_gradient import loss_in
+from ds_silent.capture.local_settings import LocalSettings
+from ds_silent.capture.mean_loss import mean_of, times_its_share
+from ds_silent.exchange.observation import Loss
+
+
+class Forwards:
+    """Collect rows and losses until they are sent. A loss that a backward begins with counts before a forward's.
+
+    Args:
+        module: one forward of it is a micro-batch.
+        rows: collects ids and label tokens.
+        loaders: what feeds the training.
+        settings: look at each training forward.
+    """
+
+    def __init__(self, module: nn.Module, rows: RowIds, loaders: LoaderWatch, settings: LocalSettings):
+        self._module, self._rows, self._loaders, self._settings = module, rows, loaders, settings
+        self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
+        self._evaluated_loss: Tensor | None = None
+        self._times_share: Tensor | None = None  # of the forward under way, where its loss is a share of the step's
+        self._start_step()
+
+    def _start_step(self, to_come: Iterable[Tensor] = ()) -> None:
+        self._losses: list[Tensor] = []
+        self._shares: list[Tensor] = []
+        self._of_forwards = [*to_come]
+        self._behind = 0  # of the forwards': those whose backward has come
+
+    def forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Take the micro-batch's rows, by content where the script does not give their ids, and its label tokens.
+
+        In evaluation mode it is an evaluation, or a training that forgot to call ``train()``: the newest such forward
+        is kept until a gradient comes.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self._times_share = times_its_share(self._module, kwargs)
+        rows = partial(self._take_rows, args, kwargs)
+        if self._module.training:  # a wrapper's own flag stays when its module is set to evaluate
+            self._evaluated = self._evaluated_loss = None
+            self._settings.before_forward()
+            rows()
+        else:
+            self._evaluated = rows
+
+    def _take_rows(self, args: Any, kwargs: Any) -> None:
+        self._rows.forward(args, kwargs, self._loaders.forward())
+
+    def forwarded(self, module: Any, inputs: Any, output: Any) -> None:
+        """Take the forward's loss: with a plain ``loss.backward()`` there is no other."""
+        if not torch.is_grad_enabled():
+            return
+        loss = loss_in(output)
+        if loss is not None:
+            loss = mean_of(loss, self._times_share)
+        if not self._module.training:
+            self._evaluated_loss = loss
+            return
+        self._settings.after_forward()
+        if loss is not None:
+            self._of_forwards.append(loss)
+
+    def gradient_came(self) -> None:
+        """Take the forward that was kept: it was a training's after all. Its loss may be counted by now."""
+        if self._evaluated is not None:
+            self._evaluated()
+            if self._evaluated_loss is not None and not self._losses and not self._shares:
+                self._of_forwards.append(self._evaluated_loss)
+            self._evaluated = self._evaluated_loss = None
+
+    def loss(self, loss: Tensor) -> None:
+        """Take a micro-batch's loss, unscaled, as its backward begins."""
+        self._of_forwards.clear()
+        self._losses.append(loss.detach())
+
+    def share(self, loss: Tensor) -> None:
+        """Take what a micro-batch adds to the step's loss: a script has divided its own."""
+        self._of_forwards.clear()
+        self._shares.append(loss.detach())
+
+    def backward_ended(self) -> None:
+        """What was forwarded until now is in the gradients, or never will be."""
+        self._behind = len(self._of_forwards)
+        self._rows.backward_ended()
+
+    def drop(self) -> None:
+        """Forget what is in the gradients; a forward whose backward is to come stays."""
+        self._rows.drop()
+        self._start_step(self._of_forwards[self._behind :])
+
+    def end_step(self) -> None:
+        """Forget the step that was taken."""
+        self._evaluated = self._evaluated_loss = None
+        self._rows.end_step()
+        self._start_step()
+
+    def observed(self, scale: float | Tensor) -> Loss[float | Tensor]:
+        """Return the numbers of an observation; ``scale``: the factor on all gradients."""
+        tokens = self._rows.take_label_tokens()
+        losses = self._losses or self._shares or self._of_forwards
+        shares = len(losses) if losses is self._shares else 1  # they add up to the mean of the micro-batches'
+        return Loss(
+            total=torch.stack([loss.float().reshape(()) for loss in losses]).sum() * shares if losses else 0.0,
+            count=float(len(losses)),
+            scale=scale,
+            tokens=0.0 if tokens is None else tokens,
+            order=self._loaders.deal.word,
+        )

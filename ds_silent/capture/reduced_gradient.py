@@ -1,0 +1,175 @@
+"""This rank's share of the aggregated gradient, from the reduction until the optimizer has used it.
+
+    aggregate = ReducedGradient(local, counted)
+    aggregate.reduced(parts)          # the reduction has ended; the script may change its result now
+    aggregate.observed(parts)         # the step begins: the aggregate, and whether it was changed since
+    aggregate.apply(parts)            # from inside the optimizer's step: what it is about to use
+    aggregate.compare_applied(...)    # travels with the next observation
+
+Clipping and its like are the script's own business: what is reduced is looked at before, what is applied after them.
+Whether a script changed gradients in between is found without reading them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ds_silent.capture.local_gradient import LocalGradient
+from ds_silent.exchange.observation import LEFT_OUT, Applied, Reduced
+from ds_silent.framework import Part
+from ds_silent.maths.rounding_bound import multiple_of
+
+FEW = 8  # elements of each tensor
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Of pieces of a gradient, which are not kept."""
+
+    places: tuple[tuple[int, int], ...]  # where each lies, and how often torch has counted a write to it
+    few: Tensor | None  # elements of all, one after the other
+
+
+def remember(values: Sequence[Tensor]) -> Remembered:
+    """Remember pieces of any shape and floating dtype, on one device."""
+    return Remembered(_places(values), _few(values))
+
+
+def moved(before: Remembered, values: Sequence[Tensor]) -> bool:
+    """Tell whether the pieces are others, or were written to since; ``tensor.data`` hides from this."""
+    return _places(values) != before.places
+
+
+def differs(before: Remembered, values: Sequence[Tensor]) -> Tensor | None:
+    """Compare a few elements, fp32 (): 1 where they differ, else 0; NaN differs from itself. None without pieces.
+
+    Scaling shows in every element that is not zero; what is written behind autograd's back to single elements may not.
+    """
+    few = _few(values)
+    return None if few is None or before.few is None else (few != before.few).any().float()
+
+
+def _places(values: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((value.data_ptr(), 0 if value.is_inference() else value._version) for value in values)
+
+
+def _few(values: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat([_some(value) for value in values]) if values else None
+
+
+def _some(value: Tensor) -> Tensor:
+    """Elements that are spread evenly: one view of a contiguous tensor, because this is done for each at every step."""
+    step, count = max(1, value.numel() // FEW), min(FEW, value.numel())
+    if value.is_contiguous() and not value.requires_grad:
+        return value.as_strided((count,), (step,))
+    return value.detach().reshape(-1)[::step][:FEW]
+
+
+Sketched = tuple[Tensor, Tensor]
+"""(L, k) sketches and (G,) squared norms, by layer."""
+
+
+class ReducedGradient:
+    """See the module docstring. It borrows the local gradient's accumulator, which is empty before and after.
+
+    Args:
+        counted: parameters that count in the whole model's norm, where other ranks hold the rest; else None.
+    """
+
+    def __init__(self, local: LocalGradient, counted: frozenset[int] | None):
+        self._local, self._counted = local, counted
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forget the step that was taken."""
+        self._local_sketched: Sketched | None = None  # the local gradient's, where the reduction's end was observed
+        self._reduced: tuple[Sketched, Remembered] | None = None
+        self._sketch: Tensor | None = None  # (k,) of this rank's share, as the optimizer gets it
+
+    def reduced(self, aggregated: Iterable[Part] | None) -> None:
+        """Look at the reduction's result before the script can change it. The last such call of a step counts."""
+        sketches, squares = self._local.accumulator.take()
+        if self._local_sketched is not None:  # another backward at the same boundary
+            sketches, squares = sketches + self._local_sketched[0], squares + self._local_sketched[1]
+        self._local_sketched = sketches, squares
+        if aggregated is not None:
+            parts = list(aggregated)
+            self._reduced = self._read(parts), remember([values for *_, values in parts])
+
+    def take_local(self) -> Sketched:
+        """Return the local gradient's sketches."""
+        return self._local_sketched or self._local.accumulator.take()
+
+    def observed(
+        self, aggregated: Iterable[Part] | None, again: bool = False
+    ) -> tuple[Reduced[float | Tensor], Tensor | None, Tensor | None]:
+        """Observe the aggregate as the step begins.
+
+        Args:
+            aggregated: this rank's share; None where it is hidden.
+            again: the reduction was repeated: what was remembered of the first one is void.
+
+        Returns:
+            its numbers, (k,) sketch, (L, k) sketches by layer.
+        """
+        if aggregated is None:
+            return Reduced(), None, None
+        parts, before = list(aggregated), None if again else self._reduced
+        by_layer, squares = self._read(parts) if before is None else before[0]
+        sketches = by_layer if self._local.sketching else None
+        sketch = self._sketch = None if sketches is None else sketches.sum(0)
+        numbers: Reduced[float | Tensor] = Reduced(seen=1.0, squared=squares.sum())
+        if before is not None:
+            numbers = self._changed_after_reduction(before[1], parts, numbers)
+        if self._counted is not None:
+            numbers = replace(numbers, counted=_squared(parts, self._counted))
+        return numbers, sketch, sketches
+
+    def _changed_after_reduction(
+        self, remembered: Remembered, parts: list[Part], numbers: Reduced[float | Tensor]
+    ) -> Reduced[float | Tensor]:
+        """Compare what is applied with what the step began with; look again only where a script changed that."""
+        values = [part for *_, part in parts]
+        if not moved(remembered, values):
+            changed = differs(remembered, values)
+            return numbers if changed is None else replace(numbers, handed_seen=-changed)
+        sketches, squares = self._read(parts)
+        numbers = replace(numbers, handed_seen=1.0, handed_squared=squares.sum())
+        if self._sketch is None:
+            return numbers
+        before, self._sketch = self._sketch, sketches.sum(0)
+        factor, error = multiple_of(self._sketch, before)
+        return replace(numbers, handed_factor=factor, handed_error=torch.dot(error, error))
+
+    def apply(self, parts: Iterable[Part]) -> None:
+        """Observe what the optimizer is about to apply, of this rank's share of the parameters."""
+        if self._sketch is not None:
+            self._local.accumulator.add_all(parts, square=False)
+
+    def compare_applied(self, applied: bool, left_out: bool) -> Applied[float | Tensor]:
+        """Compare: applied = factor * aggregate + error, of this rank's share; all of it stays on the device.
+
+        Args:
+            applied: whether the optimizer came to apply it.
+            left_out: whether the script has thrown the gradient away.
+        """
+        if self._sketch is None:
+            return Applied()
+        if not applied:
+            return Applied(seen=LEFT_OUT if left_out else -1.0)
+        total = self._local.accumulator.take()[0].sum(0)
+        factor, error = multiple_of(total, self._sketch)
+        return Applied(1.0, factor, torch.dot(error, error), torch.dot(total, total))
+
+    def _read(self, parts: Iterable[Part]) -> Sketched:
+        self._local.accumulator.add_all(parts, sketching=self._local.sketching)
+        return self._local.accumulator.take()
+
+
+def _squared(parts: list[Part], counted: frozenset[int]) -> float | Tensor:
+    squares = [values.float().square().sum() for index, _, values in parts if index in counted]
+    return torch.stack(squares).sum() if squares else 0.0
