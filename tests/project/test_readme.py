@@ -80,8 +80,6 @@ SLOW: dict[str, float] = {
     "make scale": 40,
     "make nodes": 20,
     "python benchmarks/bandwidth.py": 2,
-    "python benchmarks/shards.py --ranks 3 --ranks 4 --ranks 8 --scenario random --steps 60 --fault-step 1 "
-    "--fault gradient:0.25 --fault hidden:0.25 --fault loss:0.25": 5,
     "ds-silent drill --framework ddp": 30,
     "ds-silent drill --framework megatron": 40,
     "torchrun --standalone --nproc_per_node 2 benchmarks/fsdp2_factor.py": 2,
