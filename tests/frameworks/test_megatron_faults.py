@@ -83,7 +83,7 @@ def train(directory: Path, name: str) -> dict[str, Any]:
             chunk.zero_grad_buffer()
     alive = weakref.ref(chunk)
     del chunk, optimizer
-    for _ in range(2):  # views of the weights go first, which autograd's nodes hang on
+    for _ in range(5):  # views of the weights go first, which autograd's nodes hang on: two are enough but for 1 in 500
         gc.collect()
     return {**written(directory), "freed": alive() is None}
 
