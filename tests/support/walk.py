@@ -40,6 +40,7 @@ PACKAGE = str(Path(ds_silent.__file__).parent)
 TRAINING = str(Path(PACKAGE, "practice"))  # what is trained, and what starts its ranks: no part of the observation
 Place = tuple[str, int]
 _walked: list[Any] = []
+FRESH = 1000  # cases after which a new pair of engines is trained: after 3,000 the training itself diverges in fp16
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,9 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
     places = [(rank, place) for rank, own in enumerate(everybody) for place in own]
     chosen = [one for one in places if random.Random(repr((one, share))).random() < share]
     outcomes = []
-    for rank, place in chosen:
+    for number, (rank, place) in enumerate(chosen):
+        if number and number % FRESH == 0:
+            _walked.append(pair := _Pair(cell, Path(directory, f"from {number}"), steps))
         fired: list[int] = []
 
         def strike(reached: Place, place: Place = place, fired: list[int] = fired) -> None:
