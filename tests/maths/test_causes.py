@@ -120,6 +120,15 @@ def test_parts_of_all_ranks_gradients_blame_nobody_and_noise_is_no_part() -> Non
         assert explained(noisy, error=0.05 * normal(100 + seed, LARGE)).kind == "noise"
 
 
+def test_a_rank_whose_weight_only_stands_first_is_not_named() -> None:
+    """An expert of another rank's: each one's weight is off, and only one by more than its own noise."""
+    uneven = torch.tensor((-0.15, 0.76, 1.65, -0.44), dtype=torch.float64)
+    noise = torch.nn.functional.normalize(normal(7, LARGE), dim=0)
+    error = (uneven @ WHOLE + 10.0 * WHOLE.norm() * noise) / RANKS
+    cause = explained(LOCAL.mean(0) + 0.1 * normal(8, LAYERS, SMALL), error=error)
+    assert (cause.kind, cause.ranks) == ("partial", ())
+
+
 def test_a_rule_that_only_helps_noise_below_rounding_explains_nothing() -> None:
     noisy = LOCAL.mean(0) + 0.06 * normal(9, LAYERS, SMALL)
     error = noisy - LOCAL.mean(0)
