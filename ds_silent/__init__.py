@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ds_silent.frameworks.attach_any import attach, observe
     from ds_silent.frameworks.ddp import attach_ddp
     from ds_silent.frameworks.deepspeed.attach_deepspeed import initialize
+    from ds_silent.frameworks.fingerprint import Fingerprint, fingerprint
     from ds_silent.frameworks.megatron.attach_megatron import attach_megatron
     from ds_silent.observing.observe import observer_of
     from ds_silent.observing.observer import Observer
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "Event",
+    "Fingerprint",
     "Observer",
     "SilentConsistencyConfig",
     "SinkError",
@@ -36,6 +38,7 @@ __all__ = [
     "attach",
     "attach_ddp",
     "attach_megatron",
+    "fingerprint",
     "initialize",
     "observe",
     "observer_of",
@@ -45,6 +48,7 @@ __version__ = VERSION
 _MODULES = {
     "ConfigError": "config",
     "Event": "records",
+    "Fingerprint": "frameworks.fingerprint",
     "Observer": "observing.observer",
     "SilentConsistencyConfig": "config",
     "SinkError": "sinks",
@@ -52,6 +56,7 @@ _MODULES = {
     "attach_ddp": "frameworks.ddp",
     "attach_megatron": "frameworks.megatron.attach_megatron",
     "attach": "frameworks.attach_any",
+    "fingerprint": "frameworks.fingerprint",
     "initialize": "frameworks.deepspeed.attach_deepspeed",
     "observe": "frameworks.attach_any",
     "observer_of": "observing.observe",
