@@ -34,7 +34,7 @@ from simulated_ranks import Fault, SimulatedRanks
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
-from ds_silent.distributed.together import Together
+from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import WORDS, ExchangeShape, Layout, layout_of
@@ -96,7 +96,7 @@ class Writer:
         arrived: Arrived | None = self.exchange.collect(lambda function: function())
         if arrived is not None:
             self._lockstep.of(arrived)
-        self.exchange.post(step, self._observation(step), Together())
+        self.exchange.post(step, self._observation(step), CollectiveGuard())
         training = time.thread_time() - started
         if sums is not None:
             self.exchange._sums.copy_(sums)

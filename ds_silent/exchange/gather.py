@@ -1,8 +1,8 @@
 """The observing collective: what each rank knows of one step becomes what every rank knows, one step later.
 
     exchange = make_exchange(layout, group, device)
-    exchange.post(step, observation, together) # asynchronous; the same call on every rank, whatever happened there
-    arrived = exchange.collect(together.once)  # at the next step's boundary: no waiting in practice
+    exchange.post(step, observation, guard) # asynchronous; the same call on every rank, whatever happened there
+    arrived = exchange.collect(guard.collective)  # at the next step's boundary: no waiting in practice
 
 Of few ranks one all-gather brings everybody's sketch. Of more the cost per rank must not grow with N * k: sums of
 sketches go through one all-reduce, and only what each rank says of itself is gathered. All buffers are fp32, the only
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.distributed.together import Once, Together
+from ds_silent.distributed.guard import Collective, CollectiveGuard
 from ds_silent.exchange.collectives import Arrived, Landing, gather_on_host
 from ds_silent.exchange.layout import Layout, code_of, failed_rows, pack, pack_scalars, unpack, with_sums
 from ds_silent.exchange.observation import (
@@ -50,30 +50,30 @@ class Exchange(ABC):
         self._rows = make_rows(layout, group, device)
         self._step: int | None = None  # that was posted last and is not yet collected
 
-    def post(self, step: int, observation: Observation, together: Together) -> None:
+    def post(self, step: int, observation: Observation, guard: CollectiveGuard) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
         failed = float(observation.status.failed)
         if failed == LEFT:  # what was sent last may still be read
             self._mine = torch.empty_like(self._mine)
-        mine = together.alone(self._pack, observation)
+        mine = guard.local(self._pack, observation)
         if mine is None:
-            failed = code_of(together.failure)
+            failed = code_of(guard.failure)
             mine = self._failed[failed]
         self._step = step
-        self._start(mine, failed, together.once)
+        self._start(mine, failed, guard.collective)
 
     @abstractmethod
     def _pack(self, observation: Observation) -> Tensor:
         """This rank's row."""
 
-    def _start(self, mine: Tensor, failed: float, once: Once) -> None:
-        self._rows.start(mine, failed == LEFT, once)
+    def _start(self, mine: Tensor, failed: float, collective: Collective) -> None:
+        self._rows.start(mine, failed == LEFT, collective)
 
-    def collect(self, once: Once) -> Arrived | None:
+    def collect(self, collective: Collective) -> Arrived | None:
         """What was posted last and not yet collected, or None."""
-        if once(lambda: self._step) is None:
+        if collective(lambda: self._step) is None:
             return None
-        arrived = once(self.peek)
+        arrived = collective(self.peek)
         self._step = None
         return arrived
 
@@ -81,9 +81,9 @@ class Exchange(ABC):
     def peek(self) -> Arrived:
         """What was posted last, waited for and left where it is."""
 
-    def in_full(self, once: Once) -> Arrived:
+    def in_full(self, collective: Collective) -> Arrived:
         """:meth:`peek`, with what ranks otherwise send with the next observation. A collective if there is any."""
-        return once(self.peek)
+        return collective(self.peek)
 
     def under_way(self) -> list[Arrived]:
         """Everything that is not collected yet, without a further collective; it is left where it is."""
@@ -154,12 +154,12 @@ class ConstantSizeExchange(Exchange):
         self._incomplete: Arrived | None = None  # lacks what the ranks say of themselves late
         self._late = torch.zeros(1 + layout.late, device=device)  # what this rank says of that observation
 
-    def _start(self, mine: Tensor, failed: float, once: Once) -> None:
-        self._sums_landing.start(once(lambda: self._add_up(failed)))
-        super()._start(mine, failed, once)
+    def _start(self, mine: Tensor, failed: float, collective: Collective) -> None:
+        self._sums_landing.start(collective(lambda: self._add_up(failed)))
+        super()._start(mine, failed, collective)
 
     def _add_up(self, failed: float) -> dist.Work | None:
-        """The collective is its last statement: what breaks here breaks before it, and is played again."""
+        """The collective is its last statement: what breaks here breaks before it, and is run again."""
         if self._layout.failures:
             place, digit = digit_of(failed, self._rank)
             self._failures.zero_()
@@ -227,12 +227,12 @@ class ConstantSizeExchange(Exchange):
             found.append((ours * others).sum(1) / lengths.sqrt())
         return torch.cat(found)
 
-    def collect(self, once: Once) -> Arrived | None:
+    def collect(self, collective: Collective) -> Arrived | None:
         """The record before the last posted one: what the ranks found late came with the last."""
-        if once(lambda: self._step) is None:
+        if collective(lambda: self._step) is None:
             return None
-        newest = once(self.peek)
-        complete = once(lambda: self._incomplete)
+        newest = collective(self.peek)
+        complete = collective(lambda: self._incomplete)
         if on_any(newest.known.status.failed):  # at once: some rank may not be there for another
             self._incomplete = self._step = None
             return newest
@@ -255,11 +255,11 @@ class ConstantSizeExchange(Exchange):
         rows = self._kept(self._rows.all())
         return Arrived(known, lambda: self._with_sums(known, sums.double(), rows.double()))
 
-    def in_full(self, once: Once) -> Arrived:
-        newest = once(self.peek)
+    def in_full(self, collective: Collective) -> Arrived:
+        newest = collective(self.peek)
         if on_any(newest.known.status.failed) or not self._layout.late:
             return newest
-        said = gather_on_host(self._find_late()[:3], self._group, once).double()
+        said = gather_on_host(self._find_late()[:3], self._group, collective).double()
         late = Late(said[:, 0], Weights(1.0 + said[:, 1], said[:, 2]), None)
         return newest if newest.make is None else Arrived(newest.known, lambda: _with_late(newest.all, late))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.distributed.together import SparseGradientError, UnevenInputsError
+from ds_silent.distributed.guard import SparseGradientError, UnevenInputsError
 from ds_silent.exchange.observation import (
     BROKE,
     FIELDS,

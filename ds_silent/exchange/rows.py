@@ -1,7 +1,7 @@
 """What each rank says of itself, its row, on the way to those who read it.
 
     rows = make_rows(layout, group, device)
-    rows.start(mine, leaves, once)       # collectives; every rank calls it alike
+    rows.start(mine, leaves, collective)       # collectives; every rank calls it alike
     rows.agreed()                        # what all ranks have alike
     rows.all()                           # everybody's, where ``rows.brings_all``
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_silent.device import SideStream
 from ds_silent.distributed.communicator import new_part, own_part
-from ds_silent.distributed.together import Once
+from ds_silent.distributed.guard import Collective
 from ds_silent.exchange.collectives import Landing, all_gather
 from ds_silent.exchange.layout import DIGIT, DIGITS, WORDS, Layout
 from ds_silent.exchange.observation import FIELDS, Code, Wishes
@@ -54,9 +54,9 @@ class AllGatherRows:
         self.received = torch.zeros(dist.get_world_size(group) * layout.row, device=device)
         self._landing = Landing(self.received)
 
-    def start(self, mine: Tensor, leaves: bool, once: Once) -> None:
+    def start(self, mine: Tensor, leaves: bool, collective: Collective) -> None:
         """``mine``: (layout.row,) fp32."""
-        self._landing.start(once(lambda: all_gather(self.received, mine, group=self._group, async_op=True)))
+        self._landing.start(collective(lambda: all_gather(self.received, mine, group=self._group, async_op=True)))
 
     def agreed(self) -> Tensor:
         """Rows that are the same on every rank: here everybody's."""
@@ -97,19 +97,19 @@ class HierarchicalGather:
         self._passed: dist.Work | None = None
         self._landing, self._extremes_landing = Landing(self.received), Landing(self.extremes)
 
-    def start(self, mine: Tensor, leaves: bool, once: Once) -> None:
+    def start(self, mine: Tensor, leaves: bool, collective: Collective) -> None:
         """``leaves``: this rank does not wait for anything any more; where waiting takes the host, it passes nothing
         on, which nobody will ask for."""
         if leaves:  # what was sent last may still be read, and nobody waits for that
             self.extremes, self._of_block = torch.empty_like(self.extremes), torch.empty_like(self._of_block)
-        self._extremes_landing.start(once(lambda: self._compare(mine)))
-        gathered = once(lambda: all_gather(self._of_block, mine, group=self._block, async_op=True))
+        self._extremes_landing.start(collective(lambda: self._compare(mine)))
+        gathered = collective(lambda: all_gather(self._of_block, mine, group=self._block, async_op=True))
         self._gathered, self._passed = gathered, None
         if not self._leads or (leaves and self._side is None):
             return
         with self._beside():
-            once(gathered.wait)
-            self._passed = once(self._pass_on)
+            collective(gathered.wait)
+            self._passed = collective(self._pass_on)
         self._landing.start(self._passed)
 
     def _pass_on(self) -> dist.Work | None:
@@ -118,7 +118,7 @@ class HierarchicalGather:
         )
 
     def _compare(self, mine: Tensor) -> dist.Work | None:
-        """The collective is its last statement: what breaks here breaks before it, and is played again."""
+        """The collective is its last statement: what breaks here breaks before it, and is run again."""
         torch.cat((-mine[self._decide], mine[self._decide]), out=self.extremes)
         return dist.all_reduce(self.extremes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)  # type: ignore[no-any-return]
 

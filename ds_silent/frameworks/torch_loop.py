@@ -104,7 +104,7 @@ class TorchLoop:
                 return
             self._ended()
             self._forward_loss = None
-            self._rows += self._moments.together.alone(rows_in, args, kwargs) or 0
+            self._rows += self._moments.guard.local(rows_in, args, kwargs) or 0
         self._moments.forward(module, args, kwargs)
 
     def _forwarded(self, module: Any, args: Any, output: Any) -> None:

@@ -34,7 +34,7 @@ class Observer:
     def __init__(self, capture: StepCapture, config: SilentConsistencyConfig, home: RunDirectory, first: int):
         """``first``: the step of rank 0, by which all begin to count."""
         self._capture, self._home = capture, home
-        self._together = capture.together
+        self._guard = capture.guard
         self._steps = StepLoop(capture, config, home, self.close, first)
         self._published, self._replicas = self._steps.published, self._steps.replicas
         self._closed = False
@@ -126,11 +126,11 @@ class Observer:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, so it is that rank's
         which must be kept. Steps and samples are in the framework's own counters, and here where it has none."""
-        self._together.tried(self._publish_early)
+        self._guard.cleanup(self._publish_early)
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
         if isinstance(self._capture.framework, Counts):
             state["counted"] = self._capture.framework.counted()
-        return state | (self._together.alone(self._own_state) or {})
+        return state | (self._guard.local(self._own_state) or {})
 
     def _own_state(self) -> dict[str, Any]:
         recorder = self._published.recorder
@@ -157,8 +157,8 @@ class Observer:
 
     def flush(self) -> None:
         """Publish what is under way and put it on disk. No collective; every rank may call it at the same step."""
-        self._together.tried(self._publish_early)
-        self._together.tried(self._published.recorder.flush)
+        self._guard.cleanup(self._publish_early)
+        self._guard.cleanup(self._published.recorder.flush)
 
     def close(self, error: BaseException | None = None) -> None:
         """Publish what is under way, close the sinks and leave the framework as it was. No collective.
@@ -169,9 +169,9 @@ class Observer:
         if not self._closed:
             self._closed = True
             for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._stop, self.closing):
-                self._together.tried(act)
-            self._together.tried(self._published.recorder.close)
-            self._together.tried(self._home.close, self._capture.step - 1, error)
+                self._guard.cleanup(act)
+            self._guard.cleanup(self._published.recorder.close)
+            self._guard.cleanup(self._home.close, self._capture.step - 1, error)
 
     def _stop(self) -> None:
         self._steps.stop(ended=True)

@@ -102,8 +102,8 @@ class Published:
         self.contexts = Contexts(capture)
         self._capture, self._replicas, self._responder = capture, replicas, responder
         self._settings_check = capture.settings_check
-        self._alone, self._once = capture.together.alone, capture.together.once
-        self._decided = capture.together.decided
+        self._local, self._collective = capture.guard.local, capture.guard.collective
+        self._agreed = capture.guard.agreed
         self._written = -1  # step of the newest record
         self._parting: tuple[object, ...] = ()  # at the step before
 
@@ -120,16 +120,16 @@ class Published:
             self.contexts.drop(known.step)
             return False
         if on_any(known.wishes.diagnose):
-            self._once(self._capture.kept.ask)
-        unlike = self._settings_check.agree(arrived, self._capture.group, self._capture.device, self._capture.together)
+            self._collective(self._capture.kept.ask)
+        unlike = self._settings_check.agree(arrived, self._capture.group, self._capture.device, self._capture.guard)
         self.recorder.unlike = unlike
-        parting = self._decided(lambda: parting_of(known, self._settings_check.differing))
-        if self._decided(lambda: parting != self._parting):  # it begins or ends
+        parting = self._agreed(lambda: parting_of(known, self._settings_check.differing))
+        if self._agreed(lambda: parting != self._parting):  # it begins or ends
             self._replicas.due = True
         self._parting = parting
-        drift = self._replicas.localise(self._once) if self._replicas.differ(known) else None
-        self._alone(self._write, arrived, drift)
-        self._alone(self._note_same_draws, known)  # behind the record: a callback may publish what is under way
+        drift = self._replicas.localise(self._collective) if self._replicas.differ(known) else None
+        self._local(self._write, arrived, drift)
+        self._local(self._note_same_draws, known)  # behind the record: a callback may publish what is under way
         return on_any(known.wishes.stop)
 
     def early(self, arrived: Arrived, closed: bool) -> None:

@@ -9,8 +9,8 @@ agreed on, handed down to whoever acts by it.
 
 Whether anything communicates depends on the step and the configuration, and on what all ranks have read, never on what
 happened on one rank: a rank whose part broke still sends an observation, which says so, and one step later all ranks
-read that and stop observing together. :mod:`ds_silent.distributed.together` has the rule: what is called by ``_alone``
-may break, what by ``_once`` is the same on every rank, and the lines between are played twice.
+read that and stop observing together. :mod:`ds_silent.distributed.guard` has the rule: what is called by ``_local``
+may break, what by ``_collective`` is the same on every rank, and the lines between are played twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ds_silent.capture.moments import StepPlan
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
-from ds_silent.distributed.together import Once
+from ds_silent.distributed.guard import Collective
 from ds_silent.exchange.collectives import Arrived, gather_on_host
 from ds_silent.exchange.gather import Exchange, make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
@@ -70,8 +70,8 @@ class StepLoop:
     ):
         """``end``: closes the observer, where a step ends the training; ``first``: the step of rank 0."""
         self._capture, self._config, self._home, self._end = capture, config, home, end
-        self._together = capture.together
-        self._alone, self._once, self._decided = self._together.alone, self._together.once, self._together.decided
+        self._guard = capture.guard
+        self._local, self._collective, self._agreed = self._guard.local, self._guard.collective, self._guard.agreed
         self._layout = layout_of(config, capture.shape)
         self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.arithmetic.total)
         self._audit = _audit_of(capture, config, self._layout)
@@ -101,9 +101,9 @@ class StepLoop:
     def micro_batch_ended(self) -> bool:
         """A micro-batch's gradients are there. Return whether the inner products are due before the reduction."""
         boundary = self._capture.framework.is_boundary()
-        if boundary and self._once(lambda: self.observing):
-            plan = self._decided(lambda: self._plan)
-            self._lockstep = self._decided(lambda: self._lockstep.reduction())
+        if boundary and self._collective(lambda: self.observing):
+            plan = self._agreed(lambda: self._plan)
+            self._lockstep = self._agreed(lambda: self._lockstep.reduction())
             if not self._lockstep.whole:
                 # A step was left out after the last reduction: the others' observations of it wait for this rank's,
                 # and they for the reduction. So it is sent now, and says so.
@@ -114,9 +114,9 @@ class StepLoop:
 
     def before_step(self, *_: Any, **__: Any) -> None:
         """The gradients are aggregated, the optimizer has not run: publish the last step, send this one."""
-        if not self._once(lambda: self.observing):
+        if not self._collective(lambda: self.observing):
             return
-        started, self._idle = time.perf_counter(), self._decided(lambda: not self._capture.moments.came)
+        started, self._idle = time.perf_counter(), self._agreed(lambda: not self._capture.moments.came)
         if not self._idle:
             self._send(self._plan, self._capture.step)
             self._observe_seconds = time.perf_counter() - started
@@ -124,32 +124,32 @@ class StepLoop:
     def dropped(self) -> None:
         """What was reduced since the last step belongs to none: the step under way begins anew."""
         self._capture.moments.dropped()
-        self._lockstep = self._decided(lambda: self._lockstep.stepped())
+        self._lockstep = self._agreed(lambda: self._lockstep.stepped())
 
     def after_step(self) -> None:
         """The optimizer has run and the framework's counters have advanced."""
-        if not self._once(lambda: self.observing):
+        if not self._collective(lambda: self.observing):
             return
         if self._idle:
             self._capture.moments.end_step()
             return
-        self._pass(self._decided(lambda: self._plan), self._capture.step - 1)
-        self._lockstep = self._decided(lambda: self._lockstep.stepped())
+        self._pass(self._agreed(lambda: self._plan), self._capture.step - 1)
+        self._lockstep = self._agreed(lambda: self._lockstep.stepped())
 
     def _send(self, plan: StepPlan, step: int) -> None:
         """``step`` is the framework's own; what communicates is timed by the plan's, which all ranks count."""
-        self._home.settle(step - 1, self._capture.framework.samples, self.records_loaded, self._once)
+        self._home.settle(step - 1, self._capture.framework.samples, self.records_loaded, self._collective)
         if plan.measures:
-            self._alone(self.published.recorder.finish)
-        self._publish(self._exchange.collect(self._once))
-        self._alone(self.published.weights_verified, step)
-        self._alone(_look_beside, self._capture.framework, self.published, step)
-        if self._decided(lambda: self.observing and (plan.measures or self._posted is None)):
+            self._local(self.published.recorder.finish)
+        self._publish(self._exchange.collect(self._collective))
+        self._local(self.published.weights_verified, step)
+        self._local(_look_beside, self._capture.framework, self.published, step)
+        if self._agreed(lambda: self.observing and (plan.measures or self._posted is None)):
             observation = self._observation(plan, step)
-            if self._once(lambda: self._capture.kept.keeping):
-                everybody = _gather_micro_batches(self._capture, self._layout, self._once)
-                self._alone(lambda: self._audit.micro_batches(step, everybody.double()))
-            self._exchange.post(step, observation, self._together)
+            if self._collective(lambda: self._capture.kept.keeping):
+                everybody = _gather_micro_batches(self._capture, self._layout, self._collective)
+                self._local(lambda: self._audit.micro_batches(step, everybody.double()))
+            self._exchange.post(step, observation, self._guard)
             self._posted = step
         talk = self._responder.communicates(plan.step, self.replicas.due)
         self._respond(step, talk, partial(self._responder.before_update, step, plan.step))
@@ -157,7 +157,7 @@ class StepLoop:
     def _publish(self, arrived: Arrived | None) -> None:
         if arrived is None:
             return
-        self._lockstep, differs = self._decided(lambda: self._lockstep.of(arrived))
+        self._lockstep, differs = self._agreed(lambda: self._lockstep.of(arrived))
         if differs is not None and differs.kind == "observer-off":
             self.switch_off(differs)
             if differs.severity == "error" and self._config.detectors.stop_on != "never":
@@ -165,44 +165,44 @@ class StepLoop:
             return
         if differs is not None:
             self.replicas.due = True
-            self._alone(self.published.report, differs)
+            self._local(self.published.report, differs)
         if self.published.step(arrived):
             self._end_by(self.published.recorder.ends)
 
     def _observation(self, plan: StepPlan, step: int) -> Observation:
         observation, wishes = Observation(Status(nothing=1.0)), None
         if plan.measures:
-            replica = self._alone(self.replicas.capture, step, plan.step)
+            replica = self._local(self.replicas.capture, step, plan.step)
             observation = self._capture.observation(plan.exact, replica)
             if not self._lockstep.whole:  # a part of the step was not observed: only whether this rank broke
                 observation = Observation(Status(nothing=1.0, failed=observation.status.failed))
-            wishes = self._alone(_wishes_of, self.published.recorder, self.replicas)
-        status = self._decided(lambda: self._lockstep.status(step, observation.status))
-        self._lockstep = self._decided(lambda: self._lockstep.sent())
+            wishes = self._local(_wishes_of, self.published.recorder, self.replicas)
+        status = self._agreed(lambda: self._lockstep.status(step, observation.status))
+        self._lockstep = self._agreed(lambda: self._lockstep.sent())
         return replace(observation, status=status, wishes=wishes or Wishes())
 
     def _respond(self, step: int, communicates: bool, act: Callable[[], None]) -> None:
         """Let the responses act, but where they talk and a rank has said in this step that it will not be there."""
         if not self.observing:
             return
-        if communicates and self._posted == step and on_any(self._once(self._exchange.peek).known.status.failed):
+        if communicates and self._posted == step and on_any(self._collective(self._exchange.peek).known.status.failed):
             return
         act()
-        if (why := self._once(lambda: self._responder.stop)) is not None:
+        if (why := self._collective(lambda: self._responder.stop)) is not None:
             self._end_suspect(step, why)
 
     def _pass(self, plan: StepPlan, step: int) -> None:
         """End the step: forget it, plan the next one, and let the responses look at what was updated."""
         now, published = time.perf_counter(), self.published
         measured = published.recorder.writes and self.observing and plan.measures
-        self._alone(published.contexts.ended, step, measured, now, self._observe_seconds)
-        self._alone(published.recorder.deliver)
+        self._local(published.contexts.ended, step, measured, now, self._observe_seconds)
+        self._local(published.recorder.deliver)
         self._capture.moments.end_step()
-        self._lockstep = self._decided(lambda: self._lockstep.passed())
+        self._lockstep = self._agreed(lambda: self._lockstep.passed())
         planned = partial(_plan_of, self._config, self._lockstep.scheduled, self.measures)
-        self._plan = self._capture.moments.plan = self._decided(planned)
+        self._plan = self._capture.moments.plan = self._agreed(planned)
         if self._responder.compares_replicas:
-            asked = self._decided(self.replicas.take_due)
+            asked = self._agreed(self.replicas.take_due)
             talk = self._responder.communicates(plan.step, asked)
             self._respond(step, talk, partial(self._responder.after_update, plan.step, asked))
 
@@ -215,24 +215,24 @@ class StepLoop:
                     self.switch_off(differs)
                 return
             if differs is not None and closed:
-                self._together.tried(self.published.report, differs)
-            self._together.tried(self.published.early, arrived, closed)  # what comes after it all ranks read alike
+                self._guard.cleanup(self.published.report, differs)
+            self._guard.cleanup(self.published.early, arrived, closed)  # what comes after it all ranks read alike
 
     def say_goodbye(self) -> None:
         """If the other ranks go on, their next observation must not wait for this one. Nobody waits for it here."""
-        if self.observing and not self._together.over and dist.is_initialized():
+        if self.observing and not self._guard.over and dist.is_initialized():
             step, goodbye = self._capture.step, Observation(Status(failed=LEFT))
-            self._together.play(lambda: self._exchange.post(step, goodbye, self._together))
+            self._guard.run(lambda: self._exchange.post(step, goodbye, self._guard))
 
     def _end_suspect(self, step: int, why: str) -> None:
         """Every rank gets here at the same step, by the same word or the same comparison."""
         writes = self.published.recorder.writes
         if writes and self.measures(step):
             self.published.contexts.cut_short(step)
-        self._publish(self._exchange.collect(self._once))
+        self._publish(self._exchange.collect(self._collective))
         framework, directory = self._capture.framework, self._home.directory
         assert isinstance(framework, SavesSuspect)  # the responses that stop are refused elsewhere
-        saved = self._once(lambda: save_suspect(framework, step, why, directory, marks=writes))
+        saved = self._collective(lambda: save_suspect(framework, step, why, directory, marks=writes))
         self._end()
         raise end_suspect(step, why, directory, saved, tells=writes)
 
@@ -243,7 +243,7 @@ class StepLoop:
     def switch_off(self, event: Event) -> None:
         """Every rank gets here at the same step, because every rank read the same words."""
         self.stop()
-        self._together.tried(self.published.report, event)
+        self._guard.cleanup(self.published.report, event)
 
     def stop(self, ended: bool = False) -> None:
         """Observe nothing from now on; the framework is as it was. ``ended``: for good, and not because it broke."""
@@ -253,33 +253,33 @@ class StepLoop:
 
 
 def moments_of(capture: StepCapture, steps: StepLoop, save: Callable[[], None], end: Callable[[], None]) -> Moments:
-    """What a framework calls, each guarded: see :mod:`ds_silent.distributed.together`.
+    """What a framework calls, each guarded: see :mod:`ds_silent.distributed.guard`.
 
     Args:
         save: called as a checkpoint is written.
         end: called as the training ends.
     """
-    together, own = capture.together, capture.moments
-    alone, tried, play = together.alone, together.tried, together.play
+    guard, own = capture.guard, capture.moments
+    local, cleanup, run = guard.local, guard.cleanup, guard.run
     return Moments(
-        together=together,
-        begins=partial(alone, own.begins),
-        forward=partial(alone, own.forwards.forward),
-        forwarded=partial(alone, own.forwards.forwarded),
-        loss=partial(alone, own.forwards.loss),
-        share=partial(alone, own.forwards.share),
-        root=partial(alone, own.root),
-        scaled=partial(alone, own.scaled),
-        gradient=partial(alone, own.gradient),
-        micro_batch_ended=partial(play, steps.micro_batch_ended),
-        before_reduction=partial(play, steps.before_reduction),
-        reduced=partial(alone, own.reduced),
-        applying=partial(alone, own.applying),
-        before_update=partial(play, steps.before_step),
-        dropped=partial(play, steps.dropped),
-        updated=partial(play, steps.after_step),
-        before_checkpoint=partial(tried, _without_arguments, save),
-        ends=partial(tried, _without_arguments, end),
+        guard=guard,
+        begins=partial(local, own.begins),
+        forward=partial(local, own.forwards.forward),
+        forwarded=partial(local, own.forwards.forwarded),
+        loss=partial(local, own.forwards.loss),
+        share=partial(local, own.forwards.share),
+        root=partial(local, own.root),
+        scaled=partial(local, own.scaled),
+        gradient=partial(local, own.gradient),
+        micro_batch_ended=partial(run, steps.micro_batch_ended),
+        before_reduction=partial(run, steps.before_reduction),
+        reduced=partial(local, own.reduced),
+        applying=partial(local, own.applying),
+        before_update=partial(run, steps.before_step),
+        dropped=partial(run, steps.dropped),
+        updated=partial(run, steps.after_step),
+        before_checkpoint=partial(cleanup, _without_arguments, save),
+        ends=partial(cleanup, _without_arguments, end),
     )
 
 
@@ -343,12 +343,12 @@ def _wishes_of(recorder: Recorder, replicas: ReplicaChecks) -> Wishes[float | Te
     return Wishes(float(stop), float(diagnose), float(compare))
 
 
-def _gather_micro_batches(capture: StepCapture, layout: Layout, once: Once) -> Tensor:
+def _gather_micro_batches(capture: StepCapture, layout: Layout, collective: Collective) -> Tensor:
     """Gather them: a collective, in a step before which every rank has read that micro-batches are wanted."""
     own = capture.take_micro_batches(layout.layer_size)
     if layout.gathers:
-        return gather_on_host(own, capture.group, once)
-    once(lambda: dist.all_reduce(own, op=dist.ReduceOp.SUM, group=capture.group))  # more is not known of any
+        return gather_on_host(own, capture.group, collective)
+    collective(lambda: dist.all_reduce(own, op=dist.ReduceOp.SUM, group=capture.group))  # more is not known of any
     return own.cpu()[None] / dist.get_world_size(capture.group)
 
 

@@ -82,7 +82,7 @@ class Responder:
         self, capture: StepCapture, exchange: Exchange, audit: ReductionChecker, config: SilentConsistencyConfig
     ):
         self.stop: str | None = None
-        self._together = capture.together
+        self._capture = capture
         self._notes = _Notes()
         guarded = config.respond.on_aggregation_error != "report"
         self._guard = _Guard(capture, exchange, audit, config) if guarded else None
@@ -125,7 +125,7 @@ class Responder:
             self.stop = self._to_the_end(step, partial(keeper.after_update, step, due, self._notes)) or self.stop
 
     def _to_the_end(self, step: int, act: Callable[[], _Result]) -> _Result:
-        return self._together.irrevocable(f"the response at step {step}", act)
+        return self._capture.guard.irrevocable(f"the response at step {step}", act)
 
     def take(self, step: int) -> ResponseLog:
         """What was found and done up to ``step``; it is forgotten then."""
@@ -145,12 +145,12 @@ class _Guard:
         seen = self._examine(self._exchange.peek())
         if not self._anyone(None if seen is None else seen.wrong):
             return None
-        together = self._capture.together
-        return together.irrevocable(f"the response at step {step}", lambda: self._correct(step, notes, seen))
+        guard = self._capture.guard
+        return guard.irrevocable(f"the response at step {step}", lambda: self._correct(step, notes, seen))
 
     def _correct(self, step: int, notes: _Notes, seen: ReductionCheck | None) -> str | None:
         """The reduction is wrong, and every rank knows. ``seen``: by this one; None where its examination broke."""
-        named = self._examine(self._exchange.in_full(self._capture.together.once))
+        named = self._examine(self._exchange.in_full(self._capture.guard.collective))
         if seen is not None:
             notes.reductions.append((step, named or seen))
         if self._respond.on_aggregation_error == "stop":
@@ -163,7 +163,7 @@ class _Guard:
         started, sent = time.perf_counter(), 0
         for attempt in range(1, self._respond.retries + 1):
             sent += framework.reduce_again()
-            self._exchange.post(step, self._capture.observation_again(), self._capture.together)
+            self._exchange.post(step, self._capture.observation_again(), self._capture.guard)
             again = self._examine(self._exchange.peek())
             right = self._anyone(None if again is None else again.wrong) is False
             if right or attempt == self._respond.retries:
@@ -182,13 +182,13 @@ class _Guard:
             return None
         if arrived.make is None:
             return ReductionCheck()  # the writing rank examines for all
-        return self._capture.together.alone(lambda: self._audit.examine(arrived.all))
+        return self._capture.guard.local(lambda: self._audit.examine(arrived.all))
 
     def _anyone(self, wrong: bool | None) -> bool | None:
         """A vote, because the ranks' processors might round a bound differently. None: some rank cannot tell."""
-        once, vote = self._capture.together.once, _UNKNOWN if wrong is None else int(wrong)
-        word = once(lambda: torch.tensor([vote], dtype=torch.int32, device=self._capture.device))
-        once(lambda: dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._capture.group))
+        collective, vote = self._capture.guard.collective, _UNKNOWN if wrong is None else int(wrong)
+        word = collective(lambda: torch.tensor([vote], dtype=torch.int32, device=self._capture.device))
+        collective(lambda: dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._capture.group))
         highest = int(word.item())
         return None if highest == _UNKNOWN else bool(highest)
 

@@ -1,17 +1,17 @@
 """Keep collectives matched across ranks when one rank raises. The one rule of every line that runs in a step:
 
-    together = Together(group)
-    together.play(step)                            # an entry: the training calls it, on every rank at the same moments
-        together.alone(lambda: measure(gradient))  # in it: what touches only this rank
-        together.once(lambda: all_reduce(values))  # in it: a collective, or what decides whether there is one
+    guard = CollectiveGuard(group)
+    guard.run(step)                            # an entry: the training calls it, on every rank at the same moments
+        guard.local(lambda: measure(gradient))  # in it: what touches only this rank
+        guard.collective(lambda: all_reduce(values))  # in it: a collective, or what decides whether there is one
 
-* **alone**: may break. The first error is kept and logged once; this rank's next observation says "failed", every rank
+* **local**: may break. The first error is kept and logged once; this rank's next observation says "failed", every rank
   reads that one measured step later, and all switch off there together.
-* **once**: every rank makes the same calls in the same order. **decided** is the same for a value without a call.
-* **play**: where the lines between them break (out of memory, a bug), the act is played again from its beginning: what
+* **collective**: every rank makes the same calls in the same order. **agreed** is the same for a value without a call.
+* **run**: where the lines between them break (out of memory, a bug), the act is played again from its beginning: what
   came once is remembered, what is alone is left out. So this rank reaches the collectives that its peers wait in.
 
-What breaks in both plays, or in a response (:meth:`Together.irrevocable`), which changes the training, ends the
+What breaks in both plays, or in a response (:meth:`CollectiveGuard.irrevocable`), which changes the training, ends the
 training on this rank with a sentence. Its peers wait until its process ends (gloo: their collective raises; launchers
 end all) and no longer than the group's timeout. A collective that has waited for the whole time-out ends the training
 with the transport's own error, because the training's next one would wait for the same peer as long once more.
@@ -30,14 +30,14 @@ logger = logging.getLogger("ds_silent")
 _Result = TypeVar("_Result")
 
 
-class Once(Protocol):
-    """:meth:`Together.once`, or :func:`at_once`."""
+class Collective(Protocol):
+    """:meth:`CollectiveGuard.collective`, or :func:`unguarded`."""
 
     def __call__(self, function: Callable[[], _Result], /) -> _Result: ...
 
 
-def at_once(function: Callable[[], _Result], /) -> _Result:
-    """In the place of :meth:`Together.once` or :meth:`Together.alone`, where an error may reach the caller."""
+def unguarded(function: Callable[[], _Result], /) -> _Result:
+    """Stand in for :meth:`CollectiveGuard.collective` or ``local``, where an error may reach the caller."""
     return function()
 
 
@@ -72,14 +72,14 @@ def _timed_out(error: Exception) -> bool:
 
 
 class _Play:
-    """Results of its calls of once, in order, and how many of them the play under way has come to."""
+    """Results of its calls of collective, in order, and how many of them the play under way has come to."""
 
     def __init__(self, call: Any = None):
         self.call, self.place = call, 0
         self.made: list[Any] = []
 
 
-class Together:
+class CollectiveGuard:
     """One rank's part; see the module docstring.
 
     Attributes:
@@ -104,7 +104,7 @@ class Together:
                 return
             logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
 
-    def alone(self, function: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
+    def local(self, function: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
         """Run what touches only this rank; None where it breaks, and ever after."""
         try:
             if self.failure is None:
@@ -113,14 +113,14 @@ class Together:
             self.fail(error)
         return None
 
-    def tried(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    def cleanup(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         """Run what has to be tried also after a failure, such as taking a hook off."""
         try:
             function(*arguments, **named)
         except Exception as error:
             self.fail(error)
 
-    def play(self, act: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
+    def run(self, act: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
         """Run an act, and once more where it breaks.
 
         Returns:
@@ -167,7 +167,7 @@ class Together:
             self.failure, self.over = self.failure or error.error, True
             raise error.error
 
-    def once(self, function: Callable[[], _Result]) -> _Result:
+    def collective(self, function: Callable[[], _Result]) -> _Result:
         """Make a call that every rank makes, or remember what it gave when this act was played before."""
 
         def called() -> _Result:
@@ -178,9 +178,9 @@ class Together:
             except Exception as error:
                 raise _GroupBroke(error) from error
 
-        return function() if self._irrevocable else self.decided(called)
+        return function() if self._irrevocable else self.agreed(called)
 
-    def decided(self, function: Callable[[], _Result]) -> _Result:
+    def agreed(self, function: Callable[[], _Result]) -> _Result:
         """The same for what communicates nothing and changes nothing: where it breaks, it is tried again."""
         if self._irrevocable:
             return function()
@@ -197,7 +197,7 @@ class Together:
         Raises:
             BrokeOff: it broke; ``what`` names it.
         """
-        return self.once(lambda: self._to_the_end(what, function))
+        return self.collective(lambda: self._to_the_end(what, function))
 
     def _to_the_end(self, what: str, function: Callable[[], _Result]) -> _Result:
         self._irrevocable = True
