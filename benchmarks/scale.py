@@ -42,9 +42,9 @@ from ds_silent.exchange.observation import Local, Loss, Observation, Reduced, St
 from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.measure.evidence import ResponseLog
+from ds_silent.measure.record import Context
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
-from ds_silent.observing.published import Context
 from ds_silent.observing.recorder import Recorder
 from ds_silent.records import Event, Seconds
 from ds_silent.sinks.base import FanOut

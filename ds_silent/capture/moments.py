@@ -30,11 +30,13 @@ class StepPlan:
         step: as all ranks count it; what communicates is timed by it.
         measures: whether it is measured.
         exact: whether the local gradients are exchanged piece by piece, too.
+        sends: whether an observation is sent: of each measured step, and of the first.
     """
 
     step: int
     measures: bool = False
     exact: bool = False
+    sends: bool = False
 
 
 class StepMoments:

@@ -30,7 +30,7 @@ logger = logging.getLogger("ds_silent")
 _Result = TypeVar("_Result")
 
 
-class Collective(Protocol):
+class CollectiveCall(Protocol):
     """:meth:`CollectiveGuard.collective`, or :func:`unguarded`."""
 
     def __call__(self, function: Callable[[], _Result], /) -> _Result: ...
@@ -71,11 +71,11 @@ def _timed_out(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
 
 
-class _Play:
-    """Results of its calls of collective, in order, and how many of them the play under way has come to."""
+class _Attempts:
+    """Results of its calls of collective, in order, how many of them the attempt has come to, and how it began."""
 
-    def __init__(self, call: Any = None):
-        self.call, self.place = call, 0
+    def __init__(self, call: Any = None, state: Any = None):
+        self.call, self.state, self.place = call, state, 0
         self.made: list[Any] = []
 
 
@@ -84,14 +84,16 @@ class CollectiveGuard:
 
     Attributes:
         failure: the first internal error; it stays, for all ranks switch off when they read that there was one.
-        over: the process group is broken: nothing is played any more.
+        over: nothing is run any more, because the observation has ended or the process group is broken.
+        state: a frozen value that all ranks have alike; a second run begins with the one that the first began with.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.failure: Exception | None = None
         self.over = False
+        self.state: Any = None
         self._group = group
-        self._plays = [_Play()]  # the innermost last: a callback within one may close the observer, which plays too
+        self._runs = [_Attempts()]  # the innermost last: a callback within one may close the observer, which plays too
         self._irrevocable = False
 
     def fail(self, error: Exception) -> None:
@@ -133,9 +135,9 @@ class CollectiveGuard:
         try:
             if self.over:
                 return None
-            self._plays.append(_Play(named))
+            self._runs.append(_Attempts(named, self.state))
             # in one statement: an act that has ended is never played again, with its calls forgotten
-            return (act(*arguments, **named), self._plays.pop())[0]
+            return (act(*arguments, **named), self._runs.pop())[0]
         except BrokeOff:
             raise
         except Exception as error:
@@ -144,9 +146,9 @@ class CollectiveGuard:
     def _again(self, error: Exception, act: Callable[..., _Result], arguments: Any, named: Any) -> _Result | None:
         self._end_if_timed_out(error)
         self.fail(error)
-        if self._plays[-1].call is not named:  # it broke before it had begun
-            self._plays.append(_Play(named))
-        self._plays[-1].place, self._irrevocable = 0, False
+        if self._runs[-1].call is not named:  # it broke before it had begun
+            self._runs.append(_Attempts(named, self.state))
+        self._runs[-1].place, self._irrevocable, self.state = 0, False, self._runs[-1].state
         try:
             return act(*arguments, **named)
         except BrokeOff:
@@ -159,7 +161,7 @@ class CollectiveGuard:
         except Exception as second:
             raise self._broke_off("what all ranks do together", second) from second
         finally:
-            self._plays.pop()
+            self._runs.pop()
 
     def _end_if_timed_out(self, error: Exception) -> None:
         """Nothing of ours waits again, neither in a second play nor in the training's own next collective."""
@@ -184,7 +186,7 @@ class CollectiveGuard:
         """The same for what communicates nothing and changes nothing: where it breaks, it is tried again."""
         if self._irrevocable:
             return function()
-        play = self._plays[-1]
+        play = self._runs[-1]
         if play.place == len(play.made):
             play.made.append(function())
         play.place += 1

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.device import SideStream, pinned
-from ds_silent.distributed.guard import Collective, unguarded
+from ds_silent.distributed.guard import CollectiveCall, unguarded
 from ds_silent.exchange.observation import Gathered
 
 # torch 2.13 renamed the flat all-gather and warns at the old name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def gather_on_host(mine: Tensor, group: dist.ProcessGroup, collective: Collective = unguarded) -> Tensor:
+def gather_on_host(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
     """``mine`` of every rank, stacked, on the host: for the rare exchange that everybody waits for. A collective."""
     own = mine.contiguous()
     everybody = collective(lambda: [torch.empty_like(own) for _ in range(dist.get_world_size(group))])
@@ -26,7 +26,7 @@ def gather_on_host(mine: Tensor, group: dist.ProcessGroup, collective: Collectiv
     return torch.stack(everybody).cpu()
 
 
-def same_on_all(mine: Tensor, group: dist.ProcessGroup, collective: Collective = unguarded) -> Tensor:
+def same_on_all(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
     """Which of these int32 are the same on every rank: bool, of their shape, on the host. A collective that waits.
 
     One all-reduce of 8 bytes per number, whatever the number of ranks: the largest x and the largest ~x, which is

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.distributed.guard import Collective, CollectiveGuard
+from ds_silent.distributed.guard import CollectiveCall, CollectiveGuard
 from ds_silent.exchange.collectives import Arrived, Landing, gather_on_host
 from ds_silent.exchange.layout import Layout, code_of, failed_rows, pack, pack_scalars, unpack, with_sums
 from ds_silent.exchange.observation import (
@@ -66,10 +66,10 @@ class Exchange(ABC):
     def _pack(self, observation: Observation) -> Tensor:
         """This rank's row."""
 
-    def _start(self, mine: Tensor, failed: float, collective: Collective) -> None:
+    def _start(self, mine: Tensor, failed: float, collective: CollectiveCall) -> None:
         self._rows.start(mine, failed == LEFT, collective)
 
-    def collect(self, collective: Collective) -> Arrived | None:
+    def collect(self, collective: CollectiveCall) -> Arrived | None:
         """What was posted last and not yet collected, or None."""
         if collective(lambda: self._step) is None:
             return None
@@ -81,7 +81,7 @@ class Exchange(ABC):
     def peek(self) -> Arrived:
         """What was posted last, waited for and left where it is."""
 
-    def in_full(self, collective: Collective) -> Arrived:
+    def in_full(self, collective: CollectiveCall) -> Arrived:
         """:meth:`peek`, with what ranks otherwise send with the next observation. A collective if there is any."""
         return collective(self.peek)
 
@@ -154,7 +154,7 @@ class ConstantSizeExchange(Exchange):
         self._incomplete: Arrived | None = None  # lacks what the ranks say of themselves late
         self._late = torch.zeros(1 + layout.late, device=device)  # what this rank says of that observation
 
-    def _start(self, mine: Tensor, failed: float, collective: Collective) -> None:
+    def _start(self, mine: Tensor, failed: float, collective: CollectiveCall) -> None:
         self._sums_landing.start(collective(lambda: self._add_up(failed)))
         super()._start(mine, failed, collective)
 
@@ -227,7 +227,7 @@ class ConstantSizeExchange(Exchange):
             found.append((ours * others).sum(1) / lengths.sqrt())
         return torch.cat(found)
 
-    def collect(self, collective: Collective) -> Arrived | None:
+    def collect(self, collective: CollectiveCall) -> Arrived | None:
         """The record before the last posted one: what the ranks found late came with the last."""
         if collective(lambda: self._step) is None:
             return None
@@ -255,7 +255,7 @@ class ConstantSizeExchange(Exchange):
         rows = self._kept(self._rows.all())
         return Arrived(known, lambda: self._with_sums(known, sums.double(), rows.double()))
 
-    def in_full(self, collective: Collective) -> Arrived:
+    def in_full(self, collective: CollectiveCall) -> Arrived:
         newest = collective(self.peek)
         if on_any(newest.known.status.failed) or not self._layout.late:
             return newest

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_silent.device import SideStream
 from ds_silent.distributed.communicator import new_part, own_part
-from ds_silent.distributed.guard import Collective
+from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.exchange.collectives import Landing, all_gather
 from ds_silent.exchange.layout import DIGIT, DIGITS, WORDS, Layout
 from ds_silent.exchange.observation import FIELDS, Code, Wishes
@@ -54,7 +54,7 @@ class AllGatherRows:
         self.received = torch.zeros(dist.get_world_size(group) * layout.row, device=device)
         self._landing = Landing(self.received)
 
-    def start(self, mine: Tensor, leaves: bool, collective: Collective) -> None:
+    def start(self, mine: Tensor, leaves: bool, collective: CollectiveCall) -> None:
         """``mine``: (layout.row,) fp32."""
         self._landing.start(collective(lambda: all_gather(self.received, mine, group=self._group, async_op=True)))
 
@@ -97,7 +97,7 @@ class HierarchicalGather:
         self._passed: dist.Work | None = None
         self._landing, self._extremes_landing = Landing(self.received), Landing(self.extremes)
 
-    def start(self, mine: Tensor, leaves: bool, collective: Collective) -> None:
+    def start(self, mine: Tensor, leaves: bool, collective: CollectiveCall) -> None:
         """``leaves``: this rank does not wait for anything any more; where waiting takes the host, it passes nothing
         on, which nobody will ask for."""
         if leaves:  # what was sent last may still be read, and nobody waits for that

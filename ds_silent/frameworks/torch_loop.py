@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ds_silent.capture.local_gradient import loss_in
 from ds_silent.capture.mean_loss import Made, comes_of, made_by
-from ds_silent.exchange.row_ids import batch_tensors
+from ds_silent.capture.row_hashes import batch_tensors
 from ds_silent.framework import Moments
 from ds_silent.frameworks.torch_common import StepCounts
 from ds_silent.patches import Patches

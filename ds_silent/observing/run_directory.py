@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ds_silent.alerts.sink import Alerts
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.destination import WrongDestination
-from ds_silent.distributed.guard import Collective
+from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.runs.summary import RunSummary
 from ds_silent.sinks import Background, FanOut, Sink, SinkError, open_files
 from ds_silent.sinks.claims import (
@@ -132,7 +132,7 @@ class RunDirectory:
             "else in a new directory below it"
         )
 
-    def settle(self, done: int, samples: int, records: str | None, collective: Collective) -> None:
+    def settle(self, done: int, samples: int, records: str | None, collective: CollectiveCall) -> None:
         """Decide, if that is still open. A collective then; called by all ranks before the first step, and played.
 
         Args:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ds_silent.distributed.guard import Collective, unguarded
+from ds_silent.distributed.guard import CollectiveCall, unguarded
 from ds_silent.distributed.parts import Parts, outvoted, parts_of_numbers
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.maths.fingerprint import hash_bytes, hash_text
@@ -122,7 +122,7 @@ def _verdict(expectation: Expectation, said: Said, ranks: int) -> tuple[bool, tu
 
 
 def compare(
-    items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, collective: Collective = unguarded
+    items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, collective: CollectiveCall = unguarded
 ) -> PreflightOutcome:
     """Exchange and compare. A collective that waits: every rank calls it once, before its first step.
 
@@ -188,7 +188,7 @@ def questions(items: Sequence[Item], apart: Sequence[int], room: int) -> tuple[l
 class EveryRank:
     """The ranks of a process group, as this one reaches them; each call is a collective of a size that all know."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, collective: Collective):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, collective: CollectiveCall):
         self._group, self._device, self._collective = group, device, collective
 
     @property

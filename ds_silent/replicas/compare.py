@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.distributed.guard import Collective, unguarded
+from ds_silent.distributed.guard import CollectiveCall, unguarded
 from ds_silent.distributed.parts import Parts, majority, outvoted, parts_of_numbers
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.exchange.observation import Gathered, on_all
@@ -89,7 +89,7 @@ def compare(items: Items, bits: Bits, group: dist.ProcessGroup) -> Comparison:
     return compare_checksums(bits(items), group)
 
 
-def compare_checksums(values: Tensor, group: dist.ProcessGroup, collective: Collective = unguarded) -> Comparison:
+def compare_checksums(values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Comparison:
     """:func:`compare`, from the checksums of this rank's tensors: int64 (n,). A collective."""
     whole = combined(values)
     same, comparable = equal_on_all(
@@ -119,7 +119,7 @@ def _of_majority(parts: Parts, column: npt.NDArray[np.int64]) -> int | None:
     return int(column[healthy[0]]) if healthy else None
 
 
-def _told_by(rank: int, values: Tensor, group: dist.ProcessGroup, collective: Collective) -> list[int | None]:
+def _told_by(rank: int, values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall) -> list[int | None]:
     """Checksums that one rank has. The others add zeros, and int32 carries the halves unchanged."""
     own = values if dist.get_rank(group) == rank else torch.zeros_like(values)
     halves = collective(lambda: own.contiguous().view(torch.int32).clone())  # run again, the buffer that was reduced
@@ -127,12 +127,12 @@ def _told_by(rank: int, values: Tensor, group: dist.ProcessGroup, collective: Co
     return list(halves.cpu().view(torch.int64).tolist())
 
 
-def equal_on_all(values: Tensor, group: dist.ProcessGroup, collective: Collective = unguarded) -> Tensor:
+def equal_on_all(values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
     """Which of these int64 (n,) all ranks have alike: bool (n,) on the host. A collective of 16 bytes each."""
     return same_on_all(values.contiguous().view(torch.int32).view(-1, 2), group, collective).all(1)
 
 
-def gathered(values: Tensor, group: dist.ProcessGroup, collective: Collective = unguarded) -> Tensor:
+def gathered(values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
     """(n,) int64 of every rank, (N, n) on the host; travels as int32, which every backend has."""
     flat = values.contiguous().reshape(-1)
     return gather_on_host(flat.view(torch.int32), group, collective).view(torch.int64)
@@ -180,7 +180,7 @@ class Replicas:
         """Checksum of the parameters as they are now, as 16 hexadecimal digits. Waits for the device."""
         return f"{int(combined(self._bits(self._parameters))) & 0xFFFFFFFFFFFFFFFF:016x}"
 
-    def localise(self, group: dist.ProcessGroup, collective: Collective = unguarded) -> Drift | None:
+    def localise(self, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Drift | None:
         """The tensors that differ at the last :meth:`check`; None where the ranks do not even have the same tensors.
 
         A collective: every rank calls it at the same step.
@@ -270,7 +270,7 @@ class ReplicaChecks:
             self._replicas.equal()
         return differ
 
-    def localise(self, collective: Collective) -> Drift | None:
+    def localise(self, collective: CollectiveCall) -> Drift | None:
         """The tensors that differ, where :meth:`differ`. A collective."""
         assert self._replicas is not None
         return self._replicas.localise(self._group, collective)
