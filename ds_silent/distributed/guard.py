@@ -1,17 +1,22 @@
 """Keep collectives matched across ranks when one rank raises. The one rule of every line that runs in a step:
 
     guard = CollectiveGuard(group)
-    guard.run(step)                            # an entry: the training calls it, on every rank at the same moments
-        guard.local(lambda: measure(gradient))  # in it: what touches only this rank
-        guard.collective(lambda: all_reduce(values))  # in it: a collective, or what decides whether there is one
+    guard.run(step)                               # an entry: the training calls it, on every rank at the same moments
+        guard.local(measure, gradient)            # in it: what touches only this rank
+        guard.collective(lambda: all_reduce(x))   # in it: a collective, or what decides whether there is one
 
-* **local**: may break. The first error is kept and logged once; this rank's next observation says "failed", every rank
-  reads that one measured step later, and all switch off there together.
-* **collective**: every rank makes the same calls in the same order. **agreed** is the same for a value without a call.
-* **run**: where the lines between them break (out of memory, a bug), the act is played again from its beginning: what
-  came once is remembered, what is alone is left out. So this rank reaches the collectives that its peers wait in.
+``local()`` may fail; ``collective()`` runs on every rank; if anything else raises, the block is run once more with the
+recorded results.
 
-What breaks in both plays, or in a response (:meth:`CollectiveGuard.irrevocable`), which changes the training, ends the
+* **local**: the first error is kept and logged once. From then on this rank skips its local parts, and its next
+  observation says "failed". Every rank reads that one measured step later, and all stop observing together.
+* **collective**: every rank makes the same calls in the same order. In a second run a call returns what it returned in
+  the first, so this rank reaches the collectives that its peers wait in, and none is made twice.
+* **agreed**: the same for a value without a collective, where the block itself changes what the value follows from.
+  :attr:`CollectiveGuard.state` needs no such call: a second run begins with the state that the first began with.
+* **cleanup**: what is tried also after a failure, such as removing a hook.
+
+What raises in both runs, or in a response (:meth:`CollectiveGuard.irrevocable`), which changes the training, ends the
 training on this rank with a sentence. Its peers wait until its process ends (gloo: their collective raises; launchers
 end all) and no longer than the group's timeout. A collective that has waited for the whole time-out ends the training
 with the transport's own error, because the training's next one would wait for the same peer as long once more.
@@ -42,7 +47,7 @@ def unguarded(function: Callable[[], _Result], /) -> _Result:
 
 
 class Unobservable(Exception):
-    """Something of the training that cannot be observed: not an error of ours."""
+    """Raise for what cannot be observed of a training: not an internal error."""
 
 
 class SparseGradientError(Unobservable):
@@ -72,7 +77,7 @@ def _timed_out(error: Exception) -> bool:
 
 
 class _Attempts:
-    """Results of its calls of collective, in order, how many of them the attempt has come to, and how it began."""
+    """Keep the results of a block's calls, in order, how many the run under way has come to, and how it began."""
 
     def __init__(self, call: Any = None, state: Any = None):
         self.call, self.state, self.place = call, state, 0
@@ -80,7 +85,7 @@ class _Attempts:
 
 
 class CollectiveGuard:
-    """One rank's part; see the module docstring.
+    """Guard one rank's part of every step; see the module docstring.
 
     Attributes:
         failure: the first internal error; it stays, for all ranks switch off when they read that there was one.
@@ -93,7 +98,9 @@ class CollectiveGuard:
         self.over = False
         self.state: Any = None
         self._group = group
-        self._runs = [_Attempts()]  # the innermost last: a callback within one may close the observer, which plays too
+        self._runs = [
+            _Attempts()
+        ]  # the innermost last: a callback within one may close the observer, which runs a block too
         self._irrevocable = False
 
     def fail(self, error: Exception) -> None:
@@ -123,20 +130,20 @@ class CollectiveGuard:
             self.fail(error)
 
     def run(self, act: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
-        """Run an act, and once more where it breaks.
+        """Run a block, and once more where it raises.
 
         Returns:
             its result; None where the process group is broken, which the training is about to meet by itself.
 
         Raises:
-            BrokeOff: it broke twice, or in what cannot be played twice.
+            BrokeOff: it raised twice, or in what cannot be run twice.
             RuntimeError: a collective's own, which has timed out.
         """
         try:
             if self.over:
                 return None
             self._runs.append(_Attempts(named, self.state))
-            # in one statement: an act that has ended is never played again, with its calls forgotten
+            # in one statement: a block that has ended is never run again, with its calls forgotten
             return (act(*arguments, **named), self._runs.pop())[0]
         except BrokeOff:
             raise
@@ -164,13 +171,13 @@ class CollectiveGuard:
             self._runs.pop()
 
     def _end_if_timed_out(self, error: Exception) -> None:
-        """Nothing of ours waits again, neither in a second play nor in the training's own next collective."""
+        """Raise what has timed out: no rank waits again, in a second run or in the training's own next collective."""
         if isinstance(error, _GroupBroke) and _timed_out(error.error):
             self.failure, self.over = self.failure or error.error, True
             raise error.error
 
     def collective(self, function: Callable[[], _Result]) -> _Result:
-        """Make a call that every rank makes, or remember what it gave when this act was played before."""
+        """Make a call that every rank makes; in a second run, return what it returned in the first."""
 
         def called() -> _Result:
             try:
@@ -183,18 +190,18 @@ class CollectiveGuard:
         return function() if self._irrevocable else self.agreed(called)
 
     def agreed(self, function: Callable[[], _Result]) -> _Result:
-        """The same for what communicates nothing and changes nothing: where it breaks, it is tried again."""
+        """Return a value that every rank has alike; in a second run, the one of the first."""
         if self._irrevocable:
             return function()
-        play = self._runs[-1]
-        if play.place == len(play.made):
-            play.made.append(function())
-        play.place += 1
-        result: _Result = play.made[play.place - 1]
+        block = self._runs[-1]
+        if block.place == len(block.made):
+            block.made.append(function())
+        block.place += 1
+        result: _Result = block.made[block.place - 1]
         return result
 
     def irrevocable(self, what: str, function: Callable[[], _Result]) -> _Result:
-        """Run once, to the end, what changes the training: many collectives that are not played again one by one.
+        """Run once, to the end, what changes the training: many collectives that are not repeated one by one.
 
         Raises:
             BrokeOff: it broke; ``what`` names it.

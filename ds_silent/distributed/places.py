@@ -167,7 +167,7 @@ def read_groups(path: str | None) -> dict[str, str]:
     key = f"{BLOCK}.places {shown(path, 240)}"  # the whole of it, where a path is of a usual length
     remedy = 'write {"node0001": "A", "node0002": "A", "node0003": "B"}'
     try:
-        held = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_pairs)
+        held = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_Pairs)
     except OSError as error:
         raise ConfigError(
             f"{key} cannot be read ({error.strerror or type(error).__name__}); "
@@ -193,10 +193,6 @@ def read_groups(path: str | None) -> dict[str, str]:
 
 class _Pairs(list[tuple[str, Any]]):
     """An object as it is written, a key that comes twice included."""
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> _Pairs:
-    return _Pairs(pairs)
 
 
 def _group_of(host: str, groups: Mapping[str, str]) -> str | None:

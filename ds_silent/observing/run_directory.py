@@ -97,11 +97,6 @@ class RunDirectory:
         _live.add(home)
         return home
 
-    @property
-    def undecided(self) -> bool:
-        """Whether the first step is to decide; the same on every rank."""
-        return self._undecided
-
     def _take(self, monitor_write: MonitorWrite | None) -> None:
         """On the writing rank: the directory if it is unused, and whatever can be refused now."""
         self._base = Path(self._config.output_dir)
@@ -133,7 +128,7 @@ class RunDirectory:
         )
 
     def settle(self, done: int, samples: int, records: str | None, collective: CollectiveCall) -> None:
-        """Decide, if that is still open. A collective then; called by all ranks before the first step, and played.
+        """Decide, if that is still open. A collective then; the guard of all ranks runs it before the first step.
 
         Args:
             done: optimizer steps behind the engine, 0 for a new training.
