@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class CollectiveCall(Protocol):
-    """:meth:`CollectiveGuard.collective`, or :func:`unguarded`."""
+    """Type of :meth:`CollectiveGuard.collective` and of :func:`unguarded`."""
 
     def __call__(self, function: Callable[[], _Result], /) -> _Result: ...
 
@@ -51,19 +51,19 @@ class Unobservable(Exception):
 
 
 class SparseGradientError(Unobservable):
-    """A gradient of which only some rows are there."""
+    """Raise for a gradient of which only some rows are there."""
 
 
 class UnevenInputsError(Unobservable):
-    """The ranks take different numbers of steps, by design."""
+    """Raise where the ranks take different numbers of steps, by design."""
 
 
 class BrokeOff(RuntimeError):
-    """Nobody may go on after this: the others would wait for this rank, or differ from it."""
+    """End the training: the other ranks would wait for this one, or differ from it."""
 
 
 class _GroupBroke(Exception):
-    """A collective itself raised."""
+    """Carry the error of a collective."""
 
     def __init__(self, error: Exception):
         super().__init__(str(error))
@@ -71,7 +71,7 @@ class _GroupBroke(Exception):
 
 
 def _timed_out(error: Exception) -> bool:
-    """Whether a transport has waited in vain; gloo, NCCL and HCCL all raise a RuntimeError that says so in words."""
+    """Tell whether a transport has timed out; gloo, NCCL and HCCL all raise a RuntimeError that says so in words."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
 
@@ -114,7 +114,7 @@ class CollectiveGuard:
             logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
 
     def local(self, function: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
-        """Run what touches only this rank; None where it breaks, and ever after."""
+        """Run what touches only this rank. Return None where it raises, and without a call ever after."""
         try:
             if self.failure is None:
                 return function(*arguments, **named)
@@ -123,7 +123,7 @@ class CollectiveGuard:
         return None
 
     def cleanup(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        """Run what has to be tried also after a failure, such as taking a hook off."""
+        """Run what has to be tried also after a failure, such as removing a hook."""
         try:
             function(*arguments, **named)
         except Exception as error:

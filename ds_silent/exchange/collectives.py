@@ -1,4 +1,4 @@
-"""Communicate with all ranks: what has another name in another torch, what lands on the host later, what came."""
+"""Wrap the collectives: names that differ between torch versions, copies to the host, and what arrived."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def gather_on_host(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
-    """``mine`` of every rank, stacked, on the host: for the rare exchange that everybody waits for. A collective."""
+    """Gather ``mine`` of every rank, stacked, on the host: for the rare exchange that waits. A collective."""
     own = mine.contiguous()
     everybody = collective(lambda: [torch.empty_like(own) for _ in range(dist.get_world_size(group))])
     collective(lambda: dist.all_gather(everybody, own, group=group))
@@ -27,7 +27,7 @@ def gather_on_host(mine: Tensor, group: dist.ProcessGroup, collective: Collectiv
 
 
 def same_on_all(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
-    """Which of these int32 are the same on every rank: bool, of their shape, on the host. A collective that waits.
+    """Tell which of these int32 are the same on every rank: bool, of their shape, on the host. A collective that waits.
 
     One all-reduce of 8 bytes per number, whatever the number of ranks: the largest x and the largest ~x, which is
     -x - 1 and so the smallest x, without an overflow. They meet where all are equal.
@@ -43,8 +43,8 @@ def same_on_all(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCa
 # A collective's result on its way to the host, beside the training.
 
 
-class Landing:
-    """Brings one collective's result to the host beside the training: no stream of the training waits for it."""
+class HostCopy:
+    """Bring one collective's result to the host beside the training: no stream of the training waits for it."""
 
     def __init__(self, source: Tensor):
         self._source = source
@@ -56,7 +56,7 @@ class Landing:
             self._side = SideStream(source.device)
 
     def start(self, work: dist.Work | None) -> None:
-        """``work`` is under way; on a device, its result is copied as soon as it is there."""
+        """Copy the result of ``work``, which is under way, as soon as it is there."""
         self._work, self._copying = work, False
         if not self._on_host:
             self._copy()
@@ -69,7 +69,7 @@ class Landing:
         self._copying = True
 
     def result(self) -> Tensor:
-        """The landed fp32 values; the copy was started a step ago."""
+        """Return the fp32 values; the copy was started a step ago."""
         if not self._on_host:
             if not self._copying:  # starting it broke
                 self._copy()
@@ -86,7 +86,7 @@ class Landing:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A step's observations.
+    """Hold a step's observations.
 
     Attributes:
         known: what every rank has alike, of each rank; of very many the smallest and the largest of their values
@@ -99,12 +99,12 @@ class Arrived:
 
     @property
     def step(self) -> int:
-        """Of the observations."""
+        """Return the step of the observations."""
         return self.known.step
 
     @cached_property
     def all(self) -> Gathered:
-        """Everything; on the writing rank at any time, on others before the next observation is sent.
+        """Return everything; on the writing rank at any time, on others before the next observation is sent.
 
         Raises:
             LookupError: this rank does not have it.

@@ -1,4 +1,4 @@
-"""Exact inner products of the ranks' gradients without anybody holding more than a chunk of the others'.
+"""Compute exact inner products of the ranks' gradients, where no rank holds more than a chunk of the others'.
 
     gram = exact_gram(fill, numel, group, device, memory_mb=64)     # (N, N), this rank's part; the parts add up
 
@@ -30,7 +30,7 @@ def exact_gram(
     local: Callable[[Callable[[], None]], object] = unguarded,
     collective: Callable[[Callable[[], object]], object] = unguarded,
 ) -> Tensor:
-    """This rank's part of the Gram matrix of the local gradients; the sum over ranks is the whole.
+    """Compute this rank's part of the Gram matrix of the local gradients; the sum over ranks is the whole.
 
     Products and sums are fp32 and elementwise, so that no reduced-precision matrix mode of the user applies.
 

@@ -1,4 +1,4 @@
-"""Ids of rows on their way through the observing collective.
+"""Pack the ids of rows for the observing collective, and unpack them.
 
     sampling = sampling_of(ranks, capacity)            # every rank the same: which rows are sent, in how much room
     sent = pack_rows(ids, sampling)                    # on every rank, into the fp32 all-gather
@@ -33,7 +33,7 @@ _HEADER = 3
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which rows a rank sends with an observation; the same on every rank.
+    """Say which rows a rank sends with an observation; the same on every rank.
 
     A row is sent when its 64-bit hash begins with ``level`` zero bits: one row in 2^level, chosen by the *row*, so that
     two ranks that hold the same rows send the same ones. At level 0 every row is sent, and its id as it is.
@@ -55,7 +55,7 @@ class Sampling:
 
 
 def sampling_of(ranks: int, capacity: int) -> Sampling:
-    """What N ranks send of up to ``capacity`` rows each; see :data:`MAX_BYTES`.
+    """Choose what N ranks send of up to ``capacity`` rows each; see :data:`MAX_BYTES`.
 
     In a sample, the rows of all ranks take about ``MAX_BYTES`` or ``FEWEST`` rows of each rank, whichever is more, at 8
     bytes each. The room of a rank has to be of a fixed size and must hold what chance brings, B(capacity, rate): it is
@@ -67,7 +67,7 @@ def sampling_of(ranks: int, capacity: int) -> Sampling:
 
 
 def _room(rows: int, rate: float) -> int:
-    """The fewest slots c of which E[max(0, X - c)] <= UNSENT * E[X], X ~ B(rows, rate)."""
+    """Find the fewest slots c of which E[max(0, X - c)] <= UNSENT * E[X], X ~ B(rows, rate)."""
     chances = [math.exp(_log_binomial(rows, count, rate)) for count in range(rows + 1)]
     for slots in range(1, rows):
         over = sum((count - slots) * chance for count, chance in enumerate(chances) if count > slots)
@@ -83,7 +83,7 @@ def _log_binomial(rows: int, count: int, rate: float) -> float:
 
 @dataclass(frozen=True)
 class StepIds:
-    """The ids of one step, as they were received. Rows are sorted by rank, and by their place there.
+    """Hold the ids of one step, as they were received. Rows are sorted by rank, and by their place there.
 
     Of a sample, an id is 36 bits of the row's hash: two of 10,000 different rows have the same with 0.0007.
     """
@@ -147,7 +147,7 @@ def _counted(rows: int) -> float:
 
 
 def pack_ids(ids: Tensor, capacity: int, count: int | None = None) -> Tensor:
-    """64-bit ids as numbers that an fp32 collective without arithmetic brings over bit by bit.
+    """Pack 64-bit ids as numbers that an fp32 collective without arithmetic brings over bit by bit.
 
     Args:
         ids: int64 (rows,), any values, on any device; more than ``capacity`` are cut, and the receiver sees that.
@@ -167,7 +167,7 @@ def pack_ids(ids: Tensor, capacity: int, count: int | None = None) -> Tensor:
 
 
 def unpack_ids(rows: Tensor, sampling: Sampling | None = None) -> StepIds:
-    """What :func:`pack_rows` made of each rank's ids.
+    """Undo :func:`pack_rows` of each rank's ids.
 
     Args:
         rows: (N, sampling.numbers) floating point on the host. All zeros is a rank without rows; a rank whose numbers

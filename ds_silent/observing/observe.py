@@ -1,4 +1,4 @@
-"""From a training of any framework to its observer: what all ranks agree on, open and compare before the first step.
+"""Attach an observer to a training of any framework: agree, open and compare before the first step.
 
     observer = observe(subject, config, refusal)     # every rank; None: nobody observes
     observer_of(subject.held)                        # the same one, later
@@ -62,7 +62,7 @@ Given = SilentConsistencyConfig | Mapping[str, Any] | str | Path | None
 
 @dataclass(frozen=True)
 class Subject:
-    """A training that may be observed: what its framework says of it while nothing is hooked."""
+    """Describe a training that may be observed, as its framework does while nothing is hooked."""
 
     held: Any  # what a script holds, such as a wrapped module: the observer is found by it
     words: Words
@@ -79,7 +79,7 @@ class Subject:
 
 @contextmanager
 def told_in_a_sentence() -> Iterator[None]:
-    """A refusal that leaves it and is caught by nobody ends the process with its sentence, which one rank prints."""
+    """End the process with one sentence where a refusal is not caught; one rank prints it."""
     try:
         yield
     except (ConfigError, SinkError):
@@ -128,7 +128,7 @@ def observe(
 
 
 def given_block(config: Given, called: str = "config") -> SilentConsistencyConfig | None:
-    """What a script gives as ``config``: a parsed block, a block, or a dict or file that holds one under its name.
+    """Read what a script gives as ``config``: a parsed block, a block, or a dict or file that holds one under its name.
 
     Args:
         called: what a user calls it, for the sentences about a mistake.
@@ -146,7 +146,7 @@ def given_block(config: Given, called: str = "config") -> SilentConsistencyConfi
 
 
 def idle_observer(config: Given) -> Observer | None:
-    """What a script that runs as one process gets: it does nothing, and one sentence says why.
+    """Return an observer for a script that runs as one process: it does nothing, and one sentence says why.
 
     Raises:
         ConfigError: the block is wrong, see :func:`given_block`.
@@ -161,7 +161,7 @@ def idle_observer(config: Given) -> Observer | None:
 
 
 def say_alone(launchers: str) -> None:
-    """The sentence for a training that one process runs."""
+    """Log why a training that one process runs is not observed."""
     logger.warning(
         "ds_silent: one process trains this model, so there is nothing to compare and nothing is observed; start it "
         "with %s",
@@ -170,7 +170,7 @@ def say_alone(launchers: str) -> None:
 
 
 def anything_observed() -> bool:
-    """Whether a training of this process has had an observer."""
+    """Tell whether a training of this process has had an observer."""
     return bool(_observed)
 
 
@@ -206,7 +206,7 @@ def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigErro
 
 
 def _places_of(board: PlaceBoard, config: SilentConsistencyConfig) -> Places:
-    """On the rank that writes: where all run."""
+    """Return where all ranks run; on the rank that writes."""
     try:
         groups = read_groups(config.places)
     except ConfigError as error:  # it could be read a moment ago
@@ -289,7 +289,7 @@ def _stand_down(observer: Observer, unlike: Event, config: SilentConsistencyConf
 
 
 def _close_at_exit(observer: Observer) -> None:
-    """The last step's record is still under way when a script just ends."""
+    """Close the observer when the script just ends: the last step's record is still under way then."""
     reference = weakref.ref(observer)
 
     def close() -> None:

@@ -1,4 +1,4 @@
-"""What a training script holds of its observation, and the order of its end.
+"""Give a training script its handle of the observation.
 
     backward -> capture -> Observation -> exchange -> measure -> judge -> respond -> sinks
 
@@ -140,7 +140,7 @@ class Observer:
         return {**state, "records": self._home.identity(), "weights_checksum": self._replicas.weights()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
+        """Continue from :meth:`state_dict`; an unreadable state is logged and ignored, and judging starts anew."""
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._replicas.loaded(state.get("weights_checksum"))  # "weights", of older versions, was made otherwise
@@ -183,7 +183,7 @@ class Observer:
         self._publisher.last_words(self._capture.step)
 
     def forked(self) -> None:
-        """This is a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""
+        """Do nothing in a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""
         self._steps.observing, self._guard.over = False, True
         self._closed, self._publisher.recorder = True, Recorder()
 
@@ -196,7 +196,7 @@ class Observer:
 
 
 class IdleObserver(Observer):
-    """What a script calls where there is nothing to observe, so that the same lines run in one process.
+    """Do nothing, where there is nothing to observe, so that the same script runs in one process.
 
     Args:
         output_dir: that of the block, in which nothing is written.

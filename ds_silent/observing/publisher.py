@@ -1,4 +1,4 @@
-"""What becomes of a gathered step: every rank does what it asks of all, the writing rank judges and writes it.
+"""Publish a gathered step: every rank does what it asks of all, the writing rank judges and writes it.
 
 publisher = make_publisher(capture, config, home, layout, checker, replicas, responder)
 publisher.publish(arrived)                       # every rank, at the same step; the guard runs it
@@ -33,7 +33,7 @@ from ds_silent.sinks.scalars import MonitorSink
 
 
 class Publisher:
-    """Each gathered step once, with what this rank knows of it by itself.
+    """Publish each gathered step once, with what this rank knows of it by itself.
 
     Attributes:
         recorder: writes and judges; on all ranks but one it does nothing.
@@ -54,14 +54,14 @@ class Publisher:
     # -- what this rank knows of a step by itself ------------------------------------------------------------------
 
     def step_ended(self, step: int, measured: bool, now: float, observing: float) -> None:
-        """A step has ended at ``now``, of which the observer took ``observing`` seconds."""
+        """Keep the context of a step that has ended at ``now``, of which the observer took ``observing`` seconds."""
         if measured and self.recorder.writes:
             duration = None if self._ended is None else now - self._ended
             self._contexts[step] = self._context(Seconds(duration, observing))
         self._ended = now
 
     def cut_short(self, step: int) -> None:
-        """A step does not end, because the training does."""
+        """Keep the context of a step that does not end, because the training does."""
         if self.recorder.writes:
             self._contexts.setdefault(step, self._context(Seconds()))
 
@@ -157,14 +157,14 @@ class Publisher:
                 self.recorder.report(event)
 
     def last_words(self, step: int) -> None:
-        """The training ends at ``step``: the tensors that differ stay unnamed."""
+        """Judge what still waits, as the training ends at ``step``: the tensors that differ stay unnamed."""
         self.recorder.settle(None)
         self.recorder.repairs(self._responder.take(step).repairs)
 
 
 def parting_of(known: Gathered, settings: Mapping[str, Parts]) -> tuple[object, ...]:
-    """What all ranks know of a step that can part their replicas, empty in health: settings that differ, a step that
-    only some optimizers took, an aggregate of other bits."""
+    """Return what all ranks know of a step that can part their replicas, empty in health: settings that differ, a step
+    that only some optimizers took, an aggregate of other bits."""
     seen, hashes = known.applied.seen, known.hashes
     found: list[object] = [*settings.items()]
     if bool((seen != 0).all()) and on_any(seen) and not on_all(seen):
@@ -175,7 +175,7 @@ def parting_of(known: Gathered, settings: Mapping[str, Parts]) -> tuple[object, 
 
 
 def model_of(capture: StepCapture) -> WholeModel | None:
-    """What other groups hold of the model; on the writing rank, where there are others."""
+    """Return what other groups hold of the model; on the writing rank, where there are others."""
     return capture.framework.model if isinstance(capture.framework, HasPeers) else None
 
 

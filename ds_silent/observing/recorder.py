@@ -1,4 +1,4 @@
-"""On the writing rank: what was gathered becomes a record, the record events, and both are handed to the sinks.
+"""Make a record of what was gathered, judge it, and hand record and events to the sinks; on the writing rank.
 
 recorder = Recorder(sinks, config, audit, layout, members, words)
 recorder.step(gathered, context, drift, log, wait=False)     # gathered(): once per measured step, in order
@@ -40,7 +40,7 @@ _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "war
 
 
 class _Beside:
-    """Runs one act at a time, on a thread of its own where that is wanted, and calls back on the training's thread.
+    """Run one act at a time, on a thread of its own where that is wanted, and call back on the training's thread.
 
     Attributes:
         task: the thread's; None where everything runs at once.
@@ -108,7 +108,7 @@ class _Beside:
 
 
 class _Judgement:
-    """Makes a record of what was gathered, and judges it; keeps what both need from step to step."""
+    """Make a record of what was gathered, and judge it; keep what both need from step to step."""
 
     def __init__(
         self, config: SilentConsistencyConfig, audit: ReductionChecker, layout: Layout, words: Words, alike: bool
@@ -152,7 +152,7 @@ class _Judgement:
 
 
 class Recorder:
-    """What an observer reports of a step to; on the ranks that do not write, without a sink, it does nothing.
+    """Record and judge what an observer reports; on the ranks that do not write, without a sink, do nothing.
 
     With ``beside`` a step is judged on a thread of its own until the next measured step; whatever is asked earlier
     waits for it. So what is found does not depend on timing. Callbacks run on the training's thread, between two steps.
@@ -352,14 +352,14 @@ class Recorder:
 
 
 def _ranks_of(state: dict[str, Any]) -> int | None:
-    """Whose state it is; one of before does not say it, but where its detectors have compared ranks."""
+    """Return of how many ranks a state is; an older one says it only where its detectors have compared ranks."""
     compared = state["judge"].get("outlier") or {}
     ranks = state.get("ranks", compared.get("ranks"))
     return None if ranks is None else int(ranks)
 
 
 def ranks_changed(step: int, before: int, now: int) -> Event:
-    """A resume with another number of ranks: said once, with the first record after it."""
+    """Make the event of a resume with another number of ranks, for the first record after it."""
     message = (
         f"The training goes on with {now} ranks, its checkpoint is from {before}: what the detectors have learned of "
         f"{before} ranks is not used, they start anew."

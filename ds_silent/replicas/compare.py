@@ -1,4 +1,4 @@
-"""Compares the ranks' replicas: which tensors differ, and which ranks hold the same, tensor by tensor.
+"""Compare the ranks' replicas: which tensors differ, and which ranks hold the same, tensor by tensor.
 
     found = compare(items, bits, group)          # a collective: every rank calls it at the same step
     found.equal, found.apart                     # False, (3,): positions of the tensors that differ
@@ -50,7 +50,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison of the replicas says; the same on every rank.
+    """Hold the result of a comparison of the replicas; the same on every rank.
 
     Where too many tensors differ to ask about each, the ``parts`` of the last ones are those of all of them together:
     who is in one part holds the same of each.
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def outvoted(self) -> tuple[int, ...]:
-        """Ranks outside of a tensor's majority. Of whole replicas there may be none, and nobody is named without."""
+        """Ranks outside of a tensor's majority. Of whole replicas there may be none, and no rank is named without."""
         different = {id(parts): parts for parts in self.parts}.values()
         return tuple(sorted({rank for parts in different for rank in outvoted(parts)}))
 

@@ -1,4 +1,4 @@
-"""Acts on what is wrong: the only code that changes a training, and only where the configuration asks for it.
+"""Act on what is wrong: the only code that changes a training, and only where the configuration asks for it.
 
     responder = Responder(capture, exchange, audit, config)
     responder.before_update(step, due)   # repeat the reduction until it is right; bring an averaging to its end
@@ -72,7 +72,7 @@ def _up_to(step: int, notes: list[tuple[int, _Note]]) -> list[_Note]:
 
 
 class Responder:
-    """The responses of one training.
+    """Run the responses of one training.
 
     Attributes:
         stop: why the training has to end now, the same on every rank; None when it may go on.
@@ -133,7 +133,7 @@ class Responder:
 
 
 class _Guard:
-    """Before an optimizer may use a reduction, all ranks know that it is right."""
+    """Let all ranks know that a reduction is right before an optimizer may use it."""
 
     def __init__(
         self, capture: StepCapture, exchange: Exchange, audit: ReductionChecker, config: SilentConsistencyConfig
@@ -194,7 +194,7 @@ class _Guard:
 
 
 class _Keeper(ABC):
-    """Keeps replicas equal: compares them after updates, and makes equal what is not."""
+    """Keep replicas equal: compare them after updates, and make equal what is not."""
 
     def __init__(self, capture: StepCapture, replica: Callable[[], Replica], interval: int):
         self._capture, self._replica, self._interval = capture, replica, interval
