@@ -126,7 +126,7 @@ class Observer:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, so it is that rank's
         which must be kept. Steps and samples are in the framework's own counters, and here where it has none."""
-        self._guard.cleanup(self._publish_early)
+        self._guard.cleanup(self._steps.publish_early, self._closed)
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
         if isinstance(self._capture.framework, Counts):
             state["counted"] = self._capture.framework.counted()
@@ -157,7 +157,7 @@ class Observer:
 
     def flush(self) -> None:
         """Publish what is under way and put it on disk. No collective; every rank may call it at the same step."""
-        self._guard.cleanup(self._publish_early)
+        self._guard.cleanup(self._steps.publish_early, self._closed)
         self._guard.cleanup(self._publisher.recorder.flush)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -168,19 +168,14 @@ class Observer:
         """
         if not self._closed:
             self._closed = True
-            for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._stop, self.closing):
-                self._guard.cleanup(act)
-            self._guard.cleanup(self._publisher.recorder.close)
-            self._guard.cleanup(self._home.close, self._capture.step - 1, error)
-
-    def _stop(self) -> None:
-        self._steps.stop(ended=True)
-
-    def _publish_early(self) -> None:
-        self._steps.publish_early(self._closed)
-
-    def _last_words(self) -> None:
-        self._publisher.last_words(self._capture.step)
+            cleanup, steps = self._guard.cleanup, self._steps
+            cleanup(steps.publish_early, closed=True)
+            cleanup(lambda: self._publisher.last_words(self._capture.step))
+            cleanup(steps.say_goodbye)
+            cleanup(steps.stop, ended=True)
+            cleanup(self.closing)
+            cleanup(self._publisher.recorder.close)
+            cleanup(self._home.close, self._capture.step - 1, error)
 
     def forked(self) -> None:
         """Do nothing in a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""

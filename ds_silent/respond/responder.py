@@ -1,6 +1,6 @@
 """Act on what is wrong: the only code that changes a training, and only where the configuration asks for it.
 
-    responder = Responder(capture, exchange, audit, config)
+    responder = Responder(capture, exchange, checker, config)
     responder.before_update(step, due)   # repeat the reduction until it is right; bring an averaging to its end
     responder.after_update(step, due)    # replicas are compared and made equal
     responder.take(step)                 # what was found and done up to a step, for its record and the events
@@ -79,13 +79,13 @@ class Responder:
     """
 
     def __init__(
-        self, capture: StepCapture, exchange: Exchange, audit: ReductionChecker, config: SilentConsistencyConfig
+        self, capture: StepCapture, exchange: Exchange, checker: ReductionChecker, config: SilentConsistencyConfig
     ):
         self.stop: str | None = None
         self._capture = capture
         self._notes = _Notes()
-        guarded = config.respond.on_aggregation_error != "report"
-        self._guard = _Guard(capture, exchange, audit, config) if guarded else None
+        checks = config.respond.on_aggregation_error != "report"
+        self._retry = _Retry(capture, exchange, checker, config) if checks else None
         framework = capture.framework
         keepers: list[_Keeper] = []
         on_drift, resync, attempts = config.respond.on_replica_drift, config.resync, config.respond.retries
@@ -107,15 +107,15 @@ class Responder:
 
     def communicates(self, step: int, due: bool) -> bool:
         """Whether ranks talk to each other about ``step``, by what all of them know."""
-        return self._guard is not None or any(keeper.communicates(step, due) for keeper in self._keepers)
+        return self._retry is not None or any(keeper.communicates(step, due) for keeper in self._keepers)
 
     def before_update(self, step: int, due: int) -> None:
         """Before the optimizer runs, after the step's observation was posted.
 
         ``step`` is the framework's own, ``due`` the same as all ranks count it (:mod:`ds_silent.observing.lockstep`).
         """
-        if self._guard is not None:
-            self.stop = self._guard.protect(step, self._notes)
+        if self._retry is not None:
+            self.stop = self._retry.protect(step, self._notes)
         for keeper in self._keepers:
             self._to_the_end(step, partial(keeper.before_update, due, self._notes))
 
@@ -132,13 +132,13 @@ class Responder:
         return self._notes.take(step)
 
 
-class _Guard:
+class _Retry:
     """Let all ranks know that a reduction is right before an optimizer may use it."""
 
     def __init__(
-        self, capture: StepCapture, exchange: Exchange, audit: ReductionChecker, config: SilentConsistencyConfig
+        self, capture: StepCapture, exchange: Exchange, checker: ReductionChecker, config: SilentConsistencyConfig
     ):
-        self._capture, self._exchange, self._audit, self._respond = capture, exchange, audit, config.respond
+        self._capture, self._exchange, self._checker, self._respond = capture, exchange, checker, config.respond
 
     def protect(self, step: int, notes: _Notes) -> str | None:
         """Why the training must stop, or None."""
@@ -182,7 +182,7 @@ class _Guard:
             return None
         if arrived.make is None:
             return ReductionCheck()  # the writing rank examines for all
-        return self._capture.guard.local(lambda: self._audit.examine(arrived.all))
+        return self._capture.guard.local(lambda: self._checker.examine(arrived.all))
 
     def _anyone(self, wrong: bool | None) -> bool | None:
         """A vote, because the ranks' processors might round a bound differently. None: some rank cannot tell."""
