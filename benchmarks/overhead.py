@@ -90,11 +90,11 @@ def observed(name: str, block: Block) -> Callable[..., Any]:
         else:
             folder = "".join(letter if letter.isalnum() else "-" for letter in name)
             made.append(attached(engine, {"output_dir": f"{settings.directory}/{folder}", **block}))
-        yield made[0]._published.recorder.finish
+        yield made[0]._publisher.recorder.finish
         made[0]._capture.close(ended=False)
 
     # of the observer: where nobody but it counts the steps (DDP, FSDP2), those of other variants are not in it
-    variant.under_way = lambda: made[0]._steps._plan.step  # type: ignore[attr-defined]
+    variant.under_way = lambda: made[0]._steps.plan.step  # type: ignore[attr-defined]
     return variant
 
 

@@ -34,7 +34,7 @@ from simulated_ranks import Fault, SimulatedRanks
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
-from ds_silent.distributed.together import Together
+from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import WORDS, ExchangeShape, Layout, layout_of
@@ -42,9 +42,9 @@ from ds_silent.exchange.observation import Local, Loss, Observation, Reduced, St
 from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.measure.evidence import ResponseLog
+from ds_silent.measure.record import Context
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
-from ds_silent.observing.published import Context
 from ds_silent.observing.recorder import Recorder
 from ds_silent.records import Event, Seconds
 from ds_silent.sinks.base import FanOut
@@ -96,7 +96,7 @@ class Writer:
         arrived: Arrived | None = self.exchange.collect(lambda function: function())
         if arrived is not None:
             self._lockstep.of(arrived)
-        self.exchange.post(step, self._observation(step), Together())
+        self.exchange.post(step, self._observation(step), CollectiveGuard())
         training = time.thread_time() - started
         if sums is not None:
             self.exchange._sums.copy_(sums)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_silent.distributed.together import Together
+from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.whole_model import WholeModel
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic
@@ -44,12 +44,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Moments:
-    """What a framework calls, each guarded already (:mod:`ds_silent.distributed.together`): none raises what is ours.
+    """What a framework calls, each guarded already (:mod:`ds_silent.distributed.guard`): none raises what is ours.
 
     In the order of a step. A framework leaves out what it does not have: the observation says so then.
     """
 
-    together: Together  # for what a framework's own hooks do on the way to a moment
+    guard: CollectiveGuard  # for what a framework's own hooks do on the way to a moment
     begins: Callable[..., object]  # (held) as a step's first forward comes: held() is what gradients hold already
     forward: Callable[..., object]  # (module, args, kwargs) before the module's forward: a micro-batch's rows
     forwarded: Callable[..., object]  # (module, args, output) behind it: a loss, where nobody gives one

@@ -38,7 +38,7 @@ from ds_silent.preflight.comparison import PreflightOutcome
 from ds_silent.preflight.items import check_item, item_of
 from ds_silent.records import Event, EventKind, Place, Repair, to_json
 from ds_silent.replicas.compare import Drift
-from ds_silent.respond.told import repair_event
+from ds_silent.respond.repair_event import repair_event
 from ds_silent.sinks.console import event_line
 from ds_silent.sinks.files import written_event
 from ds_silent.sinks.tensorboard import event_markdown

@@ -1,7 +1,7 @@
 """Under which autocast a rank's training forwards run: on or off, and the dtype.
 
     autocast = Autocast()
-    autocast.connect(patches, together.alone)   # sees what is entered inside a forward
+    autocast.connect(patches, guard.local)   # sees what is entered inside a forward
     autocast.before_forward("cpu"); autocast.after_forward()
     autocast.state                              # ("off",), ("bfloat16",): every state since it was asked last
 
@@ -42,7 +42,7 @@ class Autocast:
         return self._last
 
     def connect(self, patches: Patches, alone: Callable[..., object]) -> None:
-        """Listen to what is entered; ``alone``: the guard of :mod:`ds_silent.distributed.together`."""
+        """Listen to what is entered; ``alone``: the guard of :mod:`ds_silent.distributed.guard`."""
         patches.behind_method(torch.autocast, "__enter__", partial(alone, self._entered))
 
     def before_forward(self, device: str) -> None:

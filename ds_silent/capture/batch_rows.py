@@ -21,8 +21,9 @@ from torch.utils.data import dataloader
 
 from ds_silent.capture.data_facts import DataFacts, Deal, data_facts, deal_of
 from ds_silent.capture.mean_loss import IGNORED_LABEL
+from ds_silent.capture.row_hashes import batch_tensors, row_hashes
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.row_ids import MAX_ROWS, batch_tensors, pack_rows, row_hashes, sampling_of
+from ds_silent.exchange.row_ids import MAX_ROWS, pack_rows, sampling_of
 
 logger = logging.getLogger("ds_silent")
 

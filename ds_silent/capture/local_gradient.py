@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.config import DirectionConfig
-from ds_silent.distributed.together import SparseGradientError, Together
+from ds_silent.distributed.guard import CollectiveGuard, SparseGradientError
 from ds_silent.exchange.exact import copy_overlap, exact_gram
 from ds_silent.exchange.observation import Local
 from ds_silent.kernels.accumulator import Accumulator, stream_order
@@ -183,15 +183,15 @@ class LocalGradient:
             if gradient is not None
         ]
 
-    def exchange(self, group: dist.ProcessGroup, together: Together) -> Tensor:
+    def exchange(self, group: dist.ProcessGroup, guard: CollectiveGuard) -> Tensor:
         """This rank's part of the exact (N, N) inner products; a collective: every rank calls it.
 
         With zeros, or whatever was there, where something broke.
         """
         if self._order is not None:
             self._order.enter()
-        fill = partial(copy_overlap, together.alone(self._parts) or [])
-        gram = exact_gram(fill, self._total, group, self._device, self._memory_mb, together.alone, together.once)
+        fill = partial(copy_overlap, guard.local(self._parts) or [])
+        gram = exact_gram(fill, self._total, group, self._device, self._memory_mb, guard.local, guard.collective)
         if self._copy is not None:
             self._copy.zero_()
         return gram

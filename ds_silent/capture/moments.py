@@ -17,7 +17,7 @@ from ds_silent.capture.forwards import Forwards
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.reduced_gradient import ReducedGradient
-from ds_silent.distributed.together import Together
+from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.observation import Applied
 from ds_silent.framework import Framework, LeavesOut
 
@@ -30,11 +30,13 @@ class StepPlan:
         step: as all ranks count it; what communicates is timed by it.
         measures: whether it is measured.
         exact: whether the local gradients are exchanged piece by piece, too.
+        sends: whether an observation is sent: of each measured step, and of the first.
     """
 
     step: int
     measures: bool = False
     exact: bool = False
+    sends: bool = False
 
 
 class StepMoments:
@@ -56,14 +58,14 @@ class StepMoments:
     def __init__(
         self,
         framework: Framework,
-        together: Together,
+        guard: CollectiveGuard,
         local: LocalGradient,
         aggregate: ReducedGradient,
         forwards: Forwards,
         settings: LocalSettings,
         keep: Callable[..., None] | None,
     ):
-        self._framework, self._together, self._local, self._settings = framework, together, local, settings
+        self._framework, self._guard, self._local, self._settings = framework, guard, local, settings
         self.aggregate, self.forwards, self._keep = aggregate, forwards, keep
         self.plan = StepPlan(framework.step)
         self.last_applied: Applied[float | Tensor] = Applied()
@@ -101,18 +103,17 @@ class StepMoments:
     def keep_for_retry(self, *args: Any, **kwargs: Any) -> None:
         """Keep the local gradient at the boundary, where a wrong reduction is to be repeated."""
         if self._keep is not None and self._framework.is_boundary():
-            self._together.alone(self._keep, *args, **kwargs)
+            self._guard.local(self._keep, *args, **kwargs)
 
     def micro_batch_ended(self, boundary: bool) -> bool:
         """Observe what no hook did; return whether the exact inner products are due before the reduction."""
-        alone = self._together.alone
-        alone(self.forwards.backward_ended)
+        self._guard.local(self.forwards.backward_ended)
         if not self._measures():
             return False
         if boundary:
             self._reducing = True
-            alone(self._local.observe_silent, self.plan.exact)
-        alone(self._local.end_micro_batch)
+            self._guard.local(self._local.observe_silent, self.plan.exact)
+        self._guard.local(self._local.end_micro_batch)
         return boundary and self.plan.exact
 
     def exchange_exactly(self) -> None:
@@ -122,8 +123,8 @@ class StepMoments:
 
     def exchange(self) -> None:
         """Exchange the local gradients piece by piece, once per step. A collective."""
-        if self._together.once(lambda: self.gram is None):
-            self.gram = self._local.exchange(self._framework.ranks.reduced, self._together)
+        if self._guard.collective(lambda: self.gram is None):
+            self.gram = self._local.exchange(self._framework.ranks.reduced, self._guard)
 
     def reduced(self, again: bool = False) -> None:
         """Look at the reduction's result behind the boundary's backward, before scripts clip and scale it.
@@ -145,7 +146,7 @@ class StepMoments:
 
     def dropped(self) -> None:
         """Begin the step under way anew, with the forwards whose backward has not come."""
-        self._together.alone(self._drop)
+        self._guard.local(self._drop)
         self._start_step()
 
     def _drop(self) -> None:
@@ -158,7 +159,7 @@ class StepMoments:
         left_out = isinstance(self._framework, LeavesOut) and self._framework.left_out
         self.last_applied = Applied()
         if self.measured and not self.skipped and self._framework.observes_applied:
-            compared = self._together.alone(self.aggregate.compare_applied, self._applied, left_out)
+            compared = self._guard.local(self.aggregate.compare_applied, self._applied, left_out)
             self.last_applied = compared or Applied()
         self.aggregate.start_step()
         self._local.start_step()
@@ -180,5 +181,5 @@ class StepMoments:
         """Whether the step is measured; with its first gradient, look at the modes."""
         first, self.came = not self.came, True
         if first and self.plan.measures:
-            self._together.alone(self._settings.look_at_modes)
+            self._guard.local(self._settings.look_at_modes)
         return self.plan.measures

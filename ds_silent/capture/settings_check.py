@@ -2,7 +2,7 @@
 evaluation mode, which parameters train, the settings of modules, autocast.
 
     check = SettingsCheck(LocalSettings(module, optimizers, covers), words)
-    found = check.agree(arrived, group, device, together)   # on all ranks alike, once per gathered observation
+    found = check.agree(arrived, group, device, guard)   # on all ranks alike, once per gathered observation
 
 Each is a few hundred numbers on the host, hashed to 24 bits (fp32 carries them exactly; two settings look alike by
 chance once in 17 million) and sent with the observation; the hash is made anew only when something has changed. Where
@@ -27,8 +27,8 @@ from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.mismatch_text import GROUPS_OF_KINDS, OBJECTIVE, mismatches_of, same_draws, unlike
 from ds_silent.capture.same_objective import SameObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Unlike, reported
+from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.distributed.parts import Parts, parts_of
-from ds_silent.distributed.together import Together
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.preflight.comparison import PreflightOutcome, compare
@@ -78,20 +78,20 @@ class SettingsCheck:
             self.local.ignore_untrained()
 
     def agree(
-        self, arrived: Arrived, group: dist.ProcessGroup, device: torch.device, together: Together
+        self, arrived: Arrived, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard
     ) -> tuple[Unlike, ...]:
         """What the ranks do not do alike. Every rank calls it with the same observations, at the same step: where the
         ranks that differ are others than before, it is a collective that waits."""
-        self._same_objective = together.decided(partial(self._same_objective.of, arrived.known))
-        self.differing = together.decided(lambda: _differences(arrived.known, self._same_objective))
-        news = together.decided(lambda: self._news(self.differing))
+        self._same_objective = guard.agreed(partial(self._same_objective.of, arrived.known))
+        self.differing = guard.agreed(lambda: _differences(arrived.known, self._same_objective))
+        news = guard.agreed(lambda: self._news(self.differing))
         if news is not None:
             self._known, self._asked, self._questions = news
             self._answer = unlike(_named(self._asked, arrived), arrived.step)
             if self._asked and self._questions <= MOST_QUESTIONS:
                 asked = OBJECTIVE in self._asked
-                items = together.alone(self.local.items, arrived.step, asked, self._same_objective.structural) or []
-                outcome = compare(items, group, device, together.once)
+                items = guard.local(self.local.items, arrived.step, asked, self._same_objective.structural) or []
+                outcome = compare(items, group, device, guard.collective)
                 found = events_of(outcome, arrived.step)
                 told = mismatches_of(found, arrived.known, outcome.world_size)
                 self._answer = told or self._answer

@@ -8,7 +8,7 @@
     capture.close(ended=True)                            # the framework is as it was
 
 Whatever breaks in here breaks on one rank only: its next observation says "failed", and all ranks switch off together
-(:mod:`ds_silent.distributed.together`).
+(:mod:`ds_silent.distributed.guard`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_silent.capture.moments import StepMoments
 from ds_silent.capture.reduced_gradient import ReducedGradient
 from ds_silent.capture.settings_check import SettingsCheck
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.distributed.together import Together
+from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.layout import GATHER_LIMIT, ExchangeShape
 from ds_silent.exchange.observation import BROKE, Observation, Reduced, Status
 from ds_silent.framework import Covers, Framework, HasPeers, Moments, Repeats, layers_of
@@ -42,7 +42,7 @@ class StepCapture:
     """See the module docstring.
 
     Attributes:
-        together: the rule of every line that runs in a step.
+        guard: the rule of every line that runs in a step.
         layer_names: of the layers that parameters are grouped by.
         arithmetic: of the reduction.
         shape: what the sizes of an observation follow from.
@@ -57,7 +57,7 @@ class StepCapture:
     def __init__(self, framework: Framework, config: SilentConsistencyConfig, gather_limit: int = GATHER_LIMIT):
         self.framework = framework
         self.group, self.device = framework.ranks.reduced, framework.ranks.device
-        self.together = Together(self.group)
+        self.guard = CollectiveGuard(self.group)
         ranks = dist.get_world_size(self.group)
         self.layer_names, layers = layers_of(list(framework.names))
         self.clip = framework.clip
@@ -99,14 +99,14 @@ class StepCapture:
         self.settings_check = SettingsCheck(self.settings, framework.words)
         forwards = Forwards(framework.module, self.rows, self.loaders, self.settings)
         parts = (self._local, aggregate, forwards, self.settings)
-        self.moments = StepMoments(framework, self.together, *parts, keep)
+        self.moments = StepMoments(framework, self.guard, *parts, keep)
         self._patches = Patches()
         self._before: Observation | None = None  # of the step's reduction
 
     def connect(self, moments: Moments) -> None:
         """Put the framework's hooks in place."""
         self._patches.add(self.loaders.connect())
-        self.settings.autocast.connect(self._patches, self.together.alone)
+        self.settings.autocast.connect(self._patches, self.guard.local)
         self.framework.connect(moments)
 
     def close(self, ended: bool) -> None:
@@ -149,7 +149,7 @@ class StepCapture:
         return self._guarded(self._observed_again)
 
     def _guarded(self, observe: Callable[[], Observation]) -> Observation:
-        return self.together.alone(observe) or Observation(Status(failed=BROKE))
+        return self.guard.local(observe) or Observation(Status(failed=BROKE))
 
     def _observed(self, replica: Tensor | None) -> Observation:
         moments, local = self.moments, self._local
@@ -205,7 +205,7 @@ class StepCapture:
         Zeros where something broke here, or where there were more or fewer than configured.
         """
         count = self.shape.micro_batches
-        stacked, self.kept.keeping = self.together.alone(self.kept.stack, count), False
+        stacked, self.kept.keeping = self.guard.local(self.kept.stack, count), False
         self.kept.drop()
         if stacked is None:
             return torch.zeros(count, len(self.layer_names), layer_size, device=self.device)

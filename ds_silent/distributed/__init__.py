@@ -1,1 +1,1 @@
-"""What all ranks do together, and what happens where one of them cannot."""
+"""Agree and communicate across ranks, also where one of them fails."""

@@ -1,4 +1,4 @@
-"""What all ranks must have alike before they observe together, agreed over the process group's key-value store.
+"""Agree, over the process group's key-value store, on what all ranks must have alike before they observe.
 
     verdict = agree(group, "block", Statement(True, values=...))      # the same call on every rank of ``group``
     if verdict.sentence: ...                                         # the same on every rank
@@ -34,7 +34,7 @@ SHOWN_VALUES = 3
 
 @dataclass(frozen=True)
 class Statement:
-    """What one rank has. Two ranks agree when ``version``, ``refusal`` and ``values`` are the same.
+    """State what one rank has. Two ranks agree when ``version``, ``refusal`` and ``values`` are the same.
 
     Attributes:
         present: whether this rank wants to observe; where no rank does, nothing else is looked at.
@@ -53,14 +53,14 @@ class Statement:
 
     @property
     def key(self) -> str:
-        """Equal where two ranks agree."""
+        """Return a hash that is equal where two ranks agree."""
         said = [self.version, self.refusal, dict(self.values)] if self.present else None
         return hashlib.sha256(json.dumps([self.present, said], sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks know then, the same on every one.
+    """Tell what the ranks have agreed on; the same on every rank.
 
     Attributes:
         sentence: what is wrong, without a remedy; None where all agree.
@@ -80,7 +80,7 @@ class Verdict:
 
 
 def timeout_seconds() -> float:
-    """Seconds that ranks wait for each other; from the environment, where a number greater than 0 stands there."""
+    """Return the seconds that ranks wait for each other: from the environment, where it holds a number above 0."""
     try:
         seconds = float(os.environ.get(TIMEOUT_VARIABLE, TIMEOUT_SECONDS))
     except ValueError:
@@ -115,7 +115,7 @@ def _all_say(mine: Statement) -> Verdict:
 
 
 class _Meeting:
-    """One agreement; the keys of the store begin with ``prefix``."""
+    """Hold one agreement; the keys of the store begin with ``prefix``."""
 
     def __init__(self, store: Any, prefix: str, ranks: int, me: int, words: Words):
         self._store, self._prefix, self._ranks, self._me, self._words = store, prefix, ranks, me, words
@@ -140,7 +140,7 @@ class _Meeting:
         return verdict
 
     def _decides(self) -> bool:
-        """Whether this rank is the one that says the verdict."""
+        """Tell whether this rank is the one that posts the verdict."""
         return bool(self._store.add(self._key("decided"), 1) == 1)
 
     def _judge(self, came: Sequence[int], seconds: float) -> Verdict:
@@ -228,7 +228,7 @@ def _who_has_what(values: Mapping[int, Any]) -> str:
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested object as one level of dotted names."""
+    """Flatten a nested object to one level of dotted names."""
     result: dict[str, Any] = {}
     for key, inner in value.items():
         name = f"{prefix}{key}"

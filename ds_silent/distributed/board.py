@@ -1,4 +1,4 @@
-"""What ranks leave for each other in the process group's key-value store, without a collective.
+"""Leave values for other ranks in the process group's key-value store, without a collective.
 
     board = Board("model", ranks=(0, 2, 4, 6))      # on each of them
     board.leave(step, {"squares": 1.5})
@@ -26,7 +26,7 @@ _meetings: Counter[str] = Counter()
 
 
 def store_of_all() -> Any:
-    """The store that the process group was made with (``torch.distributed.distributed_c10d``, 2.4 to 2.15), or None."""
+    """Return the process group's own store (``torch.distributed.distributed_c10d``, 2.4 to 2.15), or None."""
     try:
         return dist.distributed_c10d._get_default_store()
     except Exception as error:
@@ -43,7 +43,7 @@ def meeting(topic: str, ranks: Sequence[int]) -> str:
 
 
 class Board:
-    """One rank's view of what all leave.
+    """Leave values for other ranks, and read theirs.
 
     Args:
         topic: what it is for; the same on every rank.

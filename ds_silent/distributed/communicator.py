@@ -1,4 +1,4 @@
-"""A communicator of the observers' own, beside the training's."""
+"""Make process groups that only observers use, beside the training's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _made: Counter[tuple[int, ...]] = Counter()  # groups of these members; another 
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same ranks with a communicator that only observers use, made once. Every rank of ``group`` calls it.
+    """Return the same ranks with a communicator that only observers use, made once. Every rank of ``group`` calls it.
 
     Collectives of one communicator pair by their order. A step left out, or an observer closed on one rank, may change
     the order of ours there: on a communicator of their own they never meet a gradient.
@@ -28,7 +28,7 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def own_part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The same for some of ``group``'s ranks, as it counts them; each of these calls it."""
+    """Do the same for some of ``group``'s ranks, as it counts them; each of these calls it."""
     key = (id(dist.distributed_c10d._get_default_group()), _members(group, ranks))
     if key not in _own:
         _own[key] = new_part(group, ranks)
@@ -36,7 +36,7 @@ def own_part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGrou
 
 
 def new_part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The same, made anew: for collectives that some of the ranks may leave out in the end."""
+    """Make such a group anew, for collectives that some of the ranks may leave out in the end."""
     members = _members(group, ranks)
     with _named(members):  # no rank outside of the group needs to come, nor may it be waited for
         made: dist.ProcessGroup = dist.new_group(
@@ -71,7 +71,7 @@ def _named(members: tuple[int, ...]) -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The time-out that a group was made with; None where torch does not tell (known: 2.4 to 2.15).
+    """Return the time-out that a group was made with; None where torch does not tell (known: 2.4 to 2.15).
 
     The default of new groups may be many times longer. A group of our own takes the training's, so that no rank gives
     up earlier here, or waits longer.

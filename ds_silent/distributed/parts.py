@@ -1,7 +1,7 @@
-"""Which ranks have the same, who is the odd one out, and how a sentence names ranks. Pure.
+"""Group ranks by equal value, find the minority, and name ranks in a sentence. Pure.
 
 parts = parts_of(values)          # ((0, 2, 3), (1,)): ranks of equal value, the largest part first
-majority(parts), outvoted(parts)  # (0, 2, 3), (1,): nobody where no more than half of all agree
+majority(parts), outvoted(parts)  # (0, 2, 3), (1,): both empty where no more than half of all agree
 ranks_of((0, 2))                  # "ranks 0, 2"
 """
 
@@ -18,7 +18,7 @@ Parts = tuple[tuple[int, ...], ...]
 
 
 def parts_of(values: Iterable[Hashable]) -> Parts:
-    """Ranks by equal value; the largest part first, then by first rank."""
+    """Group ranks by equal value; the largest part first, then by first rank."""
     members: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values):
         members.setdefault(value, []).append(rank)
@@ -36,21 +36,21 @@ def parts_of_numbers(values: npt.NDArray[np.int64]) -> Parts:
 
 
 def majority(parts: Parts) -> tuple[int, ...]:
-    """More than half of all ranks, where so many have the same; else nobody."""
+    """Return the ranks that have the same, where they are more than half of all; else none."""
     return parts[0] if 2 * len(parts[0]) > sum(map(len, parts)) else ()
 
 
 def outvoted(parts: Parts) -> tuple[int, ...]:
-    """Those that differ from more than half of all ranks; nobody without such a majority."""
+    """Return the ranks that differ from more than half of all; none without such a majority."""
     return tuple(sorted(rank for part in parts[1:] for rank in part)) if majority(parts) else ()
 
 
 def ranks_of(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more``."""
+    """Name ranks: ``rank 3``, ``ranks 0, 2``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, SHOWN_RANKS)}"
 
 
 def listed(items: Sequence[object], shown: int, what: str = "") -> str:
-    """The first ``shown`` of them: ``a, b, c and 2 more``; ``what`` says of what, in the plural."""
+    """Join the first ``shown`` items: ``a, b, c and 2 more``; ``what`` says of what, in the plural."""
     more = len(items) - shown
     return ", ".join(map(str, items[:shown])) + (f" and {more} more {what}".rstrip() if more > 0 else "")

@@ -1,4 +1,4 @@
-"""On which host and device each rank runs, as every event about a few ranks says.
+"""Find on which host and device each rank runs, for the events that name ranks.
 
     board = PlaceBoard(group)                     # every rank
     board.leave()                                 # ... before something that all ranks come to
@@ -40,7 +40,7 @@ _Own = tuple[str, int | None, str, str | None]
 
 
 def own_place() -> _Own:
-    """Host, local rank, device and its serial, of this process."""
+    """Return host, local rank, device and its serial, of this process."""
     told = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "")
     which, serial = "unknown", None
     try:
@@ -51,7 +51,7 @@ def own_place() -> _Own:
 
 
 class PlaceBoard:
-    """Where the ranks of a group leave their places. What fails here is said, and costs the places alone."""
+    """Exchange the places of a group's ranks. What fails here is logged, and costs the places alone."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._members = tuple(dist.get_process_group_ranks(group))
@@ -60,12 +60,12 @@ class PlaceBoard:
         self._store: Any = store_of_all() if len(self._members) > 1 else None
 
     def leave(self) -> None:
-        """This rank's place."""
+        """Leave this rank's place."""
         if self._store is not None:
             self._tried(lambda: self._store.set(self._key(self._me), json.dumps(own_place())))
 
     def read(self) -> tuple[Place, ...]:
-        """Everybody's, once all have left theirs; nobody's where that is not known."""
+        """Read all ranks' places, once all have left theirs; none where that is not known."""
         read: list[_Own] = []
         self._tried(lambda: read.extend(self._read()))
         return tuple(
@@ -100,7 +100,7 @@ class PlaceBoard:
 
 
 class Places:
-    """The places of all ranks of a group, by rank; empty where they are not known.
+    """Hold the places of all ranks of a group, by rank; empty where they are not known.
 
     Args:
         groups: by host, the switch group or whatever larger unit it is in; {} where the user has given none.
@@ -114,12 +114,12 @@ class Places:
         self._groups = len({group for group in found.values() if group is not None})
 
     def text(self) -> str:
-        """``ranks.json``: a rank per line."""
+        """Return the text of ``ranks.json``, a rank per line."""
         lines = ",\n".join(json.dumps(to_json(place)) for place in self.places)
         return f'{{"version": 1, "world_size": {len(self.places)}, "hosts": {self.hosts}, "ranks": [\n{lines}\n]}}\n'
 
     def told(self, event: Event) -> Event:
-        """The event with the places of the ranks that it names, in its message too where there are several hosts.
+        """Add to an event the places of the ranks that it names, in its message too where there are several hosts.
 
         About no rank, or about all, it stays as it is.
         """
@@ -151,13 +151,13 @@ class Places:
 
 
 def spot(place: Place) -> str:
-    """``node0087:3``: the local rank, or else the number of the device."""
+    """Name a place, as ``node0087:3``: the local rank, or else the number of the device."""
     number = str(place.local_rank) if place.local_rank is not None else place.device.partition(":")[2]
     return f"{place.host}:{number}" if number else place.host
 
 
 def read_groups(path: str | None) -> dict[str, str]:
-    """The user's map from host to switch group; empty without one.
+    """Read the user's map from host to switch group; empty without one.
 
     Raises:
         ConfigError: it cannot be read, or is no such map.
@@ -167,7 +167,7 @@ def read_groups(path: str | None) -> dict[str, str]:
     key = f"{BLOCK}.places {shown(path, 240)}"  # the whole of it, where a path is of a usual length
     remedy = 'write {"node0001": "A", "node0002": "A", "node0003": "B"}'
     try:
-        held = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_pairs)
+        held = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_Pairs)
     except OSError as error:
         raise ConfigError(
             f"{key} cannot be read ({error.strerror or type(error).__name__}); "
@@ -192,15 +192,11 @@ def read_groups(path: str | None) -> dict[str, str]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object as it is written, a key that comes twice included."""
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> _Pairs:
-    return _Pairs(pairs)
+    """Hold a JSON object as it is written, a key that comes twice included."""
 
 
 def _group_of(host: str, groups: Mapping[str, str]) -> str | None:
-    """By the host's name, or by what stands before its first dot."""
+    """Find a host's group by its name, or by what stands before its first dot."""
     return groups.get(host, groups.get(host.partition(".")[0]))
 
 

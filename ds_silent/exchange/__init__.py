@@ -1,1 +1,1 @@
-"""One collective per measured step: what each rank knows becomes what every rank knows, one step later."""
+"""Exchange, by one collective per measured step, what each rank knows; all know it one step later."""

@@ -1,4 +1,4 @@
-"""Communicate with all ranks: what has another name in another torch, what lands on the host later, what came."""
+"""Wrap the collectives: names that differ between torch versions, copies to the host, and what arrived."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.device import SideStream, pinned
-from ds_silent.distributed.together import Once, at_once
+from ds_silent.distributed.guard import CollectiveCall, unguarded
 from ds_silent.exchange.observation import Gathered
 
 # torch 2.13 renamed the flat all-gather and warns at the old name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def gather_on_host(mine: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> Tensor:
-    """``mine`` of every rank, stacked, on the host: for the rare exchange that everybody waits for. A collective."""
+def gather_on_host(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
+    """Gather ``mine`` of every rank, stacked, on the host: for the rare exchange that waits. A collective."""
     own = mine.contiguous()
-    everybody = once(lambda: [torch.empty_like(own) for _ in range(dist.get_world_size(group))])
-    once(lambda: dist.all_gather(everybody, own, group=group))
+    everybody = collective(lambda: [torch.empty_like(own) for _ in range(dist.get_world_size(group))])
+    collective(lambda: dist.all_gather(everybody, own, group=group))
     return torch.stack(everybody).cpu()
 
 
-def same_on_all(mine: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> Tensor:
-    """Which of these int32 are the same on every rank: bool, of their shape, on the host. A collective that waits.
+def same_on_all(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
+    """Tell which of these int32 are the same on every rank: bool, of their shape, on the host. A collective that waits.
 
     One all-reduce of 8 bytes per number, whatever the number of ranks: the largest x and the largest ~x, which is
     -x - 1 and so the smallest x, without an overflow. They meet where all are equal.
     """
     own = mine.contiguous().reshape(-1)
-    both = once(lambda: torch.cat((own, ~own)))  # played again, the buffer that was reduced
-    once(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group))
+    both = collective(lambda: torch.cat((own, ~own)))  # run again, the buffer that was reduced
+    collective(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group))
     largest, smallest = both.cpu().chunk(2)
     return (largest == ~smallest).view(mine.shape)
 
@@ -43,8 +43,8 @@ def same_on_all(mine: Tensor, group: dist.ProcessGroup, once: Once = at_once) ->
 # A collective's result on its way to the host, beside the training.
 
 
-class Landing:
-    """Brings one collective's result to the host beside the training: no stream of the training waits for it."""
+class HostCopy:
+    """Bring one collective's result to the host beside the training: no stream of the training waits for it."""
 
     def __init__(self, source: Tensor):
         self._source = source
@@ -56,7 +56,7 @@ class Landing:
             self._side = SideStream(source.device)
 
     def start(self, work: dist.Work | None) -> None:
-        """``work`` is under way; on a device, its result is copied as soon as it is there."""
+        """Copy the result of ``work``, which is under way, as soon as it is there."""
         self._work, self._copying = work, False
         if not self._on_host:
             self._copy()
@@ -69,7 +69,7 @@ class Landing:
         self._copying = True
 
     def result(self) -> Tensor:
-        """The landed fp32 values; the copy was started a step ago."""
+        """Return the fp32 values; the copy was started a step ago."""
         if not self._on_host:
             if not self._copying:  # starting it broke
                 self._copy()
@@ -86,7 +86,7 @@ class Landing:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A step's observations.
+    """Hold a step's observations.
 
     Attributes:
         known: what every rank has alike, of each rank; of very many the smallest and the largest of their values
@@ -99,12 +99,12 @@ class Arrived:
 
     @property
     def step(self) -> int:
-        """Of the observations."""
+        """Return the step of the observations."""
         return self.known.step
 
     @cached_property
     def all(self) -> Gathered:
-        """Everything; on the writing rank at any time, on others before the next observation is sent.
+        """Return everything; on the writing rank at any time, on others before the next observation is sent.
 
         Raises:
             LookupError: this rank does not have it.

@@ -1,4 +1,4 @@
-"""Exact inner products of the ranks' gradients without anybody holding more than a chunk of the others'.
+"""Compute exact inner products of the ranks' gradients, where no rank holds more than a chunk of the others'.
 
     gram = exact_gram(fill, numel, group, device, memory_mb=64)     # (N, N), this rank's part; the parts add up
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.distributed.together import at_once
+from ds_silent.distributed.guard import unguarded
 
 Fill = Callable[[int, int, Tensor], None]
 """``fill(begin, end, out)`` copies elements begin..end of the long vector into the zeroed fp32 ``out``."""
@@ -27,10 +27,10 @@ def exact_gram(
     group: dist.ProcessGroup,
     device: torch.device,
     memory_mb: int,
-    alone: Callable[[Callable[[], None]], object] = at_once,
-    once: Callable[[Callable[[], object]], object] = at_once,
+    local: Callable[[Callable[[], None]], object] = unguarded,
+    collective: Callable[[Callable[[], object]], object] = unguarded,
 ) -> Tensor:
-    """This rank's part of the Gram matrix of the local gradients; the sum over ranks is the whole.
+    """Compute this rank's part of the Gram matrix of the local gradients; the sum over ranks is the whole.
 
     Products and sums are fp32 and elementwise, so that no reduced-precision matrix mode of the user applies.
 
@@ -38,7 +38,7 @@ def exact_gram(
         fill: see :data:`Fill`.
         numel: D, the same on every rank.
         memory_mb: bound of the extra memory in MiB; smaller means more rounds.
-        alone, once: of :class:`~ds_silent.distributed.together.Together`: an error leaves nobody in the all-to-all.
+        local, collective: of a :class:`~ds_silent.distributed.guard.CollectiveGuard`: no error leaves a rank waiting.
 
     Returns:
         (N, N) fp32.
@@ -50,9 +50,9 @@ def exact_gram(
     product = torch.empty(ranks, piece, device=device)
     gram = torch.zeros(ranks, ranks, device=device)
     for begin in range(0, numel, ranks * piece):
-        alone(partial(_fill, fill, begin, min(begin + ranks * piece, numel), send))
-        once(lambda: dist.all_to_all_single(received.view(-1), send, group=group))
-        alone(partial(add_inner_products, gram, received, product))
+        local(partial(_fill, fill, begin, min(begin + ranks * piece, numel), send))
+        collective(lambda: dist.all_to_all_single(received.view(-1), send, group=group))
+        local(partial(add_inner_products, gram, received, product))
     return gram
 
 

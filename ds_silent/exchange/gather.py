@@ -1,8 +1,8 @@
-"""The observing collective: what each rank knows of one step becomes what every rank knows, one step later.
+"""Run the observing collective: what each rank knows of one step, every rank knows one step later.
 
     exchange = make_exchange(layout, group, device)
-    exchange.post(step, observation, together) # asynchronous; the same call on every rank, whatever happened there
-    arrived = exchange.collect(together.once)  # at the next step's boundary: no waiting in practice
+    exchange.post(step, observation, guard) # asynchronous; the same call on every rank, whatever happened there
+    arrived = exchange.collect(guard.collective)  # at the next step's boundary: no waiting in practice
 
 Of few ranks one all-gather brings everybody's sketch. Of more the cost per rank must not grow with N * k: sums of
 sketches go through one all-reduce, and only what each rank says of itself is gathered. All buffers are fp32, the only
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.distributed.together import Once, Together
-from ds_silent.exchange.collectives import Arrived, Landing, gather_on_host
+from ds_silent.distributed.guard import CollectiveCall, CollectiveGuard
+from ds_silent.exchange.collectives import Arrived, HostCopy, gather_on_host
 from ds_silent.exchange.layout import Layout, code_of, failed_rows, pack, pack_scalars, unpack, with_sums
 from ds_silent.exchange.observation import (
     FIELDS,
@@ -40,7 +40,7 @@ _COSINE, _SQUARED = FIELDS.index("local.late_cosine"), FIELDS.index("local.sketc
 
 
 class Exchange(ABC):
-    """One rank's part: its row goes to those who read it (:mod:`ds_silent.exchange.rows`)."""
+    """Send this rank's row to the ranks that read it (:mod:`ds_silent.exchange.rows`)."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
         self._layout, self._group = layout, group
@@ -50,43 +50,43 @@ class Exchange(ABC):
         self._rows = make_rows(layout, group, device)
         self._step: int | None = None  # that was posted last and is not yet collected
 
-    def post(self, step: int, observation: Observation, together: Together) -> None:
+    def post(self, step: int, observation: Observation, guard: CollectiveGuard) -> None:
         """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
         failed = float(observation.status.failed)
         if failed == LEFT:  # what was sent last may still be read
             self._mine = torch.empty_like(self._mine)
-        mine = together.alone(self._pack, observation)
+        mine = guard.local(self._pack, observation)
         if mine is None:
-            failed = code_of(together.failure)
+            failed = code_of(guard.failure)
             mine = self._failed[failed]
         self._step = step
-        self._start(mine, failed, together.once)
+        self._start(mine, failed, guard.collective)
 
     @abstractmethod
     def _pack(self, observation: Observation) -> Tensor:
-        """This rank's row."""
+        """Return this rank's row."""
 
-    def _start(self, mine: Tensor, failed: float, once: Once) -> None:
-        self._rows.start(mine, failed == LEFT, once)
+    def _start(self, mine: Tensor, failed: float, collective: CollectiveCall) -> None:
+        self._rows.start(mine, failed == LEFT, collective)
 
-    def collect(self, once: Once) -> Arrived | None:
-        """What was posted last and not yet collected, or None."""
-        if once(lambda: self._step) is None:
+    def collect(self, collective: CollectiveCall) -> Arrived | None:
+        """Return what was posted last and not yet collected, or None."""
+        if collective(lambda: self._step) is None:
             return None
-        arrived = once(self.peek)
+        arrived = collective(self.peek)
         self._step = None
         return arrived
 
     @abstractmethod
     def peek(self) -> Arrived:
-        """What was posted last, waited for and left where it is."""
+        """Wait for what was posted last and return it, without collecting it."""
 
-    def in_full(self, once: Once) -> Arrived:
-        """:meth:`peek`, with what ranks otherwise send with the next observation. A collective if there is any."""
-        return once(self.peek)
+    def in_full(self, collective: CollectiveCall) -> Arrived:
+        """Do as :meth:`peek`, with what ranks otherwise send with the next observation; for that, a collective."""
+        return collective(self.peek)
 
     def under_way(self) -> list[Arrived]:
-        """Everything that is not collected yet, without a further collective; it is left where it is."""
+        """Return all that is not collected yet, without a further collective, and without collecting it."""
         return [] if self._step is None else [self.peek()]
 
     def _kept(self, landed: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Exchange(ABC):
 
 
 class GatherExchange(Exchange):
-    """Every rank's observation to every rank: one all-gather of (scalars + 2 k) fp32 numbers per rank."""
+    """Send every rank's observation to every rank: one all-gather of (scalars + 2 k) fp32 numbers per rank."""
 
     def _pack(self, observation: Observation) -> Tensor:
         return pack(self._layout, observation, self._mine)
@@ -118,7 +118,7 @@ class GatherExchange(Exchange):
 
 
 class ConstantSizeExchange(Exchange):
-    """Above the gather limit: one all-reduce of sums of sketches, and beside it what each rank says of itself.
+    """Send, above the gather limit, sums of sketches by one all-reduce, and what each rank says of itself.
 
     One NaN would poison a sum for all ranks, so a rank without a finite sketch adds zeros, and its ``sketch_squared``
     says so; the mean of all is then NaN, as it must be.
@@ -150,16 +150,16 @@ class ConstantSizeExchange(Exchange):
         )
         self._own = torch.zeros(layout.size, device=device)
         self._own_layers = torch.zeros(layout.late_layers, layout.layer_size, device=device)
-        self._sums_landing = Landing(self._sums)
+        self._sums_copy = HostCopy(self._sums)
         self._incomplete: Arrived | None = None  # lacks what the ranks say of themselves late
         self._late = torch.zeros(1 + layout.late, device=device)  # what this rank says of that observation
 
-    def _start(self, mine: Tensor, failed: float, once: Once) -> None:
-        self._sums_landing.start(once(lambda: self._add_up(failed)))
-        super()._start(mine, failed, once)
+    def _start(self, mine: Tensor, failed: float, collective: CollectiveCall) -> None:
+        self._sums_copy.start(collective(lambda: self._add_up(failed)))
+        super()._start(mine, failed, collective)
 
     def _add_up(self, failed: float) -> dist.Work | None:
-        """The collective is its last statement: what breaks here breaks before it, and is played again."""
+        """Start the all-reduce as the last statement: what raises here raises before it, and is run again."""
         if self._layout.failures:
             place, digit = digit_of(failed, self._rank)
             self._failures.zero_()
@@ -167,7 +167,7 @@ class ConstantSizeExchange(Exchange):
         return dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)  # type: ignore[no-any-return]
 
     def _pack(self, observation: Observation) -> Tensor:
-        """Fill the buffers; this rank's row. Where it breaks, nobody reads the sums."""
+        """Fill the buffers and return this rank's row. Where it raises, no rank reads the sums."""
         layout = self._layout
         scalars, pair = torch.split(self._mine, [layout.scalars, layout.pairs])
         pack_scalars(layout, observation, scalars)
@@ -206,7 +206,7 @@ class ConstantSizeExchange(Exchange):
         return self._mine
 
     def _find_late(self) -> Tensor:
-        """What this rank says of the step whose sums have come, from the buffers of that step, on the device.
+        """Find what this rank says of the step whose sums have come, from the buffers of that step, on the device.
 
         Returns:
             fp32 (1 + layout.late,): its cosine with the rest; weight - 1, what that is known by; the layers' cosines.
@@ -227,12 +227,12 @@ class ConstantSizeExchange(Exchange):
             found.append((ours * others).sum(1) / lengths.sqrt())
         return torch.cat(found)
 
-    def collect(self, once: Once) -> Arrived | None:
-        """The record before the last posted one: what the ranks found late came with the last."""
-        if once(lambda: self._step) is None:
+    def collect(self, collective: CollectiveCall) -> Arrived | None:
+        """Return the record before the last posted one: what the ranks found late came with the last."""
+        if collective(lambda: self._step) is None:
             return None
-        newest = once(self.peek)
-        complete = once(lambda: self._incomplete)
+        newest = collective(self.peek)
+        complete = collective(lambda: self._incomplete)
         if on_any(newest.known.status.failed):  # at once: some rank may not be there for another
             self._incomplete = self._step = None
             return newest
@@ -242,7 +242,7 @@ class ConstantSizeExchange(Exchange):
     def peek(self) -> Arrived:
         assert self._step is not None
         layout, step = self._layout, self._step
-        sums = self._kept(self._sums_landing.result())
+        sums = self._kept(self._sums_copy.result())
         known = unpack(layout, step, self._rows.agreed()[:, : layout.scalars].double())
         if layout.failures:
             failed = failures_in(sums[-layout.failures :].double(), self._ranks)
@@ -255,11 +255,11 @@ class ConstantSizeExchange(Exchange):
         rows = self._kept(self._rows.all())
         return Arrived(known, lambda: self._with_sums(known, sums.double(), rows.double()))
 
-    def in_full(self, once: Once) -> Arrived:
-        newest = once(self.peek)
+    def in_full(self, collective: CollectiveCall) -> Arrived:
+        newest = collective(self.peek)
         if on_any(newest.known.status.failed) or not self._layout.late:
             return newest
-        said = gather_on_host(self._find_late()[:3], self._group, once).double()
+        said = gather_on_host(self._find_late()[:3], self._group, collective).double()
         late = Late(said[:, 0], Weights(1.0 + said[:, 1], said[:, 2]), None)
         return newest if newest.make is None else Arrived(newest.known, lambda: _with_late(newest.all, late))
 
@@ -287,7 +287,7 @@ class ConstantSizeExchange(Exchange):
         return with_sums(gathered, aggregate, gram, directions)
 
     def under_way(self) -> list[Arrived]:
-        """Everything not collected yet, without a further collective; the last lacks what ranks find late."""
+        """Return all not collected yet, without a further collective; the last lacks what ranks find late."""
         earlier, newest = self._incomplete, None if self._step is None else self.peek()
         if earlier is not None and newest is not None:
             earlier = _completed(earlier, newest)
@@ -295,7 +295,7 @@ class ConstantSizeExchange(Exchange):
 
 
 def _completed(record: Arrived, later: Arrived) -> Arrived:
-    """With what came with the observation after it."""
+    """Complete a record with what came with the observation after it."""
     if record.make is None or later.make is None:
         return record
     return Arrived(record.known, lambda: _with_late(record.all, _late_in(later.all)))
@@ -315,7 +315,7 @@ def _with_late(record: Gathered, late: Late) -> Gathered:
 
 
 def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0) -> Exchange:
-    """The exchange that the layout is made for. ``total``: sum of the ranks' weights in the aggregate."""
+    """Make the exchange that the layout is for. ``total``: sum of the ranks' weights in the aggregate."""
     if layout.gathers:
         return GatherExchange(layout, group, device)
     return ConstantSizeExchange(layout, group, device, total)

@@ -1,4 +1,4 @@
-"""What each rank sends, from what all ranks know: the configuration, their number and what the framework reduces.
+"""Lay out what each rank sends, from the configuration, the number of ranks and what the framework reduces.
 
 pack(layout, observation, out)                        # fp32, in the order of the fields
 gathered = unpack(layout, step, rows)                 # and with_sums(gathered, ...)
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.distributed.together import SparseGradientError, UnevenInputsError
+from ds_silent.distributed.guard import SparseGradientError, UnevenInputsError
 from ds_silent.exchange.observation import (
     BROKE,
     FIELDS,
@@ -48,7 +48,7 @@ WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries ex
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of what one rank sends; equal on all ranks."""
+    """Hold the sizes of what one rank sends; equal on all ranks."""
 
     size: int  # k of the sketch
     groups: int = 0  # layers, of which squared norms travel
@@ -114,7 +114,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """What a layout follows from beside the configuration; the same on every rank."""
+    """Hold what a layout follows from beside the configuration; the same on every rank."""
 
     ranks: int
     layers: int
@@ -125,7 +125,7 @@ class ExchangeShape:
 
 
 def layout_of(config: SilentConsistencyConfig, shape: ExchangeShape) -> Layout:
-    """What each rank sends."""
+    """Return the layout of what each rank sends."""
     ranks = shape.ranks
     direction, groups = config.direction, shape.layers
     size = 0 if direction.method == "off" else direction.sketch_size
@@ -172,7 +172,7 @@ def pair_size(sketch_size: int, ranks: int, limit: int = GATHER_LIMIT) -> int:
 
 
 def gathers_sketches(ranks: int, limit: int = GATHER_LIMIT, per_layer: bool = False) -> bool:
-    """Whether everybody gets everybody's whole sketch. The directions of single layers cannot be had from sums."""
+    """Tell whether every rank gets all whole sketches. The directions of single layers cannot be had from sums."""
     return ranks <= (limit if per_layer else limit // QUARTER)
 
 
@@ -190,12 +190,12 @@ _CODES: dict[type | None, float] = {SparseGradientError: UNSEEN, UnevenInputsErr
 
 
 def code_of(failure: Exception | None) -> float:
-    """``status.failed`` of a rank that broke, or whose training cannot be observed."""
+    """Return the ``status.failed`` of a rank that broke, or whose training cannot be observed."""
     return _CODES.get(type(failure), BROKE)
 
 
 def failed_rows(width: int, device: torch.device) -> dict[float, Tensor]:
-    """What a rank sends that has nothing to send, made beforehand: fp32 (width,) for each of :func:`code_of`."""
+    """Make what a rank sends that has nothing to send, beforehand: fp32 (width,) for each of :func:`code_of`."""
     codes = (BROKE, *_CODES.values())
     rows = torch.zeros(len(codes), width, device=device)
     rows[:, FIELDS.index("status.failed")] = torch.tensor(codes, device=device)
@@ -236,7 +236,7 @@ def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
 
 
 def unpack(layout: Layout, step: int, rows: Tensor) -> Gathered:
-    """What all ranks' scalars say: (N, layout.scalars) float64."""
+    """Read all ranks' scalars, (N, layout.scalars) float64."""
     scalars, squares, ids, words, _, _ = torch.split(rows, layout.scalar_parts, dim=1)
     hashes = torch.zeros(len(rows), layout.hashes, dtype=torch.int64)
     for word in range(WORDS):
@@ -247,7 +247,7 @@ def unpack(layout: Layout, step: int, rows: Tensor) -> Gathered:
 
 
 def with_sums(known: Gathered, aggregate: Tensor, gram: Tensor, directions: EachRank | Sums) -> Gathered:
-    """With what is not of single ranks.
+    """Add to what is known what is not of single ranks.
 
     Args:
         aggregate: (k,) sum over the ranks.

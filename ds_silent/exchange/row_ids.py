@@ -1,114 +1,27 @@
-"""Ids of rows: given by a script or made of their content, and on their way through the observing collective.
+"""Pack the ids of rows for the observing collective, and unpack them.
 
     sampling = sampling_of(ranks, capacity)            # every rank the same: which rows are sent, in how much room
     sent = pack_rows(ids, sampling)                    # on every rank, into the fp32 all-gather
     step = unpack_ids(gathered, sampling)              # on the host: every rank's ids
-    tensors, mask = batch_tensors(args, kwargs)        # of the model's forward, when the script gives no ids
-    ids = row_hashes(tensors, mask)
 
-An id is any 64-bit integer that means the same row on every rank. With ids from content, rows that the data set really
-holds twice count as one.
+An id is any 64-bit integer that means the same row on every rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_silent.maths.mixing import GOLDEN, MIX
+from ds_silent.maths.mixing import GOLDEN, mixed, signed
 
 Ids = npt.NDArray[np.int64]
 LIMB_BITS = 22  # fp32 holds integers below 2**24 exactly; three limbs hold 64 bits
 _LIMB = (1 << LIMB_BITS) - 1
-_HASH_BLOCK = 1 << 20  # elements hashed at once: bounds the int64 temporaries to a few times 8 MB
-
-
-# -- ids that a script gives -----------------------------------------------------------------------------------------
-
-
-def as_ids(given: Any) -> Tensor:
-    """Ids of a micro-batch's rows from what people have.
-
-    Args:
-        given: one integer per row: a tensor (any integer dtype and device), a numpy array, a list, a tuple, a range,
-            or anything that numpy reads as such; a single integer is a micro-batch of one row.
-
-    Returns:
-        int64 (rows,), where the ids were. Nothing waits for a device.
-
-    Raises:
-        TypeError: they are no integers (strings, floats, booleans, a mapping).
-        ValueError: there are more dimensions than one, or an id does not fit into 64 bits with a sign.
-    """
-    if isinstance(given, (list, tuple)) and any(isinstance(one, Tensor) for one in given):
-        given = _stacked(given)
-    if isinstance(given, Tensor):
-        kind, shape = str(given.dtype).removeprefix("torch."), tuple(given.shape)
-        whole = not (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool)
-        ids = given.detach()
-        too_large = ids.dtype == torch.uint64 and ids.device.type == "cpu" and bool((ids.view(torch.int64) < 0).any())
-    else:
-        array = _array(given)
-        kind, shape = _kind(given, array), array.shape
-        whole = array.dtype.kind in "iu" or (array.size == 0 and isinstance(given, (list, tuple)))
-        numbers = given if isinstance(given, (list, tuple)) else [given]
-        if not whole and numbers and all(type(one) is int for one in numbers):  # numpy makes objects or floats of them
-            raise ValueError(f"{_TAKES}, got an integer that does not fit into 64 bits; pass a hash of it")
-        too_large = whole and bool(array.size) and int(array.max()) >= 1 << 63
-        ids = torch.from_numpy(array.astype(np.int64, copy=True)) if whole else torch.empty(0)
-    if not whole:
-        raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
-    if len(shape) > 1:
-        raise ValueError(f"{_TAKES}, got {len(shape)} dimensions {tuple(shape)}; pass one id per row")
-    if too_large:
-        raise ValueError(f"{_TAKES}, got an integer above 2^63 - 1; view them as int64, or pass a hash")
-    return ids.to(torch.int64).reshape(-1)
-
-
-_TAKES = "observe_batch takes one integer id per row of this rank's micro-batch (a list, a numpy array or a 1-D tensor)"
-_INSTANCE = "pass the rows' places in the data set, for instance"
-
-
-def _stacked(given: Sequence[Any]) -> Tensor:
-    """A list of 0-dim tensors, as a data set without a collate function gives them."""
-    try:
-        return torch.stack([one if isinstance(one, Tensor) else torch.tensor(one) for one in given])
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{_TAKES}, got a list of tensors that are not one number each; pass integers") from None
-
-
-def _array(given: Any) -> npt.NDArray[Any]:
-    kind = _article(type(given).__name__)
-    if isinstance(given, (Mapping, set, frozenset, str, bytes)) or given is None:
-        raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
-    try:
-        return np.asarray(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"{_TAKES}, got {kind} of unequal parts; pass one id per row") from None
-
-
-def _kind(given: Any, array: npt.NDArray[Any]) -> str:
-    """What people would call it."""
-    if isinstance(given, (list, tuple)):
-        odd = next((one for one in given if type(one) is bool or not isinstance(one, (int, np.integer))), 0)
-        return f"a {type(given).__name__} of {type(odd).__name__}"
-    return f"an array of {array.dtype}" if array.dtype != object else _article(type(given).__name__)
-
-
-def _article(name: str) -> str:
-    return "None" if name == "NoneType" else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-# -- ids on their way ------------------------------------------------------------------------------------------------
-
-
 MAX_BYTES = 1 << 16  # of ids: N ranks with as many rows as 64 kB hold send all of them, more send a sample
 FEWEST = 0.5  # rows of a rank that are sent in the mean: fewer, and its own room would cost more than what is in it
 UNSENT = 1e-3  # of the rows in the sample that there is no room for, in the mean
@@ -120,7 +33,7 @@ _HEADER = 3
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which rows a rank sends with an observation; the same on every rank.
+    """Say which rows a rank sends with an observation; the same on every rank.
 
     A row is sent when its 64-bit hash begins with ``level`` zero bits: one row in 2^level, chosen by the *row*, so that
     two ranks that hold the same rows send the same ones. At level 0 every row is sent, and its id as it is.
@@ -142,7 +55,7 @@ class Sampling:
 
 
 def sampling_of(ranks: int, capacity: int) -> Sampling:
-    """What N ranks send of up to ``capacity`` rows each; see :data:`MAX_BYTES`.
+    """Choose what N ranks send of up to ``capacity`` rows each; see :data:`MAX_BYTES`.
 
     In a sample, the rows of all ranks take about ``MAX_BYTES`` or ``FEWEST`` rows of each rank, whichever is more, at 8
     bytes each. The room of a rank has to be of a fixed size and must hold what chance brings, B(capacity, rate): it is
@@ -154,7 +67,7 @@ def sampling_of(ranks: int, capacity: int) -> Sampling:
 
 
 def _room(rows: int, rate: float) -> int:
-    """The fewest slots c of which E[max(0, X - c)] <= UNSENT * E[X], X ~ B(rows, rate)."""
+    """Find the fewest slots c of which E[max(0, X - c)] <= UNSENT * E[X], X ~ B(rows, rate)."""
     chances = [math.exp(_log_binomial(rows, count, rate)) for count in range(rows + 1)]
     for slots in range(1, rows):
         over = sum((count - slots) * chance for count, chance in enumerate(chances) if count > slots)
@@ -170,7 +83,7 @@ def _log_binomial(rows: int, count: int, rate: float) -> float:
 
 @dataclass(frozen=True)
 class StepIds:
-    """The ids of one step, as they were received. Rows are sorted by rank, and by their place there.
+    """Hold the ids of one step, as they were received. Rows are sorted by rank, and by their place there.
 
     Of a sample, an id is 36 bits of the row's hash: two of 10,000 different rows have the same with 0.0007.
     """
@@ -215,7 +128,7 @@ def pack_rows(ids: Tensor, sampling: Sampling) -> Tensor:
     if not sampling.level:
         return pack_ids(newest, sampling.capacity, len(ids))
     packed = torch.zeros(sampling.numbers, dtype=torch.float32, device=ids.device)
-    hashes = _mixed(newest.to(torch.int64) + _signed(GOLDEN))
+    hashes = mixed(newest.to(torch.int64) + signed(GOLDEN))
     keys = ((hashes >> 33) & 0x7FFFFFFF).to(torch.int32)  # the first bits, as a number
     below = 1 << (31 - sampling.level)
     packed[0].fill_(_counted(len(ids)))
@@ -234,7 +147,7 @@ def _counted(rows: int) -> float:
 
 
 def pack_ids(ids: Tensor, capacity: int, count: int | None = None) -> Tensor:
-    """64-bit ids as numbers that an fp32 collective without arithmetic brings over bit by bit.
+    """Pack 64-bit ids as numbers that an fp32 collective without arithmetic brings over bit by bit.
 
     Args:
         ids: int64 (rows,), any values, on any device; more than ``capacity`` are cut, and the receiver sees that.
@@ -254,7 +167,7 @@ def pack_ids(ids: Tensor, capacity: int, count: int | None = None) -> Tensor:
 
 
 def unpack_ids(rows: Tensor, sampling: Sampling | None = None) -> StepIds:
-    """What :func:`pack_rows` made of each rank's ids.
+    """Undo :func:`pack_rows` of each rank's ids.
 
     Args:
         rows: (N, sampling.numbers) floating point on the host. All zeros is a rank without rows; a rank whose numbers
@@ -288,98 +201,3 @@ def _unpack_sample(values: npt.NDArray[np.float64], sampling: Sampling) -> StepI
     ids, places = low | (rest >> _PLACE_BITS) << 24, rest & (MAX_ROWS - 1)
     order = np.lexsort((places, owners))
     return StepIds(ids[order], owners[order], places[order], taken, looked, sampled, sampling.rate)
-
-
-# -- ids of rows that have none --------------------------------------------------------------------------------------
-
-
-def batch_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Tensor | None]:
-    """The tensors among a model's inputs, in a fixed order, and the one named ``attention_mask``.
-
-    Looks into lists, tuples and dicts. Dicts are read in the order of their keys' names.
-    """
-    tensors: list[Tensor] = []
-    masks: list[Tensor] = []
-
-    def walk(value: Any, name: str) -> None:
-        if isinstance(value, Tensor):
-            (masks if name == "attention_mask" and not masks and value.ndim == 2 else tensors).append(value)
-        elif isinstance(value, Mapping):
-            for key in sorted(value, key=str):
-                walk(value[key], str(key))
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                walk(item, name)
-
-    walk(args, "")
-    walk(kwargs, "")
-    return tensors, masks[0] if masks else None
-
-
-def row_hashes(tensors: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
-    """An id of each row of a micro-batch from its content: the same bits at the same places give the same id.
-
-    Integer arithmetic on the tensors' device; no host synchronisation, no collective. Each element is mixed with its
-    place and the sum taken, h = sum_j mix(bits_j + mix(place_j)) mod 2^64, so that two rows with other content have
-    the same id with probability 2^-64.
-
-    Args:
-        tensors: of any dtype (floats by their bits). Rows are the first dimension; what has another number of rows
-            than the first tensor (shared position ids, scalars) is left out.
-        mask: (rows, length), non-zero where a token is. Masked places of tensors of that length do not count, so that a
-            row has one id however far it was padded, left or right. Without a mask, padding is content.
-
-    Returns:
-        int64 (rows,).
-
-    Raises:
-        ValueError: no tensor with rows.
-    """
-    given = [tensor.detach() for tensor in tensors if tensor.ndim > 0]
-    if not given:
-        raise ValueError("row_hashes needs a tensor with a dimension of rows, got none; pass the micro-batch's inputs")
-    rows = given[0].shape[0]
-    present = mask.detach() != 0 if mask is not None and mask.ndim == 2 and mask.shape[0] == rows else None
-    total = torch.zeros(rows, dtype=torch.int64, device=given[0].device)
-    for index, tensor in enumerate(tensor for tensor in given if tensor.shape[0] == rows):
-        if present is not None and tensor.ndim >= 2 and tensor.shape[1] == present.shape[1]:
-            inner = math.prod(tensor.shape[2:])
-            offset = torch.arange(inner, device=tensor.device)
-            numbers = present.to(torch.int64).cumsum(1) - 1
-            place = (numbers[:, :, None] * inner + offset).reshape(rows, -1)
-            counts = present[:, :, None].expand(-1, -1, inner).reshape(rows, -1)
-        else:
-            place = torch.arange(math.prod(tensor.shape[1:]), device=tensor.device)[None]
-            counts = None
-        bits = _bits(tensor)
-        repeats = bits.shape[1] // max(place.shape[1], 1)  # complex numbers have two words
-        salt = _signed((index + 1) * GOLDEN)
-        columns = max(1, _HASH_BLOCK // max(rows, 1))
-        for begin in range(0, place.shape[1], columns):
-            part = slice(begin, begin + columns)
-            for word in range(repeats):
-                key = _mixed(place[:, part] * repeats + word + salt)
-                mixed = _mixed(bits[:, word::repeats][:, part].to(torch.int64) + key)
-                total += (mixed if counts is None else mixed * counts[:, part]).sum(1)
-    return total
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """(rows, elements) integers of the same bits; complex numbers give two each."""
-    flat = tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(flat.shape[0], -1)
-    if not flat.is_floating_point():
-        return flat
-    return flat.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """splitmix64's finalizer in int64 wrap-around arithmetic; ``>>`` of int64 is arithmetic, hence the masks."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(MIX[0])
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(MIX[1])
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _signed(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

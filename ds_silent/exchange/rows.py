@@ -1,7 +1,7 @@
-"""What each rank says of itself, its row, on the way to those who read it.
+"""Bring each rank's row, which says what it knows of itself, to the ranks that read it.
 
     rows = make_rows(layout, group, device)
-    rows.start(mine, leaves, once)       # collectives; every rank calls it alike
+    rows.start(mine, leaves, collective)       # collectives; every rank calls it alike
     rows.agreed()                        # what all ranks have alike
     rows.all()                           # everybody's, where ``rows.brings_all``
 
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ds_silent.device import SideStream
 from ds_silent.distributed.communicator import new_part, own_part
-from ds_silent.distributed.together import Once
-from ds_silent.exchange.collectives import Landing, all_gather
+from ds_silent.distributed.guard import CollectiveCall
+from ds_silent.exchange.collectives import HostCopy, all_gather
 from ds_silent.exchange.layout import DIGIT, DIGITS, WORDS, Layout
 from ds_silent.exchange.observation import FIELDS, Code, Wishes
 
@@ -40,38 +40,38 @@ DECIDE = (
 
 
 def make_rows(layout: Layout, group: dist.ProcessGroup, device: torch.device) -> AllGatherRows | HierarchicalGather:
-    """As the layout says. A collective where it is by way of blocks."""
+    """Make the rows that the layout asks for. A collective where they go by way of blocks."""
     return (HierarchicalGather if layout.block else AllGatherRows)(layout, group, device)
 
 
 class AllGatherRows:
-    """One all-gather."""
+    """Bring every row to every rank by one all-gather."""
 
     brings_all = True
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
         self._group, self._width = group, layout.row
         self.received = torch.zeros(dist.get_world_size(group) * layout.row, device=device)
-        self._landing = Landing(self.received)
+        self._copy_to_host = HostCopy(self.received)
 
-    def start(self, mine: Tensor, leaves: bool, once: Once) -> None:
+    def start(self, mine: Tensor, leaves: bool, collective: CollectiveCall) -> None:
         """``mine``: (layout.row,) fp32."""
-        self._landing.start(once(lambda: all_gather(self.received, mine, group=self._group, async_op=True)))
+        self._copy_to_host.start(collective(lambda: all_gather(self.received, mine, group=self._group, async_op=True)))
 
     def agreed(self) -> Tensor:
-        """Rows that are the same on every rank: here everybody's."""
+        """Return rows that are the same on every rank: here all."""
         return self.all()
 
     def passed_on(self) -> None:
-        """Nothing is."""
+        """Do nothing: no rank passes rows on."""
 
     def all(self) -> Tensor:
         """(N, layout.row)."""
-        return self._landing.result().view(-1, self._width)
+        return self._copy_to_host.result().view(-1, self._width)
 
 
 class HierarchicalGather:
-    """An all-gather in each block, one exchange of the blocks' first ranks, and an all-reduce of extremes."""
+    """Gather in each block, exchange between the blocks' first ranks, and reduce the extremes."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device):
         self._group, ranks, me = group, dist.get_world_size(group), dist.get_rank(group)
@@ -95,22 +95,22 @@ class HierarchicalGather:
         self._side = None if device.type == "cpu" else SideStream(device)
         self._gathered: dist.Work | None = None  # these read buffers that are filled anew
         self._passed: dist.Work | None = None
-        self._landing, self._extremes_landing = Landing(self.received), Landing(self.extremes)
+        self._copy_to_host, self._extremes_copy = HostCopy(self.received), HostCopy(self.extremes)
 
-    def start(self, mine: Tensor, leaves: bool, once: Once) -> None:
+    def start(self, mine: Tensor, leaves: bool, collective: CollectiveCall) -> None:
         """``leaves``: this rank does not wait for anything any more; where waiting takes the host, it passes nothing
         on, which nobody will ask for."""
         if leaves:  # what was sent last may still be read, and nobody waits for that
             self.extremes, self._of_block = torch.empty_like(self.extremes), torch.empty_like(self._of_block)
-        self._extremes_landing.start(once(lambda: self._compare(mine)))
-        gathered = once(lambda: all_gather(self._of_block, mine, group=self._block, async_op=True))
+        self._extremes_copy.start(collective(lambda: self._compare(mine)))
+        gathered = collective(lambda: all_gather(self._of_block, mine, group=self._block, async_op=True))
         self._gathered, self._passed = gathered, None
         if not self._leads or (leaves and self._side is None):
             return
         with self._beside():
-            once(gathered.wait)
-            self._passed = once(self._pass_on)
-        self._landing.start(self._passed)
+            collective(gathered.wait)
+            self._passed = collective(self._pass_on)
+        self._copy_to_host.start(self._passed)
 
     def _pass_on(self) -> dist.Work | None:
         return dist.all_to_all_single(  # type: ignore[no-any-return]
@@ -118,7 +118,7 @@ class HierarchicalGather:
         )
 
     def _compare(self, mine: Tensor) -> dist.Work | None:
-        """The collective is its last statement: what breaks here breaks before it, and is played again."""
+        """Start the all-reduce as the last statement: what raises here raises before it, and is run again."""
         torch.cat((-mine[self._decide], mine[self._decide]), out=self.extremes)
         return dist.all_reduce(self.extremes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)  # type: ignore[no-any-return]
 
@@ -134,23 +134,23 @@ class HierarchicalGather:
         """(2, layout.row): the smallest and the largest of what is in :data:`DECIDE`, 0 elsewhere."""
         if self._gathered is not None:
             self._gathered.wait()
-        negative, largest = self._extremes_landing.result().view(2, -1)
+        negative, largest = self._extremes_copy.result().view(2, -1)
         both = torch.zeros(2, self._width)
         both[:, self._columns] = torch.stack((-negative, largest))
         return both
 
     def all(self) -> Tensor:
         """(N, layout.row), on the writing rank."""
-        return self._landing.result().view(-1, self._width)
+        return self._copy_to_host.result().view(-1, self._width)
 
 
 def digit_of(failed: float, rank: int) -> tuple[int, float]:
-    """Place and value of a rank's failure among the numbers of which sums say who failed."""
+    """Return place and value of a rank's failure among the numbers of which sums say which ranks failed."""
     return rank // DIGITS, failed * float(1 << DIGIT * (rank % DIGITS))
 
 
 def failures_in(sums: Tensor, ranks: int) -> Tensor:
-    """(N,) float64: each rank's failure, from the sums of :func:`digit_of`."""
+    """Return each rank's failure, (N,) float64, from the sums of :func:`digit_of`."""
     shifts = torch.arange(DIGITS) * DIGIT
     digits = (sums.to(torch.int64)[:, None] >> shifts) & ((1 << DIGIT) - 1)
     return digits.reshape(-1)[:ranks].double()

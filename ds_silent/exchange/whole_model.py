@@ -1,4 +1,4 @@
-"""What the data-parallel groups of one model tell each other: each holds a part of its parameters only.
+"""Exchange what the data-parallel groups of one model know: each holds a part of its parameters only.
 
     model = WholeModel(ranks=(0, 2, 4, 6), told_by=6)       # the first rank of each group; who computes the losses
     gathered = model.exchange(gathered)                     # on each of them, once per measured step, in order
@@ -26,7 +26,7 @@ PATIENCE = 100  # steps for which nobody waits again, where nothing came
 
 
 class WholeModel:
-    """Seen from one of the groups' first ranks.
+    """Exchange with the other groups, from one of the groups' first ranks.
 
     Args:
         ranks: of the whole training, in any order: this one is among them.
@@ -39,7 +39,7 @@ class WholeModel:
         self._waits_from = 0
 
     def exchange(self, gathered: Gathered) -> Gathered:
-        """Leave what this group knows of a step; the same with the losses that another group has computed."""
+        """Leave what this group knows of a step; return it with the losses that another group has computed."""
         loss, scale = gathered.loss, float(gathered.loss.scale[0]) or 1.0
         has_losses = on_any(loss.count)
         said = {
@@ -57,6 +57,6 @@ class WholeModel:
         return replace(gathered, loss=replace(loss, total=total, count=count))
 
     def norm(self, step: int) -> float | None:
-        """Of the whole model's gradient, unscaled, each parameter once; None where a group has not said its part."""
+        """Return the norm of the whole model's gradient, unscaled, each parameter once; None without all parts."""
         heard = [self._board.heard(step, rank) for rank in self._ranks]
         return None if None in heard else math.sqrt(sum(one["squares"] for one in heard))

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
-from ds_silent.distributed.together import Together, UnevenInputsError
+from ds_silent.distributed.guard import CollectiveGuard, UnevenInputsError
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Covers, Moments, Part, Ranks
@@ -245,7 +245,7 @@ class DDPFramework(CountsItself, Covers):
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        self._patches.add(self._ddp.register_forward_pre_hook(partial(self._refuse_join, moments.together)))
+        self._patches.add(self._ddp.register_forward_pre_hook(partial(self._refuse_join, moments.guard)))
         self._loop.connect(moments, self._parameters)
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             self._patches.wrap(self._ddp, name, self._hook_registered)
@@ -274,11 +274,11 @@ class DDPFramework(CountsItself, Covers):
             self._loop.reduced_behind()
         return result
 
-    def _refuse_join(self, together: Together, *_: Any) -> None:
+    def _refuse_join(self, guard: CollectiveGuard, *_: Any) -> None:
         """Inside ``ddp.join()`` a rank without rows shadows the others' reductions and takes no step: whoever exchanged
         something there would wait for it. Read is ``_join_config`` (torch 2.4 to 2.13)."""
         if self._ddp._join_config.enable and torch.is_grad_enabled():
-            together.fail(UnevenInputsError("inside DistributedDataParallel.join() nothing is observed"))
+            guard.fail(UnevenInputsError("inside DistributedDataParallel.join() nothing is observed"))
 
     def close(self, ended: bool) -> None:
         self._patches.undo()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ds_silent.capture.local_gradient import loss_in
 from ds_silent.capture.mean_loss import Made, comes_of, made_by
-from ds_silent.exchange.row_ids import batch_tensors
+from ds_silent.capture.row_hashes import batch_tensors
 from ds_silent.framework import Moments
 from ds_silent.frameworks.torch_common import StepCounts
 from ds_silent.patches import Patches
@@ -104,7 +104,7 @@ class TorchLoop:
                 return
             self._ended()
             self._forward_loss = None
-            self._rows += self._moments.together.alone(rows_in, args, kwargs) or 0
+            self._rows += self._moments.guard.local(rows_in, args, kwargs) or 0
         self._moments.forward(module, args, kwargs)
 
     def _forwarded(self, module: Any, args: Any, output: Any) -> None:

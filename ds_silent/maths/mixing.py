@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers, Steele et al., OOPSLA 2014
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -16,3 +17,15 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX[1])
     mixed: npt.NDArray[np.uint64] = np.bitwise_xor(x, x >> np.uint64(31))
     return mixed
+
+
+def mixed(x: Tensor) -> Tensor:
+    """splitmix64's finalizer in int64 wrap-around arithmetic; ``>>`` of int64 is arithmetic, hence the masks."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed(MIX[0])
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed(MIX[1])
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def signed(value: int) -> int:
+    """Return the int64 of the same 64 bits."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

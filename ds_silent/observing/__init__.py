@@ -1,1 +1,1 @@
-"""What an observer does while a training runs: one step in the order of time, and what becomes of what it gathered."""
+"""Observe a training: start together, take each step in the order of time, write what was gathered."""

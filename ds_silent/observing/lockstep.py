@@ -1,4 +1,4 @@
-"""Whether all ranks send their observations at the same place of the training: counted here, compared when one is read.
+"""Count where this rank is, and compare the ranks' counts: all must send their observations at the same place.
 
     lockstep = Lockstep(step, words=words)       # the same step on every rank: rank 0's
     lockstep.scheduled                           # the step by which everything that communicates is timed
@@ -28,7 +28,7 @@ EXACT = 1 << 24  # whole numbers below it are exact in fp32
 
 @dataclass(frozen=True)
 class Lockstep:
-    """Where this rank is, as a value: what happens gives another one. See the module docstring.
+    """Count where this rank is; each moment returns a new value. See the module docstring.
 
     ``next_base`` and ``next_allowed`` are what was read; they are valid from the next boundary on, whenever a rank has
     read them.
@@ -46,44 +46,44 @@ class Lockstep:
 
     @property
     def scheduled(self) -> int:
-        """The step under way."""
+        """Return the step under way, as all ranks count it."""
         return self.base + self.count
 
     @property
     def whole(self) -> bool:
-        """Whether the step under way has been observed from its beginning; not after a step that was left out."""
+        """Tell whether the step under way was observed from its beginning; not after a step that was left out."""
         return self.reductions <= self.allowed
 
     def reduction(self) -> Lockstep:
-        """The gradients of a boundary are about to be reduced."""
+        """Count a reduction: the gradients of a boundary are about to be reduced."""
         more = replace(self, reductions=self.reductions + 1)
         return replace(more, unstepped=self.unstepped or not more.whole)
 
     def passed(self) -> Lockstep:
-        """The observation of the step under way has been sent, if it was due: the next one begins."""
+        """Begin the next step: the observation of this one has been sent, if it was due."""
         base = self.base if self.next_base is None else self.next_base
         return replace(self, count=self.count + 1, base=base, allowed=self.next_allowed)
 
     def stepped(self) -> Lockstep:
-        """The optimizer has run, or what was reduced since it did was never to be a step."""
+        """Forget the reductions: the optimizer has run, or what was reduced was never to be a step."""
         return replace(self, reductions=0)
 
     def sent(self) -> Lockstep:
-        """The :meth:`status` has been sent."""
+        """Forget what the :meth:`status` that was sent has said."""
         return replace(self, unstepped=False)
 
     def status(self, step: int, own: Status[float | Tensor]) -> Status[float | Tensor]:
-        """Travels with an observation whose status so far is ``own``; ``step`` is the framework's own."""
+        """Add to an observation's status ``own`` where this rank is; ``step`` is the framework's own."""
         failed = own.failed if own.failed or not self.unstepped else ASTRAY
         return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.count % EXACT))
 
     def of(self, arrived: Arrived) -> tuple[Lockstep, Event | None]:
-        """:meth:`read`, by what all ranks know; who knows more says it more exactly."""
+        """Do as :meth:`read`, by what all ranks know; a rank that knows more words the event more exactly."""
         after, event = self.read(arrived.known)
         return after, event and ((arrived.make and self.read(arrived.all)[1]) or event)
 
     def read(self, gathered: Gathered) -> tuple[Lockstep, Event | None]:
-        """What the ranks' observations say; every rank reads all of them, in the same order."""
+        """Compare the ranks' observations; every rank reads all of them, in the same order."""
         status = gathered.status
         failed, steps, boundaries = (values.tolist() for values in (status.failed, status.step, status.boundary))
         if all(word == ASTRAY for word in failed):  # all alike: several backward passes make one step here

@@ -1,4 +1,4 @@
-"""From a training of any framework to its observer: what all ranks agree on, open and compare before the first step.
+"""Attach an observer to a training of any framework: agree, open and compare before the first step.
 
     observer = observe(subject, config, refusal)     # every rank; None: nobody observes
     observer_of(subject.held)                        # the same one, later
@@ -40,11 +40,11 @@ from ds_silent.observing import start
 from ds_silent.observing.observer import IdleObserver, Observer
 from ds_silent.observing.run_directory import RunDirectory
 from ds_silent.observing.start import refuse_metrics_without_library, refuse_too_many_ranks
-from ds_silent.preflight.comparison import PreflightOutcome, compare
+from ds_silent.preflight.comparison import compare
 from ds_silent.preflight.inventory import Training, local_items, sampler_facts
 from ds_silent.preflight.messages import events_of, table
 from ds_silent.preflight.messages import to_json as preflight_json
-from ds_silent.records import DataDealt, declared, to_json
+from ds_silent.records import Event, declared, to_json
 from ds_silent.respond.stop import end_by_event
 from ds_silent.sinks import SinkError
 from ds_silent.sinks.run_facts import run_text
@@ -62,7 +62,7 @@ Given = SilentConsistencyConfig | Mapping[str, Any] | str | Path | None
 
 @dataclass(frozen=True)
 class Subject:
-    """A training that may be observed: what its framework says of it while nothing is hooked."""
+    """Describe a training that may be observed, as its framework does while nothing is hooked."""
 
     held: Any  # what a script holds, such as a wrapped module: the observer is found by it
     words: Words
@@ -79,7 +79,7 @@ class Subject:
 
 @contextmanager
 def told_in_a_sentence() -> Iterator[None]:
-    """A refusal that leaves it and is caught by nobody ends the process with its sentence, which one rank prints."""
+    """End the process with one sentence where a refusal is not caught; one rank prints it."""
     try:
         yield
     except (ConfigError, SinkError):
@@ -90,7 +90,7 @@ def told_in_a_sentence() -> Iterator[None]:
 def observe(
     subject: Subject, config: SilentConsistencyConfig | None, refusal: ConfigError | None = None
 ) -> Observer | None:
-    """The observer of a training. All ranks: the block, refusals, the output directory and the preflight are agreed.
+    """Return the observer of a training. All ranks agree on the block, refusals, the output directory, the preflight.
 
     Args:
         config: None where this rank has no block; then all have none, or all refuse.
@@ -116,40 +116,19 @@ def observe(
     observer = Observer(capture, config, home, start.first_step(capture))
     if home.sinks is not None and places is not None:
         observer.place(places)
-    subject.held.__dict__[_ATTRIBUTE] = observer
-    # a model that is trained no more is freed: Megatron's optimizer reaches it in ways that Python cannot follow
-    observer.closing = partial(subject.held.__dict__.pop, _ATTRIBUTE, None)
-    _observed.append(words.training)
-    _close_at_exit(observer)
-    ranks = dist.get_world_size(capture.group)
+    _keep(subject, observer)
     if home.sinks is not None:
-        steps = "every step" if config.interval == 1 else f"every {config.interval} steps"
-        # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
-        whom = f"{ranks} ranks" if ranks > 1 else "1 rank, which there is nothing to compare with"
-        logger.warning("ds_silent: observing %s, %s; records in %s", whom, steps, home.says())
-        _write_facts(subject, config, capture, ranks, home)
-    capture.loaders.given = subject.loader
-    known = data_facts(subject.loader, ranks)
-    observer.samples_per_epoch, observer.shuffles = known.rows, known.shuffles
+        _announce(subject, config, capture, home)
+    _follow_rows(subject, capture, observer)
     if config.preflight:
-        deal = deal_of(subject.loader, ranks)
-        items = local_items(subject.training(), sampler_facts(subject.loader), subject.before, ranks)
-        items.append(deal_item(deal))
-        outcome = compare(items, capture.group, capture.device)
-        capture.settings_check.told_before(outcome)
-        if home.sinks is not None:
-            data = declared(config.detectors.dealt) or dealt_by_all(outcome, deal)
-            _publish_preflight(outcome, data, observer, home)
+        _compare_before_training(subject, config, capture, observer, home)
     if unlike is not None:
-        observer.stand_down(unlike)
-        if config.detectors.stop_on != "never":
-            observer.close()
-            raise end_by_event(unlike if home.sinks is not None else None, config.detectors.stop_on)
+        _stand_down(observer, unlike, config, writes=home.sinks is not None)
     return observer
 
 
 def given_block(config: Given, called: str = "config") -> SilentConsistencyConfig | None:
-    """What a script gives as ``config``: a parsed block, a block, or a dict or file that holds one under its name.
+    """Read what a script gives as ``config``: a parsed block, a block, or a dict or file that holds one under its name.
 
     Args:
         called: what a user calls it, for the sentences about a mistake.
@@ -167,7 +146,7 @@ def given_block(config: Given, called: str = "config") -> SilentConsistencyConfi
 
 
 def idle_observer(config: Given) -> Observer | None:
-    """What a script that runs as one process gets: it does nothing, and one sentence says why.
+    """Return an observer for a script that runs as one process: it does nothing, and one sentence says why.
 
     Raises:
         ConfigError: the block is wrong, see :func:`given_block`.
@@ -182,7 +161,7 @@ def idle_observer(config: Given) -> Observer | None:
 
 
 def say_alone(launchers: str) -> None:
-    """The sentence for a training that one process runs."""
+    """Log why a training that one process runs is not observed."""
     logger.warning(
         "ds_silent: one process trains this model, so there is nothing to compare and nothing is observed; start it "
         "with %s",
@@ -191,7 +170,7 @@ def say_alone(launchers: str) -> None:
 
 
 def anything_observed() -> bool:
-    """Whether a training of this process has had an observer."""
+    """Tell whether a training of this process has had an observer."""
     return bool(_observed)
 
 
@@ -227,7 +206,7 @@ def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigErro
 
 
 def _places_of(board: PlaceBoard, config: SilentConsistencyConfig) -> Places:
-    """On the rank that writes: where all run."""
+    """Return where all ranks run; on the rank that writes."""
     try:
         groups = read_groups(config.places)
     except ConfigError as error:  # it could be read a moment ago
@@ -240,11 +219,22 @@ def _places_of(board: PlaceBoard, config: SilentConsistencyConfig) -> Places:
     return places
 
 
-def _write_facts(
-    subject: Subject, config: SilentConsistencyConfig, capture: StepCapture, ranks: int, home: RunDirectory
-) -> None:
-    """``run.json``, on the rank that writes."""
-    framework = capture.framework
+def _keep(subject: Subject, observer: Observer) -> None:
+    """Attach the observer to what the script holds, until it closes; at the latest at the end of the process."""
+    subject.held.__dict__[_ATTRIBUTE] = observer
+    # a model that is trained no more is freed: Megatron's optimizer reaches it in ways that Python cannot follow
+    observer.closing = partial(subject.held.__dict__.pop, _ATTRIBUTE, None)
+    _observed.append(subject.words.training)
+    _close_at_exit(observer)
+
+
+def _announce(subject: Subject, config: SilentConsistencyConfig, capture: StepCapture, home: RunDirectory) -> None:
+    """Say on the console that this is observed, and write ``run.json``; on the writing rank."""
+    ranks, framework = capture.shape.ranks, capture.framework
+    steps = "every step" if config.interval == 1 else f"every {config.interval} steps"
+    # a warning, because a block that is silently not read is the commonest mistake and info is rarely shown
+    whom = f"{ranks} ranks" if ranks > 1 else "1 rank, which there is nothing to compare with"
+    logger.warning("ds_silent: observing %s, %s; records in %s", whom, steps, home.says())
     try:
         parameters, _ = framework.replicated()
         arithmetic = framework.arithmetic(sum(framework.numels), 1)
@@ -255,13 +245,30 @@ def _write_facts(
         }
         observed = {"applied gradient": framework.observes_applied, "replicas": bool(parameters)}
         text = run_text(config, subject.words.framework, ranks, training, observed)
-    except Exception as error:  # who reads the records can do without it
+    except Exception as error:  # the records can be read without it
         logger.debug("ds_silent: run.json is not written: %s: %s", type(error).__name__, error)
         return
     home.write_file("run.json", text)
 
 
-def _publish_preflight(outcome: PreflightOutcome, data: DataDealt, observer: Observer, home: RunDirectory) -> None:
+def _follow_rows(subject: Subject, capture: StepCapture, observer: Observer) -> None:
+    capture.loaders.given = subject.loader
+    known = data_facts(subject.loader, capture.shape.ranks)
+    observer.samples_per_epoch, observer.shuffles = known.rows, known.shuffles
+
+
+def _compare_before_training(
+    subject: Subject, config: SilentConsistencyConfig, capture: StepCapture, observer: Observer, home: RunDirectory
+) -> None:
+    """Compare what the ranks have before the first step, and publish it. A collective."""
+    ranks = capture.shape.ranks
+    deal = deal_of(subject.loader, ranks)
+    items = local_items(subject.training(), sampler_facts(subject.loader), subject.before, ranks)
+    outcome = compare([*items, deal_item(deal)], capture.group, capture.device)
+    capture.settings_check.told_before(outcome)
+    if home.sinks is None:
+        return
+    data = declared(config.detectors.dealt) or dealt_by_all(outcome, deal)
     console = Console(stderr=True)  # colours on a terminal only, and none with NO_COLOR
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log has no edge
@@ -273,8 +280,16 @@ def _publish_preflight(outcome: PreflightOutcome, data: DataDealt, observer: Obs
         observer.report(event)
 
 
+def _stand_down(observer: Observer, unlike: Event, config: SilentConsistencyConfig, writes: bool) -> None:
+    """Observe nothing, because the ranks would not send the same; every rank gets here."""
+    observer.stand_down(unlike)
+    if config.detectors.stop_on != "never":
+        observer.close()
+        raise end_by_event(unlike if writes else None, config.detectors.stop_on)
+
+
 def _close_at_exit(observer: Observer) -> None:
-    """The last step's record is still under way when a script just ends."""
+    """Close the observer when the script just ends: the last step's record is still under way then."""
     reference = weakref.ref(observer)
 
     def close() -> None:

@@ -1,4 +1,4 @@
-"""What a training script holds of its observation, and the order of its end.
+"""Give a training script its handle of the observation.
 
     backward -> capture -> Observation -> exchange -> measure -> judge -> respond -> sinks
 
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ds_silent.capture.given_ids import as_ids
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.places import Places
-from ds_silent.exchange.row_ids import as_ids
 from ds_silent.framework import Counts
 from ds_silent.observing.recorder import Recorder
 from ds_silent.observing.run_directory import RunDirectory
@@ -34,9 +34,9 @@ class Observer:
     def __init__(self, capture: StepCapture, config: SilentConsistencyConfig, home: RunDirectory, first: int):
         """``first``: the step of rank 0, by which all begin to count."""
         self._capture, self._home = capture, home
-        self._together = capture.together
+        self._guard = capture.guard
         self._steps = StepLoop(capture, config, home, self.close, first)
-        self._published, self._replicas = self._steps.published, self._steps.replicas
+        self._publisher, self._replicas = self._steps.publisher, self._steps.replicas
         self._closed = False
         self.closing: Callable[[], object] = list  # what is still to be done when it closes
         self.connect()
@@ -53,20 +53,20 @@ class Observer:
     def samples_per_epoch(self) -> int | None:
         """Rows of one epoch over all ranks, for ``epoch`` in the records; None: the loader that feeds the training is
         to say. May be set."""
-        return self._published.contexts.rows_in_epoch
+        return self._publisher.rows_in_epoch
 
     @samples_per_epoch.setter
     def samples_per_epoch(self, rows: int | None) -> None:
-        self._published.contexts.rows_in_epoch = rows
+        self._publisher.rows_in_epoch = rows
 
     @property
     def shuffles(self) -> bool | None:
         """Whether each epoch has an order of its own; None likewise. May be set."""
-        return self._published.contexts.shuffles
+        return self._publisher.shuffles
 
     @shuffles.setter
     def shuffles(self, shuffles: bool | None) -> None:
-        self._published.contexts.shuffles = shuffles
+        self._publisher.shuffles = shuffles
 
     @property
     def output_dir(self) -> str:
@@ -76,7 +76,7 @@ class Observer:
     @property
     def last_record(self) -> StepRecord | None:
         """The newest record, on the rank that writes."""
-        return self._published.recorder.last_record
+        return self._publisher.recorder.last_record
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -101,7 +101,7 @@ class Observer:
                 set: a list, a tuple, a numpy array or a 1-D tensor, of any integer dtype and on any device.
 
         Raises:
-            TypeError, ValueError: they are something else (:func:`ds_silent.exchange.row_ids.as_ids`).
+            TypeError, ValueError: they are something else (:func:`ds_silent.capture.given_ids.as_ids`).
         """
         ids = as_ids(sample_ids)
         if self._steps.observing:
@@ -109,44 +109,44 @@ class Observer:
 
     def on_event(self, function: Callable[[Event], None]) -> None:
         """Call ``function(event)`` for every event from now on, on the writing rank, between two optimizer steps."""
-        self._published.recorder.on_event(function)
+        self._publisher.recorder.on_event(function)
 
     def report(self, event: Event) -> None:
         """Write an event and tell the callbacks; on the writing rank."""
-        self._published.report(event)
+        self._publisher.recorder.report(event)
 
     def place(self, places: Places) -> None:
         """Write ``ranks.json``, and name hosts and devices from now on; on the writing rank."""
         if places.places:
             self._home.write_file("ranks.json", places.text())
-            self._published.recorder.places = places
+            self._publisher.recorder.places = places
 
     # -- in a checkpoint -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, so it is that rank's
         which must be kept. Steps and samples are in the framework's own counters, and here where it has none."""
-        self._together.tried(self._publish_early)
+        self._guard.cleanup(self._steps.publish_early, self._closed)
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
         if isinstance(self._capture.framework, Counts):
             state["counted"] = self._capture.framework.counted()
-        return state | (self._together.alone(self._own_state) or {})
+        return state | (self._guard.local(self._own_state) or {})
 
     def _own_state(self) -> dict[str, Any]:
-        recorder = self._published.recorder
+        recorder = self._publisher.recorder
         if not recorder.writes:
             return {}
         state = recorder.state_dict(self._capture.rows.waiting)
         return {**state, "records": self._home.identity(), "weights_checksum": self._replicas.weights()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; a state that cannot be read is said and left, and judging starts anew."""
+        """Continue from :meth:`state_dict`; an unreadable state is logged and ignored, and judging starts anew."""
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._replicas.loaded(state.get("weights_checksum"))  # "weights", of older versions, was made otherwise
         if isinstance(self._capture.framework, Counts) and isinstance(state.get("counted"), dict):
             self._capture.framework.count_on(state["counted"])
-        self._published.recorder.load_state_dict(state)
+        self._publisher.recorder.load_state_dict(state)
 
     def before_checkpoint(self) -> None:
         """A checkpoint is being written, by all ranks: what it holds is compared at the next measured step."""
@@ -157,8 +157,8 @@ class Observer:
 
     def flush(self) -> None:
         """Publish what is under way and put it on disk. No collective; every rank may call it at the same step."""
-        self._together.tried(self._publish_early)
-        self._together.tried(self._published.recorder.flush)
+        self._guard.cleanup(self._steps.publish_early, self._closed)
+        self._guard.cleanup(self._publisher.recorder.flush)
 
     def close(self, error: BaseException | None = None) -> None:
         """Publish what is under way, close the sinks and leave the framework as it was. No collective.
@@ -168,34 +168,30 @@ class Observer:
         """
         if not self._closed:
             self._closed = True
-            for act in (self._publish_early, self._last_words, self._steps.say_goodbye, self._stop, self.closing):
-                self._together.tried(act)
-            self._together.tried(self._published.recorder.close)
-            self._together.tried(self._home.close, self._capture.step - 1, error)
-
-    def _stop(self) -> None:
-        self._steps.stop(ended=True)
-
-    def _publish_early(self) -> None:
-        self._steps.publish_early(self._closed)
-
-    def _last_words(self) -> None:
-        self._published.last_words(self._capture.step)
+            cleanup, steps = self._guard.cleanup, self._steps
+            cleanup(steps.publish_early, closed=True)
+            cleanup(lambda: self._publisher.last_words(self._capture.step))
+            cleanup(steps.say_goodbye)
+            cleanup(steps.stop, ended=True)
+            cleanup(self.closing)
+            cleanup(self._publisher.recorder.close)
+            cleanup(self._home.close, self._capture.step - 1, error)
 
     def forked(self) -> None:
-        """This is a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""
-        self._steps.observing, self._closed, self._published.recorder = False, True, Recorder()
+        """Do nothing in a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""
+        self._steps.observing, self._guard.over = False, True
+        self._closed, self._publisher.recorder = True, Recorder()
 
     def stand_down(self, event: Event) -> None:
         """Observe nothing and say why; the same call on every rank, before the first step."""
         self._steps.stop()
-        if self._published.recorder.writes:
+        if self._publisher.recorder.writes:
             logger.warning("ds_silent: %s", event.message)
             self.report(event)
 
 
 class IdleObserver(Observer):
-    """What a script calls where there is nothing to observe, so that the same lines run in one process.
+    """Do nothing, where there is nothing to observe, so that the same script runs in one process.
 
     Args:
         output_dir: that of the block, in which nothing is written.

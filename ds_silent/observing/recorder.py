@@ -1,6 +1,6 @@
-"""On the writing rank: what was gathered becomes a record, the record events, and both are handed to the sinks.
+"""Make a record of what was gathered, judge it, and hand record and events to the sinks; on the writing rank.
 
-recorder = Recorder(sinks, config, audit, layout, members, words)
+recorder = Recorder(sinks, config, checker, layout, members, words)
 recorder.step(gathered, context, drift, log, wait=False)     # gathered(): once per measured step, in order
 recorder.report(event)                                       # what others have found
 recorder.ends                                                # the event that is to end the training, if any
@@ -28,7 +28,7 @@ from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.measure.row_tracker import RowTracker, row_evidence
 from ds_silent.records import STILL, Event, EventKind, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
-from ds_silent.respond.told import repair_event
+from ds_silent.respond.repair_event import repair_event
 from ds_silent.sinks import FanOut, Sink
 from ds_silent.sinks.worker import OneTask
 from ds_silent.text import TORCH, Words
@@ -40,7 +40,7 @@ _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "war
 
 
 class _Beside:
-    """Runs one act at a time, on a thread of its own where that is wanted, and calls back on the training's thread.
+    """Run one act at a time, on a thread of its own where that is wanted, and call back on the training's thread.
 
     Attributes:
         task: the thread's; None where everything runs at once.
@@ -108,13 +108,13 @@ class _Beside:
 
 
 class _Judgement:
-    """Makes a record of what was gathered, and judges it; keeps what both need from step to step."""
+    """Make a record of what was gathered, and judge it; keep what both need from step to step."""
 
     def __init__(
-        self, config: SilentConsistencyConfig, audit: ReductionChecker, layout: Layout, words: Words, alike: bool
+        self, config: SilentConsistencyConfig, checker: ReductionChecker, layout: Layout, words: Words, alike: bool
     ):
         detectors = config.detectors
-        self.audit, self._layout, self._alike = audit, layout, alike
+        self.checker, self._layout, self._alike = checker, layout, alike
         self.judge = Judge(detectors, config.interval, words, alike, config.effects) if detectors.enabled else None
         self._tracker = RowTracker()
         self._tracker.deal.declared = declared(detectors.dealt)
@@ -125,7 +125,7 @@ class _Judgement:
         """Return the record, and what is to be judged; see :meth:`Recorder.step`."""
         record = measure(gathered, self._layout, context)
         coverage, evidence = row_evidence(gathered, self._tracker, context)
-        stats, reduction = self.audit.step(gathered, drift, log)
+        stats, reduction = self.checker.step(gathered, drift, log)
         record = replace(record, coverage=coverage, integrity=stats, data=self._tracker.deal.newest)
         if not self._alike:  # it compares gradients of one rank's rows with those of all
             record = replace(record, noise_scale=None)
@@ -152,7 +152,7 @@ class _Judgement:
 
 
 class Recorder:
-    """What an observer reports of a step to; on the ranks that do not write, without a sink, it does nothing.
+    """Record and judge what an observer reports; on the ranks that do not write, without a sink, do nothing.
 
     With ``beside`` a step is judged on a thread of its own until the next measured step; whatever is asked earlier
     waits for it. So what is found does not depend on timing. Callbacks run on the training's thread, between two steps.
@@ -168,7 +168,7 @@ class Recorder:
         self,
         sink: Sink | None = None,
         config: SilentConsistencyConfig | None = None,
-        audit: ReductionChecker | None = None,
+        checker: ReductionChecker | None = None,
         layout: Layout | None = None,
         members: Sequence[int] = (),  # of the group, as the whole training counts its ranks
         words: Words = TORCH,
@@ -181,8 +181,8 @@ class Recorder:
         self.unlike: tuple[Unlike, ...] = ()
         self._sink = FanOut([]) if sink is None else sink
         self._judgement: _Judgement | None = None
-        if sink is not None and config is not None and audit is not None and layout is not None:
-            self._judgement = _Judgement(config, audit, layout, words, alike)
+        if sink is not None and config is not None and checker is not None and layout is not None:
+            self._judgement = _Judgement(config, checker, layout, words, alike)
         self._judge = None if self._judgement is None else self._judgement.judge
         self._members, self._ending = tuple(members), _ENDS["never" if config is None else config.detectors.stop_on]
         self._newest: StepRecord | None = None
@@ -218,7 +218,7 @@ class Recorder:
 
     @property
     def _wants_micro_batches(self) -> bool:
-        return self._judgement is not None and self._judgement.audit.wants_micro_batches
+        return self._judgement is not None and self._judgement.checker.wants_micro_batches
 
     @property
     def wants_micro_batches(self) -> bool:
@@ -352,14 +352,14 @@ class Recorder:
 
 
 def _ranks_of(state: dict[str, Any]) -> int | None:
-    """Whose state it is; one of before does not say it, but where its detectors have compared ranks."""
+    """Return of how many ranks a state is; an older one says it only where its detectors have compared ranks."""
     compared = state["judge"].get("outlier") or {}
     ranks = state.get("ranks", compared.get("ranks"))
     return None if ranks is None else int(ranks)
 
 
 def ranks_changed(step: int, before: int, now: int) -> Event:
-    """A resume with another number of ranks: said once, with the first record after it."""
+    """Make the event of a resume with another number of ranks, for the first record after it."""
     message = (
         f"The training goes on with {now} ranks, its checkpoint is from {before}: what the detectors have learned of "
         f"{before} ranks is not used, they start anew."

@@ -1,7 +1,7 @@
 """Where the records of one engine go: agreed by all ranks, and never a directory that holds those of another.
 
     home = RunDirectory.open(config, group, device, monitor_write)      # a collective
-    home.settle(done=12, samples=768, records=None, once=at_once)       # a collective, at the first step
+    home.settle(done=12, samples=768, records=None, once=unguarded)       # a collective, at the first step
     home.directory                                                      # on every rank
 
 The first engine of a process writes to ``output_dir``, the second to ``output_dir/engine-2``. A directory that holds
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ds_silent.alerts.sink import Alerts
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.destination import WrongDestination
-from ds_silent.distributed.together import Once
+from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.runs.summary import RunSummary
 from ds_silent.sinks import Background, FanOut, Sink, SinkError, open_files
 from ds_silent.sinks.claims import (
@@ -97,11 +97,6 @@ class RunDirectory:
         _live.add(home)
         return home
 
-    @property
-    def undecided(self) -> bool:
-        """Whether the first step is to decide; the same on every rank."""
-        return self._undecided
-
     def _take(self, monitor_write: MonitorWrite | None) -> None:
         """On the writing rank: the directory if it is unused, and whatever can be refused now."""
         self._base = Path(self._config.output_dir)
@@ -132,17 +127,17 @@ class RunDirectory:
             "else in a new directory below it"
         )
 
-    def settle(self, done: int, samples: int, records: str | None, once: Once) -> None:
-        """Decide, if that is still open. A collective then; called by all ranks before the first step, and played.
+    def settle(self, done: int, samples: int, records: str | None, collective: CollectiveCall) -> None:
+        """Decide, if that is still open. A collective then; the guard of all ranks runs it before the first step.
 
         Args:
             done: optimizer steps behind the engine, 0 for a new training.
             samples: rows behind it, over all ranks.
             records: the :meth:`identity` in the checkpoint, if an observer's state came with it.
-            once: see :mod:`ds_silent.distributed.together`.
+            once: see :mod:`ds_silent.distributed.guard`.
         """
         self._stepped = True
-        if not once(lambda: self._undecided):
+        if not collective(lambda: self._undecided):
             return
         if self._background is not None and self._claim is None:
             try:
@@ -150,7 +145,7 @@ class RunDirectory:
             except Exception as error:  # the others wait for the answer
                 self._background.add(())
                 logger.warning("ds_silent: this run's records are not written, the training goes on: %s", error)
-        once(self._agree)
+        collective(self._agree)
         self._undecided = False
 
     def _decide(self, done: int, samples: int, records: str | None) -> None:

@@ -1,16 +1,13 @@
-"""One step, in the order of time: what was gathered of an earlier one is published, this one is observed and sent, the
-responses act, the update passes.
+"""One step, in the order of time: publish what was gathered of the last measured one, send this one, respond.
 
 steps = StepLoop(capture, config, home, end, first=0)
-steps.before_reduction(); steps.before_step(); steps.after_step()
+steps.before_reduction(); steps.before_update(); steps.after_update()
 
-What is done in a step is decided once, as the step before ends: a frozen plan that follows from what all ranks have
-agreed on, handed down to whoever acts by it.
-
-Whether anything communicates depends on the step and the configuration, and on what all ranks have read, never on what
-happened on one rank: a rank whose part broke still sends an observation, which says so, and one step later all ranks
-read that and stop observing together. :mod:`ds_silent.distributed.together` has the rule: what is called by ``_alone``
-may break, what by ``_once`` is the same on every rank, and the lines between are played twice.
+**Decided once.** :attr:`StepLoop.plan` says what is done in a step. It follows from the configuration and from
+:class:`~ds_silent.observing.lockstep.Lockstep`: what all ranks have read of each other, and never what happened on one.
+**Then what is local**, guarded. **Then the collectives**, on every rank. A rank whose own part broke still sends an
+observation, which says so; one step later all ranks read that and stop observing together.
+:mod:`ds_silent.distributed.guard` has the rule by which an error between two collectives leaves no rank waiting.
 """
 
 from __future__ import annotations
@@ -30,23 +27,20 @@ from ds_silent.capture.moments import StepPlan
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
-from ds_silent.distributed.together import Once
+from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.exchange.collectives import Arrived, gather_on_host
 from ds_silent.exchange.gather import Exchange, make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
-from ds_silent.exchange.whole_model import WholeModel
-from ds_silent.framework import Framework, HasPeers, Moments, SavesSuspect
+from ds_silent.framework import Moments, SavesSuspect
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
-from ds_silent.observing.published import Published
-from ds_silent.observing.recorder import Recorder
+from ds_silent.observing.publisher import make_publisher, model_of
 from ds_silent.observing.run_directory import RunDirectory
 from ds_silent.records import Event
 from ds_silent.replicas.compare import ReplicaChecks
 from ds_silent.respond.responder import Responder
 from ds_silent.respond.stop import end_by_event, end_suspect, save_suspect
-from ds_silent.sinks.scalars import MonitorSink
 
 logger = logging.getLogger("ds_silent")
 
@@ -56,7 +50,8 @@ class StepLoop:
 
     Attributes:
         observing: False from the step on at which all ranks stop.
-        published: what becomes of what was gathered.
+        publisher: writes what was gathered.
+        replicas: when the replicas are compared.
         records_loaded: whose records the checkpoint's are, once one was loaded.
     """
 
@@ -70,27 +65,37 @@ class StepLoop:
     ):
         """``end``: closes the observer, where a step ends the training; ``first``: the step of rank 0."""
         self._capture, self._config, self._home, self._end = capture, config, home, end
-        self._together = capture.together
-        self._alone, self._once, self._decided = self._together.alone, self._together.once, self._together.decided
-        self._layout = layout_of(config, capture.shape)
-        self._exchange = make_exchange(self._layout, capture.group, capture.device, capture.arithmetic.total)
-        self._audit = _audit_of(capture, config, self._layout)
-        self._responder = Responder(capture, self._exchange, self._audit, config)
+        self._guard = guard = capture.guard
+        self._layout = layout = layout_of(config, capture.shape)
+        self._exchange = make_exchange(layout, capture.group, capture.device, capture.arithmetic.total)
+        self._checker = _checker_of(capture, config, layout)
+        self._responder = Responder(capture, self._exchange, self._checker, config)
         replicated, after_updates = capture.framework.replicated(), self._responder.compares_replicas
         self.replicas = ReplicaChecks(config, replicated, capture.group, after_updates)
-        self.published = _published_of(capture, config, home, self._layout, self._audit, self.replicas, self._responder)
+        self.publisher = make_publisher(capture, config, home, layout, self._checker, self.replicas, self._responder)
         self.records_loaded: str | None = None
         self.observing = True
-        most, words = capture.framework.boundaries, capture.framework.words
-        self._lockstep = Lockstep(first, allowed=most, next_allowed=most, words=words)
-        self._plan = capture.moments.plan = _plan_of(config, first, self.measures)
-        self._idle = False  # a step without a backward before it: there is nothing that it could pair with
-        self._posted: int | None = None  # step of the last observation; a first is sent whatever the interval
-        self._observe_seconds = 0.0
+        most = capture.framework.boundaries
+        guard.state = Lockstep(first, allowed=most, next_allowed=most, words=capture.framework.words)
+        self._capture.moments.plan = self.plan
+        self._idle, self._observe_seconds = False, 0.0
+
+    @property
+    def lockstep(self) -> Lockstep:
+        """Where the ranks are, in the guard's keeping: a second run begins with the one that the first began with."""
+        lockstep: Lockstep = self._guard.state
+        return lockstep
+
+    @property
+    def plan(self) -> StepPlan:
+        """What is done in the step under way; the same on every rank."""
+        return _plan_of(self._config, self.lockstep, self.measures(self.lockstep.scheduled))
 
     def measures(self, step: int) -> bool:
         """Whether ``step`` is measured; the same answer on every rank."""
         return self.observing and step % self._config.interval == 0
+
+    # -- the moments of a step, in order; the guard runs each ------------------------------------------------------
 
     def before_reduction(self, *args: Any, **kwargs: Any) -> None:
         """Called at the end of every backward; at the boundary, before the reduction (where overlapped: while)."""
@@ -101,138 +106,129 @@ class StepLoop:
     def micro_batch_ended(self) -> bool:
         """A micro-batch's gradients are there. Return whether the inner products are due before the reduction."""
         boundary = self._capture.framework.is_boundary()
-        if boundary and self._once(lambda: self.observing):
-            plan = self._decided(lambda: self._plan)
-            self._lockstep = self._decided(lambda: self._lockstep.reduction())
-            if not self._lockstep.whole:
+        if boundary:
+            self._guard.state = self.lockstep.reduction()
+            if not self.lockstep.whole:
                 # A step was left out after the last reduction: the others' observations of it wait for this rank's,
                 # and they for the reduction. So it is sent now, and says so.
-                step = self._capture.step
-                self._send(plan, step)
-                self._pass(plan, step)
+                self._exchange_step(self._capture.step)
+                self._end_step(self._capture.step)
         return self._capture.moments.micro_batch_ended(boundary)
 
-    def before_step(self, *_: Any, **__: Any) -> None:
-        """The gradients are aggregated, the optimizer has not run: publish the last step, send this one."""
-        if not self._once(lambda: self.observing):
-            return
-        started, self._idle = time.perf_counter(), self._decided(lambda: not self._capture.moments.came)
-        if not self._idle:
-            self._send(self._plan, self._capture.step)
+    def before_update(self, *_: Any, **__: Any) -> None:
+        """The gradients are aggregated, the optimizer has not run: publish the last measured step, send this one."""
+        started, self._idle = time.perf_counter(), not self._capture.moments.came
+        if not self._idle:  # else there was no backward before it, and nothing that it could pair with
+            self._exchange_step(self._capture.step)
             self._observe_seconds = time.perf_counter() - started
 
     def dropped(self) -> None:
         """What was reduced since the last step belongs to none: the step under way begins anew."""
         self._capture.moments.dropped()
-        self._lockstep = self._decided(lambda: self._lockstep.stepped())
+        self._guard.state = self.lockstep.stepped()
 
-    def after_step(self) -> None:
+    def after_update(self) -> None:
         """The optimizer has run and the framework's counters have advanced."""
-        if not self._once(lambda: self.observing):
-            return
         if self._idle:
             self._capture.moments.end_step()
             return
-        self._pass(self._decided(lambda: self._plan), self._capture.step - 1)
-        self._lockstep = self._decided(lambda: self._lockstep.stepped())
+        self._end_step(self._capture.step - 1)
+        self._guard.state = self.lockstep.stepped()
 
-    def _send(self, plan: StepPlan, step: int) -> None:
+    def _exchange_step(self, step: int) -> None:
         """``step`` is the framework's own; what communicates is timed by the plan's, which all ranks count."""
-        self._home.settle(step - 1, self._capture.framework.samples, self.records_loaded, self._once)
+        plan, local, collective = self.plan, self._guard.local, self._guard.collective
+        self._home.settle(step - 1, self._capture.framework.samples, self.records_loaded, collective)
         if plan.measures:
-            self._alone(self.published.recorder.finish)
-        self._publish(self._exchange.collect(self._once))
-        self._alone(self.published.weights_verified, step)
-        self._alone(_look_beside, self._capture.framework, self.published, step)
-        if self._decided(lambda: self.observing and (plan.measures or self._posted is None)):
+            local(self.publisher.recorder.finish)
+        self._publish()
+        local(self.publisher.look_around, step)
+        if self.observing and plan.sends:
             observation = self._observation(plan, step)
-            if self._once(lambda: self._capture.kept.keeping):
-                everybody = _gather_micro_batches(self._capture, self._layout, self._once)
-                self._alone(lambda: self._audit.micro_batches(step, everybody.double()))
-            self._exchange.post(step, observation, self._together)
-            self._posted = step
-        talk = self._responder.communicates(plan.step, self.replicas.due)
-        self._respond(step, talk, partial(self._responder.before_update, step, plan.step))
+            if self._guard.agreed(lambda: self._capture.kept.keeping):
+                everybody = _gather_micro_batches(self._capture, self._layout, collective)
+                local(lambda: self._checker.micro_batches(step, everybody.double()))
+            self._exchange.post(step, observation, self._guard)
+        self._respond(plan, step, self.replicas.due, partial(self._responder.before_update, step, plan.step))
 
-    def _publish(self, arrived: Arrived | None) -> None:
-        if arrived is None:
+    def _publish(self) -> None:
+        """Read what was gathered of an earlier step: all ranks stop, or it is published."""
+        if (arrived := self._exchange.collect(self._guard.collective)) is None:
             return
-        self._lockstep, differs = self._decided(lambda: self._lockstep.of(arrived))
-        if differs is not None and differs.kind == "observer-off":
-            self.switch_off(differs)
-            if differs.severity == "error" and self._config.detectors.stop_on != "never":
-                self._end_by(differs if self.published.recorder.writes else None)
+        self._guard.state, event = self.lockstep.of(arrived)
+        if event is not None and event.kind == "observer-off":
+            self._switch_off(event)
+            if event.severity == "error" and self._config.detectors.stop_on != "never":
+                self._end_by(event if self.publisher.recorder.writes else None)
             return
-        if differs is not None:
+        if event is not None:
             self.replicas.due = True
-            self._alone(self.published.report, differs)
-        if self.published.step(arrived):
-            self._end_by(self.published.recorder.ends)
+            self._guard.local(self.publisher.recorder.report, event)
+        if self.publisher.publish(arrived):
+            self._end_by(self.publisher.recorder.ends)
 
     def _observation(self, plan: StepPlan, step: int) -> Observation:
         observation, wishes = Observation(Status(nothing=1.0)), None
         if plan.measures:
-            replica = self._alone(self.replicas.capture, step, plan.step)
+            replica = self._guard.local(self.replicas.capture, step, plan.step)
             observation = self._capture.observation(plan.exact, replica)
-            if not self._lockstep.whole:  # a part of the step was not observed: only whether this rank broke
+            if not self.lockstep.whole:  # a part of the step was not observed: only whether this rank broke
                 observation = Observation(Status(nothing=1.0, failed=observation.status.failed))
-            wishes = self._alone(_wishes_of, self.published.recorder, self.replicas)
-        status = self._decided(lambda: self._lockstep.status(step, observation.status))
-        self._lockstep = self._decided(lambda: self._lockstep.sent())
+            wishes = self._guard.local(self.publisher.wishes)
+        status = self.lockstep.status(step, observation.status)
+        self._guard.state = self.lockstep.sent()
         return replace(observation, status=status, wishes=wishes or Wishes())
 
-    def _respond(self, step: int, communicates: bool, act: Callable[[], None]) -> None:
+    def _respond(self, plan: StepPlan, step: int, asked: bool, act: Callable[[], None]) -> None:
         """Let the responses act, but where they talk and a rank has said in this step that it will not be there."""
         if not self.observing:
             return
-        if communicates and self._posted == step and on_any(self._once(self._exchange.peek).known.status.failed):
+        talks = self._responder.communicates(plan.step, asked)
+        if talks and plan.sends and on_any(self._guard.collective(self._exchange.peek).known.status.failed):
             return
         act()
-        if (why := self._once(lambda: self._responder.stop)) is not None:
-            self._end_suspect(step, why)
+        if self._responder.stop is not None:
+            self._end_suspect(step, self._responder.stop)
 
-    def _pass(self, plan: StepPlan, step: int) -> None:
-        """End the step: forget it, plan the next one, and let the responses look at what was updated."""
-        now, published = time.perf_counter(), self.published
-        measured = published.recorder.writes and self.observing and plan.measures
-        self._alone(published.contexts.ended, step, measured, now, self._observe_seconds)
-        self._alone(published.recorder.deliver)
+    def _end_step(self, step: int) -> None:
+        """Forget the step, plan the next one, and let the responses look at what was updated."""
+        now, plan, publisher = time.perf_counter(), self.plan, self.publisher
+        self._guard.local(publisher.step_ended, step, plan.measures, now, self._observe_seconds)
+        self._guard.local(publisher.recorder.deliver)
         self._capture.moments.end_step()
-        self._lockstep = self._decided(lambda: self._lockstep.passed())
-        planned = partial(_plan_of, self._config, self._lockstep.scheduled, self.measures)
-        self._plan = self._capture.moments.plan = self._decided(planned)
+        self._guard.state = self.lockstep.passed()
+        self._capture.moments.plan = self.plan
         if self._responder.compares_replicas:
-            asked = self._decided(self.replicas.take_due)
-            talk = self._responder.communicates(plan.step, asked)
-            self._respond(step, talk, partial(self._responder.after_update, plan.step, asked))
+            asked = self._guard.agreed(self.replicas.take_due)
+            self._respond(plan, step, asked, partial(self._responder.after_update, plan.step, asked))
 
     def publish_early(self, closed: bool) -> None:
         """Write what is under way, as far as it goes without the others. ``closed``: they come no more."""
         for arrived in _under_way(self._exchange) if self.observing else ():
-            _, differs = self._lockstep.of(arrived)
-            if differs is not None and differs.kind == "observer-off":
+            _, event = self.lockstep.of(arrived)
+            if event is not None and event.kind == "observer-off":
                 if closed and not _all_leave(arrived):
-                    self.switch_off(differs)
+                    self._switch_off(event)
                 return
-            if differs is not None and closed:
-                self._together.tried(self.published.report, differs)
-            self._together.tried(self.published.early, arrived, closed)  # what comes after it all ranks read alike
+            if event is not None and closed:
+                self._guard.cleanup(self.publisher.recorder.report, event)
+            self._guard.cleanup(self.publisher.early, arrived, closed)  # what comes after it all ranks read alike
 
     def say_goodbye(self) -> None:
-        """If the other ranks go on, their next observation must not wait for this one. Nobody waits for it here."""
-        if self.observing and not self._together.over and dist.is_initialized():
+        """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here."""
+        if not self._guard.over and dist.is_initialized():
             step, goodbye = self._capture.step, Observation(Status(failed=LEFT))
-            self._together.play(lambda: self._exchange.post(step, goodbye, self._together))
+            self._guard.run(lambda: self._exchange.post(step, goodbye, self._guard))
 
     def _end_suspect(self, step: int, why: str) -> None:
         """Every rank gets here at the same step, by the same word or the same comparison."""
-        writes = self.published.recorder.writes
-        if writes and self.measures(step):
-            self.published.contexts.cut_short(step)
-        self._publish(self._exchange.collect(self._once))
+        writes = self.publisher.recorder.writes
+        if self.measures(step):
+            self.publisher.cut_short(step)
+        self._publish()
         framework, directory = self._capture.framework, self._home.directory
         assert isinstance(framework, SavesSuspect)  # the responses that stop are refused elsewhere
-        saved = self._once(lambda: save_suspect(framework, step, why, directory, marks=writes))
+        saved = self._guard.collective(lambda: save_suspect(framework, step, why, directory, marks=writes))
         self._end()
         raise end_suspect(step, why, directory, saved, tells=writes)
 
@@ -240,116 +236,76 @@ class StepLoop:
         self._end()
         raise end_by_event(event, self._config.detectors.stop_on)
 
-    def switch_off(self, event: Event) -> None:
+    def _switch_off(self, event: Event) -> None:
         """Every rank gets here at the same step, because every rank read the same words."""
         self.stop()
-        self._together.tried(self.published.report, event)
+        self._guard.cleanup(self.publisher.recorder.report, event)
 
     def stop(self, ended: bool = False) -> None:
         """Observe nothing from now on; the framework is as it was. ``ended``: for good, and not because it broke."""
-        self.observing = False
-        self._plan = self._capture.moments.plan = StepPlan(self._plan.step)
+        self.observing, self._guard.over = False, True
+        self._capture.moments.plan = StepPlan(self.lockstep.scheduled)
         self._capture.close(ended)
 
 
 def moments_of(capture: StepCapture, steps: StepLoop, save: Callable[[], None], end: Callable[[], None]) -> Moments:
-    """What a framework calls, each guarded: see :mod:`ds_silent.distributed.together`.
+    """What a framework calls, each guarded: see :mod:`ds_silent.distributed.guard`.
 
     Args:
         save: called as a checkpoint is written.
         end: called as the training ends.
     """
-    together, own = capture.together, capture.moments
-    alone, tried, play = together.alone, together.tried, together.play
+    guard, own = capture.guard, capture.moments
+    local, cleanup, run = guard.local, guard.cleanup, guard.run
     return Moments(
-        together=together,
-        begins=partial(alone, own.begins),
-        forward=partial(alone, own.forwards.forward),
-        forwarded=partial(alone, own.forwards.forwarded),
-        loss=partial(alone, own.forwards.loss),
-        share=partial(alone, own.forwards.share),
-        root=partial(alone, own.root),
-        scaled=partial(alone, own.scaled),
-        gradient=partial(alone, own.gradient),
-        micro_batch_ended=partial(play, steps.micro_batch_ended),
-        before_reduction=partial(play, steps.before_reduction),
-        reduced=partial(alone, own.reduced),
-        applying=partial(alone, own.applying),
-        before_update=partial(play, steps.before_step),
-        dropped=partial(play, steps.dropped),
-        updated=partial(play, steps.after_step),
-        before_checkpoint=partial(tried, _without_arguments, save),
-        ends=partial(tried, _without_arguments, end),
+        guard=guard,
+        begins=partial(local, own.begins),
+        forward=partial(local, own.forwards.forward),
+        forwarded=partial(local, own.forwards.forwarded),
+        loss=partial(local, own.forwards.loss),
+        share=partial(local, own.forwards.share),
+        root=partial(local, own.root),
+        scaled=partial(local, own.scaled),
+        gradient=partial(local, own.gradient),
+        micro_batch_ended=partial(run, steps.micro_batch_ended),
+        before_reduction=partial(run, steps.before_reduction),
+        reduced=partial(local, own.reduced),
+        applying=partial(local, own.applying),
+        before_update=partial(run, steps.before_update),
+        dropped=partial(run, steps.dropped),
+        updated=partial(run, steps.after_update),
+        before_checkpoint=partial(cleanup, _without_arguments, save),
+        ends=partial(cleanup, _without_arguments, end),
     )
+
+
+def _checker_of(capture: StepCapture, config: SilentConsistencyConfig, layout: Layout) -> ReductionChecker:
+    log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
+    model = model_of(capture)
+    norm = None if model is None else model.norm
+    return ReductionChecker(layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, norm)
+
+
+def _plan_of(config: SilentConsistencyConfig, lockstep: Lockstep, measures: bool) -> StepPlan:
+    step, direction = lockstep.scheduled, config.direction
+    if not measures:
+        return StepPlan(step, sends=lockstep.count == 0)  # a first is sent whatever the interval
+    due = direction.exact_interval > 0 and step // config.interval % direction.exact_interval == 0
+    exact = direction.method == "exact" or (due and direction.method != "off")
+    return StepPlan(step, measures=True, exact=exact, sends=True)
+
+
+def _gather_micro_batches(capture: StepCapture, layout: Layout, collective: CollectiveCall) -> Tensor:
+    """Gather their sketches: a collective, in a step before which every rank has read that they are wanted."""
+    own = capture.take_micro_batches(layout.layer_size)
+    if layout.gathers:
+        return gather_on_host(own, capture.group, collective)
+    collective(lambda: dist.all_reduce(own, op=dist.ReduceOp.SUM, group=capture.group))  # more is not known of any
+    return own.cpu()[None] / dist.get_world_size(capture.group)
 
 
 def _without_arguments(act: Callable[[], None], *_: Any, **__: Any) -> None:
     act()
-
-
-def _plan_of(config: SilentConsistencyConfig, step: int, measures: Callable[[int], bool]) -> StepPlan:
-    if not measures(step):
-        return StepPlan(step)
-    direction, measurement = config.direction, step // config.interval
-    due = direction.exact_interval > 0 and measurement % direction.exact_interval == 0
-    exact = direction.method == "exact" or (due and direction.method != "off")
-    return StepPlan(step, measures=True, exact=exact)
-
-
-def _audit_of(capture: StepCapture, config: SilentConsistencyConfig, layout: Layout) -> ReductionChecker:
-    log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
-    model = _model_of(capture)
-    whole_norm = None if model is None else model.norm
-    return ReductionChecker(layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, whole_norm)
-
-
-def _published_of(
-    capture: StepCapture,
-    config: SilentConsistencyConfig,
-    home: RunDirectory,
-    layout: Layout,
-    audit: ReductionChecker,
-    replicas: ReplicaChecks,
-    responder: Responder,
-) -> Published:
-    framework, model = capture.framework, _model_of(capture)
-    members, alike = dist.get_process_group_ranks(capture.group), framework.ranks.alike
-    beside = _may_judge_beside(config, home, model)
-    recorder = Recorder(home.sinks, config, audit, layout, members, framework.words, alike, beside)
-    return Published(capture, recorder, replicas, responder, model)
-
-
-def _model_of(capture: StepCapture) -> WholeModel | None:
-    return capture.framework.model if isinstance(capture.framework, HasPeers) else None
-
-
-def _may_judge_beside(config: SilentConsistencyConfig, home: RunDirectory, model: WholeModel | None) -> bool:
-    """Tell whether nothing waits for what is found: no response, no word to end the training, no other group; and
-    nothing is written in the training's own order, as a framework's monitor is."""
-    responds = config.respond.on_aggregation_error != "report" or config.detectors.stop_on != "never"
-    monitored = home.sinks is not None and any(isinstance(sink, MonitorSink) for sink in home.sinks.sinks)
-    return not (responds or monitored or model is not None)
-
-
-def _look_beside(framework: Framework, published: Published, step: int) -> None:
-    for event in framework.beside(step) if isinstance(framework, HasPeers) else ():
-        published.report(event)
-
-
-def _wishes_of(recorder: Recorder, replicas: ReplicaChecks) -> Wishes[float | Tensor]:
-    """Return what this rank wants of all ranks; the last two on the writing rank."""
-    compare, replicas.wanted = replicas.wanted or recorder.take_parted(), False
-    stop, diagnose = recorder.ends is not None, recorder.wants_micro_batches
-    return Wishes(float(stop), float(diagnose), float(compare))
-
-
-def _gather_micro_batches(capture: StepCapture, layout: Layout, once: Once) -> Tensor:
-    """Gather them: a collective, in a step before which every rank has read that micro-batches are wanted."""
-    own = capture.take_micro_batches(layout.layer_size)
-    if layout.gathers:
-        return gather_on_host(own, capture.group, once)
-    once(lambda: dist.all_reduce(own, op=dist.ReduceOp.SUM, group=capture.group))  # more is not known of any
-    return own.cpu()[None] / dist.get_world_size(capture.group)
 
 
 def _under_way(exchange: Exchange) -> Iterator[Arrived]:

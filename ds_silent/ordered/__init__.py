@@ -1,1 +1,1 @@
-"""A reduction whose bits do not depend on how the micro-batches are spread over the ranks."""
+"""Reduce gradients to bits that do not depend on how the micro-batches are spread over the ranks."""

@@ -1,4 +1,4 @@
-"""The exchange of an ordered reduction: whoever answers for a piece gets it from every rank and adds it up.
+"""Exchange for an ordered reduction: the rank that answers for a piece gets it from every rank and adds it up.
 
     exchange = OrderedExchange(
         runs, group, device, memory_mb=64, micro_batches="contiguous", gathered=torch.float32, gram=True

@@ -1,4 +1,4 @@
-"""A mean of gradients whose bits depend on the micro-batches alone, not on how they were spread and added up.
+"""Average gradients to bits that depend on the micro-batches alone, not on how they were spread and added up.
 
     tree = LocalTree(leaves=A, micro_batches="contiguous")     # on each of N ranks
     tree.push(gradients)                                       # A times: one micro-batch's gradients, or None
@@ -35,7 +35,7 @@ Gradients = list[Tensor | None]
 
 
 class LocalTree:
-    """One rank's subtree, added up while its leaves come in.
+    """Add up one rank's subtree while its leaves come in.
 
     Args:
         leaves: A, micro-batches per rank and step; a power of two.

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from ds_silent.distributed.guard import CollectiveCall, unguarded
 from ds_silent.distributed.parts import Parts, outvoted, parts_of_numbers
-from ds_silent.distributed.together import Once, at_once
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.maths.fingerprint import hash_bytes, hash_text
 from ds_silent.preflight.items import GROUPS, PASSED, Expectation, Group, Hashes, Item, item_of
@@ -122,17 +122,17 @@ def _verdict(expectation: Expectation, said: Said, ranks: int) -> tuple[bool, tu
 
 
 def compare(
-    items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, once: Once = at_once
+    items: Sequence[Item], group: dist.ProcessGroup, device: torch.device, collective: CollectiveCall = unguarded
 ) -> PreflightOutcome:
     """Exchange and compare. A collective that waits: every rank calls it once, before its first step.
 
     Args:
         items: what this rank found; the others' lists should be alike, and it is an event when they are not.
         device: of the group's backend; buffers are int32.
-        once: see :mod:`ds_silent.distributed.together`.
+        collective: see :mod:`ds_silent.distributed.guard`.
     """
-    kept = once(lambda: items)  # played again, what the first calls were about
-    return compared(kept, EveryRank(group, device, once))
+    kept = collective(lambda: items)  # run again, what the first calls were about
+    return compared(kept, EveryRank(group, device, collective))
 
 
 def compared(items: Sequence[Item], ranks: EveryRank) -> PreflightOutcome:
@@ -188,8 +188,8 @@ def questions(items: Sequence[Item], apart: Sequence[int], room: int) -> tuple[l
 class EveryRank:
     """The ranks of a process group, as this one reaches them; each call is a collective of a size that all know."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, once: Once):
-        self._group, self._device, self._once = group, device, once
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, collective: CollectiveCall):
+        self._group, self._device, self._collective = group, device, collective
 
     @property
     def size(self) -> int:
@@ -197,19 +197,21 @@ class EveryRank:
 
     def same(self, own: Hashes) -> npt.NDArray[np.bool_]:
         """(I,) of this rank's (I, 2) int32, which of them all ranks have alike."""
-        return np.asarray(same_on_all(self._sent(own), self._group, self._once).all(1).numpy())
+        return np.asarray(same_on_all(self._sent(own), self._group, self._collective).all(1).numpy())
 
     def hashes(self, own: Hashes) -> Hashes:
         """(Q, 2) int32 of this rank to (N, Q, 2) of all."""
-        gathered: Hashes = gather_on_host(self._sent(own), self._group, self._once).numpy()
+        gathered: Hashes = gather_on_host(self._sent(own), self._group, self._collective).numpy()
         return gathered
 
     def texts(self, own: Sequence[str], speakers: Sequence[int]) -> list[str]:
         """What rank ``speakers[i]`` has as its i-th text."""
         me = dist.get_rank(self._group)
         said = np.stack([_text_slot(text if me == rank else "") for text, rank in zip(own, speakers, strict=True)])
-        slots = self._once(lambda: self._sent(said))  # played again, the buffer that was reduced
-        self._once(lambda: dist.all_reduce(slots, op=dist.ReduceOp.SUM, group=self._group))  # one number, else zeros
+        slots = self._collective(lambda: self._sent(said))  # run again, the buffer that was reduced
+        self._collective(
+            lambda: dist.all_reduce(slots, op=dist.ReduceOp.SUM, group=self._group)
+        )  # one number, else zeros
         return [slot.astype("<i4").tobytes().rstrip(b"\0").decode("utf-8", "ignore") for slot in slots.cpu().numpy()]
 
     def _sent(self, numbers: Hashes) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Do replicas hold the same bits, and how they are made equal again. Does not know why anybody asks."""
+"""Compare replicas bit by bit, and make them equal again."""

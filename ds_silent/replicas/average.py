@@ -1,4 +1,4 @@
-"""Makes replicas equal by the mean of all ranks: PAFT (openreview cPZepCZlFW). Written only when all got the same.
+"""Make replicas equal by the mean of all ranks: PAFT (openreview cPZepCZlFW). Written only when all got the same.
 
     average(tensors_that_differ, group, device)           # bucket by bucket
     averaging = Averaging(tensors, group, device).start()  # beside a forward and backward, finished later

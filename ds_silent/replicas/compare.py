@@ -1,4 +1,4 @@
-"""Compares the ranks' replicas: which tensors differ, and which ranks hold the same, tensor by tensor.
+"""Compare the ranks' replicas: which tensors differ, and which ranks hold the same, tensor by tensor.
 
     found = compare(items, bits, group)          # a collective: every rank calls it at the same step
     found.equal, found.apart                     # False, (3,): positions of the tensors that differ
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.distributed.guard import CollectiveCall, unguarded
 from ds_silent.distributed.parts import Parts, majority, outvoted, parts_of_numbers
-from ds_silent.distributed.together import Once, at_once
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.exchange.observation import Gathered, on_all
 from ds_silent.kernels.checksums import Bits, Items, combined
@@ -50,7 +50,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison of the replicas says; the same on every rank.
+    """Hold the result of a comparison of the replicas; the same on every rank.
 
     Where too many tensors differ to ask about each, the ``parts`` of the last ones are those of all of them together:
     who is in one part holds the same of each.
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def outvoted(self) -> tuple[int, ...]:
-        """Ranks outside of a tensor's majority. Of whole replicas there may be none, and nobody is named without."""
+        """Ranks outside of a tensor's majority. Of whole replicas there may be none, and no rank is named without."""
         different = {id(parts): parts for parts in self.parts}.values()
         return tuple(sorted({rank for parts in different for rank in outvoted(parts)}))
 
@@ -89,25 +89,27 @@ def compare(items: Items, bits: Bits, group: dist.ProcessGroup) -> Comparison:
     return compare_checksums(bits(items), group)
 
 
-def compare_checksums(values: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> Comparison:
+def compare_checksums(values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Comparison:
     """:func:`compare`, from the checksums of this rank's tensors: int64 (n,). A collective."""
     whole = combined(values)
-    same, comparable = equal_on_all(torch.stack((whole, torch.full_like(whole, len(values)))), group, once).tolist()
+    same, comparable = equal_on_all(
+        torch.stack((whole, torch.full_like(whole, len(values)))), group, collective
+    ).tolist()
     if not comparable:
-        return Comparison(parts_of_numbers(gathered(whole, group, once)[:, 0].numpy()), comparable=False)
+        return Comparison(parts_of_numbers(gathered(whole, group, collective)[:, 0].numpy()), comparable=False)
     ranks = dist.get_world_size(group)
     if same:
         return Comparison((tuple(range(ranks)),))
-    apart = (~equal_on_all(values, group, once)).nonzero().flatten().tolist()
+    apart = (~equal_on_all(values, group, collective)).nonzero().flatten().tolist()
     room = max(FEWEST, MIB * (1 << 20) // (8 * ranks))
     single, rest = apart[:room], apart[room:]
     asked = torch.stack([whole, *values[single], *([combined(values[rest])] if rest else [])])
-    columns = gathered(asked, group, once).numpy().T
+    columns = gathered(asked, group, collective).numpy().T
     groups, *parts = (parts_of_numbers(column) for column in columns)
     right = [_of_majority(own, column) for own, column in zip(parts, columns[1:], strict=True)]
     if rest:
         healthy = majority(parts[-1])
-        right[-1:] = _told_by(healthy[0], values[rest], group, once) if healthy else [None] * len(rest)
+        right[-1:] = _told_by(healthy[0], values[rest], group, collective) if healthy else [None] * len(rest)
         parts[-1:] = [parts[-1]] * len(rest)
     return Comparison(groups, tuple(apart), tuple(parts), tuple(right))
 
@@ -117,23 +119,23 @@ def _of_majority(parts: Parts, column: npt.NDArray[np.int64]) -> int | None:
     return int(column[healthy[0]]) if healthy else None
 
 
-def _told_by(rank: int, values: Tensor, group: dist.ProcessGroup, once: Once) -> list[int | None]:
+def _told_by(rank: int, values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall) -> list[int | None]:
     """Checksums that one rank has. The others add zeros, and int32 carries the halves unchanged."""
     own = values if dist.get_rank(group) == rank else torch.zeros_like(values)
-    halves = once(lambda: own.contiguous().view(torch.int32).clone())  # played again, the buffer that was reduced
-    once(lambda: dist.all_reduce(halves, op=dist.ReduceOp.SUM, group=group))
+    halves = collective(lambda: own.contiguous().view(torch.int32).clone())  # run again, the buffer that was reduced
+    collective(lambda: dist.all_reduce(halves, op=dist.ReduceOp.SUM, group=group))
     return list(halves.cpu().view(torch.int64).tolist())
 
 
-def equal_on_all(values: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> Tensor:
+def equal_on_all(values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
     """Which of these int64 (n,) all ranks have alike: bool (n,) on the host. A collective of 16 bytes each."""
-    return same_on_all(values.contiguous().view(torch.int32).view(-1, 2), group, once).all(1)
+    return same_on_all(values.contiguous().view(torch.int32).view(-1, 2), group, collective).all(1)
 
 
-def gathered(values: Tensor, group: dist.ProcessGroup, once: Once = at_once) -> Tensor:
+def gathered(values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
     """(n,) int64 of every rank, (N, n) on the host; travels as int32, which every backend has."""
     flat = values.contiguous().reshape(-1)
-    return gather_on_host(flat.view(torch.int32), group, once).view(torch.int64)
+    return gather_on_host(flat.view(torch.int32), group, collective).view(torch.int64)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -178,17 +180,17 @@ class Replicas:
         """Checksum of the parameters as they are now, as 16 hexadecimal digits. Waits for the device."""
         return f"{int(combined(self._bits(self._parameters))) & 0xFFFFFFFFFFFFFFFF:016x}"
 
-    def localise(self, group: dist.ProcessGroup, once: Once = at_once) -> Drift | None:
+    def localise(self, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Drift | None:
         """The tensors that differ at the last :meth:`check`; None where the ranks do not even have the same tensors.
 
         A collective: every rank calls it at the same step.
         """
         assert self._checked is not None
         step, names, values = self._checked
-        found = compare_checksums(values, group, once)
+        found = compare_checksums(values, group, collective)
         if not found.comparable:
             return None
-        different = ~equal_on_all(combined(self._history), group, once)
+        different = ~equal_on_all(combined(self._history), group, collective)
         since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
         if not since:
             return found.drift(names, None)
@@ -268,10 +270,10 @@ class ReplicaChecks:
             self._replicas.equal()
         return differ
 
-    def localise(self, once: Once) -> Drift | None:
+    def localise(self, collective: CollectiveCall) -> Drift | None:
         """The tensors that differ, where :meth:`differ`. A collective."""
         assert self._replicas is not None
-        return self._replicas.localise(self._group, once)
+        return self._replicas.localise(self._group, collective)
 
     def weights(self) -> str | None:
         """Checksum of the weights, for a checkpoint; None where they are not replicated or not compared."""

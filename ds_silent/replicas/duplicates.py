@@ -1,4 +1,4 @@
-"""What ranks of different data-parallel groups hold alike: layer norms of tensor parallelism, tied embeddings.
+"""Compare what ranks of different data-parallel groups hold alike: layer norms of tensor parallelism, tied embeddings.
 
     duplicates = Duplicates("tensor-parallel duplicates", ranks=(0, 1), items=[("norm.weight", weight)], every=100)
     event = duplicates.compare(step)         # as each step begins, on each of them; on the first, where they differ
@@ -23,7 +23,7 @@ SHOWN = 3
 
 
 class Duplicates:
-    """One set of them.
+    """Compare one set of duplicates.
 
     Args:
         what: for the message.
@@ -83,6 +83,6 @@ class Duplicates:
 
 
 def compared(kept: Iterable[Duplicates], step: int) -> list[Event]:
-    """What several sets have to tell as a step begins."""
+    """Compare several sets as a step begins."""
     found = (duplicates.compare(step) for duplicates in kept)
     return [event for event in found if event is not None]

@@ -1,4 +1,4 @@
-"""Gives every rank the bits that more than half of the ranks hold. Written only when they have arrived intact.
+"""Give every rank the bits that more than half of the ranks hold. Written only when they have arrived intact.
 
     found = compare(items, bits, group)
     restore(items, found, group, device)                  # a majority's bits to the ranks outside of it

@@ -1,1 +1,1 @@
-"""The only code that changes a training, and only where the configuration asks for it."""
+"""Change a training, where the configuration asks for it: no other room does."""

@@ -1,6 +1,6 @@
-"""Acts on what is wrong: the only code that changes a training, and only where the configuration asks for it.
+"""Act on what is wrong: the only code that changes a training, and only where the configuration asks for it.
 
-    responder = Responder(capture, exchange, audit, config)
+    responder = Responder(capture, exchange, checker, config)
     responder.before_update(step, due)   # repeat the reduction until it is right; bring an averaging to its end
     responder.after_update(step, due)    # replicas are compared and made equal
     responder.take(step)                 # what was found and done up to a step, for its record and the events
@@ -72,20 +72,20 @@ def _up_to(step: int, notes: list[tuple[int, _Note]]) -> list[_Note]:
 
 
 class Responder:
-    """The responses of one training.
+    """Run the responses of one training.
 
     Attributes:
         stop: why the training has to end now, the same on every rank; None when it may go on.
     """
 
     def __init__(
-        self, capture: StepCapture, exchange: Exchange, audit: ReductionChecker, config: SilentConsistencyConfig
+        self, capture: StepCapture, exchange: Exchange, checker: ReductionChecker, config: SilentConsistencyConfig
     ):
         self.stop: str | None = None
-        self._together = capture.together
+        self._capture = capture
         self._notes = _Notes()
-        guarded = config.respond.on_aggregation_error != "report"
-        self._guard = _Guard(capture, exchange, audit, config) if guarded else None
+        checks = config.respond.on_aggregation_error != "report"
+        self._retry = _Retry(capture, exchange, checker, config) if checks else None
         framework = capture.framework
         keepers: list[_Keeper] = []
         on_drift, resync, attempts = config.respond.on_replica_drift, config.resync, config.respond.retries
@@ -107,15 +107,15 @@ class Responder:
 
     def communicates(self, step: int, due: bool) -> bool:
         """Whether ranks talk to each other about ``step``, by what all of them know."""
-        return self._guard is not None or any(keeper.communicates(step, due) for keeper in self._keepers)
+        return self._retry is not None or any(keeper.communicates(step, due) for keeper in self._keepers)
 
     def before_update(self, step: int, due: int) -> None:
         """Before the optimizer runs, after the step's observation was posted.
 
         ``step`` is the framework's own, ``due`` the same as all ranks count it (:mod:`ds_silent.observing.lockstep`).
         """
-        if self._guard is not None:
-            self.stop = self._guard.protect(step, self._notes)
+        if self._retry is not None:
+            self.stop = self._retry.protect(step, self._notes)
         for keeper in self._keepers:
             self._to_the_end(step, partial(keeper.before_update, due, self._notes))
 
@@ -125,32 +125,32 @@ class Responder:
             self.stop = self._to_the_end(step, partial(keeper.after_update, step, due, self._notes)) or self.stop
 
     def _to_the_end(self, step: int, act: Callable[[], _Result]) -> _Result:
-        return self._together.irrevocable(f"the response at step {step}", act)
+        return self._capture.guard.irrevocable(f"the response at step {step}", act)
 
     def take(self, step: int) -> ResponseLog:
         """What was found and done up to ``step``; it is forgotten then."""
         return self._notes.take(step)
 
 
-class _Guard:
-    """Before an optimizer may use a reduction, all ranks know that it is right."""
+class _Retry:
+    """Let all ranks know that a reduction is right before an optimizer may use it."""
 
     def __init__(
-        self, capture: StepCapture, exchange: Exchange, audit: ReductionChecker, config: SilentConsistencyConfig
+        self, capture: StepCapture, exchange: Exchange, checker: ReductionChecker, config: SilentConsistencyConfig
     ):
-        self._capture, self._exchange, self._audit, self._respond = capture, exchange, audit, config.respond
+        self._capture, self._exchange, self._checker, self._respond = capture, exchange, checker, config.respond
 
     def protect(self, step: int, notes: _Notes) -> str | None:
         """Why the training must stop, or None."""
         seen = self._examine(self._exchange.peek())
         if not self._anyone(None if seen is None else seen.wrong):
             return None
-        together = self._capture.together
-        return together.irrevocable(f"the response at step {step}", lambda: self._correct(step, notes, seen))
+        guard = self._capture.guard
+        return guard.irrevocable(f"the response at step {step}", lambda: self._correct(step, notes, seen))
 
     def _correct(self, step: int, notes: _Notes, seen: ReductionCheck | None) -> str | None:
         """The reduction is wrong, and every rank knows. ``seen``: by this one; None where its examination broke."""
-        named = self._examine(self._exchange.in_full(self._capture.together.once))
+        named = self._examine(self._exchange.in_full(self._capture.guard.collective))
         if seen is not None:
             notes.reductions.append((step, named or seen))
         if self._respond.on_aggregation_error == "stop":
@@ -163,7 +163,7 @@ class _Guard:
         started, sent = time.perf_counter(), 0
         for attempt in range(1, self._respond.retries + 1):
             sent += framework.reduce_again()
-            self._exchange.post(step, self._capture.observation_again(), self._capture.together)
+            self._exchange.post(step, self._capture.observation_again(), self._capture.guard)
             again = self._examine(self._exchange.peek())
             right = self._anyone(None if again is None else again.wrong) is False
             if right or attempt == self._respond.retries:
@@ -182,19 +182,19 @@ class _Guard:
             return None
         if arrived.make is None:
             return ReductionCheck()  # the writing rank examines for all
-        return self._capture.together.alone(lambda: self._audit.examine(arrived.all))
+        return self._capture.guard.local(lambda: self._checker.examine(arrived.all))
 
     def _anyone(self, wrong: bool | None) -> bool | None:
         """A vote, because the ranks' processors might round a bound differently. None: some rank cannot tell."""
-        once, vote = self._capture.together.once, _UNKNOWN if wrong is None else int(wrong)
-        word = once(lambda: torch.tensor([vote], dtype=torch.int32, device=self._capture.device))
-        once(lambda: dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._capture.group))
+        collective, vote = self._capture.guard.collective, _UNKNOWN if wrong is None else int(wrong)
+        word = collective(lambda: torch.tensor([vote], dtype=torch.int32, device=self._capture.device))
+        collective(lambda: dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._capture.group))
         highest = int(word.item())
         return None if highest == _UNKNOWN else bool(highest)
 
 
 class _Keeper(ABC):
-    """Keeps replicas equal: compares them after updates, and makes equal what is not."""
+    """Keep replicas equal: compare them after updates, and make equal what is not."""
 
     def __init__(self, capture: StepCapture, replica: Callable[[], Replica], interval: int):
         self._capture, self._replica, self._interval = capture, replica, interval

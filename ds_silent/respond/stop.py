@@ -1,4 +1,4 @@
-"""The end of a training that must not go on: a sentence, what the ranks have on disk, and exit status 3 on all of them.
+"""End a training that must not go on: a sentence, what the ranks have on disk, and exit status 3 on all of them.
 
 Every rank gets here at the same step, because every rank read the same word or made the same comparison.
 """

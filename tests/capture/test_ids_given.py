@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.capture.batch_rows import RowIds
-from ds_silent.exchange.row_ids import as_ids, row_hashes, unpack_ids
+from ds_silent.capture.given_ids import as_ids
+from ds_silent.capture.row_hashes import row_hashes
+from ds_silent.exchange.row_ids import unpack_ids
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, build

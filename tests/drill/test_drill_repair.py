@@ -250,7 +250,7 @@ def _break(how: str) -> Callable[[], None]:
     from ds_silent.respond import responder as respond
 
     kept = [
-        (respond._Guard, "protect", respond._Guard.protect),
+        (respond._Retry, "protect", respond._Retry.protect),
         (respond._Compare, "_repair", respond._Compare._repair),
         (respond._Compare, "after_update", respond._Compare.after_update),
         (DeepSpeedFramework, "replica", DeepSpeedFramework.replica),
@@ -281,11 +281,11 @@ def _break(how: str) -> Callable[[], None]:
 
     mutations: dict[str, list[tuple[Any, str, Any]]] = {
         "does nothing": [
-            (respond._Guard, "protect", lambda guard, step, notes: None),
+            (respond._Retry, "protect", lambda guard, step, notes: None),
             (respond._Compare, "_repair", lambda *given: None),
             (respond._Notes, "take", take_what_was_done),
         ],
-        "claims": [(respond._Guard, "protect", claim_reduction), (respond._Compare, "_repair", claim_replicas)],
+        "claims": [(respond._Retry, "protect", claim_reduction), (respond._Compare, "_repair", claim_replicas)],
         "forgets the optimizer": [(DeepSpeedFramework, "replica", without_state)],
         "averages the healthy": [(respond._Compare, "after_update", average_always)],
     }

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from ds_silent.distributed.together import Together, at_once
+from ds_silent.distributed.guard import CollectiveGuard, unguarded
 from ds_silent.exchange import rows
 from ds_silent.exchange.gather import ConstantSizeExchange
 from ds_silent.exchange.layout import Layout
@@ -32,13 +32,13 @@ class ManyRanks:
         """Everybody posts; what rank 0 collects then, which is the step before."""
         with _no_group(self._ranks):
             for exchange, observation in zip(self._all, observations, strict=True):
-                exchange.post(step, observation, Together())
+                exchange.post(step, observation, CollectiveGuard())
             sums = torch.stack([exchange._sums for exchange in self._all]).sum(0)
             everybody = torch.cat([exchange._mine for exchange in self._all])
             for exchange in self._all:
                 exchange._sums.copy_(sums)
                 exchange._rows.received.copy_(everybody)
-            collected = [exchange.collect(at_once) for exchange in self._all]
+            collected = [exchange.collect(unguarded) for exchange in self._all]
             first = collected[0]
             return None if first is None else first.all
 

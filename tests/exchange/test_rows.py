@@ -12,7 +12,7 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
-from ds_silent.distributed.together import Together, at_once
+from ds_silent.distributed.guard import CollectiveGuard, unguarded
 from ds_silent.exchange.gather import ConstantSizeExchange
 from ds_silent.exchange.layout import ExchangeShape, layout_of
 from ds_silent.exchange.observation import BROKE, LEFT, Local, Loss, Observation, Status, Wishes
@@ -31,7 +31,7 @@ def exchanged(directory: str) -> list[dict[str, Any]]:
     layout = layout_of(config, ExchangeShape(RANKS, 3, 0, 1, False, gather_limit=0))
     exchange = ConstantSizeExchange(layout, group, torch.device("cpu"))
     generator = torch.Generator().manual_seed(rank)
-    together, seen = Together(group), []
+    guard, seen = CollectiveGuard(group), []
     for step in (1, 2, 3, 4):
         failed = {1: BROKE, 3: LEFT}.get(rank, 0.0) if step == 3 else 0.0
         observation = Observation(
@@ -42,9 +42,9 @@ def exchanged(directory: str) -> list[dict[str, Any]]:
             sketch=torch.randn(layout.size, generator=generator),
             hashes=torch.full((layout.hashes,), 1 << 40, dtype=torch.int64) + (step == 2) * rank,
         )
-        exchange.post(step, observation, together)
+        exchange.post(step, observation, guard)
         got = exchange.peek()
-        exchange.collect(at_once)
+        exchange.collect(unguarded)
         known, whole = got.known, None if got.make is None else got.all
         seen.append(
             {

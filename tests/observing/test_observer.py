@@ -233,7 +233,7 @@ def observe_everything(directory: str) -> list[Call]:
 
 def test_collectives_are_those_that_every_backend_has(tmp_path: Path) -> None:
     ranks = run_distributed(observe_everything, 2, (str(tmp_path),))
-    # all_gather is the preflight's, once, and of what differs between replicas
+    # all_gather is the preflight's, collective, and of what differs between replicas
     check_collectives(ranks, {"all_gather_into_tensor", "all_reduce", "all_to_all_single", "all_gather"})
 
 
@@ -488,7 +488,7 @@ def close_in_callback(directory: str) -> list[Any]:
             with torch.no_grad():
                 engine.module.frozen.weight[0, 0] += 1.0
         one_step(engine, generator)
-    failure = observer._together.failure
+    failure = observer._guard.failure
     observer.close()
     return [int(engine.global_steps), None if failure is None else repr(failure)]
 

@@ -190,7 +190,7 @@ class _Pair:
         except Injected as raised:  # the other ranks wait for this one by now
             raise RuntimeError("what broke in the observer reached the training") from raised
         steps = int(self.engine.global_steps) - self.before
-        state = (observer._together.failure is not None, observer.measures(0))
+        state = (observer._guard.failure is not None, observer.measures(0))
         observer.close()
         for handle in dropping:
             handle.remove()

@@ -224,17 +224,17 @@ class DeepSpeedFramework(Covers):
             patches.add(parameter.register_hook(partial(moments.gradient, index)))
         called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
         patches.add(called.register_forward_pre_hook(moments.forward, with_kwargs=True))
-        patches.add(called.register_forward_hook(partial(moments.together.alone, self._forwarded, moments)))
+        patches.add(called.register_forward_hook(partial(moments.guard.local, self._forwarded, moments)))
         if self.observes_applied or self._autocast_scales:
             for optimizer in base_optimizers(engine):
                 patches.add(optimizer.register_step_pre_hook(moments.applying))
         behind = moments.reduced if reduced_after_backward(engine) else None
-        self._around("backward", partial(moments.together.alone, self._before_backward, moments), behind)
+        self._around("backward", partial(moments.guard.local, self._before_backward, moments), behind)
         patches.before_backward(moments.root)  # the engine's own, behind its scaling
         if self._pipeline:
             for name in ("allreduce_gradients", "_bf16_reduce_grads"):
                 self._around(name, moments.before_reduction)
-                self._around(name, partial(moments.together.alone, self._pipe_loss, moments))  # comes first
+                self._around(name, partial(moments.guard.local, self._pipe_loss, moments))  # comes first
         elif self._ordered is not None:
             self._ordered.connect()
             self._ordered.look = moments.micro_batch_ended

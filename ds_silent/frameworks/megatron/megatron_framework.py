@@ -211,7 +211,7 @@ class MegatronFramework(CountsItself):
         assert self._moments is not None
         self.module.training = module.training
         if torch.is_grad_enabled():
-            self._rows += self._moments.together.alone(rows_in, args, kwargs) or 0
+            self._rows += self._moments.guard.local(rows_in, args, kwargs) or 0
             self._forwards += 1
         self._moments.forward(module, args, kwargs)
 

@@ -1,17 +1,22 @@
 """Keep collectives matched across ranks when one rank raises. The one rule of every line that runs in a step:
 
-    together = Together(group)
-    together.play(step)                            # an entry: the training calls it, on every rank at the same moments
-        together.alone(lambda: measure(gradient))  # in it: what touches only this rank
-        together.once(lambda: all_reduce(values))  # in it: a collective, or what decides whether there is one
+    guard = CollectiveGuard(group)
+    guard.run(step)                               # an entry: the training calls it, on every rank at the same moments
+        guard.local(measure, gradient)            # in it: what touches only this rank
+        guard.collective(lambda: all_reduce(x))   # in it: a collective, or what decides whether there is one
 
-* **alone**: may break. The first error is kept and logged once; this rank's next observation says "failed", every rank
-  reads that one measured step later, and all switch off there together.
-* **once**: every rank makes the same calls in the same order. **decided** is the same for a value without a call.
-* **play**: where the lines between them break (out of memory, a bug), the act is played again from its beginning: what
-  came once is remembered, what is alone is left out. So this rank reaches the collectives that its peers wait in.
+``local()`` may fail; ``collective()`` runs on every rank; if anything else raises, the block is run once more with the
+recorded results.
 
-What breaks in both plays, or in a response (:meth:`Together.irrevocable`), which changes the training, ends the
+* **local**: the first error is kept and logged once. From then on this rank skips its local parts, and its next
+  observation says "failed". Every rank reads that one measured step later, and all stop observing together.
+* **collective**: every rank makes the same calls in the same order. In a second run a call returns what it returned in
+  the first, so this rank reaches the collectives that its peers wait in, and none is made twice.
+* **agreed**: the same for a value without a collective, where the block itself changes what the value follows from.
+  :attr:`CollectiveGuard.state` needs no such call: a second run begins with the state that the first began with.
+* **cleanup**: what is tried also after a failure, such as removing a hook.
+
+What raises in both runs, or in a response (:meth:`CollectiveGuard.irrevocable`), which changes the training, ends the
 training on this rank with a sentence. Its peers wait until its process ends (gloo: their collective raises; launchers
 end all) and no longer than the group's timeout. A collective that has waited for the whole time-out ends the training
 with the transport's own error, because the training's next one would wait for the same peer as long once more.
@@ -30,35 +35,35 @@ logger = logging.getLogger("ds_silent")
 _Result = TypeVar("_Result")
 
 
-class Once(Protocol):
-    """:meth:`Together.once`, or :func:`at_once`."""
+class CollectiveCall(Protocol):
+    """Type of :meth:`CollectiveGuard.collective` and of :func:`unguarded`."""
 
     def __call__(self, function: Callable[[], _Result], /) -> _Result: ...
 
 
-def at_once(function: Callable[[], _Result], /) -> _Result:
-    """In the place of :meth:`Together.once` or :meth:`Together.alone`, where an error may reach the caller."""
+def unguarded(function: Callable[[], _Result], /) -> _Result:
+    """Stand in for :meth:`CollectiveGuard.collective` or ``local``, where an error may reach the caller."""
     return function()
 
 
 class Unobservable(Exception):
-    """Something of the training that cannot be observed: not an error of ours."""
+    """Raise for what cannot be observed of a training: not an internal error."""
 
 
 class SparseGradientError(Unobservable):
-    """A gradient of which only some rows are there."""
+    """Raise for a gradient of which only some rows are there."""
 
 
 class UnevenInputsError(Unobservable):
-    """The ranks take different numbers of steps, by design."""
+    """Raise where the ranks take different numbers of steps, by design."""
 
 
 class BrokeOff(RuntimeError):
-    """Nobody may go on after this: the others would wait for this rank, or differ from it."""
+    """End the training: the other ranks would wait for this one, or differ from it."""
 
 
 class _GroupBroke(Exception):
-    """A collective itself raised."""
+    """Carry the error of a collective."""
 
     def __init__(self, error: Exception):
         super().__init__(str(error))
@@ -66,32 +71,36 @@ class _GroupBroke(Exception):
 
 
 def _timed_out(error: Exception) -> bool:
-    """Whether a transport has waited in vain; gloo, NCCL and HCCL all raise a RuntimeError that says so in words."""
+    """Tell whether a transport has timed out; gloo, NCCL and HCCL all raise a RuntimeError that says so in words."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
 
 
-class _Play:
-    """Results of its calls of once, in order, and how many of them the play under way has come to."""
+class _Attempts:
+    """Keep the results of a block's calls, in order, how many the run under way has come to, and how it began."""
 
-    def __init__(self, call: Any = None):
-        self.call, self.place = call, 0
+    def __init__(self, call: Any = None, state: Any = None):
+        self.call, self.state, self.place = call, state, 0
         self.made: list[Any] = []
 
 
-class Together:
-    """One rank's part; see the module docstring.
+class CollectiveGuard:
+    """Guard one rank's part of every step; see the module docstring.
 
     Attributes:
         failure: the first internal error; it stays, for all ranks switch off when they read that there was one.
-        over: the process group is broken: nothing is played any more.
+        over: nothing is run any more, because the observation has ended or the process group is broken.
+        state: a frozen value that all ranks have alike; a second run begins with the one that the first began with.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.failure: Exception | None = None
         self.over = False
+        self.state: Any = None
         self._group = group
-        self._plays = [_Play()]  # the innermost last: a callback within one may close the observer, which plays too
+        self._runs = [
+            _Attempts()
+        ]  # the innermost last: a callback within one may close the observer, which runs a block too
         self._irrevocable = False
 
     def fail(self, error: Exception) -> None:
@@ -104,8 +113,8 @@ class Together:
                 return
             logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
 
-    def alone(self, function: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
-        """Run what touches only this rank; None where it breaks, and ever after."""
+    def local(self, function: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
+        """Run what touches only this rank. Return None where it raises, and without a call ever after."""
         try:
             if self.failure is None:
                 return function(*arguments, **named)
@@ -113,29 +122,29 @@ class Together:
             self.fail(error)
         return None
 
-    def tried(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        """Run what has to be tried also after a failure, such as taking a hook off."""
+    def cleanup(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        """Run what has to be tried also after a failure, such as removing a hook."""
         try:
             function(*arguments, **named)
         except Exception as error:
             self.fail(error)
 
-    def play(self, act: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
-        """Run an act, and once more where it breaks.
+    def run(self, act: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
+        """Run a block, and once more where it raises.
 
         Returns:
             its result; None where the process group is broken, which the training is about to meet by itself.
 
         Raises:
-            BrokeOff: it broke twice, or in what cannot be played twice.
+            BrokeOff: it raised twice, or in what cannot be run twice.
             RuntimeError: a collective's own, which has timed out.
         """
         try:
             if self.over:
                 return None
-            self._plays.append(_Play(named))
-            # in one statement: an act that has ended is never played again, with its calls forgotten
-            return (act(*arguments, **named), self._plays.pop())[0]
+            self._runs.append(_Attempts(named, self.state))
+            # in one statement: a block that has ended is never run again, with its calls forgotten
+            return (act(*arguments, **named), self._runs.pop())[0]
         except BrokeOff:
             raise
         except Exception as error:
@@ -144,9 +153,9 @@ class Together:
     def _again(self, error: Exception, act: Callable[..., _Result], arguments: Any, named: Any) -> _Result | None:
         self._end_if_timed_out(error)
         self.fail(error)
-        if self._plays[-1].call is not named:  # it broke before it had begun
-            self._plays.append(_Play(named))
-        self._plays[-1].place, self._irrevocable = 0, False
+        if self._runs[-1].call is not named:  # it broke before it had begun
+            self._runs.append(_Attempts(named, self.state))
+        self._runs[-1].place, self._irrevocable, self.state = 0, False, self._runs[-1].state
         try:
             return act(*arguments, **named)
         except BrokeOff:
@@ -159,16 +168,16 @@ class Together:
         except Exception as second:
             raise self._broke_off("what all ranks do together", second) from second
         finally:
-            self._plays.pop()
+            self._runs.pop()
 
     def _end_if_timed_out(self, error: Exception) -> None:
-        """Nothing of ours waits again, neither in a second play nor in the training's own next collective."""
+        """Raise what has timed out: no rank waits again, in a second run or in the training's own next collective."""
         if isinstance(error, _GroupBroke) and _timed_out(error.error):
             self.failure, self.over = self.failure or error.error, True
             raise error.error
 
-    def once(self, function: Callable[[], _Result]) -> _Result:
-        """Make a call that every rank makes, or remember what it gave when this act was played before."""
+    def collective(self, function: Callable[[], _Result]) -> _Result:
+        """Make a call that every rank makes; in a second run, return what it returned in the first."""
 
         def called() -> _Result:
             try:
@@ -178,26 +187,26 @@ class Together:
             except Exception as error:
                 raise _GroupBroke(error) from error
 
-        return function() if self._irrevocable else self.decided(called)
+        return function() if self._irrevocable else self.agreed(called)
 
-    def decided(self, function: Callable[[], _Result]) -> _Result:
-        """The same for what communicates nothing and changes nothing: where it breaks, it is tried again."""
+    def agreed(self, function: Callable[[], _Result]) -> _Result:
+        """Return a value that every rank has alike; in a second run, the one of the first."""
         if self._irrevocable:
             return function()
-        play = self._plays[-1]
-        if play.place == len(play.made):
-            play.made.append(function())
-        play.place += 1
-        result: _Result = play.made[play.place - 1]
+        block = self._runs[-1]
+        if block.place == len(block.made):
+            block.made.append(function())
+        block.place += 1
+        result: _Result = block.made[block.place - 1]
         return result
 
     def irrevocable(self, what: str, function: Callable[[], _Result]) -> _Result:
-        """Run once, to the end, what changes the training: many collectives that are not played again one by one.
+        """Run once, to the end, what changes the training: many collectives that are not repeated one by one.
 
         Raises:
             BrokeOff: it broke; ``what`` names it.
         """
-        return self.once(lambda: self._to_the_end(what, function))
+        return self.collective(lambda: self._to_the_end(what, function))
 
     def _to_the_end(self, what: str, function: Callable[[], _Result]) -> _Result:
         self._irrevocable = True

@@ -1,4 +1,4 @@
-"""From an act of the responder to its event: what was done, whether it is right now, and what it cost."""
+"""Make the event of a response: what was done, whether it is right now, and what it cost."""
 
 from __future__ import annotations
 

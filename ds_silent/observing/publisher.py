@@ -1,0 +1,200 @@
+"""Publish a gathered step: every rank does what it asks of all, the writing rank judges and writes it.
+
+publisher = make_publisher(capture, config, home, layout, checker, replicas, responder)
+publisher.publish(arrived)                       # every rank, at the same step; the guard runs it
+publisher.early(arrived, closed=False)           # no collective: what is under way at a checkpoint or at the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_silent.capture.data_facts import DataFacts
+from ds_silent.capture.step import StepCapture
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.distributed.parts import Parts
+from ds_silent.exchange.collectives import Arrived
+from ds_silent.exchange.layout import Layout
+from ds_silent.exchange.observation import Gathered, Wishes, on_all, on_any
+from ds_silent.exchange.whole_model import WholeModel
+from ds_silent.framework import HasPeers
+from ds_silent.measure.record import Context
+from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.observing.recorder import Recorder
+from ds_silent.observing.run_directory import RunDirectory
+from ds_silent.records import Seconds
+from ds_silent.replicas.compare import Drift, ReplicaChecks
+from ds_silent.respond.responder import Responder
+from ds_silent.sinks.scalars import MonitorSink
+
+
+class Publisher:
+    """Publish each gathered step once, with what this rank knows of it by itself.
+
+    Attributes:
+        recorder: writes and judges; on all ranks but one it does nothing.
+        rows_in_epoch: rows of one epoch over all ranks; None where the loader that feeds the training is to say.
+        shuffles: whether each epoch has an order of its own; None likewise.
+    """
+
+    def __init__(self, capture: StepCapture, recorder: Recorder, replicas: ReplicaChecks, responder: Responder):
+        self.recorder, self._capture, self._replicas, self._responder = recorder, capture, replicas, responder
+        self.rows_in_epoch: int | None = None
+        self.shuffles: bool | None = None
+        self._model = model_of(capture)
+        self._ended: float | None = None  # when the last step did
+        self._contexts: dict[int, Context] = {}  # of the steps whose observations are under way
+        self._written = -1  # step of the newest record
+        self._parting: tuple[object, ...] = ()  # at the step before
+
+    # -- what this rank knows of a step by itself ------------------------------------------------------------------
+
+    def step_ended(self, step: int, measured: bool, now: float, observing: float) -> None:
+        """Keep the context of a step that has ended at ``now``, of which the observer took ``observing`` seconds."""
+        if measured and self.recorder.writes:
+            duration = None if self._ended is None else now - self._ended
+            self._contexts[step] = self._context(Seconds(duration, observing))
+        self._ended = now
+
+    def cut_short(self, step: int) -> None:
+        """Keep the context of a step that does not end, because the training does."""
+        if self.recorder.writes:
+            self._contexts.setdefault(step, self._context(Seconds()))
+
+    def _context(self, seconds: Seconds) -> Context:
+        capture, framework, walk = self._capture, self._capture.framework, self._capture.walk
+        shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
+        facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
+        return Context(
+            framework.samples,
+            framework.batch,
+            framework.samples / facts.rows if facts.rows else None,
+            seconds,
+            capture.layer_names,
+            facts.rows,
+            capture.moments.skipped,
+            framework.update_skipped,
+            replace(walk, facts=facts),
+            capture.rows.sampling,
+        )
+
+    # -- what was gathered of a step -------------------------------------------------------------------------------
+
+    def publish(self, arrived: Arrived) -> bool:
+        """Do what a gathered step asks of all ranks, who read it at the same step, and write it.
+
+        Returns:
+            whether the training is to end by what was written.
+        """
+        guard, capture, known = self._capture.guard, self._capture, arrived.known
+        if on_any(known.wishes.compare):
+            self._replicas.due = True
+        if on_any(known.status.nothing):
+            self._contexts.pop(known.step, None)
+            return False
+        if on_any(known.wishes.diagnose):
+            guard.agreed(capture.kept.ask)
+        self.recorder.unlike = capture.settings_check.agree(arrived, capture.group, capture.device, guard)
+        parting = parting_of(known, capture.settings_check.differing)
+        if parting != self._parting:  # it begins or ends
+            self._replicas.due = True
+        self._parting = parting
+        drift = self._replicas.localise(guard.collective) if self._replicas.differ(known) else None
+        guard.local(self._write, arrived, drift)
+        guard.local(self._note_same_draws, known)  # behind the record: a callback may publish what is under way
+        return on_any(known.wishes.stop)
+
+    def wishes(self) -> Wishes[float | Tensor]:
+        """Return what this rank wants of all ranks; the last two on the writing rank."""
+        compare, self._replicas.wanted = self._replicas.wanted or self.recorder.take_parted(), False
+        stop, diagnose = self.recorder.ends is not None, self.recorder.wants_micro_batches
+        return Wishes(float(stop), float(diagnose), float(compare))
+
+    def _write(self, arrived: Arrived, drift: Drift | None, wait: bool = False) -> None:
+        """Write a step's record and judge it. ``wait``: it was published early, and is judged with ``drift`` later."""
+        step = arrived.step
+        if step <= self._written:
+            self.recorder.settle(drift, step)
+            return
+        self._written = step
+        log = self._responder.take(step)
+        if self.recorder.writes:
+            self.recorder.step(lambda: self._everything(arrived), self._contexts.pop(step), drift, log, wait)
+
+    def _everything(self, arrived: Arrived) -> Gathered:
+        return arrived.all if self._model is None else self._model.exchange(arrived.all)
+
+    def early(self, arrived: Arrived, closed: bool) -> None:
+        """Write what is under way. What it asks of all ranks waits for its step, where every rank does it, whoever
+        published early. ``closed``: no rank comes to that step any more."""
+        known = arrived.known
+        if on_any(known.status.nothing):
+            return
+        if known.step > self._written:
+            self._write(arrived, None, wait=self._replicas.differ(known))
+        if closed and self.recorder.writes:  # no rank is asked any more what it is that differs
+            self.recorder.end_unlike(self._capture.settings_check.unasked(arrived), known.step)
+
+    def _note_same_draws(self, known: Gathered) -> None:
+        """Report once that the ranks' first forwards drew the same random numbers."""
+        if self.recorder.writes:
+            note = self._capture.settings_check.note(known, self._capture.shape.ranks)
+            if note is not None:
+                self.recorder.report(note)
+
+    def look_around(self, step: int) -> None:
+        """Report what is found beside the observations: by a resume, and by what other groups hold alike."""
+        if self.recorder.writes:  # the comparison of the replicas speaks for the others
+            found = self._replicas.verify(step)
+            if found is not None:
+                self.recorder.report(found)
+        if isinstance(self._capture.framework, HasPeers):
+            for event in self._capture.framework.beside(step):
+                self.recorder.report(event)
+
+    def last_words(self, step: int) -> None:
+        """Judge what still waits, as the training ends at ``step``: the tensors that differ stay unnamed."""
+        self.recorder.settle(None)
+        self.recorder.repairs(self._responder.take(step).repairs)
+
+
+def parting_of(known: Gathered, settings: Mapping[str, Parts]) -> tuple[object, ...]:
+    """Return what all ranks know of a step that can part their replicas, empty in health: settings that differ, a step
+    that only some optimizers took, an aggregate of other bits."""
+    seen, hashes = known.applied.seen, known.hashes
+    found: list[object] = [*settings.items()]
+    if bool((seen != 0).all()) and on_any(seen) and not on_all(seen):
+        found.append((seen > 0).tolist())
+    if hashes is not None and on_all(known.reduced.seen) and bool((hashes[:, 1:] != hashes[0, 1:]).any()):
+        found.append("aggregate")
+    return tuple(found)
+
+
+def model_of(capture: StepCapture) -> WholeModel | None:
+    """Return what other groups hold of the model; on the writing rank, where there are others."""
+    return capture.framework.model if isinstance(capture.framework, HasPeers) else None
+
+
+def make_publisher(
+    capture: StepCapture,
+    config: SilentConsistencyConfig,
+    home: RunDirectory,
+    layout: Layout,
+    checker: ReductionChecker,
+    replicas: ReplicaChecks,
+    responder: Responder,
+) -> Publisher:
+    """Make the publisher, with the recorder of this rank."""
+    members, framework = dist.get_process_group_ranks(capture.group), capture.framework
+    # Judged beside the next step where nothing waits for what is found: no response, no word to end the training, no
+    # other group; and where nothing is written in the training's own order, as a framework's monitor is.
+    responds = config.respond.on_aggregation_error != "report" or config.detectors.stop_on != "never"
+    monitored = home.sinks is not None and any(isinstance(sink, MonitorSink) for sink in home.sinks.sinks)
+    beside = not (responds or monitored or model_of(capture) is not None)
+    ranks_comparable = framework.ranks.alike
+    recorder = Recorder(home.sinks, config, checker, layout, members, framework.words, ranks_comparable, beside)
+    return Publisher(capture, recorder, replicas, responder)
