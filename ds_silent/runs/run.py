@@ -25,7 +25,7 @@ from ds_silent.runs.lines import MOST_RANKS, of, text, whole
 from ds_silent.runs.spread import Layers, Matrices, RankSpread
 from ds_silent.sinks.jsonl import newer_lines
 from ds_silent.sinks.per_rank import PerRankError, read_per_rank
-from ds_silent.sinks.run_facts import is_gone
+from ds_silent.sinks.run_directory import is_gone
 
 LINES: dict[str, tuple[str, Callable[[], Any], tuple[str, ...]]] = {
     "metrics.jsonl": ("steps", StepTable, ("step",)),

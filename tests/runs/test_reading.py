@@ -275,7 +275,7 @@ def test_nothing_and_nobody(tmp_path: Path) -> None:
 
 def test_facts_hold_no_address_of_an_alert() -> None:
     from ds_silent.config import SilentConsistencyConfig
-    from ds_silent.sinks.run_facts import run_text
+    from ds_silent.sinks.run_directory import run_text
 
     text = run_text(SilentConsistencyConfig(), "DeepSpeed", 4, {"ZeRO stage": 1}, {"replicas": True})
     facts = json.loads(text)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.sinks import claims
+from ds_silent.sinks import run_directory as claims
 from ds_silent.sinks.jsonl import read_metrics
 from tests.support.distributed import run_distributed
 from tests.support.training import Case, Probe, build, one_step
@@ -224,7 +224,7 @@ def test_each_engine_of_a_process_has_a_directory_of_its_own(done: Done) -> None
 HOLD = """
 import sys
 from pathlib import Path
-from ds_silent.sinks.claims import claim_unused
+from ds_silent.sinks.run_directory import claim_unused
 sys.stdin.readline()
 claim = claim_unused(Path(sys.argv[1]))
 print(claim.number, flush=True)
