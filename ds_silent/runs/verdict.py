@@ -60,11 +60,6 @@ class RunVerdict:
     group: EventGroup | None = None
     others: int = 0
 
-    @property
-    def unchecked(self) -> tuple[Check, ...]:
-        """The checks that were not made."""
-        return tuple(check for check in self.checks if check.state == "not observed")
-
 
 _SENTENCES: Mapping[str, tuple[str, str, str]] = {
     "outlier-rank": ("is not like the others", "are not like the others",
@@ -116,7 +111,7 @@ def verdict_of(run: RunRecords) -> RunVerdict:
         sentence = f"{_what(worst, run)}{_when(worst, now)}.{lost and f' {lost}.'}"
         severity: Literal["error", "warning"] = "error" if worst.severity == "error" else "warning"
         return RunVerdict(severity, sentence, checks, worst.ranks, worst.since, worst, len(groups) - 1)
-    healthy = _healthy(run, RunVerdict("ok", "", checks).unchecked) if len(run.steps) else ""
+    healthy = _healthy(run, checks) if len(run.steps) else ""
     if lost:
         sentence = f"{lost}; until then {healthy[0].lower()}{healthy[1:]}" if healthy else f"{lost}."
         return RunVerdict("warning", sentence, checks)
@@ -156,12 +151,12 @@ def _when(group: EventGroup, now: EventGroup | None) -> str:
     return f", since step {since:,}{found}{goes_on}"
 
 
-def _healthy(run: RunRecords, unchecked: tuple[Check, ...]) -> str:
+def _healthy(run: RunRecords, checks: tuple[Check, ...]) -> str:
     """Return the sentence of a run without findings. Groups of outlier ranks can only be notes here."""
     world, count = run.world_size, len(run.steps)
     who = f"All {world:,} ranks" if world > 2 else ("Both ranks" if world == 2 else "The ranks")
     steps = "the one measured step" if count == 1 else f"all {count:,} measured steps"
-    missing = [check.name.lower() for check in unchecked]
+    missing = [check.name.lower() for check in checks if check.state == "not observed"]
     unlike = {rank for group in run.events.groups() if group.kind == "outlier-rank" for rank in group.ranks}
     said = f"{who} agreed at {steps}"
     if unlike:
