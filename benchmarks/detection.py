@@ -158,7 +158,7 @@ def own_shards(ranks: int, rate: float, steps: int, seed: int, walk: float) -> t
             direction=DirectionStats("sketch", float(cosines.mean()), 0.0, per_rank=tuple(cosines.tolist())),
         )
         for event in judge.step(record, Evidence()):
-            alarms += event.severity != "info" and not event.message.startswith("Still")
+            alarms += event.severity != "info" and event.phase != "ongoing"
             notes += event.severity == "info"
     return notes, alarms
 
