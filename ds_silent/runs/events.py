@@ -174,7 +174,8 @@ class EventLog:
         self._latest = max(self._latest, step)
         phase, follows = text(line.get("phase"), 20), text(line.get("follows"), 600)
         if not phase:
-            phase, follows = (said or "" for said in lifecycle_in(message))
+            said, cause = lifecycle_in(message)
+            phase, follows = said or "", cause or ""
         still, ended = phase == "ongoing", phase == "ended"
         key: Any = (kind, where, named, total, bool(follows))
         effect = (*key[:-1], True)
