@@ -133,7 +133,7 @@ def false_alarms(pool: Pool, ranks: int, rate: float, steps: int, seed: int, une
     found: Counter[str] = Counter()
     for step in range(1, steps + 1):
         events = judge.step(*workers.step(step, HEALTHY))
-        found.update(event.kind for event in events if not event.message.startswith(("Ended", "Still")))
+        found.update(event.kind for event in events if event.phase not in ("ended", "ongoing"))
     return found
 
 
@@ -158,7 +158,7 @@ def own_shards(ranks: int, rate: float, steps: int, seed: int, walk: float) -> t
             direction=DirectionStats("sketch", float(cosines.mean()), 0.0, per_rank=tuple(cosines.tolist())),
         )
         for event in judge.step(record, Evidence()):
-            alarms += event.severity != "info" and not event.message.startswith("Still")
+            alarms += event.severity != "info" and event.phase != "ongoing"
             notes += event.severity == "info"
     return notes, alarms
 
@@ -177,7 +177,7 @@ def delay(pool: Pool, warm: tuple[Workers, Judge, int], fault: Fault, limit: int
     workers, judge = warm[0].again(), copy.deepcopy(warm[1])  # every fault meets the same draws
     for step in range(1, limit + 1):
         for event in judge.step(*workers.step(warm[2] + step, fault)):
-            if event.kind == "outlier-rank" and not event.message.startswith("Ended"):
+            if event.kind == "outlier-rank" and event.phase != "ended":
                 return step, event
     return None, None
 

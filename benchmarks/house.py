@@ -23,7 +23,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ds_silent"
 FLOORS = (
-    *("text", "records", "metrics", "extras", "device", "patches", "destination"),
+    *("text", "json_form", "records", "metrics", "extras", "device", "patches", "destination"),
     *("config", "config_file", "maths"),
     *("distributed", "kernels"),
     *("exchange", "replicas", "framework"),

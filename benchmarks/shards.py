@@ -46,10 +46,8 @@ CONSOLE = Console(width=160)
 
 def alarms(outcome: Outcome) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Warnings and errors, and those of them that only remind."""
-    from ds_silent.records import ENDED, STILL
-
     bad = [event for event in outcome.events if event["severity"] in ("warning", "error")]
-    reminders = [event for event in bad if event["message"].startswith((STILL, ENDED))]
+    reminders = [event for event in bad if event.get("phase") in ("ongoing", "ended")]
     return [event for event in bad if event not in reminders], reminders
 
 

@@ -93,6 +93,7 @@ class RankMetric:
         title: of its chart in TensorBoard.
         column, label: in columns of ``report`` and ``watch``, and on the screen.
         heading, unit: of its picture in the report, rank by step.
+        ratio: ranks are compared by the ratio to their median, not by the distance from it.
     """
 
     name: str
@@ -102,6 +103,7 @@ class RankMetric:
     label: str
     heading: str
     unit: str
+    ratio: bool = False
 
     def of(self, record: StepRecord) -> Sequence[float] | None:
         """Return the numbers by rank; None where they were not measured."""
@@ -112,7 +114,7 @@ class RankMetric:
 RANK_METRICS = (
     RankMetric("loss", "loss.per_rank", "loss", "loss", "loss", "Loss", "loss − median of the ranks"),
     RankMetric("grad_norm", "grad_norm.per_rank", "gradient norm", "norm", "|g|", "Gradient norm",
-               "norm / median of the ranks"),
+               "norm / median of the ranks", ratio=True),
     RankMetric("cosine", "direction.per_rank", "cosine with the mean of the others", "cosine", "cosine", "Direction",
                "cosine − median of the ranks"),
 )  # fmt: skip

@@ -17,7 +17,6 @@ from pathlib import Path
 from rich.console import Console
 
 from ds_silent.extras import installed, missing_sentence
-from ds_silent.records import from_json_number
 from ds_silent.sinks.jsonl import read_events
 from finetune.settings import SamplerMode, Scenario
 
@@ -84,8 +83,9 @@ def read_curves(directory: Path) -> Curves:
     records = [json.loads(line) for line in lines]
 
     def curve(group: str, name: str) -> tuple[tuple[int, float], ...]:
-        values = ((record["step"], from_json_number(record[group][name])) for record in records)
-        return tuple((step, value) for step, value in values if value is not None and math.isfinite(value))
+        values = ((record["step"], record[group][name]) for record in records)
+        numbers = ((step, float(value)) for step, value in values if value is not None)  # "nan" is one of float's words
+        return tuple((step, value) for step, value in numbers if math.isfinite(value))
 
     epoch = json.loads((directory / "coverage.json").read_text(encoding="utf-8"))["epoch"]
     curves = curve("loss", "std"), curve("grad_norm", "cv"), curve("direction", "mean_cosine")

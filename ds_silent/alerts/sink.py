@@ -25,7 +25,7 @@ from ds_silent.alerts.senders import NotSent, Send, sender_of, why_of
 from ds_silent.config import BLOCK, AlertConfig, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.destination import TRACKERS, Destination, WrongDestination, resolve
 from ds_silent.extras import installed
-from ds_silent.records import ENDED, STILL, Event, Scores, Severity, StepRecord, from_json
+from ds_silent.records import Event, Severity, StepRecord, from_json, lifecycle_in
 from ds_silent.sinks.base import Sink
 from ds_silent.sinks.scalars import MonitorWrite
 
@@ -52,10 +52,10 @@ class OpenFaults:
         """Tell whether to send it, and remember that it was."""
         fault = (event.kind, event.where)
         is_open = fault in self._open
-        if event.message.startswith(ENDED):  # of severity info: wanted where its beginning was
+        if event.phase == "ended":  # of severity info: wanted where its beginning was
             self._open.discard(fault)
             return is_open
-        if not reaches(event, self._level) or event == self._last or (is_open and event.message.startswith(STILL)):
+        if not reaches(event, self._level) or event == self._last or (is_open and event.phase == "ongoing"):
             return False
         self._open.add(fault)
         self._last = event
@@ -222,9 +222,6 @@ class Alerts(Sink):
     def write(self, record: StepRecord) -> None:
         self._samples = record.samples
 
-    def write_scores(self, scores: Scores) -> None:
-        """Send nothing: scores are no events."""
-
     def write_event(self, event: Event) -> None:
         for to in self._destinations:
             if to.faults.is_news(event):
@@ -238,9 +235,6 @@ class Alerts(Sink):
         """Take an event for one that is known already: of its fault no reminder is sent, but its end."""
         for to in self._destinations:
             to.faults.is_news(event)
-
-    def flush(self) -> None:
-        """Do nothing: a checkpoint does not wait for a server."""
 
     def close(self) -> None:
         """Wait ``END`` seconds at most for what is under way, whatever the number of destinations."""
@@ -303,6 +297,8 @@ class FollowedEvents:
             event = from_json(Event, dict(line or {}))
         except ValueError:
             return
+        if event.phase is None:
+            event = replace(event, phase=lifecycle_in(event.message)[0])
         identity = (event.step, event.kind, event.ranks, event.where, event.severity)
         if identity not in self._known:
             self._known.add(identity)

@@ -4,8 +4,7 @@ What an open fault brings about by itself is no second alarm, see ``cause_of``: 
 is open. A cause that ends first says what it has left behind.
 
 A fault that comes and goes would fill the log; so each time the same one returns it must stay away twice as long as
-before to count as ended. Reminders and ends have the kind of the fault; an end has severity ``info`` and a message that
-begins with "Ended".
+before to count as ended. Reminders and ends have the kind of the fault, and a ``phase``; an end has severity ``info``.
 
 While a rank whose gradient is wrong outweighs all others, the error of the sum is as well a factor of the whole: an
 explanation that names nobody else is the fault that goes on.
@@ -20,7 +19,7 @@ from typing import Any
 from ds_silent.capture.untrained import Unlike
 from ds_silent.detectors.finding import Detector, Finding, with_odds
 from ds_silent.measure.evidence import Evidence
-from ds_silent.records import ENDED, STILL, Event, EventKind, Severity, StepRecord
+from ds_silent.records import Event, EventKind, Phase, Severity, StepRecord
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One fault, one alarm: which finding is what an open one brings about by itself.
@@ -31,7 +30,6 @@ from ds_silent.records import ENDED, STILL, Event, EventKind, Severity, StepReco
 # ranks, an earlier beginning, a graver severity, or a cause that has ended.
 
 
-FOLLOWS = "Follows from the "  # how the message of such an effect begins
 APPLIED = "applied gradient"  # the place of a finding about the optimizer's input
 GRAVITY = ("info", "warning", "error")
 _EFFECTS: dict[EventKind, tuple[str, ...]] = {
@@ -217,7 +215,7 @@ class Episodes:
             elif episode.age >= episode.next_reminder and finding.severity != "info":
                 episode.next_reminder *= 2
                 same = replace(finding, where=episode.where)  # of the replicas, more tensors differ by and by
-                reminder = self._event(step, same, f"{STILL}{episode.since}: ")
+                reminder = self._event(step, same, f"Still, since step {episode.since}: ", "ongoing")
                 is_open = episode.cause is not None and episode.cause in {fault.key for fault in self._open()}
                 events.append(replace(reminder, severity="info") if is_open else reminder)
         for key, episode in list(self._active.items()):
@@ -228,16 +226,15 @@ class Episodes:
             if episode.absent >= min(2**returns, LONGEST_ABSENCE):
                 del self._active[key]
                 self._returns[key] = min(returns + 1, 10)
-                message = f"{ENDED}{episode.kind}, from step {episode.since} to step {episode.last_seen}."
+                message = f"Ended: {episode.kind}, from step {episode.since} to step {episode.last_seen}."
                 apart = "replica-drift" in episode.effects
                 remedy = "Nothing to do, unless a replica-drift follows." if apart else "Nothing to do."
                 left = next((f for k, f in present.items() if self._active[k].cause == key), None)
                 if left is not None:
                     message += f" What it has left behind goes on: {left.kind} of {left.where}."
                     remedy = left.remedy
-                events.append(
-                    Event(step, episode.kind, "info", episode.ranks, episode.where, None, None, message, remedy)
-                )
+                place = episode.ranks, episode.where
+                events.append(Event(step, episode.kind, "info", *place, None, None, message, remedy, phase="ended"))
         return events
 
     def _key(self, finding: Finding) -> str:
@@ -265,10 +262,10 @@ class Episodes:
         if finding.guess:
             message = finding.message.replace(finding.guess, "").rstrip()
             finding = replace(finding, message=message, remedy="Mend what it follows from: it should end with it.")
-        event = self._event(step, finding, f"{FOLLOWS}{cause.kind} of {when}{place}: ")
-        return replace(event, severity="info")
+        event = self._event(step, finding, f"Follows from the {cause.kind} of {when}{place}: ")
+        return replace(event, severity="info", follows=f"{cause.kind}{place}")
 
-    def _event(self, step: int, finding: Finding, prefix: str) -> Event:
+    def _event(self, step: int, finding: Finding, prefix: str, phase: Phase = "started") -> Event:
         f = finding
         told = Event(
             step if f.step is None else f.step,
@@ -281,6 +278,7 @@ class Episodes:
             prefix + f.message,
             f.remedy,
             effect=f.effect,
+            phase=phase,
         )
         return told if f.log_excess is None else with_odds(told, self._rate, f.log_excess)
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_silent.detectors.lifecycle import FOLLOWS
 from ds_silent.drill.faults.fault import Fault, Response
 from ds_silent.drill.faults.injection import Strike
 
@@ -51,7 +50,7 @@ def alarms(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def tells(event: Mapping[str, Any]) -> bool:
     """Whether it is about something that is wrong: an alarm, or an effect of a fault that another event tells."""
-    return event["severity"] != "info" or str(event.get("message", "")).startswith(FOLLOWS)
+    return event["severity"] != "info" or event.get("follows") is not None
 
 
 def judge_healthy(events: Sequence[Mapping[str, Any]]) -> FaultVerdict:

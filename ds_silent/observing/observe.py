@@ -47,7 +47,7 @@ from ds_silent.preflight.messages import to_json as preflight_json
 from ds_silent.records import Event, declared, to_json
 from ds_silent.respond.stop import end_by_event
 from ds_silent.sinks import SinkError
-from ds_silent.sinks.run_facts import run_text
+from ds_silent.sinks.run_directory import run_text
 from ds_silent.sinks.scalars import MonitorWrite
 from ds_silent.text import Words
 

@@ -26,7 +26,7 @@ from ds_silent.measure.evidence import Evidence, ResponseLog
 from ds_silent.measure.record import Context, measure
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.measure.row_tracker import RowTracker, row_evidence
-from ds_silent.records import STILL, Event, EventKind, Repair, Severity, StepRecord, declared
+from ds_silent.records import Event, EventKind, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.repair_event import repair_event
 from ds_silent.sinks import FanOut, Sink
@@ -270,7 +270,7 @@ class Recorder:
         event = event if self.places is None else self.places.told(event)
         if event.severity in self._ending:
             self.ends = event
-        self._parted |= event.kind in PARTING and event.severity != "info" and not event.message.startswith(STILL)
+        self._parted |= event.kind in PARTING and event.severity != "info" and event.phase != "ongoing"
         others = event.step == 0 or (event.severity == "error" and event.where in ELSEWHERE)
         if others and self._judge is not None:  # of the preflight, of a resume
             self._judge.told(event)

@@ -27,7 +27,8 @@ from ds_silent.destination import WrongDestination
 from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.runs.summary import RunSummary
 from ds_silent.sinks import Background, FanOut, Sink, SinkError, open_files
-from ds_silent.sinks.claims import (
+from ds_silent.sinks.console import ConsoleSink
+from ds_silent.sinks.run_directory import (
     Claim,
     claim_unused,
     claim_used,
@@ -36,9 +37,8 @@ from ds_silent.sinks.claims import (
     is_used,
     run_directory,
     runs_of,
+    write_end,
 )
-from ds_silent.sinks.console import ConsoleSink
-from ds_silent.sinks.run_facts import write_end
 from ds_silent.sinks.scalars import MonitorSink, MonitorWrite
 
 logger = logging.getLogger("ds_silent")

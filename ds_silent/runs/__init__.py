@@ -8,8 +8,7 @@
 Nothing here needs torch, and nothing but the report's page is written.
 """
 
-from ds_silent.runs.checks import Check, checks_of
 from ds_silent.runs.run import RunReader, RunRecords, read_run
-from ds_silent.runs.verdict import RunVerdict, verdict_of
+from ds_silent.runs.verdict import Check, RunVerdict, checks_of, verdict_of
 
 __all__ = ["Check", "RunReader", "RunRecords", "RunVerdict", "checks_of", "read_run", "verdict_of"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_silent.distributed.parts import SHOWN_RANKS, ranks_of
-from ds_silent.records import ENDED, STILL
+from ds_silent.records import lifecycle_in
 from ds_silent.runs.lines import MOST_RANKS, number, of, ranks, text, whole
 
 SEVERITIES: Mapping[str, str] = {"error": "error", "warning": "warning", "info": "note"}
@@ -27,7 +27,6 @@ _ORDER = {severity: order for order, severity in enumerate(SEVERITIES)}
 MOST_GROUPS = 2000
 """Further ones are counted together, by kind and severity."""
 _MOST_SPANS = 200
-_FOLLOWS = "Follows from the "
 _SINCE = re.compile(r"(?:(?:that of|since|since about) step|those of steps) (\d{1,18})\b")
 _AFTERWARDS = ("observer-off", "repaired")  # actions, not faults that go on
 
@@ -69,7 +68,7 @@ class EventGroup:
     places: tuple[RankPlace, ...] = ()
     steps: array[int] = field(default_factory=lambda: array("q"))  # of every event, ascending
     spans: list[list[int]] = field(default_factory=list)  # first and last step; 1 where its end was reported
-    follows: bool = False  # from another fault, as its message says
+    follows: str = ""  # kind and place of the fault that it follows from
     folded: int = 0  # faults in it, where it stands for many
 
     @property
@@ -113,8 +112,7 @@ class EventGroup:
         if other is self or other.ended or other.kind in _AFTERWARDS:
             return False
         if other.follows:
-            place = f" ({self.where}): " if self.where else ": "
-            return other.message.startswith(f"{_FOLLOWS}{self.kind} of ") and place in other.message
+            return other.follows == (f"{self.kind} ({self.where})" if self.where else self.kind)
         ours, theirs = (set() if 0 < world_size <= one.ranks_total else {*one.ranks} for one in (self, other))
         same = not (ours and theirs) or bool(ours & theirs)
         return same and other.severity != "info" and self.since <= other.since <= self.last
@@ -130,12 +128,11 @@ class EventGroup:
         self.score, self.threshold = number(line.get("score")), number(line.get("threshold"))
         self.places = places(line.get("places"))
 
-    def take(self, step: int, message: str) -> None:
+    def take(self, step: int, phase: str) -> None:
         """Count an event at this step; a reminder, or an end, belongs to the span before it."""
         bisect.insort(self.steps, step)
-        spans, ended = self.spans, message.startswith(ENDED)
-        goes_on = ended or message.startswith(STILL)
-        if spans and (goes_on or len(spans) >= _MOST_SPANS) and not spans[-1][2]:
+        spans, ended = self.spans, phase == "ended"
+        if spans and (ended or phase == "ongoing" or len(spans) >= _MOST_SPANS) and not spans[-1][2]:
             spans[-1][1] = max(spans[-1][1], step)
         elif len(spans) < _MOST_SPANS:
             spans.append([step, step, 0])
@@ -175,11 +172,15 @@ class EventLog:
         if step > self._latest or listed not in self.recent:
             self.recent.append(listed)
         self._latest = max(self._latest, step)
-        still, ended, follows = message.startswith(STILL), message.startswith(ENDED), message.startswith(_FOLLOWS)
-        key: Any = (kind, where, named, total, follows)
+        phase, follows = text(line.get("phase"), 20), text(line.get("follows"), 600)
+        if not phase:
+            said, cause = lifecycle_in(message)
+            phase, follows = said or "", cause or ""
+        still, ended = phase == "ongoing", phase == "ended"
+        key: Any = (kind, where, named, total, bool(follows))
         effect = (*key[:-1], True)
         if (still or ended) and key not in self._groups and effect in self._groups:
-            key, follows = effect, True
+            key = effect
         folded = key not in self._groups and len(self._groups) >= MOST_GROUPS
         if folded:
             key, named, total, where = (kind, severity), (), 0, "several"
@@ -196,12 +197,13 @@ class EventLog:
             if not still:
                 group.describe(line, message)
         group.folded += folded
-        group.take(step, message)
+        group.take(step, phase)
         return True
 
     def groups(self) -> list[EventGroup]:
         """Return the faults: worst first, then what does not follow from another, then earliest."""
-        return sorted(self._groups.values(), key=lambda one: (_ORDER[one.severity], one.follows, one.first, one.kind))
+        groups = self._groups.values()
+        return sorted(groups, key=lambda one: (_ORDER[one.severity], bool(one.follows), one.first, one.kind))
 
 
 def in_words(counts: Mapping[str, int]) -> str:

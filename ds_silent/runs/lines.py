@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ds_silent import metrics
 from ds_silent.text import one_line
@@ -21,8 +21,9 @@ _LONGEST_TEXT = 4000
 _MOST_BY_RANK = 4096  # our own lines name 64 at most
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-Metric = Literal["loss", "norm", "cosine"]
-METRICS: Mapping[Metric, metrics.RankMetric] = {one.column: one for one in metrics.RANK_METRICS}  # type: ignore[misc]
+Metric = str
+"""A name in :data:`METRICS`."""
+METRICS: Mapping[Metric, metrics.RankMetric] = {one.column: one for one in metrics.RANK_METRICS}
 """What each rank has one value of."""
 COLUMNS = {metric.column: tuple(metric.path.split(".")) for metric in metrics.METRICS if metric.column}
 """Name, and its place in a line of metrics.jsonl."""

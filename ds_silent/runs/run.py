@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_silent.records import FORMAT, DataDealt, newer_version
+from ds_silent.json_form import FORMAT, newer_version
+from ds_silent.records import DataDealt
 from ds_silent.runs.columns import ScoreTable, StepTable
 from ds_silent.runs.events import EventGroup, EventLog, RankPlace, places
 from ds_silent.runs.follow import Follower, News
 from ds_silent.runs.lines import MOST_RANKS, of, text, whole
 from ds_silent.runs.spread import Layers, Matrices, RankSpread
 from ds_silent.sinks.jsonl import newer_lines
-from ds_silent.sinks.per_rank import PerRankError, read_per_rank
-from ds_silent.sinks.run_facts import is_gone
+from ds_silent.sinks.per_rank import COLUMNS, PerRankError, read_per_rank
+from ds_silent.sinks.run_directory import is_gone
 
 LINES: dict[str, tuple[str, Callable[[], Any], tuple[str, ...]]] = {
     "metrics.jsonl": ("steps", StepTable, ("step",)),
@@ -236,7 +237,7 @@ class RunReader:
             return
         try:
             for step in read_per_rank(path):
-                self.run.spread.add(step.step, step.loss, step.grad_norm, step.cosine)
+                self.run.spread.add(step.step, *(getattr(step, name) for name in COLUMNS))
         except (PerRankError, OSError, ValueError, OverflowError, MemoryError) as error:
             self.run.unreadable["per_rank.bin"] = text(str(error), 300) or type(error).__name__
 

@@ -1,6 +1,6 @@
 """Numbers of each rank, layer or pair of ranks at each step: of many steps the lowest and the highest.
 
-spread = Envelope(width=3 * ranks)
+spread = Envelope(width=2 * layers)
 spread.add(step, values)                # float32 (width,)
 spread.buckets()                        # Buckets: steps (B, 2), low and high (B, width)
 
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ds_silent.metrics import RANK_METRICS
 from ds_silent.runs.lines import number, numbers, text, whole
 
 Values = npt.NDArray[np.float32]
@@ -97,25 +98,25 @@ class Envelope:
 
 
 class RankSpread:
-    """Each rank's distance from the median of all ranks: of the loss, of ln(gradient norm), of the cosine.
+    """Each rank's distance from the median of all ranks, of each of the metrics; of the logarithm where it is a ratio.
 
     A rank without a number (NaN) is at infinity; a quantity that was not measured is NaN. ``parts``: ranks, and an
-    envelope of 3 x ranks numbers; one for each number of ranks in its turn.
+    envelope of metrics x ranks numbers; one for each number of ranks in its turn.
     """
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, Envelope]] = []
 
     def add(self, step: int, *metrics: npt.ArrayLike | None) -> None:
-        """Add the ranks' losses, gradient norms and cosines of a step; None for what was not measured."""
+        """Add the ranks' values of a step, in the order of the metrics; None for what was not measured."""
         with np.errstate(over="ignore"):
             each = [None if values is None else np.asarray(values, dtype=np.float32) for values in metrics]
         ranks = max((len(values) for values in each if values is not None), default=0)
         if ranks == 0:
             return
         if not self.parts or self.parts[-1][0] != ranks:
-            self.parts = [*self.parts[-7:], (ranks, Envelope(3 * ranks, _deviations))]
-        row = np.full((3, ranks), _NOT_MEASURED, dtype=np.float32)
+            self.parts = [*self.parts[-7:], (ranks, Envelope(len(RANK_METRICS) * ranks, _deviations))]
+        row = np.full((len(RANK_METRICS), ranks), _NOT_MEASURED, dtype=np.float32)
         for at, values in enumerate(each):
             if values is not None and len(values) == ranks:
                 row[at] = values
@@ -126,13 +127,13 @@ _NOT_MEASURED = np.float32(-3.4e38)
 
 
 def _deviations(rows: Values) -> Values:
-    """Return the distances of (S, 3N) values from the median of the step's ranks."""
-    each = rows.reshape(len(rows), 3, -1)
+    """Return the distances of (S, metrics x N) values from the median of the step's ranks."""
+    each = rows.reshape(len(rows), len(RANK_METRICS), -1)
     missing = each == _NOT_MEASURED
     out = np.empty_like(each)
     with np.errstate(all="ignore"):
-        for at in range(3):
-            values = np.log(each[:, at]) if at == 1 else each[:, at]
+        for at, metric in enumerate(RANK_METRICS):
+            values = np.log(each[:, at]) if metric.ratio else each[:, at]
             away = values - _median(values)
             out[:, at] = np.where(np.isnan(away), np.inf, away)
     out[missing] = np.nan

@@ -10,7 +10,7 @@ from pathlib import Path
 from ds_silent.sinks.base import FanOut, Sink, SinkError
 from ds_silent.sinks.jsonl import JsonlSink
 from ds_silent.sinks.per_rank import PerRankSink
-from ds_silent.sinks.run_facts import FactsSink
+from ds_silent.sinks.run_directory import FactsSink
 from ds_silent.sinks.worker import Background
 
 __all__ = ["Background", "FanOut", "Sink", "SinkError", "open_files"]

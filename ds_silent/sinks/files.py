@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ds_silent.metrics import RANK_METRICS
 from ds_silent.records import DirectionStats, Event, GradNormStats, LossStats, Quantiles, StepRecord
 from ds_silent.sinks.base import SinkError
 
@@ -121,9 +122,8 @@ def written_record(record: StepRecord) -> StepRecord:
     if record.world_size <= MANY:
         return record
     short: Callable[[Any], Any] = _rounded if record.world_size <= MOST_RANKS else _summed_up
-    record = replace(
-        record, loss=short(record.loss), grad_norm=short(record.grad_norm), direction=short(record.direction)
-    )
+    stats = {metric.path.split(".")[0] for metric in RANK_METRICS}
+    record = replace(record, **{name: short(getattr(record, name)) for name in stats})
     groups = record.integrity.replica_groups
     if record.world_size <= MOST_RANKS or groups is None:
         return record

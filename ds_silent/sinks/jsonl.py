@@ -22,7 +22,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ds_silent.records import FORMAT, CosineMatrix, Event, Scores, StepRecord, from_json, newer_version, to_json
+from ds_silent.json_form import FORMAT, from_json, newer_version, to_json
+from ds_silent.records import CosineMatrix, Event, Scores, StepRecord
 from ds_silent.sinks.base import Sink, logger
 from ds_silent.sinks.files import LineFile, is_drawn, make_directory, written_event, written_record
 

@@ -224,7 +224,8 @@ def test_a_queue_that_is_full_counts_too() -> None:
 
 def test_an_episode_is_told_once_and_its_end() -> None:
     def said(step: int, message: str, severity: str = "error", where: str = "layer 1") -> Event:
-        return replace(event(step, message=message), severity=severity, where=where)  # type: ignore[arg-type]
+        phase = {"Still": "ongoing", "Ended": "ended"}.get(message[:5], "started")
+        return replace(event(step, message=message), severity=severity, where=where, phase=phase)  # type: ignore[arg-type]
 
     with http_server() as server:
         alerts = alerts_to(server.address)

@@ -92,11 +92,11 @@ def test_a_fault_begins_at_its_step() -> None:
 def test_reminders_are_no_alarms_and_a_delay_counts_the_first_step() -> None:
     events = [
         {"step": 5, "kind": "outlier-rank", "severity": "warning", "ranks": [0], "message": "Rank 0 has"},
-        {"step": 9, "kind": "outlier-rank", "severity": "warning", "ranks": [0], "message": "Still, since step 5: "},
+        {"step": 9, "kind": "outlier-rank", "severity": "warning", "ranks": [0], "phase": "ongoing"},
         {"step": 11, "kind": "drift", "severity": "info", "ranks": [], "message": "The loss"},
         {"step": 12, "kind": "outlier-rank", "severity": "error", "ranks": [1], "message": "Rank 1 has"},
         {"step": 13, "kind": "outlier-rank", "severity": "error", "ranks": [3], "message": "Rank 3 has"},
-        {"step": 14, "kind": "outlier-rank", "severity": "error", "ranks": [3], "message": "Ended: rank 3"},
+        {"step": 14, "kind": "outlier-rank", "severity": "error", "ranks": [3], "phase": "ended"},
     ]
     outcome = Outcome(Case("heart", 4, 0, 20, fault=parsed("gradient:1.5", 10)), tuple(events), 1.0, 1.0)
     found, reminders = alarms(outcome)

@@ -77,6 +77,7 @@ def test_one_pair_on_the_same_rows_and_its_end() -> None:
     events = run.steps(2, ids({(0, 3): 2})) + run.steps(1, ids({}))
     assert [(e.ranks, e.severity) for e in events] == [((0, 3), "error"), ((0, 3), "info")]
     assert events[1].message.startswith("Ended")
+    assert [event.phase for event in events] == ["started", "ended"]
 
 
 def test_padding_of_the_last_batch_is_no_duplicate() -> None:
@@ -171,6 +172,7 @@ def test_one_event_then_reminders_at_doubling_intervals_then_the_end() -> None:
     events = run.steps(600, ids({(0, 1): 4}))
     assert [e.step for e in events] == [1, 129, 257, 513]
     assert all(e.message.startswith("Still, since step 1: ") for e in events[1:])
+    assert [e.phase for e in events] == ["started", *["ongoing"] * (len(events) - 1)]
     assert [e.severity for e in run.steps(1, ids({}))] == ["info"]
 
 

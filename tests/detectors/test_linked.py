@@ -9,7 +9,7 @@ import pytest
 
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.lifecycle import Episodes
-from ds_silent.records import Event, EventKind, Severity
+from ds_silent.records import Event, EventKind, Severity, lifecycle_in
 
 PREFLIGHT = Event(0, "config-mismatch", "error", (2,), "learning rate", None, None, "lr differs.", "Start alike.")
 
@@ -27,6 +27,8 @@ def test_a_learning_rate_that_the_preflight_told_explains_the_drift_of_its_rank(
     [event] = episodes.update(100, [DRIFT])
     assert (event.kind, event.severity, event.ranks) == ("replica-drift", "info", (2,))
     assert event.message == ("Follows from the config-mismatch of the preflight (learning rate): replica-drift here.")
+    assert (event.phase, event.follows) == ("started", "config-mismatch (learning rate)")
+    assert lifecycle_in(event.message) == (None, event.follows)  # of a line without the field
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,7 @@ def test_another_explanation_of_a_wrong_reduction_that_names_nobody_else_is_the_
         assert episodes.update(step, [seen]) == []
     [end] = episodes.update(206, [])
     assert end.message == "Ended: aggregation-error, from step 200 to step 205."
+    assert end.phase == lifecycle_in(end.message)[0] == "ended"
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_the_healthy_verdict_says_what_was_not_checked_and_why(tmp_path: Path) -
     assert verdict.sentence.startswith(
         "All 4 ranks agreed at all 20 measured steps; not checked: before step 1, rows, "
     )
-    why = {check.name: check.why for check in verdict.unchecked}
+    why = {check.name: check.why for check in verdict.checks if check.state == "not observed"}
     assert why["Rows"] == "coverage is false"
     assert why["Replicas"] == "ZeRO stage 3 has no replicas"
     assert why["Before step 1"] == "preflight is false"
@@ -275,7 +275,7 @@ def test_nothing_and_nobody(tmp_path: Path) -> None:
 
 def test_facts_hold_no_address_of_an_alert() -> None:
     from ds_silent.config import SilentConsistencyConfig
-    from ds_silent.sinks.run_facts import run_text
+    from ds_silent.sinks.run_directory import run_text
 
     text = run_text(SilentConsistencyConfig(), "DeepSpeed", 4, {"ZeRO stage": 1}, {"replicas": True})
     facts = json.loads(text)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.sinks import claims
+from ds_silent.sinks import run_directory
 from ds_silent.sinks.jsonl import read_metrics
 from tests.support.distributed import run_distributed
 from tests.support.training import Case, Probe, build, one_step
@@ -224,7 +224,7 @@ def test_each_engine_of_a_process_has_a_directory_of_its_own(done: Done) -> None
 HOLD = """
 import sys
 from pathlib import Path
-from ds_silent.sinks.claims import claim_unused
+from ds_silent.sinks.run_directory import claim_unused
 sys.stdin.readline()
 claim = claim_unused(Path(sys.argv[1]))
 print(claim.number, flush=True)
@@ -268,7 +268,7 @@ def test_two_processes_at_the_same_time_never_share_a_directory(tmp_path: Path) 
         assert steps_in(tmp_path / "one") == []
         others[4].kill()  # what it held is free again, and nothing stands there
         others[4].wait()
-        claim = claims.claim_unused(tmp_path / "one")
+        claim = run_directory.claim_unused(tmp_path / "one")
         assert claim is not None
         assert claim.number == 1
     finally:
@@ -278,7 +278,7 @@ def test_two_processes_at_the_same_time_never_share_a_directory(tmp_path: Path) 
 
 
 def test_a_child_that_outlives_the_training_holds_nothing(tmp_path: Path) -> None:
-    claim = claims.claim_unused(tmp_path)
+    claim = run_directory.claim_unused(tmp_path)
     assert claim is not None
     ready, done = os.pipe(), os.pipe()
     child = os.fork()
@@ -288,9 +288,9 @@ def test_a_child_that_outlives_the_training_holds_nothing(tmp_path: Path) -> Non
         os._exit(0)
     try:
         os.read(ready[0], 1)
-        assert claims.claim_unused(tmp_path, first_only=True) is None
+        assert run_directory.claim_unused(tmp_path, first_only=True) is None
         os.close(claim._lock)  # as the end of this process would: no explicit unlock
-        again = claims.claim_unused(tmp_path, first_only=True)
+        again = run_directory.claim_unused(tmp_path, first_only=True)
         assert again is not None
     finally:
         os.write(done[1], b"x")
@@ -303,9 +303,9 @@ def test_without_locks_the_creation_of_the_file_decides(tmp_path: Path, monkeypa
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuses)
-    kept = [claims.claim_unused(tmp_path) for _ in range(3)]
+    kept = [run_directory.claim_unused(tmp_path) for _ in range(3)]
     assert [claim.number for claim in kept if claim is not None] == [1, 2, 3]
-    again = claims.claim_used(tmp_path, 2)
+    again = run_directory.claim_used(tmp_path, 2)
     assert again is not None  # a resume may go on
 
 
@@ -334,18 +334,18 @@ def test_a_checkpoint_without_the_observers_state(
     lines = [record(step, 6 * step) for step in range(1, 501)]
     lines[3] = "torn" + lines[3]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 501, "sam')
-    assert claims.holds_step(tmp_path, step, samples, interval) is holds
+    assert run_directory.holds_step(tmp_path, step, samples, interval) is holds
 
 
 def test_after_a_resume_the_last_written_counts(tmp_path: Path) -> None:
     lines = [record(step, 6 * step) for step in range(1, 9)] + [record(5, 99), record(6, 105)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert claims.holds_step(tmp_path, 6, 105, 1)
-    assert not claims.holds_step(tmp_path, 6, 36, 1)
-    assert claims.holds_step(tmp_path, 4, 24, 1)
+    assert run_directory.holds_step(tmp_path, 6, 105, 1)
+    assert not run_directory.holds_step(tmp_path, 6, 36, 1)
+    assert run_directory.holds_step(tmp_path, 4, 24, 1)
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    first = claims.identity(tmp_path)
+    first = run_directory.identity(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:2]))
-    assert claims.identity(tmp_path) == first is not None
+    assert run_directory.identity(tmp_path) == first is not None
     (tmp_path / "metrics.jsonl").write_text("".join(lines[1:]))
-    assert claims.identity(tmp_path) != first
+    assert run_directory.identity(tmp_path) != first

@@ -68,12 +68,12 @@ def rank_heat(view: PlotContext, name: Metric, tables: dict[Metric, Table], rows
     limit, unit = _limit(tables[name]), METRICS[name].unit
     labels = [f"{rank} · {places[rank].spot}"[:22] if rank in places else f"rank {rank}" for rank in rows]
     guilty = sum(1 for rank in rows if rank in view.verdict.ranks) if len(view.verdict.ranks) < len(rows) else 0
-    values = np.exp(np.clip(table, -80, 80)) if name == "norm" else table
+    values = np.exp(np.clip(table, -80, 80)) if METRICS[name].ratio else table
     values = np.where(np.isinf(table), np.inf, values)
     title = f"{METRICS[name].heading}: {unit}, rank by step"
     markup, height = _picture(view, diverging(table, limit), labels, title, guilty)
     low, high = f"−{shown(limit, 2)}", f"+{shown(limit, 2)}"
-    if name == "norm":
+    if METRICS[name].ratio:
         low, high = f"× {shown(math.exp(-limit), 2)}", f"× {shown(math.exp(min(limit, 80)), 2)}"
     total, note = max(view.run.world_size, len(tables[name])), ""
     if len(rows) < total:

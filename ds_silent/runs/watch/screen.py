@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
@@ -17,8 +17,7 @@ from ds_silent.runs.events import EventLine, in_words
 from ds_silent.runs.lines import METRICS, Metric
 from ds_silent.runs.watch.watched import RankRow, Snapshot
 
-Sort = Literal["departure", "rank", "loss", "norm", "cosine"]
-SORTS: tuple[Sort, ...] = get_args(Sort)
+SORTS = ("departure", "rank", *METRICS)
 COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan", "ok": "green", "unknown": "dim"}
 SMALLEST = (40, 10)
 """Columns and rows below which only the verdict is shown."""
@@ -29,7 +28,7 @@ Page = Literal["ranks", "events", "help"]
 _PAGES: Mapping[str, Page] = {"e": "events", "?": "help", "\x1b": "ranks"}  # a second time: the ranks again
 _HELP = (
     ("q", "quit; the exit status says the verdict: 0 healthy, 1 warnings, 3 errors, 4 stale, 5 no records"),
-    ("s S", "order the ranks by departure, rank, loss, norm or cosine; turn the order round"),
+    ("s S", f"order the ranks by {', '.join(SORTS[:-1])} or {SORTS[-1]}; turn the order round"),
     ("h", "one line per host instead of one per rank"),
     ("e", "events on the whole page, in full"),
     ("p", "stop the picture; reading goes on"),
@@ -90,7 +89,7 @@ def glyphs_for(encoding: str | None) -> Glyphs:
 class ScreenState:
     """What the user has chosen with the keys."""
 
-    sort: Sort = "departure"
+    sort: str = "departure"  # one of SORTS
     reverse: bool = False
     hosts: bool = False
     page: Page = "ranks"
@@ -151,7 +150,7 @@ def rows_of(view: Snapshot, state: ScreenState) -> list[TableRow]:
     ]
 
 
-def _order(row: RankRow, sort: Sort) -> tuple[float, ...]:
+def _order(row: RankRow, sort: str) -> tuple[float, ...]:
     """Put ranks with an event first, then those that depart most; by a metric NaN, then the highest."""
     if sort == "rank":
         return (row.rank,)

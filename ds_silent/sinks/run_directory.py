@@ -1,8 +1,12 @@
-"""Which run a directory belongs to: claimed by one process at a time, continued by a resume, and by nothing else.
+"""A run's directory: which run it belongs to, and ``run.json``, which says what was switched on when the run began.
 
     claim = claim_unused(Path("runs/my-run"))              # that directory, or run-2, run-3 ... below it
-    claim = claim_used(Path("runs/my-run"), number=2)      # to go on there; None while somebody else writes
+    claim = claim_used(Path("runs/my-run"), number=2)      # to go on there; None while another process writes
     claim.release()
+    text = run_text(config, framework="DeepSpeed", ranks=4, training=facts, observed={"replicas": True})
+    FactsSink(directory).write(record)                     # what becomes known later
+    write_end(directory, step=40, error=None)
+    is_gone(facts["process"])                              # whether the process that has written it is no more
 
 A directory is used when one of its files of lines holds a byte. While a process writes, it holds a lock on
 ``metrics.jsonl``; where the file system has no locks, the creation of that file decides, which only one can win.
@@ -11,21 +15,37 @@ A directory is used when one of its files of lines holds a byte. While a process
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
+import json
+import logging
 import os
 import re
+import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ds_silent.extras import version_of
+from ds_silent.records import DataDealt, StepRecord, to_json
+from ds_silent.sinks.base import Sink
 from ds_silent.sinks.files import in_children, make_directory, refused
 from ds_silent.sinks.jsonl import parsed_line
 
+if TYPE_CHECKING:  # who only reads records should not wait for the configuration's imports
+    from ds_silent.config import SilentConsistencyConfig
+
+try:
+    import fcntl
+except ImportError:  # no Unix: records can be read there
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("ds_silent")
 FILES = ("metrics.jsonl", "events.jsonl", "layers.jsonl")
 _CHUNK = 1 << 16
+_PACKAGES = {"DeepSpeed": "deepspeed", "Megatron-core": "megatron-core"}
 
 
 class Claim:
@@ -171,3 +191,96 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
             rest, *lines = (file.read(size) + rest).split(b"\n")
             yield from reversed(lines)
         yield rest
+
+
+# -- run.json ----------------------------------------------------------------------------------------------------------
+
+
+def run_text(
+    config: SilentConsistencyConfig,
+    framework: str,
+    ranks: int,
+    training: Mapping[str, Any],
+    observed: Mapping[str, bool],
+) -> str:
+    """Return JSON, an object.
+
+    ``training``: what the framework's collectives follow from, as all ranks agreed; ``observed``: what can be seen.
+    """
+    block = config.model_dump(mode="json")
+    if "alerts" in block:  # addresses with tokens in them
+        block["alerts"] = f"{len(block['alerts'])} left out"
+    facts = {
+        "version": 1,
+        "ds_silent": version_of("ds_silent"),
+        "framework": framework,
+        "framework_version": version_of(_PACKAGES.get(framework, "torch")),
+        "torch": version_of("torch"),
+        "world_size": ranks,
+        "started": _now(),
+        "ended": None,
+        "process": _process(os.getpid()),
+        "training": dict(training),
+        "observed": dict(observed),
+        "data": to_json(DataDealt()),
+        "block": block,
+    }
+    return json.dumps(facts, indent=1, default=str) + "\n"
+
+
+def write_end(directory: Path, step: int, error: BaseException | None) -> None:
+    """Say in ``run.json`` that the observation has ended, and by what; a run that was killed says nothing."""
+    broke = type(error).__name__ if isinstance(error, Exception) else None  # an interrupt is somebody's wish
+    _add(directory / "run.json", "ended", {"at": _now(), "step": step, "error": broke})
+
+
+def is_gone(process: Any) -> bool | None:
+    """Return whether a process, as ``run.json`` names it, is no more; None where that is not known here."""
+    if not isinstance(process, dict) or type(process.get("pid")) is not int:
+        return None
+    now = _process(process["pid"])
+    same_place = all(now[key] is not None and now[key] == process.get(key) for key in ("host", "pid_namespace"))
+    return now["began"] != process.get("began") if same_place and process.get("began") is not None else None
+
+
+def _process(number: int) -> dict[str, Any]:
+    """Name a process of this host by what no later one has: when it began, in clock ticks since the host did."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = None  # no Linux
+    try:
+        state, *rest = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        began = None if state in "ZX" else int(rest[18])
+    except (OSError, ValueError, IndexError):
+        began = None
+    return {"host": socket.gethostname(), "pid_namespace": namespace, "pid": number, "began": began}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _add(path: Path, key: str, value: Any) -> None:
+    """Put it into the object that stands there, as a whole file."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts[key] = value
+        beside = path.with_name("run.json.new")
+        beside.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    except Exception as error:  # who reads the records can do without it
+        logger.debug("ds_silent: run.json keeps what it has: %s: %s", type(error).__name__, error)
+
+
+class FactsSink(Sink):
+    """Writes ``data`` into the ``run.json`` of a directory, where there is one, as a whole file each time."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._path = Path(directory) / "run.json"
+        self._written = DataDealt()
+
+    def write(self, record: StepRecord) -> None:
+        if record.data is not None and record.data != self._written:
+            self._written = record.data
+            _add(self._path, "data", to_json(record.data))
