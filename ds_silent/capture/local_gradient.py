@@ -24,8 +24,7 @@ from ds_silent.config import DirectionConfig
 from ds_silent.distributed.together import SparseGradientError, Together
 from ds_silent.exchange.exact import copy_overlap, exact_gram
 from ds_silent.exchange.observation import Local
-from ds_silent.kernels.accumulator import Accumulator, stream_order
-from ds_silent.kernels.fused import new_accumulator
+from ds_silent.kernels.accumulator import Accumulator, new_accumulator, stream_order
 from ds_silent.maths import sketch
 
 Accumulated = Callable[[int], Tensor | None]
