@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.capture.batch_rows import LoaderWatch, RowIds, id_capacity
-from ds_silent.capture.data_facts import Walk
+from ds_silent.capture.batch_rows import RowIds, id_capacity
 from ds_silent.capture.forwards import Forwards
+from ds_silent.capture.loaders import LoaderWatch, Walk
 from ds_silent.capture.local_gradient import LocalGradient, sample_of
 from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.moments import StepMoments

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_silent.capture.data_facts import DataFacts
+from ds_silent.capture.loaders import DataFacts
 from ds_silent.capture.step import StepCapture
 from ds_silent.distributed.parts import Parts
 from ds_silent.exchange.collectives import Arrived
