@@ -17,8 +17,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ds_silent.capture.loss_graph import NODES
-from ds_silent.capture.moments import StepMoments
 from ds_silent.capture.objective import LocalObjective
+from ds_silent.capture.step import StepMoments
 
 CLASSES, ROWS, STEPS = 8, 6, 12
 
