@@ -3,12 +3,16 @@
 rows = RowIds(enabled=True, capacity=64, micro_batch=4, ranks=8)
 rows.given(sample_ids); rows.forward(args, kwargs)       # per micro-batch, in this order
 packed = rows.take(device)                               # at a measured step: everything since the last one
+
+What is known of a micro-batch beside its ids is a field of :class:`_MicroBatch`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,6 +31,15 @@ def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:
     return min(config.interval * rows_per_step, MAX_ROWS) if config.coverage else 0
 
 
+@dataclass(slots=True)
+class _MicroBatch:
+    """The rows of one that has been forwarded."""
+
+    ids: Tensor
+    told: bool  # by the script; else they are hashes of the rows' content
+    begins: bool  # it is the first of a pass over the data
+
+
 class RowIds:
     """Collects ids until they are sent. ``capacity`` rows at most are kept; what is lost is counted.
 
@@ -43,16 +56,13 @@ class RowIds:
     def __init__(self, enabled: bool, capacity: int, micro_batch: int, ranks: int = 1):
         self.sampling = sampling_of(ranks, capacity)
         self.enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
-        self._ids: list[Tensor] = []  # of micro-batches that have been forwarded
+        self._sent_next: list[_MicroBatch] = []
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
-        self._hashed: list[int] = []  # places in _ids of this step's micro-batches that nobody told of
-        self._begins: list[int] = []  # places in _ids of the first micro-batches of passes over the data
+        self._begins = False  # the next micro-batch is the first of a pass over the data
         self.starts: tuple[int, ...] = ()
-        self.told = False
-        self._told = True  # of what waits, as far as earlier steps go
-        self._warned = False
+        self.told = self._warned = False
         self._label_tokens: Tensor | None = None
-        self._start = self._behind = 0  # places in _ids: of the step's first micro-batch, and behind its last backward
+        self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
         self._tokens_behind: Tensor | None = None  # of the step's, those whose backward has come
 
     def given(self, sample_ids: Tensor) -> None:
@@ -64,8 +74,7 @@ class RowIds:
         """The inputs of one training forward; ``begins``: the first of a pass over the data."""
         if not self.enabled:
             return
-        if begins:
-            self._begins.append(len(self._ids))
+        self._begins |= begins
         labels = kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.dtype.is_floating_point:
             tokens = (labels[:, 1:] != IGNORED_LABEL).sum()
@@ -76,12 +85,15 @@ class RowIds:
             given = self._given.pop(0)
             rows = {int(tensor.shape[0]) for tensor in tensors}
             if not rows or len(given) in rows | {self._micro_batch}:
-                self._ids.append(given)
+                self._add(given, told=True)
                 return
             self._warn(len(given), int(tensors[0].shape[0]))
         if tensors:
-            self._hashed.append(len(self._ids))
-            self._ids.append(row_hashes(tensors, mask))
+            self._add(row_hashes(tensors, mask), told=False)
+
+    def _add(self, ids: Tensor, told: bool) -> None:
+        self._sent_next.append(_MicroBatch(ids, told, self._begins))
+        self._begins = False
 
     def _warn(self, ids: int, rows: int) -> None:
         if not self._warned:
@@ -95,54 +107,54 @@ class RowIds:
             )
 
     def _told_late(self) -> None:
-        """Ids of this step that no forward came after: the script tells of a micro-batch when it is through."""
-        while self._given and self._hashed:
-            place, given = self._hashed.pop(0), self._given.pop(0)
-            rows = len(self._ids[place])
-            if len(given) in (rows, self._micro_batch):
-                self._ids[place] = given
+        """Take ids of this step that no forward came after: the script tells of a micro-batch when it is through."""
+        hashed = [one for one in self._sent_next[self._start :] if not one.told]
+        for one, given in zip(hashed, self._given, strict=False):
+            if len(given) in (len(one.ids), self._micro_batch):
+                one.ids, one.told = given, True
             else:
-                self._warn(len(given), rows)
-        self._ids += self._given  # the forward was not the observed module's
+                self._warn(len(given), len(one.ids))
+        for given in self._given[len(hashed) :]:  # the forward was not the observed module's
+            self._add(given, told=True)
         self._given = []
 
     def backward_ended(self) -> None:
         """What was forwarded until now is in the gradients, or never will be."""
-        self._behind, self._tokens_behind = len(self._ids), self._label_tokens
+        self._behind, self._tokens_behind = len(self._sent_next), self._label_tokens
 
     def drop(self) -> None:
         """Forget the rows of this step whose backward has come: they were never to be of a step."""
-        start, gone = self._start, self._behind - self._start
-        if gone <= 0:
+        if self._behind <= self._start:
             return
-        del self._ids[start : self._behind]
-        kept = (place for place in self._hashed if not start <= place < self._behind)
-        self._hashed = [place - gone if place > start else place for place in kept]
-        self._begins = sorted({max(place - gone, start) if place > start else place for place in self._begins})
+        begins = any(one.begins for one in self._sent_next[self._start : self._behind])
+        del self._sent_next[self._start : self._behind]
+        if begins and self._start < len(self._sent_next):
+            self._sent_next[self._start].begins = True
+        else:
+            self._begins |= begins
         if self._label_tokens is not None and self._tokens_behind is not None:
             self._label_tokens = self._label_tokens - self._tokens_behind
-        self._behind, self._tokens_behind = start, None
+        self._behind, self._tokens_behind = self._start, None
 
     @property
     def waiting(self) -> bool:
         """Whether ids wait to be sent."""
-        return bool(self._ids)
+        return bool(self._sent_next)
 
     def take(self, device: torch.device) -> Tensor | None:
         """Packed ids of the rows since the last call, fp32 (sampling.numbers,) on ``device``; None when off."""
         if not self.enabled:
             return None
         self._told_late()
-        places = [0]
-        for one in self._ids:
-            places.append(places[-1] + len(one))
+        taken, self._sent_next = self._sent_next, []
+        places = [0, *accumulate(len(one.ids) for one in taken)]
         lost = max(0, places[-1] - self._capacity)
-        self.starts = tuple(places[index] - lost for index in self._begins if places[index] >= lost)
-        self.told = self._told and not self._hashed
-        ids, self._ids, self._hashed, self._begins, self._told = self._ids, [], [], [], True
-        if not ids:
+        begun = [place for place, one in zip(places, taken, strict=False) if one.begins]
+        self.starts = tuple(place - lost for place in begun if place >= lost)
+        self.told = all(one.told for one in taken)
+        if not taken:
             return None
-        together = torch.cat([one.to(ids[-1].device) for one in ids])
+        together = torch.cat([one.ids.to(taken[-1].ids.device) for one in taken])
         return pack_rows(together, self.sampling).to(device, non_blocking=True)
 
     def take_label_tokens(self) -> Tensor | None:
@@ -153,10 +165,7 @@ class RowIds:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
         self._label_tokens = self._tokens_behind = None
         self._told_late()
-        self._told &= not self._hashed
-        self._hashed = []
-        kept = sum(len(one) for one in self._ids)
-        while len(self._ids) > 1 and kept - len(self._ids[0]) > self._capacity:
-            kept -= len(self._ids.pop(0))
-            self._begins = [index - 1 for index in self._begins if index > 0]
-        self._start = self._behind = len(self._ids)
+        kept = sum(len(one.ids) for one in self._sent_next)
+        while len(self._sent_next) > 1 and kept - len(self._sent_next[0].ids) > self._capacity:
+            kept -= len(self._sent_next.pop(0).ids)
+        self._start = self._behind = len(self._sent_next)
