@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ds_silent.kernels import fused
-from ds_silent.kernels.accumulator import Accumulator
+from ds_silent.kernels.accumulator import Accumulator, FusedAccumulator
+from ds_silent.kernels.launches import choice
 from ds_silent.maths.sketch import make_plan, offsets_of
 
 CONSOLE = Console(width=120)
@@ -65,7 +65,7 @@ def works_of(gradients: list[Tensor], kernel: bool) -> dict[str, Callable[[], ob
         "torch, tensor by tensor": lambda: from_hooks(by_torch),
     }
     if kernel:
-        by_kernel = fused.FusedAccumulator(plan, offsets, numels)
+        by_kernel = FusedAccumulator(plan, offsets, numels)
         works["kernel, tensor by tensor"] = lambda: from_hooks(by_kernel)
         works["kernel, tensors together"] = lambda: together(by_kernel)
     return works
@@ -98,7 +98,7 @@ def main(
         CONSOLE.print("no GPU that torch can use is here, so there is no bandwidth to measure")
         raise typer.Exit(0)
     device = torch.device("cuda", torch.cuda.current_device())
-    chosen = fused.choice(device)
+    chosen = choice(device)
     table = Table(title=f"{torch.cuda.get_device_name(device)}, {elements:,} elements of {dtype} ({chosen.reason})")
     for column in ("gradient", "work", "ms", "GB/s", "of the copy"):
         table.add_column(column, justify="left" if column in ("gradient", "work") else "right")

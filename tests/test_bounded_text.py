@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ds_silent.capture.mismatch_text import same_draws, unlike
+from ds_silent.capture.settings_check import same_draws, unlike
 from ds_silent.capture.untrained import Missed, reported
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge, broken, duplicate_data, reduction_errors
@@ -29,8 +29,7 @@ from ds_silent.exchange.observation import BROKE
 from ds_silent.maths.causes import Cause, Kind
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.evidence import AppliedCheck, Coverage, Evidence, ReductionEvidence
-from ds_silent.measure.row_history import OrderAgain
+from ds_silent.measure.evidence import AppliedCheck, Coverage, Evidence, OrderAgain, ReductionEvidence
 from ds_silent.observing.lockstep import elsewhere_event, out_of_sync_event, stop_event
 from ds_silent.observing.recorder import ranks_changed
 from ds_silent.preflight import messages as preflight

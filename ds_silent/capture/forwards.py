@@ -1,18 +1,25 @@
-"""The rows and losses of one rank's micro-batches, from its forwards and backwards."""
+"""The rows and losses of one rank's micro-batches, from its forwards and backwards.
+
+A trainer may make a forward's loss a share of the whole step's: transformers' counts the label tokens of all
+micro-batches of a step (and of all ranks) and hands their number to the forward as ``num_items_in_batch``; the model
+then divides its sum by that number and not by its own tokens. Some models take the number and take the mean all the
+same, which is seen in what autograd has recorded. What is observed is the mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_silent.capture.batch_rows import LoaderWatch, RowIds
-from ds_silent.capture.local_gradient import loss_in
+from ds_silent.capture.batch_rows import IGNORED_LABEL, RowIds
+from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_settings import LocalSettings
-from ds_silent.capture.mean_loss import mean_of, times_its_share
+from ds_silent.capture.loss_graph import is_a_mean
 from ds_silent.exchange.observation import Loss
 
 
@@ -119,3 +126,49 @@ class Forwards:
             tokens=0.0 if tokens is None else tokens,
             order=self._loaders.deal.word,
         )
+
+
+# -- the loss of a forward ---------------------------------------------------------------------------------------------
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The scalar loss in a module's output: the output, its ``loss``, its ``["loss"]`` or its first element."""
+    candidate = output
+    if not isinstance(output, Tensor):
+        candidate = getattr(output, "loss", None)
+        if candidate is None and isinstance(output, Mapping):
+            candidate = output.get("loss")
+        if candidate is None and isinstance(output, (tuple, list)) and output:
+            candidate = output[0]
+    is_loss = isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad
+    return candidate if is_loss else None
+
+
+def times_its_share(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
+    """0-dim fp32: what makes a forward's loss the mean over the micro-batch's own label tokens.
+
+    Args:
+        module: whose ``loss_function`` says whether its labels are shifted (transformers' do).
+        inputs: keyword arguments of the forward.
+    """
+    items, labels = inputs.get("num_items_in_batch"), inputs.get("shift_labels")
+    if not isinstance(labels, Tensor):
+        labels = inputs.get("labels")
+        if isinstance(labels, Tensor) and labels.ndim > 1 and shifts_labels(module):
+            labels = labels[..., 1:]
+    if items is None or not isinstance(labels, Tensor) or labels.dtype.is_floating_point:
+        return None  # losses of floating labels (a regression's) are means whatever they are given
+    total = torch.as_tensor(items, device=labels.device).float().reshape(-1)[0]
+    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def mean_of(loss: Tensor, factor: Tensor | None) -> Tensor:
+    """A forward's loss, still with its graph, as the mean over the micro-batch's own tokens; without a graph."""
+    return loss.detach() if factor is None or is_a_mean(loss) else loss.detach() * factor
+
+
+def shifts_labels(module: nn.Module) -> bool:
+    """Whether position i of the labels is what position i - 1 predicts: in transformers' decoders."""
+    causal = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
+    encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    return causal is not None and getattr(module, "loss_function", None) is causal and not encodes

@@ -12,9 +12,8 @@ every micro-batch is reduced and freed, each is added to the sketch: sketches ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,7 @@ from ds_silent.config import DirectionConfig
 from ds_silent.distributed.guard import CollectiveGuard, SparseGradientError
 from ds_silent.exchange.exact import copy_overlap, exact_gram
 from ds_silent.exchange.observation import Local
-from ds_silent.kernels.accumulator import Accumulator, stream_order
-from ds_silent.kernels.fused import new_accumulator
+from ds_silent.kernels.accumulator import Accumulator, new_accumulator, stream_order
 from ds_silent.maths import sketch
 
 Accumulated = Callable[[int], Tensor | None]
@@ -272,16 +270,3 @@ def sample_of(gradients: Iterable[Tensor | None], stride: int, device: torch.dev
             part = gradient.detach().reshape(-1)[::stride].float()
             total += torch.stack((part.square().sum(), part.new_tensor(float(part.numel()))))
     return total.cpu()
-
-
-def loss_in(output: Any) -> Tensor | None:
-    """The scalar loss in a module's output: the output, its ``loss``, its ``["loss"]`` or its first element."""
-    candidate = output
-    if not isinstance(output, Tensor):
-        candidate = getattr(output, "loss", None)
-        if candidate is None and isinstance(output, Mapping):
-            candidate = output.get("loss")
-        if candidate is None and isinstance(output, (tuple, list)) and output:
-            candidate = output[0]
-    is_loss = isinstance(candidate, Tensor) and candidate.numel() == 1 and candidate.requires_grad
-    return candidate if is_loss else None

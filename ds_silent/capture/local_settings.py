@@ -1,4 +1,4 @@
-"""What this rank's code does while it trains: hyper-parameters, what optimizers hold, modes, modules, autocast.
+"""What this rank's code does while it trains: hyper-parameters, optimizers, modes, modules, autocast, loss.
 
     local = LocalSettings(module, optimizers, covers)
     local.look_at_modes()          # at the first gradient of a measured step
@@ -7,6 +7,9 @@
 
 Modes are looked at when the gradients come, not when a forward runs: an evaluation between two steps leaves no trace,
 whatever it forgets, and a rank that trains in evaluation mode cannot hide.
+
+A further setting needs a line in :class:`_Look`, :meth:`LocalSettings.code` and :meth:`LocalSettings.items`, a field of
+:class:`ds_silent.exchange.observation.Code`, and a place in ``GROUPS`` of :mod:`ds_silent.capture.settings_check`.
 """
 
 from __future__ import annotations
@@ -14,20 +17,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ds_silent.capture.autocast import Autocast
-from ds_silent.capture.mismatch_text import OBJECTIVE, TRAINS
 from ds_silent.capture.objective import LocalObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Untrained
 from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code
 from ds_silent.framework import Covers
 from ds_silent.maths.fingerprint import short_hash
+from ds_silent.patches import Patches
 from ds_silent.preflight.items import Item, item_of
 from ds_silent.preflight.settings import (
     Holdings,
@@ -39,6 +42,8 @@ from ds_silent.preflight.settings import (
     holdings_of,
 )
 
+OBJECTIVE: Literal["objective"] = "objective"
+TRAINS = "trains"
 HYPER_PARAMETERS = {
     "lr": "learning rate",
     "weight_decay": "weight decay",
@@ -246,3 +251,62 @@ def _joined(values: Sequence[Any]) -> str:
 
 def _listed(values: Sequence[Tensor]) -> str:
     return ", ".join(str(float(value)) for value in values) or "none"
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+
+_TRACES = (
+    "_enter_autocast"  # of torch.amp.autocast_mode (2.4 to 2.13): what torch.compile calls, and puts into its code
+)
+
+
+class Autocast:
+    """Under which autocast one rank's training forwards run: on or off, and the dtype.
+
+    A script enters autocast around the forward, and so it is on when the forward begins. A trainer or a model may enter
+    it within: there the first one counts that switches it on, because a later one may depend on the rows. In a compiled
+    model nobody enters it but who traces it, once and again as shapes change: then only what is on as the forward
+    begins counts.
+    """
+
+    def __init__(self) -> None:
+        self._device = ""  # of the forward under way; empty outside of one
+        self._found: dict[str, None] = {}
+        self._now: str | None = None
+        self._last: tuple[str, ...] = ()
+        self._traced = False
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Every state of the forwards since the last call, sorted; where there was none, those of before."""
+        if self._found:
+            self._last, self._found = tuple(sorted(self._found)), {}
+        return self._last
+
+    def connect(self, patches: Patches, local: Callable[..., object]) -> None:
+        """Listen to what is entered; ``local``: the guard of :mod:`ds_silent.distributed.guard`."""
+        patches.behind_method(torch.autocast, "__enter__", partial(local, self._entered))
+
+    def before_forward(self, device: str) -> None:
+        """A training forward on this type of device begins."""
+        self._device, self._now = device, _autocast_of(device)
+
+    def after_forward(self) -> None:
+        """It has ended."""
+        if self._device:
+            self._found[self._now or "off"] = None
+            self._device = ""
+
+    def _entered(self, caller: str) -> None:
+        self._traced = self._traced or caller == _TRACES
+        if self._device and self._now is None and not self._traced:
+            self._now = _autocast_of(self._device)
+
+
+def _autocast_of(device: str) -> str | None:
+    """The dtype; None where it is off, or this type of device has no autocast."""
+    try:
+        enabled = torch.is_autocast_enabled(device)
+        return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if enabled else None
+    except RuntimeError:
+        return None

@@ -1,25 +1,31 @@
-"""How much each label counts, and what lies between a loss and the tensor that backward begins with.
+"""How much each label counts, on this rank and in comparison with the others.
 
     objective = LocalObjective()
     objective.begins(root)               # as a backward begins: its graph is read, its loss hooked
     objective.reached = True             # at a gradient of the model: that backward was the training's
     objective.text, objective.structure  # of the step so far
     objective.numbers()                  # an Observation's part; nothing was waited for
+    same = same.of(known)                # SameObjective, once per observation, in order; the same on every rank
+    same.parts                           # ranks by their objective, where they differ; None where they do not
 
 A loss of torch's own knows its reduction, and a hook on it gets the gradient that flows in: what each label, or the
 mean of them, is multiplied by until it reaches the root. Between the two lie a few operations on single numbers. Those
 with a number of Python's are a part of the script, and the same on all ranks; those with a tensor depend on data.
+:mod:`ds_silent.capture.loss_graph` reads both.
 
-Where nothing is known (a fused loss, a compiled one, more than ``NODES`` operations) nothing is guessed. What a script
-has packed with hooks of its own (checkpoints, tensors that were moved to the host) is not unpacked.
+Another loss, another reduction, another chain of operations is a fact at its first step. Another number between loss
+and root is one, too, where it multiplies a mean by a simple ratio (1/4, 2, 193): a script has forgotten something or
+done it twice. Else a number may come of a rank's rows, as a count of them does: it differs in health where it goes with
+a count that is known (labels) or changes from step to step; so it must stay as it is for ``UNCHANGED`` micro-batches.
+Ranks that differ now and then, each time anew, do so by design (a task drawn by each rank): after ``MOST_TURNS`` of
+them only what stays is told.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,209 +33,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Term, losses_in
+from ds_silent.distributed.parts import Parts, parts_of
+from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.observation import Objective as Numbers
 from ds_silent.maths.fingerprint import short_hash
 
-NODES = 64  # that are looked at, from the root down
-BELOW = 12  # between a sum or a mean and the losses of single labels that it adds up
 MOST_LOSSES = 8  # of one backward that are hooked
-MEAN, SUM, EACH = 1.0, 2.0, 3.0
-"""What a term makes of its labels; EACH: a sum whose addends were weighed one by one."""
-_REDUCTIONS = ("none", "mean", "sum")
-_LOSSES = ("Loss", "Entropy", "Margin")
-_PLAIN = (
-    "Add View UnsafeView Reshape ReshapeAlias Squeeze Unsqueeze Alias Clone ToCopy Expand Stack Cat Select _DDPSink "
-    "Transpose T Permute Slice Detach"
-)
-_NEUTRAL = frozenset(_PLAIN.split())
-"""Operations that multiply nothing: how many there are may depend on the data."""
-_OTHERS = "Mul Div Neg Sub Rsub Pow Exp Index MaskedSelect MaskedFill Where Abs Clamp"
-_ELEMENTWISE = _NEUTRAL | frozenset(_OTHERS.split())
-_NARROWER = {torch.float64: torch.tensor(0.0), torch.int64: torch.tensor(0, dtype=torch.int32)}
-_OWN = "MulBackward1"  # by a number that a function of torch's was given, as its label smoothing: of no rows
-_HOOKS_SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # since torch 2.7
-
-
-@dataclass(slots=True)
-class Term:
-    """A loss, on one way from the root to it. ``kind`` is 0 where nobody knows what it makes of its labels."""
-
-    node: Any
-    kind: float
-    averaged: bool
-    names: tuple[str, ...]  # of the operations on the way, without their numbers
-    shown: tuple[str, ...]  # with them
-    factor: float  # product of the script's own numbers on the way
-    labels: int | Tensor | None = None  # None: as many as weights come in, or not known
-    weights: Tensor | None = None  # one number of the weights of its classes
-
-
-@dataclass(slots=True)
-class _Way:
-    """From the root to a node."""
-
-    node: Any
-    place: int = 0  # which output of the node
-    names: tuple[str, ...] = ()
-    shown: tuple[str, ...] = ()
-    factor: float = 1.0
-
-    def through(self, name: str, operation: str) -> _Way:
-        """With this node's own operation."""
-        if operation in _NEUTRAL:
-            return self
-        times = _number_of(self.node, operation)
-        shown = name if times is None else f"{name} x {times:.6g}"
-        factor = self.factor * (1.0 if times is None else times)
-        name = shown if name == _OWN else name
-        return _Way(self.node, self.place, (*self.names, name), (*self.shown, shown), factor)
-
-    def on(self) -> Iterable[_Way]:
-        """To what the node was made of."""
-        inner, outputs = self.node.next_functions, getattr(self.node, "_input_metadata", ())
-        if 1 < len(outputs) == len(inner):  # a wrapper of several outputs
-            inner = inner[self.place : self.place + 1]
-        return [_Way(node, place, self.names, self.shown, self.factor) for node, place in inner if node is not None]
-
-
-def _tried(root: Tensor) -> list[Term] | None:
-    """:func:`terms_of`; None where a release of torch's has other nodes: what is not known ends no observation."""
-    try:
-        return terms_of(root)
-    except Exception:
-        return None
-
-
-def terms_of(root: Tensor) -> list[Term] | None:
-    """The losses that ``root`` is made of, the nearest first; None where they are too far or too many."""
-    waiting, found = deque([_Way(root.grad_fn, root.output_nr)]), list[Term]()
-    for _ in range(NODES):
-        if not waiting:
-            return found
-        way = waiting.popleft()
-        name = way.node.name()
-        loss = _loss(way, name)
-        if loss is not None:
-            found.append(loss)
-            continue
-        operation = name.partition("Backward")[0]
-        outputs = getattr(way.node, "_input_metadata", ())
-        if len(outputs) > way.place and math.prod(outputs[way.place].shape) != 1:
-            found.append(Term(None, 0.0, False, (*way.names, name), (*way.shown, name), way.factor))
-        elif operation in ("Mean", "Sum") and math.prod(sizes := way.node._saved_self_sym_sizes) != 1:
-            found += _added_up(way, name, math.prod(sizes))
-        elif name != "torch::autograd::AccumulateGrad":  # of a single number that is learned: a weight, and no loss
-            waiting.extend(way.through(name, operation).on())
-    return None
-
-
-def _added_up(way: _Way, name: str, count: int) -> list[Term]:
-    """What a sum or a mean adds up: losses of single labels where they are near, else numbers of the script's own."""
-    mean = name.startswith("Mean")
-    start = _Way(way.node, way.place, (*way.names, name), (*way.shown, name), way.factor)
-    waiting, losses, end = deque(start.on()), list[Term](), None
-    for _ in range(BELOW):
-        if not waiting:
-            break
-        inner = waiting.popleft()
-        inner_name = inner.node.name()
-        loss = _loss(inner, inner_name)
-        operation = inner_name.partition("Backward")[0]
-        if loss is not None:
-            averaged = mean or loss.averaged
-            share = loss.factor / count if mean and loss.kind == MEAN else loss.factor
-            losses.append(replace(loss, averaged=averaged, factor=share))
-        elif operation in _ELEMENTWISE:
-            waiting.extend(inner.through(inner_name, operation).on())
-        elif end is None:
-            end = inner
-    if losses:
-        return losses
-    end = end or start
-    # a mask multiplies: how many are added up is not known
-    labels = None if not mean and "MulBackward0" in end.shown[len(start.shown) :] else count
-    return [Term(way.node, MEAN if mean else SUM, mean, end.names, end.shown, end.factor, labels)]
-
-
-def _loss(way: _Way, name: str) -> Term | None:
-    """A loss of torch's own."""
-    node = way.node
-    if not any(word in name for word in _LOSSES):  # an attribute that is not there costs more than its name
-        return None
-    reduction = getattr(node, "_saved_reduction", None)
-    if not isinstance(reduction, int):
-        return None
-    said = [_REDUCTIONS[reduction]]
-    labels: int | Tensor | None = None
-    if name.startswith("NllLoss"):
-        ignored = node._saved_ignore_index
-        ignored -= 2**64 if ignored >= 2**63 else 0
-        said += [f"ignore_index {ignored}"] if ignored != -100 else []
-        if reduction == 1 and _saved(node, "weight") is None:
-            labels = _saved(node, "total_weight")  # of 1 each: counted already
-        else:
-            target = _saved(node, "target")
-            labels = None if target is None else (target != ignored).sum()
-    elif reduction:
-        inner, place = node.next_functions[0]
-        labels = None if inner is None else math.prod(inner._input_metadata[place].shape)
-    operation = name.partition("Backward")[0]
-    weights = [
-        (words, saved) for which, words in _WEIGHTS.get(operation, ()) if (saved := _saved(node, which)) is not None
-    ]
-    said += [words for words, _ in weights]
-    said += [f"{which} {getattr(node, f'_saved_{which}'):g}" for which in _SHAPES.get(operation, ())]
-    name = f"{name} ({', '.join(said)})"
-    kind = (EACH, MEAN, SUM)[reduction]
-    number = _one_number(weights[0][1]) if weights else None
-    return Term(node, kind, reduction == 1, (*way.names, name), (*way.shown, name), way.factor, labels, number)
-
-
-_CLASSES, _POSITIVE = ("weight", "class weights"), ("pos_weight", "positive weights")
-_WEIGHTS = {
-    "NllLoss": (_CLASSES,),
-    "NllLoss2D": (_CLASSES,),
-    "BinaryCrossEntropy": (("weight", "weights"),),
-    "BinaryCrossEntropyWithLogits": (("weight", "weights"), _POSITIVE),
-}
-_SHAPES = {"SmoothL1Loss": ("beta",), "HuberLoss": ("delta",)}
-
-
-def _one_number(weights: Tensor) -> Tensor:
-    flat = weights.detach().float().reshape(-1)
-    return (flat * torch.arange(1.0, 1.0 + len(flat), device=flat.device)).sum()
-
-
-def _saved(node: Any, which: str) -> Any:
-    """What a node has kept; None where it has not, or where somebody's hooks have packed it."""
-    raw = getattr(node, f"_raw_saved_{which}", None)
-    if raw is not None:
-        if _HOOKS_SHOWN and raw.unpack_hook is not None:
-            return None
-        if not _HOOKS_SHOWN and which not in ("other", "self"):  # the single number of an operation is never packed
-            return None
-    return getattr(node, f"_saved_{which}", None)
-
-
-def _number_of(node: Any, operation: str) -> float | None:
-    """What the script multiplies by: a number of Python's, and no tensor."""
-    if operation in ("Neg", "Rsub"):
-        return -1.0
-    if operation not in ("Mul", "Div"):
-        return None
-    for which in ("other", "self"):
-        value = _saved(node, which)
-        if isinstance(value, Tensor):
-            narrower = _NARROWER.get(value.dtype) if value.dim() == 0 and value.device.type == "cpu" else None
-            # a number of Python's yields to a tensor's type, another tensor of no dimension does not
-            if narrower is None or torch.result_type(value, narrower) is value.dtype:
-                continue
-            value = value.item()
-        if isinstance(value, (int, float)):
-            number = float(value)
-            return number if operation == "Mul" else (1.0 / number if number else math.inf)
-    return None
-
+UNCHANGED = 8  # micro-batches
+MOST_TURNS = 3
+LARGEST = 64  # numerator or denominator of a simple ratio, but for powers of two
+NEAR = 1e-5  # of two numbers of fp32 that are one
 
 Weighed = tuple[Tensor, Tensor, Tensor, Tensor | float]
 """Of one term's labels: sum, smallest and largest of their weights, and how many."""
@@ -274,7 +88,7 @@ class LocalObjective:
         self.reached = own
         self._under_way = one = _Backward()
         single = isinstance(root, Tensor) and root.numel() == 1 and root.grad_fn is not None
-        terms = _tried(root) if single and not _compiled() else None
+        terms = losses_in(root) if single and not _compiled() else None
         if not terms:
             one.known = False
             return
@@ -396,3 +210,102 @@ def _of_all(term: Term, flow: Tensor) -> Weighed | None:
         return flow * labels, flow, flow, labels
     each = flow / (labels.clamp(min=1.0) if isinstance(labels, Tensor) else max(labels, 1.0))
     return flow, each, each, labels
+
+
+# -- do all ranks train for the same? ----------------------------------------------------------------------------------
+
+_Pattern = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class SameObjective:
+    """What is known of it.
+
+    Attributes:
+        parts: ranks by objective, the largest part first; None where they do not differ, or nobody can say.
+        structural: whether the operations differ, and not only their numbers.
+    """
+
+    parts: Parts | None = None
+    structural: bool = False
+    pattern: _Pattern = ()  # of the newest difference
+    unchanged: int = 0  # micro-batches since it is so
+    turns: int = 0  # differences so far
+
+    def of(self, known: Gathered) -> SameObjective:
+        """With one observation more."""
+        chains = known.code.objective.tolist()
+        if not all(chains):
+            return replace(self, parts=None, pattern=(), unchanged=0)
+        structural = len(set(chains)) > 1
+        values = [(chain,) for chain in chains] if structural else _numbers(known)
+        parts = parts_of(_representatives(values))
+        if len(parts) == 1 or (not structural and _explained(known)):
+            return replace(self, parts=None, pattern=(), unchanged=0)
+        pattern = tuple(values) if structural else _ratios(values, parts)
+        same = pattern == self.pattern
+        micro_batches = int(known.objective.count.min())
+        unchanged = micro_batches + (self.unchanged if same else 0)
+        turns = self.turns + (not same)
+        certain = structural or (bool((known.objective.reduction == MEAN).all()) and _simple(values, parts))
+        say = unchanged >= UNCHANGED or (certain and turns <= MOST_TURNS)
+        return SameObjective(parts if say else None, structural, pattern, unchanged, turns)
+
+
+def _numbers(known: Gathered) -> list[tuple[float, ...]]:
+    """Of each rank; nothing to compare where a rank's are not known or were several."""
+    own = known.objective
+    columns = (own.factor.tolist(), own.others.tolist(), own.class_weights.tolist())
+    if not all(columns[0]):
+        return [(0.0,)] * known.ranks
+    return list(zip(*columns, strict=True))
+
+
+def _representatives(values: Sequence[tuple[float, ...]]) -> list[int]:
+    """The first one that each is, but for rounding."""
+    found: list[tuple[float, ...]] = []
+    places = []
+    for value in values:
+        place = next((i for i, other in enumerate(found) if _near(value, other)), len(found))
+        if place == len(found):
+            found.append(value)
+        places.append(place)
+    return places
+
+
+def _near(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=NEAR) for a, b in zip(one, other, strict=True))
+
+
+def _explained(known: Gathered) -> bool:
+    """Whether the numbers go with the ranks' counts of labels: each label counts alike, or each rank's mean does."""
+    own = known.objective
+    if len(set(own.others.tolist())) > 1 or len(set(own.class_weights.tolist())) > 1:
+        return False
+    factors = own.factor.tolist()
+    for counts in (own.labels.tolist(), known.loss.tokens.tolist()):
+        if all(counts) and len(set(counts)) > 1:
+            shares = [factor / count for factor, count in zip(factors, counts, strict=True)]
+            products = [factor * count for factor, count in zip(factors, counts, strict=True)]
+            if any(all(_near((one,), (of[0],)) for one in of) for of in (shares, products)):
+                return True
+    return False
+
+
+def _ratios(values: Sequence[tuple[float, ...]], parts: Parts) -> _Pattern:
+    """What each rank's number is, in those of the largest part: a factor that changes on all ranks alike is none."""
+    reference = values[parts[0][0]]
+    return tuple((round(value[0] / reference[0], 4), *value[1:]) for value in values)
+
+
+def _simple(values: Sequence[tuple[float, ...]], parts: Parts) -> bool:
+    """Whether every other factor is a small multiple or fraction; the loss's other terms have it, too."""
+    reference = values[parts[0][0]]
+    for part in parts[1:]:
+        ratio = values[part[0]][0] / reference[0]
+        times = max(abs(ratio), 1.0 / abs(ratio))
+        whole = round(times)
+        small = whole <= LARGEST or whole & (whole - 1) == 0
+        if not (small and _near((times,), (float(whole),))) or (whole == 1 and ratio > 0):
+            return False
+    return True

@@ -16,32 +16,91 @@ the same dropout masks on different rows. That is how many scripts seed, and no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.capture.local_settings import LocalSettings
-from ds_silent.capture.mismatch_text import GROUPS_OF_KINDS, OBJECTIVE, mismatches_of, same_draws, unlike
-from ds_silent.capture.same_objective import SameObjective
+from ds_silent.capture.local_settings import OBJECTIVE, TRAINS, LocalSettings
+from ds_silent.capture.objective import SameObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Unlike, reported
 from ds_silent.distributed.guard import CollectiveGuard
-from ds_silent.distributed.parts import Parts, parts_of
+from ds_silent.distributed.parts import Parts, outvoted, parts_of, ranks_of
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.preflight.comparison import PreflightOutcome, compare
 from ds_silent.preflight.messages import events_of
-from ds_silent.records import Event
+from ds_silent.records import Event, EventKind
 from ds_silent.text import Words
 
-KINDS = tuple(kind for kind in GROUPS_OF_KINDS if kind != OBJECTIVE)
-"""Fields of :class:`ds_silent.exchange.observation.Code`: 0 is not known."""
-_OF_PREFLIGHT = {"optimizer": ("optimizer", "config"), "counters": ("optimizer", "config"), "settings": ("parameters",)}
-"""Groups of the preflight in which a thing may have been told; else that of the same name."""
 MOST_QUESTIONS = 64  # per run
 _EXTREMES: Parts = ((0,), (1,))  # of many ranks all know only the smallest and the largest hash
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Settings that are worded together."""
+
+    words: str  # what differs, where nothing but the hashes is known
+    remedy: str
+    kinds: tuple[str, ...] = ()  # fields of :class:`ds_silent.exchange.observation.Code`, where 0 is not known
+    items: tuple[str, ...] = ()  # how the names begin of what is compared when the hashes differ
+    preflight: tuple[str, ...] = ()  # groups in which the preflight may have told of it
+
+
+GROUPS = {
+    "optimizer": _Group(
+        "hyper-parameters",
+        "Change hyper-parameters on every rank alike: look for a scheduler or callback that skips ranks.",
+        kinds=("hyper_parameters", "device_hyper_parameters"),
+        preflight=("optimizer", "config"),
+    ),
+    "parameters": _Group(
+        "training modes or trainable parameters",
+        "Call train(), eval() and requires_grad_() on every rank alike: look for an evaluation or a freezing that some "
+        "ranks run and do not undo.",
+        kinds=("training_modes", "trainable"),
+        items=("training mode", "trainable flags"),
+        preflight=("parameters",),
+    ),
+    "settings": _Group(
+        "settings of the model's modules",
+        "Make the model with the same numbers on every rank, and change them on every rank at the same step.",
+        kinds=("settings",),
+        items=("settings of",),
+        preflight=("parameters",),
+    ),
+    "autocast": _Group(
+        "autocast states",
+        "Enter torch.autocast with the same arguments around the forward on every rank.",
+        kinds=("autocast",),
+        items=("autocast",),
+    ),
+    "holdings": _Group(
+        "optimizers' parameters",
+        "Give every rank's optimizer the same parameters in the same groups.",
+        items=("optimizer's parameters",),
+    ),
+    "counters": _Group(
+        "optimizers' step counters",
+        "Load the same checkpoint on every rank, with the optimizer's state, and step it on every rank.",
+        kinds=("counters",),
+        items=("optimizer's step",),
+        preflight=("optimizer", "config"),
+    ),
+    OBJECTIVE: _Group(
+        "objectives",
+        "Make the loss on every rank alike: look for a branch on the rank, another configuration of the loss, a sum "
+        "for a mean, and a division by accumulation, tokens or ranks that is missing or done twice.",
+        kinds=(OBJECTIVE,),
+        preflight=(OBJECTIVE,),
+    ),
+}
+_GROUP_OF = {kind: name for name, group in GROUPS.items() for kind in group.kinds}
 
 _News = tuple[dict[str, set[Parts]], dict[str, Parts], int]
 
@@ -70,9 +129,8 @@ class SettingsCheck:
 
     def told_before(self, outcome: PreflightOutcome) -> None:
         """What the preflight has told is not told again while the same ranks differ."""
-        for kind, group in GROUPS_OF_KINDS.items():
-            groups = _OF_PREFLIGHT.get(group, (group,))
-            parts = {one.parts for one in outcome.wrong if one.item.group in groups}
+        for kind, group in _GROUP_OF.items():
+            parts = {one.parts for one in outcome.wrong if one.item.group in GROUPS[group].preflight}
             self._known[kind] = parts | {_EXTREMES} if parts else parts
         if any(one.item.group == "optimizer" for one in outcome.wrong):
             self.local.ignore_untrained()
@@ -106,7 +164,7 @@ class SettingsCheck:
 
     def _news(self, parts: Mapping[str, Parts]) -> _News | None:
         """What is known, asked, and how often, where other ranks differ than before; the same on every rank."""
-        known = {kind: self._known.get(kind, set()) & {parts.get(kind, ())} for kind in GROUPS_OF_KINDS}
+        known = {kind: self._known.get(kind, set()) & {parts.get(kind, ())} for kind in _GROUP_OF}
         new = {kind: found for kind, found in parts.items() if found not in known[kind]}
         if new == self._asked:
             self._known = known
@@ -135,7 +193,7 @@ class SettingsCheck:
 
 
 def _differences(known: Gathered, objective: SameObjective) -> dict[str, Parts]:
-    found = {kind: parts for kind in KINDS if (parts := differing(known.code, kind))}
+    found = {kind: parts for kind in _GROUP_OF if kind != OBJECTIVE and (parts := differing(known.code, kind))}
     return found if objective.parts is None else {**found, OBJECTIVE: objective.parts}
 
 
@@ -152,3 +210,70 @@ def _named(parts: Mapping[str, Parts], arrived: Arrived) -> Mapping[str, Parts]:
     if arrived.make is None:
         return parts
     return {kind: differing(arrived.all.code, kind) or part for kind, part in parts.items()}
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------
+
+
+def same_draws(step: int, ranks: int, words: Words) -> Event:
+    """The note that all ranks use the same masks."""
+    message = (
+        f"The first forward drew the same random numbers on all {ranks} ranks: dropout and other noise use "
+        "the same masks on different rows, so that they average less than they could."
+    )
+    remedy = (
+        "Nothing is wrong. If masks are to differ, seed each rank's generators with seed + rank once the model is "
+        f"made; leave them alike where ranks must draw alike ({words.same_draws})."
+    )
+    return Event(step, "same-draws", "info", (), "first forward", None, None, message, remedy)
+
+
+def unlike(parts: Mapping[str, Parts], step: int) -> tuple[Unlike, ...]:
+    """What the hashes alone say."""
+    found: dict[tuple[str, Parts], Unlike] = {}
+    for kind, ranks in parts.items():
+        group = _GROUP_OF[kind]
+        words = GROUPS[group].words
+        shown = "; ".join(ranks_of(part) for part in ranks[:3])
+        message = f"The {words} differ between ranks: {shown}{'; …' if len(ranks) > 3 else ''}."
+        odd = outvoted(ranks) or (tuple(sorted(sum(ranks, ()))) if group == OBJECTIVE else ())
+        found[group, ranks] = _one(group, odd, words, message, step)
+    return tuple(found.values())
+
+
+def _one(group: str, odd: tuple[int, ...], where: str, message: str, step: int) -> Unlike:
+    kind: EventKind = "objective-mismatch" if group == OBJECTIVE else "config-mismatch"
+    return Unlike(f"unlike:{group}:{odd}", odd, where, message, GROUPS[group].remedy, step, kind)
+
+
+def mismatches_of(events: Sequence[Event], known: Gathered, ranks: int) -> tuple[Unlike, ...]:
+    """What the comparison of the items found."""
+    found, lacks = [], any((event.where or "").startswith("optimizer's parameters") for event in events)
+    for event in events:
+        where = event.where or "parameters"
+        if lacks and where == f"parameters that nothing {TRAINS}":  # for that reason
+            continue
+        group = next((name for name, group in GROUPS.items() if where.startswith(group.items)), "optimizer")
+        if event.kind == "objective-mismatch":
+            message = _upper(event.message) + weighing(known, event.ranks, ranks)
+            found.append(_one(OBJECTIVE, event.ranks or tuple(range(ranks)), "loss", message, event.step))
+        else:
+            found.append(_one(group, event.ranks, where, event.message, event.step))
+    return tuple(found)
+
+
+def _upper(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def weighing(known: Gathered, odd: Sequence[int], ranks: int) -> str:
+    """What the labels of the odd ranks and of another weigh, where that is known of each rank."""
+    if known.ranks != ranks or not bool((known.objective.known > 0).all()):
+        return ""
+    other = next((rank for rank in range(ranks) if rank not in odd), None)
+    weights = (known.objective.weight / known.loss.scale).tolist()
+    if all(math.isclose(weight, weights[0], rel_tol=1e-3) for weight in weights):
+        return ""
+    shown = (*odd[:3], other) if odd and other is not None else range(min(ranks, 4))
+    together = ", ".join(f"{weights[rank]:.4g} on rank {rank}" for rank in shown if rank is not None)
+    return f" All labels of this step weigh together {together}."

@@ -1,4 +1,4 @@
-"""One rank's part of a step, for every framework: what its hooks bring, and the observation made of it.
+"""One rank's part of a step, for every framework: from a hook's gradient to the observation that is exchanged.
 
     capture = StepCapture(framework, config)
     capture.moments.plan = StepPlan(1, measures=True)    # set per step, by what all ranks have agreed on
@@ -7,51 +7,216 @@
     capture.moments.end_step()
     capture.close(ended=True)                            # the framework is as it was
 
+One gradient: a hook on each trainable parameter -> :meth:`StepMoments.gradient`, with what one micro-batch brings
+before it is accumulated -> :class:`LocalGradient`, which adds it to a sketch -> the reduction ->
+:class:`ReducedGradient`, which reads its result -> :meth:`StepCapture.observation`. A hook returns nothing (a returned
+tensor would replace the gradient) and keeps no reference (that would disable buffer stealing).
+
+Beside it: rows and losses (``forwards``, ``batch_rows``, ``loaders``), how much each label counts (``objective``), and
+what every rank must set alike (``local_settings``, ``settings_check``, ``untrained``). What a step is to tell of them
+goes into :class:`ds_silent.exchange.observation.Observation`, in :meth:`StepCapture.observation`.
+
 Whatever breaks in here breaks on one rank only: its next observation says "failed", and all ranks switch off together
 (:mod:`ds_silent.distributed.guard`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.capture.batch_rows import LoaderWatch, RowIds, id_capacity
-from ds_silent.capture.data_facts import Walk
+from ds_silent.capture.batch_rows import RowIds, id_capacity
 from ds_silent.capture.forwards import Forwards
+from ds_silent.capture.loaders import LoaderWatch, Walk
 from ds_silent.capture.local_gradient import LocalGradient, sample_of
 from ds_silent.capture.local_settings import LocalSettings
-from ds_silent.capture.moments import StepMoments
 from ds_silent.capture.reduced_gradient import ReducedGradient
 from ds_silent.capture.settings_check import SettingsCheck
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.layout import GATHER_LIMIT, ExchangeShape
-from ds_silent.exchange.observation import BROKE, Observation, Reduced, Status
-from ds_silent.framework import Covers, Framework, HasPeers, Moments, Repeats, layers_of
+from ds_silent.exchange.observation import BROKE, Applied, Observation, Reduced, Status
+from ds_silent.framework import Covers, Framework, HasPeers, LeavesOut, Moments, Repeats, layers_of
 from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
 from ds_silent.patches import Patches
 
 
-class StepCapture:
-    """See the module docstring.
+@dataclass(frozen=True)
+class StepPlan:
+    """What is done in one step, the same on every rank.
 
     Attributes:
-        guard: the rule of every line that runs in a step.
+        step: as all ranks count it; what communicates is timed by it.
+        measures: whether it is measured.
+        exact: whether the local gradients are exchanged piece by piece, too.
+        sends: whether an observation is sent: of each measured step, and of the first.
+    """
+
+    step: int
+    measures: bool = False
+    exact: bool = False
+    sends: bool = False
+
+
+class StepMoments:
+    """What is taken at each moment of a step, in the order of a step.
+
+    Args:
+        keep: keeps the local gradient, where a wrong reduction is to be repeated.
+
+    Attributes:
+        plan: of the step under way.
+        came: whether a gradient has come, or a reduction has begun, since the last step.
+        aggregate: this rank's share of it.
+        forwards: rows and losses of the micro-batches.
+        last_applied: what the optimizer used in the step before.
+        scale: the factor on the step's gradients, as the gradient of its loss says it.
+        gram: this rank's part of the exact inner products.
+    """
+
+    def __init__(
+        self,
+        framework: Framework,
+        guard: CollectiveGuard,
+        local: LocalGradient,
+        aggregate: ReducedGradient,
+        forwards: Forwards,
+        settings: LocalSettings,
+        keep: Callable[..., None] | None,
+    ):
+        self._framework, self._guard, self._local, self._settings = framework, guard, local, settings
+        self.aggregate, self.forwards, self._keep = aggregate, forwards, keep
+        self.plan = StepPlan(framework.step)
+        self.last_applied: Applied[float | Tensor] = Applied()
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self.came = self._reducing = self._applied = False
+        self._settings.objective.start()
+        self.scale: Tensor | None = None
+        self.gram: Tensor | None = None
+
+    def begins(self, stored: Callable[[], Iterable[tuple[int, Tensor]]]) -> None:
+        """Take out what gradients hold before a step's first micro-batch, where its own gradient is not hooked."""
+        if self.plan.measures:
+            for index, values in stored():
+                self._local.take_out(index, values)
+
+    def root(self, root: Any, own: bool = False) -> None:
+        """A backward begins with ``root``; ``own``: it surely reaches the model."""
+        if self.plan.measures:
+            self._settings.objective.begins(root, own)
+
+    def scaled(self, factor: float, gradient: Tensor) -> None:
+        """Take the factor on the step's gradients, from the gradient of its loss."""
+        self.scale = gradient.detach().float() * factor
+
+    def gradient(self, index: int, gradient: Tensor) -> None:
+        """Observe one parameter's gradient of one micro-batch."""
+        self.forwards.gradient_came()
+        if self._measures():
+            self._settings.objective.reached = True
+            boundary = self._framework.whole_at_hook and self._framework.is_boundary()
+            self._local.observe(index, gradient, boundary, self.plan.exact)
+
+    def keep_for_retry(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the local gradient at the boundary, where a wrong reduction is to be repeated."""
+        if self._keep is not None and self._framework.is_boundary():
+            self._guard.local(self._keep, *args, **kwargs)
+
+    def micro_batch_ended(self, boundary: bool) -> bool:
+        """Observe what no hook did; return whether the exact inner products are due before the reduction."""
+        self._guard.local(self.forwards.backward_ended)
+        if not self._measures():
+            return False
+        if boundary:
+            self._reducing = True
+            self._guard.local(self._local.observe_silent, self.plan.exact)
+        self._guard.local(self._local.end_micro_batch)
+        return boundary and self.plan.exact
+
+    def exchange_exactly(self) -> None:
+        """Exchange the local gradients before the reduction, where none is copied. A collective."""
+        if not self._local.copied:
+            self.exchange()
+
+    def exchange(self) -> None:
+        """Exchange the local gradients piece by piece, once per step. A collective."""
+        if self._guard.collective(lambda: self.gram is None):
+            self.gram = self._local.exchange(self._framework.ranks.reduced, self._guard)
+
+    def reduced(self, again: bool = False) -> None:
+        """Look at the reduction's result behind the boundary's backward, before scripts clip and scale it.
+
+        Where this moment does not come, the step looks.
+
+        Args:
+            again: the reduction has ended only now, behind a backward whose result was looked at too early.
+        """
+        if self._reducing or (again and self.measured):
+            self._reducing = False
+            self.aggregate.reduced(self._framework.aggregated())
+
+    def applying(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Observe what an optimizer applies; once per step, or per parameter group where a framework steps so."""
+        self._applied = True
+        if self._framework.observes_applied and self.measured:
+            self.aggregate.apply(self._framework.applied(optimizer))
+
+    def dropped(self) -> None:
+        """Begin the step under way anew, with the forwards whose backward has not come."""
+        self._guard.local(self._drop)
+        self._start_step()
+
+    def _drop(self) -> None:
+        self._local.drop()
+        self.forwards.drop()
+        self.aggregate.start_step()
+
+    def end_step(self) -> None:
+        """Forget the step that was taken; an internal error stays until all ranks have read it."""
+        left_out = isinstance(self._framework, LeavesOut) and self._framework.left_out
+        self.last_applied = Applied()
+        if self.measured and not self.skipped and self._framework.observes_applied:
+            compared = self._guard.local(self.aggregate.compare_applied, self._applied, left_out)
+            self.last_applied = compared or Applied()
+        self.aggregate.start_step()
+        self._local.start_step()
+        self.forwards.end_step()
+        self._start_step()
+        self._local.micro_batches.start_step()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer did not apply the step that was just taken, in search of its loss scale."""
+        return self._framework.skipped(self._applied if self.measured else None)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the step under way is measured, and has begun."""
+        return self.came and self.plan.measures
+
+    def _measures(self) -> bool:
+        """Whether the step is measured; with its first gradient, look at the modes."""
+        first, self.came = not self.came, True
+        if first and self.plan.measures:
+            self._guard.local(self._settings.look_at_modes)
+        return self.plan.measures
+
+
+class StepCapture:
+    """What a step is observed with, and the observation that is made of it.
+
+    Attributes:
         layer_names: of the layers that parameters are grouped by.
-        arithmetic: of the reduction.
         shape: what the sizes of an observation follow from.
-        settings: what this rank's code does.
-        settings_check: its comparison with the others.
-        rows: this rank's ids.
         kept: sketches of single micro-batches, where they are asked for.
-        loaders: what feeds the training.
-        moments: what is taken at each.
     """
 
     def __init__(self, framework: Framework, config: SilentConsistencyConfig, gather_limit: int = GATHER_LIMIT):

@@ -186,7 +186,7 @@ class OrderTest(Detector):
 
 
 class SameOrderTest(Detector):
-    """Report an order that comes again, as :mod:`ds_silent.measure.row_history` sees it.
+    """Report an order that comes again, as :mod:`ds_silent.measure.row_tracker` sees it.
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms.

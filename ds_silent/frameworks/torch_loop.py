@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_silent.capture.local_gradient import loss_in
-from ds_silent.capture.mean_loss import Made, comes_of, made_by
+from ds_silent.capture.forwards import loss_in
+from ds_silent.capture.loss_graph import Made, comes_of, made_by
 from ds_silent.capture.row_hashes import batch_tensors
 from ds_silent.framework import Moments
 from ds_silent.frameworks.torch_common import StepCounts

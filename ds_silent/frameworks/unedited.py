@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ds_silent.capture.batch_rows import LoaderMemory
+from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks.attach_any import attach
 from ds_silent.frameworks.recognised import is_megatron

@@ -1,6 +1,6 @@
 """One pass over a gradient, wherever its pieces turn up: its sketch and its squared norm.
 
-    accumulator = Accumulator(plan, offsets, numels)
+    accumulator = new_accumulator(plan, offsets, numels)    # by the Triton kernel where that is chosen, else by torch
     accumulator.add(3, flat)                    # the whole gradient of tensor 3
     accumulator.add(5, shard, start=1024)       # a part of tensor 5, e.g. what this rank owns of it
     sketch, squared = accumulator.take()        # and start again
@@ -12,6 +12,7 @@ for another one that used the same tables before (:class:`StreamOrder`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_silent.kernels.launches import DTYPES, Launch, Reader, Segment, Slots, choice
 from ds_silent.maths import sketch
 from ds_silent.maths.sketch import SketchEntry, SketchPlan
 
+logger = logging.getLogger("ds_silent")
+TOGETHER = 1 << 24  # elements that share a launch: what is handed over piece by piece may be temporary
 Part = tuple[int, int, Tensor]
 """(tensor, first element, values)."""
 EXACT = (torch.float32, torch.bfloat16, torch.float16)
@@ -212,3 +216,121 @@ class Accumulator:
         if key not in self._scratch:
             self._scratch[key] = self.plan.new_scratch(dtype)
         return self._scratch[key]
+
+
+class FusedAccumulator(Accumulator):
+    """The same by one launch for each tensor, or for many where they come together.
+
+    Other dtypes, and elements that do not lie one behind the other, go the other way.
+
+    Attributes:
+        refused: what Triton said at a launch, since when the kernel is used no more; None as long as it is used.
+    """
+
+    def __init__(self, plan: SketchPlan, *arguments: Any, **named: Any):
+        self._reader = Reader(plan)
+        self._splits = self._reader.splits
+        super().__init__(plan, *arguments, **named)
+        self._planned: dict[tuple[tuple[int, int, int], ...], Launch] = {}
+        self._row_of: dict[tuple[int, int, int], int] = {}  # of _squares_read, for each part
+        self._squares_read = self._new_squares(len(self._groups) + 1)
+        self._groups_read: list[int] = []
+        self._membership: Tensor | None = None  # bool (G, rows of _squares_read)
+        self.refused: str | None = None
+
+    def add(
+        self,
+        index: int,
+        values: Tensor,
+        previous: Tensor | None = None,
+        start: int = 0,
+        weight: float = 1.0,
+        square: bool = True,
+        sketching: bool = True,
+    ) -> None:
+        """See :meth:`Accumulator.add`."""
+        taken = self._takes(values) and (previous is None or self._takes(previous))
+        if not (taken and self._read([(index, start, values)], square, sketching, previous, weight)):
+            super().add(index, values, previous, start, weight, square, sketching)
+
+    def add_all(self, parts: Iterable[Part], square: bool = True, sketching: bool = True) -> None:
+        """See :meth:`Accumulator.add_all`."""
+        waiting: dict[torch.dtype, list[Part]] = {}
+        elements = 0
+        for index, start, values in parts:
+            if not self._takes(values):
+                self.add(index, values, start=start, square=square, sketching=sketching)
+                continue
+            waiting.setdefault(values.dtype, []).append((index, start, values))
+            elements += values.numel()
+            if elements >= TOGETHER:
+                self._read_all(waiting, square, sketching)
+                elements = 0
+        self._read_all(waiting, square, sketching)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`Accumulator.take`."""
+        sketches, squares = super().take()
+        used = len(self._groups_read)
+        if used:
+            if self._membership is None or self._membership.shape[1] != used:
+                groups = torch.tensor(self._groups_read)
+                self._membership = (groups == torch.arange(self._count)[:, None]).to(self._squares_read.device)
+            # sums in a fixed order: index_add_ has none on a GPU
+            squares += torch.where(self._membership, self._squares_read[:used].sum(1), 0.0).sum(1)
+            self._squares_read[:used].zero_()
+        return sketches, squares
+
+    def _takes(self, values: Tensor) -> bool:
+        return (
+            self.refused is None
+            and values.dtype in DTYPES
+            and values.device == self._squares_read.device
+            and values.is_contiguous()
+            and values.numel() > 0
+        )
+
+    def _read_all(self, waiting: dict[torch.dtype, list[Part]], square: bool, sketching: bool) -> None:
+        for parts in waiting.values():
+            if not self._read(parts, square, sketching):
+                for index, start, values in parts:
+                    super().add(index, values, start=start, square=square, sketching=sketching)
+        waiting.clear()
+
+    def _read(
+        self, parts: list[Part], square: bool, sketching: bool, previous: Tensor | None = None, weight: float = 1.0
+    ) -> bool:
+        """Whether the kernel has read them."""
+        if self._order is not None:
+            self._order.enter()
+        key = tuple((index, start, values.numel()) for index, start, values in parts)
+        launch = self._planned.get(key)
+        if launch is None:
+            launch = self._planned[key] = self._reader.launch([self._segment(place) for place in key])
+        slots = Slots(self._squares_read if square else None)
+        tables = self._tables if sketching else None
+        try:
+            self._reader(launch, [values.detach() for _, _, values in parts], tables, slots, previous, weight)
+        except Exception as error:  # a launch that fails has written nothing
+            self.refused = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            logger.warning("gradients are read by torch from now on: Triton's kernel failed (%s)", self.refused)
+            return False
+        return True
+
+    def _segment(self, place: tuple[int, int, int]) -> Segment:
+        index, start, numel = place
+        if place not in self._row_of:
+            self._row_of[place] = len(self._groups_read)
+            self._groups_read.append(self._groups[index])
+            if len(self._groups_read) > len(self._squares_read):
+                self._squares_read = torch.cat((self._squares_read, self._new_squares(len(self._squares_read))))
+        begin, group = self._offsets[index] + start, self._groups[index] if self._sketch_groups else 0
+        return Segment(begin, begin + numel, group, self._row_of[place])
+
+    def _new_squares(self, count: int) -> Tensor:
+        return torch.zeros(count, self._reader.splits * self._reader.blocks, device=self.plan.signs.device)
+
+
+def new_accumulator(plan: SketchPlan, *arguments: Any) -> Accumulator:
+    """Make an :class:`Accumulator` of these arguments for the plan's device."""
+    return (FusedAccumulator if choice(plan.signs.device).triton else Accumulator)(plan, *arguments)

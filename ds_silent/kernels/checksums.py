@@ -8,22 +8,29 @@
 It reads the bits as 64-bit words, ROW of them a row, and adds them up modulo 2^64, each times an odd key of its place
 in the row and an odd key of the row. One changed bit always changes the sum: the change is 2^b times an odd number.
 Several changes cancel with a probability of about 2^-64, equal and opposite ones too, as replicas in bf16 have them
-that an update has left apart.
+that an update has left apart. An even number of words that differ in nothing but their highest bit (the sign of every
+second fp32) cancels always: an odd key times 2^63 is 2^63, whatever the key.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_silent.kernels.fused import new_checksums
-from ds_silent.kernels.keys import ROW, keys_of, word_keys
+from ds_silent.kernels.launches import Launch, Reader, Segment, Slots, choice
+from ds_silent.maths.mixing import ROW, keys_of, word_keys
+from ds_silent.maths.sketch import make_plan, offsets_of
 
+logger = logging.getLogger("ds_silent")
 SCRATCH = 128  # rows that are multiplied by their keys at once, where a device has no such product
+WORD = 4  # bytes of an element to the kernel: the bits of every dtype are read as int32
+SKETCH_SIZE = 16_384  # any: the kernel's columns follow from it, and no sketch is made
 Items = Sequence[tuple[str, Tensor]]
 
 
@@ -59,7 +66,7 @@ class Checksums:
         self._rows = torch.zeros(len(owners), dtype=torch.int64, device=device)
         self._last_words = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         self._last_key = int(keys[0])
-        self._together = new_checksums(sizes, device)
+        self._together = FusedChecksums(sizes, device) if sizes and choice(device).triton else None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Of these tensors, in the order and of the sizes that were planned for; 0 for None. Nobody waits for it."""
@@ -104,6 +111,61 @@ class Checksums:
             part = rows[begin : begin + SCRATCH]
             product = torch.mul(part, keys, out=self._scratch[: len(part), : len(keys)])
             torch.sum(product, 1, out=sums[begin : begin + SCRATCH])
+
+
+class Taken(NamedTuple):
+    """What one launch has read of a list of tensors."""
+
+    which: frozenset[int]
+    mask: Tensor  # bool (n,): the same
+    values: Tensor  # int64 (n,): their checksums, anything elsewhere
+
+
+class FusedChecksums:
+    """The checksums of many tensors in one launch of the kernel, where it is chosen."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device):
+        self._device = device
+        self._reader = Reader(make_plan(1, SKETCH_SIZE, device), keys=max(sizes) // (8 * ROW) + 1)
+        self._words = [size // WORD for size in sizes]
+        self._offsets, _ = offsets_of(self._words)
+        columns = self._reader.splits * self._reader.blocks
+        self._checks = torch.zeros(len(sizes), columns, dtype=torch.int64, device=device)
+        self._planned: dict[tuple[int, ...], tuple[Launch, Tensor]] = {}
+        self._refused = False
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> Taken | None:
+        """Of each that is contiguous, aligned, and of whole groups of 32 bytes; nobody waits for it."""
+        bits = {
+            index: tensor.detach().reshape(-1).view(torch.int32)
+            for index, tensor in enumerate(tensors)
+            if tensor is not None and self._takes(tensor)
+        }
+        which = tuple(bits)
+        if self._refused or not which:
+            return None
+        if which not in self._planned:
+            self._planned[which] = self._plan(which)
+        launch, mask = self._planned[which]
+        try:
+            self._reader(launch, list(bits.values()), None, Slots(checks=self._checks))
+        except Exception as error:  # a launch that fails has written nothing
+            self._refused = True
+            logger.warning("checksums are made by torch from now on: Triton's kernel failed (%s)", type(error).__name__)
+            return None
+        return Taken(frozenset(which), mask, self._checks.sum(1))
+
+    def _plan(self, which: tuple[int, ...]) -> tuple[Launch, Tensor]:
+        places = [(index, self._offsets[index]) for index in which]
+        segments = [Segment(at, at + self._words[index], 0, index) for index, at in places]
+        mask = torch.zeros(len(self._words), dtype=torch.bool)
+        mask[list(which)] = True
+        return self._reader.launch(segments), mask.to(self._device)
+
+    def _takes(self, tensor: Tensor) -> bool:
+        size = tensor.numel() * tensor.element_size()
+        aligned = size > 0 and size % 32 == 0 and tensor.data_ptr() % 16 == 0
+        return aligned and tensor.is_contiguous() and tensor.device.type == self._device.type
 
 
 class Bits:
@@ -152,11 +214,7 @@ class LayerChecksums:
 
 def checksum(tensor: Tensor) -> Tensor:
     """int64 () checksum of a tensor's bits, on its device; see the module docstring. Does not know dtype or shape."""
-    return Checksums([bytes_of(tensor)], tensor.device)([tensor])[0]
-
-
-def bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return Checksums([tensor.numel() * tensor.element_size()], tensor.device)([tensor])[0]
 
 
 def combined(values: Tensor) -> Tensor:

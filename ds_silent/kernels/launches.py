@@ -1,30 +1,81 @@
-"""What programs a launch of the kernel has, and the launch: from tensors that lie somewhere to numbers of each.
+"""The Triton kernel's launches: whether there are any here, what programs each has, and the launch itself.
 
+    choice(device).triton                                       # else torch's own operations do the same
     reader = Reader(plan)                                       # imports Triton
     launch = reader.launch([Segment(begin, end, table, slot)])  # once: which program reads what, in which order
     reader(launch, [tensor, ...], tables, slots)                # in each step; nobody waits for it
 
-See :mod:`ds_silent.kernels.sketch_triton` for the kernel.
+The kernel is in :mod:`ds_silent.kernels.sketch_triton`. ``DS_SILENT_KERNEL`` is ``triton`` or ``torch`` to have it so;
+otherwise Triton is taken on a CUDA device (which ROCm's are too) where it is installed and a first launch succeeds.
+Both give the same numbers by definition, so ranks that choose differently can be compared, and a rank may change over
+in the middle of a step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ds_silent.config import ConfigError
 from ds_silent.device import module_of
-from ds_silent.kernels import sketch_triton as kernel
-from ds_silent.kernels.keys import PAIR, ROW, keys_of, word_keys
-from ds_silent.maths.sketch import SHIFTS, SketchPlan
+from ds_silent.maths.mixing import PAIR, ROW, keys_of, word_keys
+from ds_silent.maths.sketch import SHIFTS, SketchPlan, make_plan
+
+VARIABLE = "DS_SILENT_KERNEL"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HOST = ("cpu", "meta")  # neither streams nor pinned memory
+
+
+class Choice(NamedTuple):
+    """Which of the two, and why, in words."""
+
+    triton: bool
+    reason: str
+
+
+def choice(device: torch.device) -> Choice:
+    """For gradients on this kind of device; found out once.
+
+    Raises:
+        ConfigError: the variable has another value, or asks for Triton where there is none.
+    """
+    return _choice(device.type, os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _choice(kind: str, told: str) -> Choice:
+    if told not in ("", "triton", "torch"):
+        raise ConfigError(f"{VARIABLE} must be triton, torch or not set, got {told!r}")
+    if told == "torch":
+        return Choice(False, f"{VARIABLE}=torch")
+    if not told and kind != "cuda":
+        return Choice(False, f"there is no kernel for {kind}")
+    why_not = _why_not(torch.device(kind))
+    if told and why_not:
+        raise ConfigError(f"{VARIABLE}=triton, but its kernel does not run here ({why_not}); unset it or say torch")
+    return Choice(not why_not, why_not or "Triton's kernel")
+
+
+def _why_not(device: torch.device) -> str:
+    """What keeps the kernel from running: it is compiled and launched once, on nothing of importance."""
+    try:
+        plan = make_plan(4096, 256, device)
+        reader = Reader(plan)
+        launch = reader.launch([Segment(0, 4096, 0, 0)])
+        squares = torch.zeros(1, reader.splits * reader.blocks, device=device)
+        reader(launch, [torch.ones(4096, device=device)], plan.new_tables(reader.splits), Slots(squares))
+        return "" if float(squares.sum()) == 4096.0 else "a first launch gave a wrong sum"
+    except Exception as error:  # no Triton, no compiler, a device that it does not know
+        return f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
 class Segment(NamedTuple):
@@ -59,10 +110,11 @@ class Reader:
     ``keys``: of the checksum's rows, as many as its longest tensor has; 0 where none is asked for.
     """
 
-    splits = kernel.SPLITS
-
     def __init__(self, plan: SketchPlan, keys: int = 0):
-        self.plan, self._device = plan, plan.signs.device
+        from ds_silent.kernels import sketch_triton as kernel
+
+        self._kernel: Any = kernel
+        self.plan, self._device, self.splits = plan, plan.signs.device, kernel.SPLITS
         self.blocks = -(-plan.width // (8 * kernel.OCTETS))
         self._words = kernel.packed(plan.signs, plan.width)
         self._keys = torch.cat([word_keys()[::2], keys_of(max(keys, 1))]).to(self._device)
@@ -71,6 +123,7 @@ class Reader:
 
     def launch(self, segments: Sequence[Segment]) -> Launch:
         """A launch of these segments; it adds those of one table in this order."""
+        kernel = self._kernel
         columns, rows = 8 * kernel.OCTETS, kernel.ROWS * self.plan.width
         places, owners = [], []
         for number, (begin, end, table, _) in enumerate(segments):
@@ -115,7 +168,7 @@ class Reader:
         Raises:
             Whatever Triton raises where it cannot compile for this device; nothing has been written then.
         """
-        many = len(values) > 1
+        kernel, many = self._kernel, len(values) > 1
         first, before = values[0], values[0] if previous is None else previous
         aligned = launch.aligned and all(tensor.data_ptr() % 16 == 0 for tensor in (*values, before))
         nothing, checking = self._nothing, slots.checks is not None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.device import generator_state
-from ds_silent.maths.mixing import GOLDEN, mix64
+from ds_silent.maths.mixing import GOLDEN, keys_of
 
 Hash = tuple[int, int]
 
@@ -125,9 +125,8 @@ def _words(flat: Tensor) -> Iterator[Tensor]:
 @lru_cache(maxsize=8)
 def _keys(device: torch.device) -> tuple[Tensor, Tensor]:
     """int64 (KEYS,) odd keys with distinct lower halves, and (DEVICE_ROWS + 1,) powers of the odd row multiplier."""
-    keys = mix64(np.arange(KEYS, dtype=np.uint64)) | np.uint64(1)
     powers = [_signed(pow(GOLDEN, exponent, 1 << 64)) for exponent in range(DEVICE_ROWS + 1)]
-    return torch.from_numpy(keys.view(np.int64)).to(device), torch.tensor(powers, dtype=torch.int64, device=device)
+    return keys_of(KEYS, first=0).to(device), torch.tensor(powers, dtype=torch.int64, device=device)
 
 
 def _joined(pair: Hash) -> int:

@@ -10,10 +10,9 @@ epoch.seen(rows_in_epoch=52002)                    # Estimate(value=0.12, standa
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.exchange.row_ids import Ids
-from ds_silent.maths.mixing import mix64
+from ds_silent.maths.mixing import mixed_ids
 
+FIRST_ROWS = 256  # of a pass
 ALL_PAIRS = 64  # ranks that hold a row, up to which all pairs of them are counted; of more, each with the next one
 
 
@@ -41,14 +41,8 @@ class SharedRows:
     pairs: tuple[tuple[int, int, int], ...]  # (rank, rank, rows shared), most first
 
 
-def duplicates(ids: Sequence[Ids]) -> SharedRows:
-    """Compares one step's ids of all ranks; ``ids[rank]`` int64 (rows,), of any length."""
-    owners = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
-    return shared_rows(np.concatenate([*ids, np.empty(0, np.int64)]), owners)
-
-
 def shared_rows(values: Ids, owners: Ids) -> SharedRows:
-    """The same from all rows, and the rank of each: int64 (M,). By sorting, O(M log M) whatever the ranks."""
+    """Compare one step's rows, int64 (M,), by the rank of each. By sorting, O(M log M) whatever the ranks."""
     order = np.lexsort((owners, values))
     values, owners = values[order], owners[order]
     first = np.ones(len(values), dtype=bool)
@@ -130,7 +124,7 @@ class EpochCoverage:
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which of these rows the epoch has seen; beyond the capacity only rows that are kept are known."""
-        hashes = mix64(np.ascontiguousarray(ids).view(np.uint64))
+        hashes = mixed_ids(ids)
         return np.array([one in self._seen for one in hashes.tolist()], dtype=bool)
 
     def update(self, ids: Ids, visits: int | None = None) -> None:
@@ -141,7 +135,7 @@ class EpochCoverage:
         """
         self._visits += len(ids) if visits is None else visits
         self._known += len(ids)
-        hashes = mix64(np.ascontiguousarray(ids, dtype=np.int64).view(np.uint64))  # no two ids share one
+        hashes = mixed_ids(ids)
         if self._level:
             hashes = hashes[hashes <= largest_hash(self._level)]
         self._seen.update(hashes.tolist())
@@ -193,7 +187,7 @@ class EpochCoverage:
             known = int(state.get("known", visits))  # older versions had no samples
             packed = base64.b64decode(str(state["hashes"]), validate=True)
             crc = int(state["crc"])
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the coverage in the checkpoint cannot be read ({error}): start its epoch again"
             ) from error
@@ -238,3 +232,17 @@ def largest_hash(level: int) -> np.uint64:
     """The largest hash that starts with ``level`` zero bits."""
     limit: np.uint64 = np.uint64((1 << (64 - level)) - 1)
     return limit
+
+
+def smallest_hashes(values: Ids) -> npt.NDArray[np.uint64]:
+    """Return the smallest hashes of these rows, by which a pass is known again that begins anew."""
+    return np.sort(mixed_ids(values))[:FIRST_ROWS]
+
+
+def begin_alike(first: npt.NDArray[np.uint64], now: npt.NDArray[np.uint64]) -> bool:
+    """Whether one part holds all rows of the other, as far as the smallest hashes of both tell."""
+    if not len(first) or not len(now):
+        return False
+    limit = min((int(one[-1]) for one in (first, now) if len(one) == FIRST_ROWS), default=(1 << 64) - 1)
+    ours, theirs = (set(one[one <= limit].tolist()) for one in (first, now))
+    return bool(ours and theirs) and (ours <= theirs or theirs <= ours)

@@ -16,7 +16,6 @@ go from rank to rank always too, though no row stays. See :class:`RowOwners`.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +23,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ds_silent.capture.data_facts import Deal
+from ds_silent.capture.loaders import Deal
 from ds_silent.exchange.row_ids import Ids
-from ds_silent.maths.mixing import mix64
+from ds_silent.maths.mixing import mixed_ids
 from ds_silent.measure.coverage import largest_hash
 from ds_silent.records import DataDealt
 
@@ -162,7 +161,7 @@ class RowOwners:
         if ranks != self._ranks:
             self._start(ranks)
         self._count += 1
-        hashes = mix64(np.ascontiguousarray(values, dtype=np.int64).view(np.uint64))
+        hashes = mixed_ids(values)
         kept = hashes <= largest_hash(self._level)
         hashes, owners = hashes[kept], owners[kept]
         places = (hashes & np.uint64(SLOTS - 1)).astype(np.int64)
@@ -216,7 +215,7 @@ class RowOwners:
             hashes = np.frombuffer(base64.b64decode(state["hashes"], validate=True), dtype="<u8")
             owners = np.frombuffer(base64.b64decode(state["owners"], validate=True), dtype="<i4")
             (random, own, blocks) = (LikelihoodRatio(float(log), bool(decided)) for log, decided in state["evidence"])
-        except (TypeError, ValueError, binascii.Error) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"the ranks of the rows in the checkpoint cannot be read ({error})") from error
         if len(hashes) != len(owners):
             raise ValueError("the ranks of the rows in the checkpoint are damaged: there are more or fewer than rows")

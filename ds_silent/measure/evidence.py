@@ -18,7 +18,6 @@ from ds_silent.distributed.parts import Parts
 from ds_silent.maths.causes import Cause, OwnWeights
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.row_history import OrderAgain, OwnPasses
 from ds_silent.records import Dealt, Repair
 from ds_silent.replicas.compare import Drift
 
@@ -140,6 +139,32 @@ class Coverage:
     error: float = 0.0  # standard error of the shares, where they come from a sketch
     told: bool = True  # by ids; else rows are known by their content, and those that the data hold twice are one
     sampled: float = 1.0  # share of the rows that are known, by which the others are estimated
+
+
+@dataclass(frozen=True)
+class OwnPasses:
+    """What tells a pass over a rank's own rows from a loader that is stuck, per rank and of the rows that were sent.
+
+    Attributes:
+        window: rows since the last measured step, and in the one before.
+        distinct: different rows so far, about.
+        again: of the rows that had come before, whichever rank's, the share that the same rank had taken then.
+    """
+
+    window: tuple[int, ...]
+    distinct: tuple[float, ...]
+    again: float | None = None
+
+
+@dataclass(frozen=True)
+class OrderAgain:
+    """Whether the rows come in the order of an earlier epoch."""
+
+    again: bool
+    log_odds: float  # against chance, over all passes that were alike
+    rows: int  # of all ranks, from one pass to the next
+    shuffled: bool  # the rows are not in the order of their ids
+    promised: bool = True  # a sampler says that it shuffles them
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,26 @@
 """From what all ranks sent to the numbers of one record: pure, float64, on the host.
 
     record = measure(gathered, layout, context)
+    evidence = evidence_of(gathered, of_rows, context)      # what the detectors need besides
 
 A gradient that was not captured whole on every rank gives null, never a number that describes only a part of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_silent.capture.data_facts import Walk
+from ds_silent.capture.loaders import Walk
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import EachRank, Gathered, Sums, on_all
 from ds_silent.exchange.row_ids import Sampling
 from ds_silent.maths import statistics
+from ds_silent.measure.evidence import Evidence, LayerValues
 from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, ObjectiveStats, Seconds, StepRecord
 
 
@@ -171,3 +175,73 @@ def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple
         cv = std / mean if mean != 0.0 else float("nan")
         layers.append(LayerStats(name, mean, cv, direction.mean_cosine, direction.standard_error))
     return tuple(layers)
+
+
+# -- what the detectors need besides the record ------------------------------------------------------------------------
+
+
+def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evidence:
+    """Add to what is known of the rows what the detectors need of everything else, besides the record."""
+    tokens, fired = gathered.loss.tokens, gathered.local.fired
+    non_finite, zero = _broken(gathered, context.layer_names)
+    return replace(
+        of_rows,
+        label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
+        non_finite=non_finite,
+        zero_gradient=zero,
+        stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
+        step_skipped=context.skipped,
+        update_skipped=context.update_skipped,
+        micro_batches=tuple(int(n) for n in gathered.loss.count.tolist()),
+        layers=layer_values(gathered, context.layer_names),
+        directions=_directions(gathered),
+    )
+
+
+def _directions(gathered: Gathered) -> npt.NDArray[np.float64] | None:
+    sums = gathered.directions
+    if not isinstance(sums, Sums) or sums.pairs is not None or not sums.probes.numel():
+        return None
+    return sums.probes.numpy()
+
+
+def layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | None:
+    """Each layer's norm, exact or from its sketch, and its cosine with the others' mean, where sketches were sent."""
+    if len(names) < 2 or not on_all(gathered.local.seen):
+        return None
+    squares, cosines = gathered.layer_squares, None
+    sketches = None if gathered.each is None else gathered.each.layer_sketches
+    exact = gathered.norms_exact
+    if sketches is not None:
+        rest = sketches.sum(0) - sketches
+        own = sketches.square().sum(2)
+        cosines = ((sketches * rest).sum(2) / (own * rest.square().sum(2)).sqrt()).numpy()
+        squares = squares if exact else own
+    elif not exact:
+        return None
+    elif isinstance(gathered.directions, Sums) and gathered.directions.late is not None:
+        known = gathered.directions.late.layer_cosines
+        cosines = None if known is None else known.numpy()
+    return LayerValues(names, squares.log().numpy() / 2.0, cosines)
+
+
+def _broken(gathered: Gathered, names: tuple[str, ...]) -> tuple[dict[int, str | None], dict[int, str | None]]:
+    """Rank -> layer of non-finite and of zero gradients. Backward runs from the last layer to the first, so a NaN is
+    born in the last layer that has one."""
+    if not on_all(gathered.local.seen):
+        return {}, {}
+    norms_known = on_all(gathered.local.norm_seen)
+    squares: Tensor = gathered.layer_squares
+    whole = gathered.local.squared
+    if not norms_known:
+        if gathered.each is None:
+            return {}, {}
+        squares, whole = squares[:, :0], gathered.each.sketches.square().sum(dim=1)
+    non_finite: dict[int, str | None] = {}
+    zero: dict[int, str | None] = {}
+    for rank in torch.nonzero(~torch.isfinite(whole)).flatten().tolist():
+        layers = torch.nonzero(~torch.isfinite(squares[rank])).flatten().tolist()
+        non_finite[rank] = names[layers[-1]] if layers else None
+    for rank in torch.nonzero(whole == 0.0).flatten().tolist():
+        zero[rank] = None
+    return non_finite, zero

@@ -1,4 +1,4 @@
-"""What the ranks' observations say besides the metrics: which rows they held, whose gradient broke, who stayed silent.
+"""Which rows the ranks took: how much of the epoch, who had them before, and whether they come again.
 
 rows = RowTracker()
 coverage, evidence = row_evidence(gathered, rows, context)      # on the writing rank, in the order of the steps
@@ -9,6 +9,9 @@ they come. What is counted in rows of the whole training is then an estimate.
 
 from __future__ import annotations
 
+import base64
+import math
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,18 +19,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from ds_silent.capture.data_facts import Walk
-from ds_silent.exchange.observation import Gathered, Sums, on_all
+from ds_silent.capture.loaders import Walk
+from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.row_ids import Ids, Sampling, StepIds, unpack_ids
 from ds_silent.maths.mixing import mix64
-from ds_silent.measure.coverage import EpochCoverage, epoch_is_over, last_of_epoch, shared_rows
+from ds_silent.measure.coverage import (
+    EpochCoverage,
+    begin_alike,
+    epoch_is_over,
+    last_of_epoch,
+    shared_rows,
+    smallest_hashes,
+)
 from ds_silent.measure.deal import DealFollower
-from ds_silent.measure.evidence import Coverage, Evidence, LayerValues
-from ds_silent.measure.record import Context
-from ds_silent.measure.row_history import OrderAgain, OwnPasses, RecentRows, SameOrder
+from ds_silent.measure.evidence import Coverage, Evidence, OrderAgain, OwnPasses
+from ds_silent.measure.record import Context, evidence_of
 from ds_silent.records import CoverageStats
 
 
@@ -39,8 +47,6 @@ class RowsOfStep(NamedTuple):
 
 
 WALK_UNKNOWN = Walk()
-FIRST_ROWS = 256
-"""By which a pass is known again that begins anew."""
 
 
 class RowTracker:
@@ -90,7 +96,7 @@ class RowTracker:
         before = sent.looked - own_rows  # rows of steps that were not measured
         of_step = sent.places >= before[sent.owners]
         rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
-        repeats = self._recent.repeats_of(sent.values, sent.owners, ranks)
+        repeats = self._recent.repeats(sent.values, sent.owners, ranks)
         self.deal.take(sent.values, sent.owners, ranks)
         passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.own_again)
         self._partial |= not sent.complete
@@ -102,7 +108,7 @@ class RowTracker:
             part = (sent.places >= first) & (sent.places < end)
             if begins:
                 self._epoch.start_epoch()
-                self._partial, self._first = False, _smallest(sent.values[part])
+                self._partial, self._first = False, smallest_hashes(sent.values[part])
             self._epoch.update(sent.values[part], _rows_of(sent, first, end))
             # what a rank held in the last epoch may be another's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
@@ -170,7 +176,7 @@ class RowTracker:
                 continue
             # a script that goes on within the epoch makes its loader anew for that; the pass begins with its own rows
             if begins and self._resumed and walk.starts and inside.any() and self._epoch.visits:
-                begins = _begin_alike(self._first, _smallest(sent.values[inside]))
+                begins = begin_alike(self._first, smallest_hashes(sent.values[inside]))
             self._resumed &= not (walk.starts and place >= walk.starts[0])
             yield begins, place, end
             place, begins = end, True
@@ -209,46 +215,18 @@ class RowTracker:
 
 def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
     """Coverage for the record, and what the detectors need besides the record."""
-    tokens, fired = gathered.loss.tokens, gathered.local.fired
-    told = None
+    found = None
     if gathered.ids.numel():
-        told = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk, context.sampling)
+        found = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk, context.sampling)
     of_step = int(context.batch * gathered.ranks)
     dealt = tracker.deal.step(gathered.loss.order, context.walk.deal, context.samples, of_step, context.rows_in_epoch)
-    non_finite, zero = _broken(gathered, context.layer_names)
-    coverage, of_rows = (CoverageStats(), Evidence()) if told is None else told
-    return coverage, replace(
-        of_rows,
-        dealt=dealt.dealt,
-        label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
-        non_finite=non_finite,
-        zero_gradient=zero,
-        stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
-        step_skipped=context.skipped,
-        update_skipped=context.update_skipped,
-        micro_batches=tuple(int(n) for n in gathered.loss.count.tolist()),
-        layers=_layer_values(gathered, context.layer_names),
-        directions=_directions(gathered),
-    )
+    coverage, of_rows = found or (CoverageStats(), Evidence())
+    return coverage, evidence_of(gathered, replace(of_rows, dealt=dealt.dealt), context)
 
 
 def _rows_of(sent: StepIds, first: int, end: int) -> int:
     """Rows of all ranks from one place to another, whether or not they were sent."""
     return int((np.minimum(sent.looked, end) - np.minimum(sent.looked, first)).sum())
-
-
-def _smallest(values: Ids) -> npt.NDArray[np.uint64]:
-    """The smallest hashes of these rows."""
-    return np.sort(mix64(np.ascontiguousarray(values).view(np.uint64)))[:FIRST_ROWS]
-
-
-def _begin_alike(first: npt.NDArray[np.uint64], now: npt.NDArray[np.uint64]) -> bool:
-    """Whether one part holds all rows of the other, as far as the smallest hashes of both tell."""
-    if not len(first) or not len(now):
-        return False
-    limit = min((int(one[-1]) for one in (first, now) if len(one) == FIRST_ROWS), default=(1 << 64) - 1)
-    ours, theirs = (set(one[one <= limit].tolist()) for one in (first, now))
-    return bool(ours and theirs) and (ours <= theirs or theirs <= ours)
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:
@@ -257,50 +235,166 @@ def _shuffles(walk: Walk, order: OrderAgain) -> bool:
     return (walk.told and order.shuffled) if said is None else said
 
 
-def _directions(gathered: Gathered) -> npt.NDArray[np.float64] | None:
-    sums = gathered.directions
-    if not isinstance(sums, Sums) or sums.pairs is not None or not sums.probes.numel():
-        return None
-    return sums.probes.numpy()
+# -- rows that come again: right after their rank took them, in the order of an earlier epoch --------------------------
+
+REGISTERS = 64
+_POWERS = np.ldexp(1.0, -np.arange(64)).astype(np.float32)
+_BIAS = 0.709  # of 64 registers (Flajolet et al., HyperLogLog, 2007)
 
 
-def _layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | None:
-    """Each layer's norm, exact or from its sketch, and its cosine with the others' mean, where sketches were sent."""
-    if len(names) < 2 or not on_all(gathered.local.seen):
-        return None
-    squares, cosines = gathered.layer_squares, None
-    sketches = None if gathered.each is None else gathered.each.layer_sketches
-    exact = gathered.norms_exact
-    if sketches is not None:
-        rest = sketches.sum(0) - sketches
-        own = sketches.square().sum(2)
-        cosines = ((sketches * rest).sum(2) / (own * rest.square().sum(2)).sqrt()).numpy()
-        squares = squares if exact else own
-    elif not exact:
-        return None
-    elif isinstance(gathered.directions, Sums) and gathered.directions.late is not None:
-        known = gathered.directions.late.layer_cosines
-        cosines = None if known is None else known.numpy()
-    return LayerValues(names, squares.log().numpy() / 2.0, cosines)
+class RecentRows:
+    """Remembers each rank's newest rows, 8 bytes per row, which a resume forgets: that costs one observation. And 64
+    bytes per rank, from which the number of its different rows follows, to about 13 %.
+
+    Attributes:
+        window: rows of each rank that are remembered, those of the newest observation among them.
+    """
+
+    def __init__(self) -> None:
+        self.window: tuple[int, ...] = ()
+        self._held: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+        self._counts: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._registers: npt.NDArray[np.uint8] = np.empty((0, REGISTERS), dtype=np.uint8)
+
+    def repeats(self, values: Ids, owners: Ids, ranks: int) -> tuple[int, ...]:
+        """Count, of each of N ``ranks``, the rows that it had taken before: among these, or in the observation before.
+
+        Args:
+            values: of all ranks, int64 (M,), the rows since the last observation, each rank's in their order.
+            owners: the rank of each.
+        """
+        ranks_of = mix64(owners.astype(np.uint64))
+        keys = mix64(np.ascontiguousarray(values).view(np.uint64) ^ ranks_of)  # another rank's visit is no repeat
+        again = np.isin(keys, self._held)
+        new = np.ones(len(keys), dtype=bool)
+        new[np.unique(keys, return_index=True)[1]] = False
+        again |= new  # a later visit within this observation
+        self._held = keys
+        rows = np.bincount(owners, minlength=ranks)
+        if len(self._registers) != ranks:
+            self._registers = np.zeros((ranks, REGISTERS), dtype=np.uint8)
+            self._counts = np.zeros(ranks, dtype=np.int64)
+        self.window = tuple((self._counts + rows).tolist())
+        self._counts = rows
+        self._note(keys, owners)
+        counts = np.bincount(owners, weights=again, minlength=ranks)
+        return tuple(int(count) for count in counts)
+
+    def _note(self, keys: npt.NDArray[np.uint64], owners: Ids) -> None:
+        register = (keys & np.uint64(REGISTERS - 1)).astype(np.int64)
+        _, exponent = np.frexp((keys >> np.uint64(11)).astype(np.float64))  # exactly: 53 bits
+        zeros = (53 - exponent + 1).astype(np.uint8)  # leading ones of them, from 1
+        np.maximum.at(self._registers, (owners, register), zeros)
+
+    @property
+    def distinct(self) -> tuple[float, ...]:
+        """Of each rank, of the rows that were sent."""
+        registers = self._registers
+        estimate = _BIAS * REGISTERS**2 / _POWERS[registers].sum(1)
+        empty = (registers == 0).sum(1)
+        few = (estimate <= 2.5 * REGISTERS) & (empty > 0)
+        counted = REGISTERS * np.log(REGISTERS / np.maximum(empty, 1))
+        return tuple(np.where(few, counted, estimate).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values: how many different rows each rank has had."""
+        packed = zlib.compress(self._registers.tobytes())
+        return {"ranks": len(self._registers), "distinct": base64.b64encode(packed).decode("ascii")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        try:
+            packed = zlib.decompress(base64.b64decode(state["distinct"], validate=True))
+            registers = np.frombuffer(packed, dtype=np.uint8).reshape(int(state["ranks"]), REGISTERS)
+        except (TypeError, ValueError, zlib.error) as error:
+            raise ValueError(f"the number of each rank's rows in the checkpoint cannot be read ({error})") from error
+        self._registers, self._counts = registers.copy(), np.zeros(len(registers), dtype=np.int64)
 
 
-def _broken(gathered: Gathered, names: tuple[str, ...]) -> tuple[dict[int, str | None], dict[int, str | None]]:
-    """Rank -> layer of non-finite and of zero gradients. Backward runs from the last layer to the first, so a NaN is
-    born in the last layer that has one."""
-    if not on_all(gathered.local.seen):
-        return {}, {}
-    norms_known = on_all(gathered.local.norm_seen)
-    squares: Tensor = gathered.layer_squares
-    whole = gathered.local.squared
-    if not norms_known:
-        if gathered.each is None:
-            return {}, {}
-        squares, whole = squares[:, :0], gathered.each.sketches.square().sum(dim=1)
-    non_finite: dict[int, str | None] = {}
-    zero: dict[int, str | None] = {}
-    for rank in torch.nonzero(~torch.isfinite(whole)).flatten().tolist():
-        layers = torch.nonzero(~torch.isfinite(squares[rank])).flatten().tolist()
-        non_finite[rank] = names[layers[-1]] if layers else None
-    for rank in torch.nonzero(whole == 0.0).flatten().tolist():
-        zero[rank] = None
-    return non_finite, zero
+WINDOW = 64
+FEWEST = 8
+"""Rows of a rank in a pass, where nobody knows how many an epoch has."""
+
+
+class SameOrder:
+    """Whether one rank's rows come in the order of an earlier epoch, as of a sampler that nobody tells of a new one.
+
+    The first rows of the run are kept, 64 or as many as come before the first of them comes again. Where the same rows
+    follow in the same order, a fresh shuffle of n rows would have had the chance 1 / (n (n - 1) ... (n - L + 1)). A
+    resume begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._first: Ids = np.empty(0, np.int64)
+        self._whole = False  # nothing is added to _first any more
+        self._tail: Ids = np.empty(0, np.int64)  # rows that may be the beginning of a pass
+        self._place, self._last = 0, 0  # rows up to here; where the last pass began
+        self._alike, self._odds = 0, 0.0
+        self._begun = False
+
+    def step(self, ids: Ids, rows_in_epoch: int | None, ranks: int, begun: bool) -> OrderAgain | None:
+        """Take in one rank's rows of an observation.
+
+        Args:
+            ids: int64 (rows,), in the order in which they were taken.
+            begun: the loader was seen to begin anew with one of them.
+
+        Returns:
+            None where nothing is known yet, or nothing new.
+        """
+        self._begun = (self._begun or begun) and len(self._first) > 0
+        while not self._whole and len(ids):
+            ids = self._collect(ids, rows_in_epoch, ranks)
+        if not self._whole:
+            return None
+        length, told = len(self._first), None
+        stream = np.concatenate([self._tail, ids])
+        start = self._place - len(self._tail)
+        for place in np.flatnonzero(stream[: max(0, len(stream) - length + 1)] == self._first[0]).tolist():
+            again = bool(np.array_equal(stream[place : place + length], self._first))
+            told = self._passed(again, start + place, rows_in_epoch, ranks) or told
+        self._place += len(ids)
+        self._tail = stream[max(0, len(stream) - length + 1) :]
+        return told
+
+    def _collect(self, ids: Ids, rows_in_epoch: int | None, ranks: int) -> Ids:
+        """The first rows of the run; returns what comes after them."""
+        if not len(self._first):
+            self._last, self._first = self._place, ids[:1]
+            self._place += 1
+            return ids[1:]
+        room = ids[: WINDOW - len(self._first)]
+        again = np.flatnonzero(room == self._first[0])
+        end = int(again[0]) if len(again) else len(room)
+        self._first = np.concatenate([self._first, room[:end]])
+        self._place += end
+        if len(again) and not self._is_pass(self._place, rows_in_epoch, ranks):
+            self._first = self._first[:0]  # a row that the data hold twice is no beginning to know a pass by
+        self._whole = len(self._first) == WINDOW or (bool(len(again)) and len(self._first) > 0)
+        return ids[end:]
+
+    def _is_pass(self, place: int, rows_in_epoch: int | None, ranks: int) -> bool:
+        """Whether a pass over the data may have ended between the last one's beginning and this place."""
+        if rows_in_epoch is None:
+            return self._begun or place - self._last >= FEWEST
+        return self._begun or 2 * (place - self._last) * ranks >= rows_in_epoch
+
+    def _passed(self, again: bool, place: int, rows_in_epoch: int | None, ranks: int) -> OrderAgain | None:
+        if not self._is_pass(place, rows_in_epoch, ranks):
+            return None  # rows that come again within an epoch: not the order is at fault
+        rows, length = (place - self._last) * ranks, len(self._first)
+        self._last, self._begun = place, False
+        shuffled = bool((np.diff(self._first) < 0).any())
+        if not again:
+            self._alike, self._odds = 0, 0.0
+            return OrderAgain(False, 0.0, rows, shuffled)
+        of = max(rows_in_epoch or rows, length)
+        self._alike += 1
+        self._odds += sum(math.log(of - k) for k in range(length))
+        # a pass that was broken off early may have been a trial before the training
+        whole = rows_in_epoch is not None and 2 * rows >= rows_in_epoch
+        return OrderAgain(True, self._odds, rows, shuffled) if whole or self._alike > 1 else None

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ds_silent.alerts.sink import refuse_unusable_alerts
-from ds_silent.capture.data_facts import data_facts, deal_item, deal_of, dealt_by_all
+from ds_silent.capture.loaders import data_facts, deal_item, deal_of, dealt_by_all
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, WriterError, parse, shown
 from ds_silent.config_file import load_ds_config, name_of

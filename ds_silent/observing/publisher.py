@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.capture.data_facts import DataFacts
+from ds_silent.capture.loaders import DataFacts
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.parts import Parts

@@ -23,8 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.capture.moments import StepPlan
-from ds_silent.capture.step import StepCapture
+from ds_silent.capture.step import StepCapture, StepPlan
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
 from ds_silent.distributed.guard import CollectiveCall

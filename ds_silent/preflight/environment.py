@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ds_silent.device import kind, model_name
-from ds_silent.kernels.fused import choice
+from ds_silent.kernels.launches import choice
 from ds_silent.maths.fingerprint import hash_bytes, shown_hash
 from ds_silent.preflight.items import Item, item_of
 

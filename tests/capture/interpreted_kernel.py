@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.kernels import fused
-from ds_silent.kernels.accumulator import Accumulator
+from ds_silent.kernels import launches
+from ds_silent.kernels.accumulator import Accumulator, FusedAccumulator, new_accumulator
 from ds_silent.kernels.checksums import Checksums, checksum
-from ds_silent.kernels.fused import FusedAccumulator
 from ds_silent.kernels.launches import Reader, Segment, Slots
 from ds_silent.maths import sketch
 
@@ -262,10 +261,10 @@ def test_a_launch_that_fails_leaves_the_rest_to_torch(monkeypatch: pytest.Monkey
 
 def test_the_variable_takes_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first launch was tried, and gave what it must."""
-    monkeypatch.setenv(fused.VARIABLE, "triton")
-    assert fused.choice(torch.device("cpu")) == (True, "Triton's kernel")
+    monkeypatch.setenv(launches.VARIABLE, "triton")
+    assert launches.choice(torch.device("cpu")) == (True, "Triton's kernel")
     plan = sketch.make_plan(100, SIZE)
-    assert type(fused.new_accumulator(plan, [0], [100])) is FusedAccumulator
+    assert type(new_accumulator(plan, [0], [100])) is FusedAccumulator
 
 
 def test_checksums_of_a_list_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +281,7 @@ def test_checksums_of_a_list_are_those_of_torch(monkeypatch: pytest.MonkeyPatch)
     ]
     sizes = [0 if tensor is None else tensor.numel() * tensor.element_size() for tensor in tensors]
     right = Checksums(sizes, torch.device("cpu"))(tensors)
-    monkeypatch.setenv(fused.VARIABLE, "triton")
+    monkeypatch.setenv(launches.VARIABLE, "triton")
     together = Checksums(sizes, torch.device("cpu"))
     for _ in range(2):
         assert torch.equal(together(tensors), right)

@@ -15,8 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
-from ds_silent.capture.batch_rows import LoaderWatch
-from ds_silent.capture.data_facts import Deal, deal_of
+from ds_silent.capture.loaders import Deal, LoaderWatch, deal_of
 from ds_silent.detectors import Judge
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Evidence

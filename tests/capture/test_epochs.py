@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_silent.capture.data_facts import DataFacts, Walk
+from ds_silent.capture.loaders import DataFacts, Walk
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.exchange.row_ids import pack_ids

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_silent.kernels import fused
-from ds_silent.kernels.accumulator import Accumulator
-from ds_silent.kernels.keys import PAIR, ROW
+from ds_silent.kernels import launches
+from ds_silent.kernels.accumulator import Accumulator, new_accumulator
+from ds_silent.maths.mixing import PAIR, ROW
 from ds_silent.maths.sketch import SHIFTS, make_plan, offsets_of
 
 CPU = torch.device("cpu")
@@ -112,36 +112,36 @@ def compiled(arch: int, dtype: str, switches: dict[str, bool], folder: Path) -> 
 
 def test_torch_is_chosen_on_the_cpu_and_triton_is_not_imported() -> None:
     code = (
-        "import sys, torch; from ds_silent.kernels import fused; from ds_silent.capture.local_gradient import *;"
-        "print(fused.choice(torch.device('cpu')).triton, 'triton' in sys.modules)"
+        "import sys, torch; from ds_silent.kernels import launches; from ds_silent.capture.local_gradient import *;"
+        "print(launches.choice(torch.device('cpu')).triton, 'triton' in sys.modules)"
     )
-    environment = {key: value for key, value in os.environ.items() if key != fused.VARIABLE}
+    environment = {key: value for key, value in os.environ.items() if key != launches.VARIABLE}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    fused._choice.cache_clear()
+    launches._choice.cache_clear()
     yield monkeypatch
-    fused._choice.cache_clear()
+    launches._choice.cache_clear()
 
 
 def test_the_variable_decides(told: pytest.MonkeyPatch) -> None:
-    told.setenv(fused.VARIABLE, "torch")
-    assert fused.choice(CPU) == (False, "DS_SILENT_KERNEL=torch")
+    told.setenv(launches.VARIABLE, "torch")
+    assert launches.choice(CPU) == (False, "DS_SILENT_KERNEL=torch")
     offsets, total = offsets_of([100])
-    assert type(fused.new_accumulator(make_plan(total, 256), offsets, [100])) is Accumulator
-    fused._choice.cache_clear()
-    told.setenv(fused.VARIABLE, "cuda")
+    assert type(new_accumulator(make_plan(total, 256), offsets, [100])) is Accumulator
+    launches._choice.cache_clear()
+    told.setenv(launches.VARIABLE, "cuda")
     with pytest.raises(ValueError, match="DS_SILENT_KERNEL must be triton, torch or not set, got 'cuda'"):
-        fused.choice(CPU)
+        launches.choice(CPU)
 
 
 def test_without_triton_its_wish_is_refused_and_a_gpu_gets_torch(told: pytest.MonkeyPatch) -> None:
-    told.setattr(fused, "_why_not", lambda device: "No module named 'triton'")
-    assert fused.choice(torch.device("cuda")) == (False, "No module named 'triton'")
-    fused._choice.cache_clear()
-    told.setenv(fused.VARIABLE, "triton")
+    told.setattr(launches, "_why_not", lambda device: "No module named 'triton'")
+    assert launches.choice(torch.device("cuda")) == (False, "No module named 'triton'")
+    launches._choice.cache_clear()
+    told.setenv(launches.VARIABLE, "triton")
     with pytest.raises(ValueError, match=r"does not run here \(No module named 'triton'\); unset it or say torch"):
-        fused.choice(CPU)
+        launches.choice(CPU)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_silent.kernels import fused
-from ds_silent.kernels.accumulator import Accumulator
+from ds_silent.kernels.accumulator import Accumulator, FusedAccumulator
 from ds_silent.maths.sketch import make_plan, offsets_of
 
 META = torch.device("meta")
@@ -106,18 +105,18 @@ class Launches:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     pytest.importorskip("triton")
-    from ds_silent.kernels import launches
+    from ds_silent.kernels import sketch_triton
 
     made = Launches()
-    monkeypatch.setattr(launches.kernel, "read", made)
-    monkeypatch.setattr(launches.kernel, "packed", lambda signs, width: torch.empty(1, device=META))
+    monkeypatch.setattr(sketch_triton, "read", made)
+    monkeypatch.setattr(sketch_triton, "packed", lambda signs, width: torch.empty(1, device=META))
     return made
 
 
 def test_of_the_kernel_from_hooks(launched: Launches) -> None:
     """One launch for each tensor, the gradient read once, and little else."""
     plan, offsets = plan_and_offsets()
-    accumulator = fused.FusedAccumulator(plan, offsets, NUMELS, GROUPS, sketch_groups=True)
+    accumulator = FusedAccumulator(plan, offsets, NUMELS, GROUPS, sketch_groups=True)
     counted = passed(accumulator, torch.bfloat16, previous=False)
     assert accumulator.refused is None
     assert counted.kernels == 0  # nothing beside the launches
@@ -129,7 +128,7 @@ def test_of_the_kernel_from_hooks(launched: Launches) -> None:
 def test_of_the_kernel_where_tensors_come_together(launched: Launches) -> None:
     """The aggregate's share and the applied one: small tensors share a launch."""
     plan, offsets = plan_and_offsets()
-    accumulator = fused.FusedAccumulator(plan, offsets, NUMELS, GROUPS, sketch_groups=True)
+    accumulator = FusedAccumulator(plan, offsets, NUMELS, GROUPS, sketch_groups=True)
     parts = [(index, 0, torch.empty(shape, dtype=torch.bfloat16, device=META)) for index, shape in enumerate(SHAPES)]
     for _ in range(2):
         accumulator.add_all(parts)

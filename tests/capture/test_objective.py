@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from ds_silent.capture.moments import StepMoments
-from ds_silent.capture.objective import NODES, LocalObjective
+from ds_silent.capture.loss_graph import NODES
+from ds_silent.capture.objective import LocalObjective
+from ds_silent.capture.step import StepMoments
 
 CLASSES, ROWS, STEPS = 8, 6, 12
 
@@ -193,7 +194,7 @@ def test_a_graph_that_breaks_the_reading_is_not_known(monkeypatch: pytest.Monkey
     def broken(way: Any, name: str) -> Any:
         raise AttributeError("another release's node")
 
-    monkeypatch.setattr("ds_silent.capture.objective._loss", broken)
+    monkeypatch.setattr("ds_silent.capture.loss_graph._loss", broken)
     _backward(objective := LocalObjective(), F.cross_entropy(_logits(), TARGETS))
     assert objective.structure == ()
     assert objective.numbers().known == 0.0

@@ -14,8 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
-from ds_silent.capture.batch_rows import LoaderWatch
-from ds_silent.capture.data_facts import DataFacts, data_facts
+from ds_silent.capture.loaders import DataFacts, LoaderWatch, data_facts
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_silent.capture.same_objective import MOST_TURNS, UNCHANGED, SameObjective
+from ds_silent.capture.objective import MOST_TURNS, UNCHANGED, SameObjective
 from tests.support.made_observations import gathered_of
 
 

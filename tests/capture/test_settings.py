@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.capture.autocast import Autocast
+from ds_silent.capture.local_settings import Autocast
 from ds_silent.patches import Patches
 from ds_silent.preflight.messages import own_parts
 from ds_silent.preflight.settings import WINDOW, Numbers, counters_of, settings_of
@@ -370,7 +370,7 @@ def test_what_breaks_as_autocast_is_entered_stays_here(monkeypatch: pytest.Monke
 
     autocast.connect(patches, alone)
     autocast.before_forward("cpu")
-    monkeypatch.setattr("ds_silent.capture.autocast._state", _breaks)
+    monkeypatch.setattr("ds_silent.capture.local_settings._autocast_of", _breaks)
     with torch.autocast("cpu"):
         pass
     patches.undo()

@@ -16,7 +16,7 @@ from ds_silent.detectors.layer_evidence import CLIP, WITHIN, LayerEvidence
 from ds_silent.detectors.layers import LayerTest
 from ds_silent.exchange.observation import EachRank, Gathered
 from ds_silent.measure.evidence import Evidence, LayerValues
-from ds_silent.measure.row_tracker import _layer_values
+from ds_silent.measure.record import layer_values
 from ds_silent.records import Event
 from tests.support.made_observations import gathered_of
 from tests.support.made_records import Run, comparison_of, make
@@ -283,7 +283,7 @@ def test_layer_values_are_norms_and_cosines_with_the_others() -> None:
     sketches = torch.randn(4, 3, 16, generator=generator, dtype=torch.float64)
     squares = torch.rand(4, 3, generator=generator, dtype=torch.float64)
     names = ("a", "b", "c")
-    seen = _layer_values(gathered(squares, sketches), names)
+    seen = layer_values(gathered(squares, sketches), names)
     assert seen is not None
     assert seen.cosines is not None
     for rank in range(4):
@@ -292,12 +292,12 @@ def test_layer_values_are_norms_and_cosines_with_the_others() -> None:
             cosine = torch.nn.functional.cosine_similarity(sketches[rank, layer], others, dim=0)  # type: ignore[arg-type]
             assert seen.cosines[rank, layer] == pytest.approx(float(cosine))
             assert seen.log_norms[rank, layer] == pytest.approx(math.log(math.sqrt(float(squares[rank, layer]))))
-    from_sketches = _layer_values(gathered(squares, sketches, norm_seen=False), names)
+    from_sketches = layer_values(gathered(squares, sketches, norm_seen=False), names)
     assert from_sketches is not None
     assert from_sketches.log_norms[1, 2] == pytest.approx(math.log(float(sketches[1, 2].norm())))
-    assert _layer_values(gathered(squares, None, norm_seen=False), names) is None
-    above = _layer_values(gathered(squares, None), names)
+    assert layer_values(gathered(squares, None, norm_seen=False), names) is None
+    above = layer_values(gathered(squares, None), names)
     assert above is not None
     assert above.cosines is None
-    assert _layer_values(gathered(squares, None), ("a",)) is None
+    assert layer_values(gathered(squares, None), ("a",)) is None
     assert replace(seen, cosines=None).names == names

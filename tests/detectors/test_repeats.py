@@ -12,8 +12,9 @@ from ds_silent.detectors import Judge
 from ds_silent.detectors.repeats import RepeatTest, rate_of_others
 from ds_silent.measure.coverage import EpochCoverage
 from ds_silent.measure.evidence import Coverage, Evidence
-from ds_silent.measure.row_history import RecentRows
+from ds_silent.measure.row_tracker import RecentRows
 from ds_silent.records import Event, StepRecord
+from tests.support.ids_by_rank import by_rank
 
 
 class Run:
@@ -43,7 +44,7 @@ class Run:
                 duplicates={},
                 rows_per_rank=(self.batch,) * self.ranks,
                 own_rows=(self.batch,) * self.ranks,
-                own_repeats=self._recent.repeats(ids),
+                own_repeats=self._recent.repeats(*by_rank(ids), self.ranks),
                 coverage=Coverage(consumed, seen, consumed - seen, self.rows) if self.known else None,
             )
             record = StepRecord(self.step, self.step * self.ranks * self.batch, None, self.ranks)

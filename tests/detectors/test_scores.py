@@ -11,8 +11,7 @@ import pytest
 from ds_silent.detectors import Judge
 from ds_silent.detectors.jump import SEGMENT
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.evidence import AppliedCheck, Coverage, Evidence, ReductionEvidence
-from ds_silent.measure.row_history import OrderAgain
+from ds_silent.measure.evidence import AppliedCheck, Coverage, Evidence, OrderAgain, ReductionEvidence
 from ds_silent.records import Event, Score, Scores, StepRecord, from_json, to_json
 from tests.detectors.test_layers import Layers
 from tests.detectors.test_repeats import Run as Loaders

@@ -20,8 +20,7 @@ from ds_silent.exchange.observation import ASTRAY
 from ds_silent.frameworks.deepspeed.words import WORDS
 from ds_silent.maths.causes import Cause
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
-from ds_silent.measure.row_history import OrderAgain
+from ds_silent.measure.evidence import AppliedCheck, Evidence, OrderAgain, ReductionEvidence
 from ds_silent.observing import start
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.records import Event

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ds_silent
-from ds_silent.capture.mean_loss import mean_of, times_its_share
+from ds_silent.capture.forwards import mean_of, times_its_share
 from ds_silent.config import ConfigError
 from ds_silent.observing.observe import given_block
 from ds_silent.practice.ranks import RankBroke

@@ -16,12 +16,16 @@ import torch
 
 from ds_silent.exchange.row_ids import Ids, pack_ids
 from ds_silent.maths.statistics import expected_coverage
-from ds_silent.measure.coverage import ALL_PAIRS, EpochCoverage, SharedRows, duplicates, epoch_is_over
-from ds_silent.measure.row_history import RecentRows
-from ds_silent.measure.row_tracker import RowsOfStep, RowTracker
+from ds_silent.measure.coverage import ALL_PAIRS, EpochCoverage, SharedRows, epoch_is_over, shared_rows
+from ds_silent.measure.row_tracker import RecentRows, RowsOfStep, RowTracker
 from finetune.sampler import Plan, ResumableSampler, step_positions
+from tests.support.ids_by_rank import by_rank
 
 # -- duplicates ------------------------------------------------------------------------------------------------------
+
+
+def duplicates(ids: list[Ids]) -> SharedRows:
+    return shared_rows(*by_rank(ids))
 
 
 def naive(ids: list[Ids]) -> SharedRows:
@@ -81,13 +85,13 @@ def test_own_repeats_against_sets() -> None:
                     taken.add(row)
                 expected.append(again)
                 held[rank] = set(one.tolist())
-            assert recent.repeats(ids) == tuple(expected)
+            assert recent.repeats(*by_rank(ids), ranks) == tuple(expected)
 
 
 def test_another_ranks_visit_is_no_repeat() -> None:
     recent = RecentRows()
-    recent.repeats([np.array([1, 2]), np.array([3, 4])])
-    assert recent.repeats([np.array([3, 4]), np.array([3, 2])]) == (0, 1)
+    recent.repeats(*by_rank([np.array([1, 2]), np.array([3, 4])]), 2)
+    assert recent.repeats(*by_rank([np.array([3, 4]), np.array([3, 2])]), 2) == (0, 1)
 
 
 # -- the epoch -------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ds_silent.capture.data_facts import Deal
+from ds_silent.capture.loaders import Deal
 from ds_silent.measure.deal import SLOTS, DealFollower, RowOwners
-from ds_silent.measure.row_history import RecentRows
+from ds_silent.measure.row_tracker import RecentRows
+from tests.support.ids_by_rank import by_rank
 
 Deals = Iterator[list[Any]]
 
@@ -152,7 +153,7 @@ def test_how_many_different_rows_a_rank_has_had(rows: int) -> None:
         ids = np.random.default_rng(seed).integers(0, 2**62, rows)
         for _ in range(2):
             for part in np.array_split(ids, 4):
-                recent.repeats([part, part[:1]])
+                recent.repeats(*by_rank([part, part[:1]]), 2)
         again = RecentRows()
         again.load_state_dict(json.loads(json.dumps(recent.state_dict())))
         assert again.distinct == recent.distinct

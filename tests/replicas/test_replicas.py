@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ds_silent
 from ds_silent.distributed.parts import parts_of
 from ds_silent.kernels.checksums import SCRATCH, Checksums, checksum, combined
-from ds_silent.kernels.keys import ROW, keys_of, word_keys
+from ds_silent.maths.mixing import ROW, keys_of, word_keys
 from ds_silent.replicas.compare import Replicas
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
-from ds_silent.capture.local_gradient import loss_in
-from ds_silent.capture.mean_loss import Made, comes_of, is_share, made_by
+from ds_silent.capture.forwards import loss_in
+from ds_silent.capture.loss_graph import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
 from ds_silent.framework import Covers, Moments, Part, Ranks

@@ -1,0 +1,287 @@
+"""What autograd has recorded between a loss and the tensor that backward begins with.
+
+    terms = losses_in(root)                      # the losses of torch's own that root is made of, and the way to each
+    comes_of(root, made_by(loss))                # root is a forward's loss, or made of it, and not only by the way
+    is_share(root, made_by(loss), parts=4)       # a script has divided it by the number of micro-batches
+    is_a_mean(loss)                              # the function that made it took the mean
+
+Where nothing is known (a fused loss, a compiled one, more than ``NODES`` operations) nothing is guessed. What a script
+has packed with hooks of its own (checkpoints, tensors that were moved to the host) is not unpacked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NODES = 64  # that are looked at, from the root down
+BELOW = 12  # between a sum or a mean and the losses of single labels that it adds up
+NEAR = 16  # between a forward's loss and the root: a division, a cast, the sum with another loss
+MEAN, SUM, EACH = 1.0, 2.0, 3.0
+"""What a term makes of its labels; EACH: a sum whose addends were weighed one by one."""
+_REDUCTIONS = ("none", "mean", "sum")
+_LOSSES = ("Loss", "Entropy", "Margin")
+_PLAIN = (
+    "Add View UnsafeView Reshape ReshapeAlias Squeeze Unsqueeze Alias Clone ToCopy Expand Stack Cat Select _DDPSink "
+    "Transpose T Permute Slice Detach"
+)
+_NEUTRAL = frozenset(_PLAIN.split())
+"""Operations that multiply nothing: how many there are may depend on the data."""
+_OTHERS = "Mul Div Neg Sub Rsub Pow Exp Index MaskedSelect MaskedFill Where Abs Clamp"
+_ELEMENTWISE = _NEUTRAL | frozenset(_OTHERS.split())
+_NARROWER = {torch.float64: torch.tensor(0.0), torch.int64: torch.tensor(0, dtype=torch.int32)}
+_OWN = "MulBackward1"  # by a number that a function of torch's was given, as its label smoothing: of no rows
+_HOOKS_SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # since torch 2.7
+
+
+@dataclass(slots=True)
+class Term:
+    """A loss, on one way from the root to it. ``kind`` is 0 where nobody knows what it makes of its labels."""
+
+    node: Any
+    kind: float
+    averaged: bool
+    names: tuple[str, ...]  # of the operations on the way, without their numbers
+    shown: tuple[str, ...]  # with them
+    factor: float  # product of the script's own numbers on the way
+    labels: int | Tensor | None = None  # None: as many as weights come in, or not known
+    weights: Tensor | None = None  # one number of the weights of its classes
+
+
+@dataclass(slots=True)
+class _Way:
+    """From the root to a node."""
+
+    node: Any
+    place: int = 0  # which output of the node
+    names: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    factor: float = 1.0
+
+    def through(self, name: str, operation: str) -> _Way:
+        """With this node's own operation."""
+        if operation in _NEUTRAL:
+            return self
+        times = _number_of(self.node, operation)
+        shown = name if times is None else f"{name} x {times:.6g}"
+        factor = self.factor * (1.0 if times is None else times)
+        name = shown if name == _OWN else name
+        return _Way(self.node, self.place, (*self.names, name), (*self.shown, shown), factor)
+
+    def on(self) -> Iterable[_Way]:
+        """To what the node was made of."""
+        made_of = _made_of(self.node, self.place)
+        return [_Way(node, place, self.names, self.shown, self.factor) for node, place in made_of]
+
+
+def losses_in(root: Tensor) -> list[Term] | None:
+    """:func:`terms_of`; None where a release of torch's has other nodes: what is not known ends no observation."""
+    try:
+        return terms_of(root)
+    except Exception:
+        return None
+
+
+def terms_of(root: Tensor) -> list[Term] | None:
+    """The losses that ``root`` is made of, the nearest first; None where they are too far or too many."""
+    waiting, found = deque([_Way(root.grad_fn, root.output_nr)]), list[Term]()
+    for _ in range(NODES):
+        if not waiting:
+            return found
+        way = waiting.popleft()
+        name = way.node.name()
+        loss = _loss(way, name)
+        if loss is not None:
+            found.append(loss)
+            continue
+        operation = name.partition("Backward")[0]
+        if _elements(way.node, way.place) != 1:
+            found.append(Term(None, 0.0, False, (*way.names, name), (*way.shown, name), way.factor))
+        elif operation in ("Mean", "Sum") and math.prod(sizes := way.node._saved_self_sym_sizes) != 1:
+            found += _added_up(way, name, math.prod(sizes))
+        elif name != "torch::autograd::AccumulateGrad":  # of a single number that is learned: a weight, and no loss
+            waiting.extend(way.through(name, operation).on())
+    return None
+
+
+def _added_up(way: _Way, name: str, count: int) -> list[Term]:
+    """What a sum or a mean adds up: losses of single labels where they are near, else numbers of the script's own."""
+    mean = name.startswith("Mean")
+    start = _Way(way.node, way.place, (*way.names, name), (*way.shown, name), way.factor)
+    waiting, losses, end = deque(start.on()), list[Term](), None
+    for _ in range(BELOW):
+        if not waiting:
+            break
+        inner = waiting.popleft()
+        inner_name = inner.node.name()
+        loss = _loss(inner, inner_name)
+        operation = inner_name.partition("Backward")[0]
+        if loss is not None:
+            averaged = mean or loss.averaged
+            share = loss.factor / count if mean and loss.kind == MEAN else loss.factor
+            losses.append(replace(loss, averaged=averaged, factor=share))
+        elif operation in _ELEMENTWISE:
+            waiting.extend(inner.through(inner_name, operation).on())
+        elif end is None:
+            end = inner
+    if losses:
+        return losses
+    end = end or start
+    # a mask multiplies: how many are added up is not known
+    labels = None if not mean and "MulBackward0" in end.shown[len(start.shown) :] else count
+    return [Term(way.node, MEAN if mean else SUM, mean, end.names, end.shown, end.factor, labels)]
+
+
+def _loss(way: _Way, name: str) -> Term | None:
+    """A loss of torch's own."""
+    node = way.node
+    if not any(word in name for word in _LOSSES):  # an attribute that is not there costs more than its name
+        return None
+    reduction = getattr(node, "_saved_reduction", None)
+    if not isinstance(reduction, int):
+        return None
+    said = [_REDUCTIONS[reduction]]
+    labels: int | Tensor | None = None
+    if name.startswith("NllLoss"):
+        ignored = node._saved_ignore_index
+        ignored -= 2**64 if ignored >= 2**63 else 0
+        said += [f"ignore_index {ignored}"] if ignored != -100 else []
+        if reduction == 1 and _saved(node, "weight") is None:
+            labels = _saved(node, "total_weight")  # of 1 each: counted already
+        else:
+            target = _saved(node, "target")
+            labels = None if target is None else (target != ignored).sum()
+    elif reduction:
+        inner, place = node.next_functions[0]
+        labels = None if inner is None else math.prod(inner._input_metadata[place].shape)
+    operation = name.partition("Backward")[0]
+    weights = [
+        (words, saved) for which, words in _WEIGHTS.get(operation, ()) if (saved := _saved(node, which)) is not None
+    ]
+    said += [words for words, _ in weights]
+    said += [f"{which} {getattr(node, f'_saved_{which}'):g}" for which in _SHAPES.get(operation, ())]
+    name = f"{name} ({', '.join(said)})"
+    kind = (EACH, MEAN, SUM)[reduction]
+    number = _one_number(weights[0][1]) if weights else None
+    return Term(node, kind, reduction == 1, (*way.names, name), (*way.shown, name), way.factor, labels, number)
+
+
+_CLASSES, _POSITIVE = ("weight", "class weights"), ("pos_weight", "positive weights")
+_WEIGHTS = {
+    "NllLoss": (_CLASSES,),
+    "NllLoss2D": (_CLASSES,),
+    "BinaryCrossEntropy": (("weight", "weights"),),
+    "BinaryCrossEntropyWithLogits": (("weight", "weights"), _POSITIVE),
+}
+_SHAPES = {"SmoothL1Loss": ("beta",), "HuberLoss": ("delta",)}
+
+
+def _one_number(weights: Tensor) -> Tensor:
+    flat = weights.detach().float().reshape(-1)
+    return (flat * torch.arange(1.0, 1.0 + len(flat), device=flat.device)).sum()
+
+
+def _saved(node: Any, which: str) -> Any:
+    """What a node has kept; None where it has not, or where somebody's hooks have packed it."""
+    raw = getattr(node, f"_raw_saved_{which}", None)
+    if raw is not None:
+        if _HOOKS_SHOWN and raw.unpack_hook is not None:
+            return None
+        if not _HOOKS_SHOWN and which not in ("other", "self"):  # the single number of an operation is never packed
+            return None
+    return getattr(node, f"_saved_{which}", None)
+
+
+def _number_of(node: Any, operation: str) -> float | None:
+    """What the script multiplies by: a number of Python's, and no tensor."""
+    if operation in ("Neg", "Rsub"):
+        return -1.0
+    if operation not in ("Mul", "Div"):
+        return None
+    for which in ("other", "self"):
+        value = _saved(node, which)
+        if isinstance(value, Tensor):
+            narrower = _NARROWER.get(value.dtype) if value.dim() == 0 and value.device.type == "cpu" else None
+            # a number of Python's yields to a tensor's type, another tensor of no dimension does not
+            if narrower is None or torch.result_type(value, narrower) is value.dtype:
+                continue
+            value = value.item()
+        if isinstance(value, (int, float)):
+            number = float(value)
+            return number if operation == "Mul" else (1.0 / number if number else math.inf)
+    return None
+
+
+# -- the way back to a forward's loss ----------------------------------------------------------------------------------
+
+Made = tuple[int, int]
+"""What made a tensor: the number of the operation, in this thread, and which of its outputs the tensor is."""
+
+
+def made_by(loss: Tensor | None) -> Made | None:
+    """What made a loss; it keeps no graph alive."""
+    made = None if loss is None else loss.grad_fn
+    return None if loss is None or made is None else (int(made._sequence_nr()), loss.output_nr)
+
+
+def comes_of(root: Tensor, made: Made | None) -> bool:
+    """Whether ``root`` is the loss that :func:`made_by` has named, or made of it by a few operations on single numbers.
+
+    A model may return a loss by the way that nobody trains on: TRL's DPO and GRPO give it labels for the sake of its
+    logarithms of probabilities. Where the wrapper's output goes through a node with several outputs (that of
+    DistributedDataParallel looking for unused parameters), the one that leads to the root is followed.
+    """
+    waiting: deque[tuple[Any, int]] = deque([] if root.grad_fn is None else [(root.grad_fn, root.output_nr)])
+    for _ in range(NEAR):
+        if made is None or not waiting:
+            return False
+        node, place = waiting.popleft()
+        if (node._sequence_nr(), place) == made:
+            return True
+        if _elements(node, place) == 1:
+            waiting += _made_of(node, place)
+    return False
+
+
+def is_share(root: Tensor, made: Made | None, parts: int) -> bool:
+    """Whether ``root`` is that loss, divided by ``parts`` and nothing more."""
+    node = root.grad_fn
+    if made is None or parts < 2 or node is None or node.name() != "DivBackward0":
+        return False
+    (inner, place), divisor = node.next_functions[0], getattr(node, "_saved_other", None)
+    if inner is None or (inner._sequence_nr(), place) != made or not isinstance(divisor, Tensor):
+        return False
+    # a number of Python's lies on the host; another is not waited for
+    return divisor.numel() == 1 and divisor.device.type == "cpu" and float(divisor) == parts
+
+
+def is_a_mean(loss: Tensor) -> bool:
+    """Whether the first loss of torch's in the graph, near its root, took the mean; not where there is none."""
+    waiting = [loss.grad_fn]
+    for _ in range(NEAR):
+        node = waiting.pop(0) if waiting else None
+        reduction = getattr(node, "_saved_reduction", None)  # of NllLossBackward0 and the like; 0 none, 1 mean, 2 sum
+        if reduction is not None:
+            return bool(reduction == 1)
+        waiting += [inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None]
+    return False
+
+
+def _made_of(node: Any, place: int) -> list[tuple[Any, int]]:
+    """What output ``place`` of a node was made of: of a wrapper with several outputs, what belongs to this one."""
+    inner, outputs = node.next_functions, getattr(node, "_input_metadata", ())
+    if 1 < len(outputs) == len(inner):
+        inner = inner[place : place + 1]
+    return [(made, which) for made, which in inner if made is not None]
+
+
+def _elements(node: Any, place: int) -> int:
+    """Elements of output ``place`` of a node; 1 where it does not say."""
+    outputs = getattr(node, "_input_metadata", ())  # of the gradients that come in: its outputs' shapes
+    return math.prod(outputs[place].shape) if len(outputs) > place else 1
