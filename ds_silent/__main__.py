@@ -6,8 +6,8 @@
     python -m ds_silent --silent-consistency-config block.json pretrain_gpt.py ...
 
 The script's own ``deepspeed.initialize`` becomes :func:`ds_silent.initialize`. Whatever else it trains - under
-``DistributedDataParallel``, ``fully_shard`` or Megatron-core - is attached (:mod:`ds_silent.frameworks.unedited`), with
-the block of the file named before the script, or in the environment variable SILENT_CONSISTENCY_CONFIG, or all
+``DistributedDataParallel``, ``fully_shard`` or Megatron-core - is attached (:mod:`ds_silent.frameworks.auto_attach`),
+with the block of the file named before the script, or in the environment variable SILENT_CONSISTENCY_CONFIG, or all
 defaults. A ds_config without a block gets that of the file too.
 
 Nothing else changes: ``__main__``, ``sys.argv`` and ``sys.path`` are what Python itself would make of the script, so
@@ -86,23 +86,23 @@ def _take_places(file: str | None, called: str) -> Patches:
         take_its_place(block if file else None)
 
     patches.after_import("deepspeed", deepspeed_is_there)
-    missed: Callable[[], list[str]] = list
+    unobserved: Callable[[], list[str]] = list
     if block is not None:
-        from ds_silent.frameworks.unedited import Unedited
+        from ds_silent.frameworks.auto_attach import AutoAttach
 
-        unedited = Unedited(block)
-        patches.also(unedited.undo)
-        missed = unedited.missed
-    atexit.register(_say_if_nothing_was_observed, missed)
+        auto_attach = AutoAttach(block)
+        patches.also(auto_attach.undo)
+        unobserved = auto_attach.unobserved
+    atexit.register(_say_if_nothing_was_observed, unobserved)
     return patches
 
 
-def _say_if_nothing_was_observed(missed: Callable[[], list[str]]) -> None:
+def _say_if_nothing_was_observed(unobserved: Callable[[], list[str]]) -> None:
     """Silence would look like health."""
     from ds_silent.observing.observe import anything_observed
 
     if is_first() and not anything_observed():
-        why = "; ".join(missed()) or (
+        why = "; ".join(unobserved()) or (
             'no DeepSpeed engine with an optimizer and an enabled "silent_consistency" block, no '
             "DistributedDataParallel, fully_shard or Megatron-core model with an optimizer came by; add the block to "
             "the ds_config, or call ds_silent.attach in the script"

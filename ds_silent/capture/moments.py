@@ -19,7 +19,7 @@ from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.reduced_gradient import ReducedGradient
 from ds_silent.distributed.together import Together
 from ds_silent.exchange.observation import Applied
-from ds_silent.framework import Framework, LeavesOut
+from ds_silent.framework import Framework
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class StepMoments:
         self.forwards.gradient_came()
         if self._measures():
             self._settings.objective.reached = True
-            boundary = self._framework.whole_at_hook and self._framework.is_boundary()
+            boundary = self._framework.hook_sees_full_gradient and self._framework.is_boundary()
             self._local.observe(index, gradient, boundary, self.plan.exact)
 
     def keep_for_retry(self, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +123,7 @@ class StepMoments:
     def exchange(self) -> None:
         """Exchange the local gradients piece by piece, once per step. A collective."""
         if self._together.once(lambda: self.gram is None):
-            self.gram = self._local.exchange(self._framework.ranks.reduced, self._together)
+            self.gram = self._local.exchange(self._framework.group, self._together)
 
     def reduced(self, again: bool = False) -> None:
         """Look at the reduction's result behind the boundary's backward, before scripts clip and scale it.
@@ -155,10 +155,11 @@ class StepMoments:
 
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
-        left_out = isinstance(self._framework, LeavesOut) and self._framework.left_out
         self.last_applied = Applied()
         if self.measured and not self.skipped and self._framework.observes_applied:
-            compared = self._together.alone(self.aggregate.compare_applied, self._applied, left_out)
+            compared = self._together.alone(
+                self.aggregate.compare_applied, self._applied, self._framework.counts.left_out
+            )
             self.last_applied = compared or Applied()
         self.aggregate.start_step()
         self._local.start_step()
@@ -169,7 +170,7 @@ class StepMoments:
     @property
     def skipped(self) -> bool:
         """Whether the optimizer did not apply the step that was just taken, in search of its loss scale."""
-        return self._framework.skipped(self._applied if self.measured else None)
+        return self._framework.seeks_loss_scale(self._applied if self.measured else None)
 
     @property
     def measured(self) -> bool:

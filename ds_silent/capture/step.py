@@ -32,7 +32,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.together import Together
 from ds_silent.exchange.layout import GATHER_LIMIT, ExchangeShape
 from ds_silent.exchange.observation import BROKE, Observation, Reduced, Status
-from ds_silent.framework import Covers, Framework, HasPeers, Moments, Repeats, layers_of
+from ds_silent.framework import Framework, Moments, layers_of
 from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
 from ds_silent.patches import Patches
@@ -56,7 +56,7 @@ class StepCapture:
 
     def __init__(self, framework: Framework, config: SilentConsistencyConfig, gather_limit: int = GATHER_LIMIT):
         self.framework = framework
-        self.group, self.device = framework.ranks.reduced, framework.ranks.device
+        self.group, self.device = framework.group, framework.device
         self.together = Together(self.group)
         ranks = dist.get_world_size(self.group)
         self.layer_names, layers = layers_of(list(framework.names))
@@ -64,7 +64,6 @@ class StepCapture:
         self._checksums = LayerChecksums(framework.numels, layers, self.device)
         keep = None
         if config.respond.on_aggregation_error == "retry" and config.reduction != "ordered":
-            assert isinstance(framework, Repeats)  # others are refused
             keep = framework.keep_for_again
         self._sends_aggregates = config.integrity.aggregation and config.direction.method != "off"  # by layer
         self._sends_layers = config.direction.per_layer or self._sends_aggregates
@@ -74,9 +73,9 @@ class StepCapture:
             config.direction,
             self.device,
             framework.accumulated,
-            additive=framework.additive,
-            norms_add_up=not (framework.additive and framework.micro_batches > 1),
-            copied=framework.additive or framework.overlapped,
+            additive=framework.reduces_every_micro_batch,
+            norms_add_up=not (framework.reduces_every_micro_batch and framework.micro_batches > 1),
+            copied=framework.reduces_every_micro_batch or framework.overlaps_backward,
             by_layer=self._sends_layers,
         )
         self.kept = self._local.micro_batches
@@ -93,9 +92,8 @@ class StepCapture:
             gather_limit,
         )
         self.loaders = LoaderWatch(ranks)
-        aggregate = ReducedGradient(self._local, framework.in_norm if isinstance(framework, HasPeers) else None)
-        covers = framework if isinstance(framework, Covers) else None
-        self.settings = LocalSettings(framework.module, framework.optimizers, covers)
+        aggregate = ReducedGradient(self._local, framework.peers.in_norm if framework.peers else None)
+        self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework.words)
         forwards = Forwards(framework.module, self.rows, self.loaders, self.settings)
         parts = (self._local, aggregate, forwards, self.settings)

@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import BLOCK
 from ds_silent.extras import needs
-from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.recognised import is_fsdp2
+from ds_silent.frameworks.attach import attach, is_fsdp2
 from ds_silent.integrations.callback_config import alone, as_json, block_for, without_auto
 from ds_silent.observing.observe import Given, observer_of, told_in_a_sentence
 from ds_silent.observing.observer import Observer

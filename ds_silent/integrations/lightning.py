@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ds_silent.extras import needs
-from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.recognised import is_fsdp2
+from ds_silent.frameworks.attach import attach, is_fsdp2
 from ds_silent.frameworks.torch_common import rows_per_batch
 from ds_silent.integrations.callback_config import (
     alone,

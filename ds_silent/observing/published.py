@@ -61,18 +61,18 @@ class Contexts:
         self._of_step.pop(step, None)
 
     def _context(self, seconds: Seconds) -> Context:
-        capture, framework, walk = self._capture, self._capture.framework, self._capture.walk
+        capture, counts, walk = self._capture, self._capture.framework.counts, self._capture.walk
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
         facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
         return Context(
-            framework.samples,
-            framework.batch,
-            framework.samples / facts.rows if facts.rows else None,
+            counts.samples,
+            counts.batch,
+            counts.samples / facts.rows if facts.rows else None,
             seconds,
             capture.layer_names,
             facts.rows,
             capture.moments.skipped,
-            framework.update_skipped,
+            counts.update_skipped,
             replace(walk, facts=facts),
             capture.rows.sampling,
         )

@@ -36,7 +36,7 @@ from ds_silent.exchange.gather import Exchange, make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
 from ds_silent.exchange.whole_model import WholeModel
-from ds_silent.framework import Framework, HasPeers, Moments, SavesSuspect
+from ds_silent.framework import Framework, Moments
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.published import Published
@@ -81,7 +81,7 @@ class StepLoop:
         self.published = _published_of(capture, config, home, self._layout, self._audit, self.replicas, self._responder)
         self.records_loaded: str | None = None
         self.observing = True
-        most, words = capture.framework.boundaries, capture.framework.words
+        most, words = capture.framework.max_reductions_per_step, capture.framework.words
         self._lockstep = Lockstep(first, allowed=most, next_allowed=most, words=words)
         self._plan = capture.moments.plan = _plan_of(config, first, self.measures)
         self._idle = False  # a step without a backward before it: there is nothing that it could pair with
@@ -92,13 +92,15 @@ class StepLoop:
         """Whether ``step`` is measured; the same answer on every rank."""
         return self.observing and step % self._config.interval == 0
 
-    def before_reduction(self, *args: Any, **kwargs: Any) -> None:
+    def before_reduction(self, *args: Any, **kwargs: Any) -> bool:
         """Called at the end of every backward; at the boundary, before the reduction (where overlapped: while)."""
         self._capture.moments.keep_for_retry(*args, **kwargs)
-        if self.micro_batch_ended():
+        due = self._micro_batch_ended()
+        if due and self._config.reduction != "ordered":  # that one makes them as it reduces
             self._capture.moments.exchange_exactly()
+        return due
 
-    def micro_batch_ended(self) -> bool:
+    def _micro_batch_ended(self) -> bool:
         """A micro-batch's gradients are there. Return whether the inner products are due before the reduction."""
         boundary = self._capture.framework.is_boundary()
         if boundary and self._once(lambda: self.observing):
@@ -138,7 +140,7 @@ class StepLoop:
 
     def _send(self, plan: StepPlan, step: int) -> None:
         """``step`` is the framework's own; what communicates is timed by the plan's, which all ranks count."""
-        self._home.settle(step - 1, self._capture.framework.samples, self.records_loaded, self._once)
+        self._home.settle(step - 1, self._capture.framework.counts.samples, self.records_loaded, self._once)
         if plan.measures:
             self._alone(self.published.recorder.finish)
         self._publish(self._exchange.collect(self._once))
@@ -231,7 +233,6 @@ class StepLoop:
             self.published.contexts.cut_short(step)
         self._publish(self._exchange.collect(self._once))
         framework, directory = self._capture.framework, self._home.directory
-        assert isinstance(framework, SavesSuspect)  # the responses that stop are refused elsewhere
         saved = self._once(lambda: save_suspect(framework, step, why, directory, marks=writes))
         self._end()
         raise end_suspect(step, why, directory, saved, tells=writes)
@@ -263,23 +264,22 @@ def moments_of(capture: StepCapture, steps: StepLoop, save: Callable[[], None], 
     alone, tried, play = together.alone, together.tried, together.play
     return Moments(
         together=together,
-        begins=partial(alone, own.begins),
-        forward=partial(alone, own.forwards.forward),
-        forwarded=partial(alone, own.forwards.forwarded),
-        loss=partial(alone, own.forwards.loss),
-        share=partial(alone, own.forwards.share),
-        root=partial(alone, own.root),
-        scaled=partial(alone, own.scaled),
-        gradient=partial(alone, own.gradient),
-        micro_batch_ended=partial(play, steps.micro_batch_ended),
-        before_reduction=partial(play, steps.before_reduction),
-        reduced=partial(alone, own.reduced),
-        applying=partial(alone, own.applying),
-        before_update=partial(play, steps.before_step),
-        dropped=partial(play, steps.dropped),
-        updated=partial(play, steps.after_step),
-        before_checkpoint=partial(tried, _without_arguments, save),
-        ends=partial(tried, _without_arguments, end),
+        pre_step=partial(alone, own.begins),
+        pre_forward=partial(alone, own.forwards.forward),
+        post_forward=partial(alone, own.forwards.forwarded),
+        on_loss=partial(alone, own.forwards.loss),
+        on_loss_share=partial(alone, own.forwards.share),
+        pre_backward=partial(alone, own.root),
+        on_loss_scaled=partial(alone, own.scaled),
+        on_gradient=partial(alone, own.gradient),
+        post_backward=partial(play, steps.before_reduction),
+        post_reduction=partial(alone, own.reduced),
+        pre_update=partial(play, steps.before_step),
+        pre_optimizer_step=partial(alone, own.applying),
+        on_gradient_dropped=partial(play, steps.dropped),
+        post_step=partial(play, steps.after_step),
+        pre_checkpoint=partial(tried, _without_arguments, save),
+        close=partial(tried, _without_arguments, end),
     )
 
 
@@ -313,14 +313,14 @@ def _published_of(
     responder: Responder,
 ) -> Published:
     framework, model = capture.framework, _model_of(capture)
-    members, alike = dist.get_process_group_ranks(capture.group), framework.ranks.alike
+    members, alike = dist.get_process_group_ranks(capture.group), framework.ranks_comparable
     beside = _may_judge_beside(config, home, model)
     recorder = Recorder(home.sinks, config, audit, layout, members, framework.words, alike, beside)
     return Published(capture, recorder, replicas, responder, model)
 
 
 def _model_of(capture: StepCapture) -> WholeModel | None:
-    return capture.framework.model if isinstance(capture.framework, HasPeers) else None
+    return capture.framework.peers.model if capture.framework.peers else None
 
 
 def _may_judge_beside(config: SilentConsistencyConfig, home: RunDirectory, model: WholeModel | None) -> bool:
@@ -332,7 +332,7 @@ def _may_judge_beside(config: SilentConsistencyConfig, home: RunDirectory, model
 
 
 def _look_beside(framework: Framework, published: Published, step: int) -> None:
-    for event in framework.beside(step) if isinstance(framework, HasPeers) else ():
+    for event in framework.peers.compare(step) if framework.peers else ():
         published.report(event)
 
 

@@ -22,11 +22,16 @@ from ds_silent.config_file import load_ds_config
 from ds_silent.destination import masked_in_log
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
-from ds_silent.frameworks.deepspeed.preflight_items import is_sharded, training_of
 from ds_silent.frameworks.deepspeed.refusals import has_optimizer, refuse_unsupported_config, refuse_unsupported_engine
-from ds_silent.frameworks.deepspeed.shapes import Shape, data_parallel_group, shape_of
-from ds_silent.frameworks.deepspeed.state import engine_facts
-from ds_silent.frameworks.deepspeed.words import WORDS
+from ds_silent.frameworks.deepspeed.state import (
+    WORDS,
+    Shape,
+    data_parallel_group,
+    engine_facts,
+    is_sharded,
+    shape_of,
+    training_of,
+)
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observing import start
 from ds_silent.observing.observe import Given, Subject, given_block, observe, told_in_a_sentence

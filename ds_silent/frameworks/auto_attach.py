@@ -1,8 +1,8 @@
 """Trainings of a script that nobody edits: each is attached as its first training forward begins.
 
-    unedited = Unedited(block)           # before the script runs
-    unedited.missed()                    # what came by and could not be observed, and why
-    unedited.undo()
+    auto_attach = AutoAttach(block)      # before the script runs
+    auto_attach.unobserved()             # what came by and could not be observed, and why
+    auto_attach.undo()
 
 Then everything is made: the wrapper of the model, which every rank of its group calls, the optimizers, the loader. The
 one place that all such forwards go through is ``__call__`` of the wrapper's class: before torch has collected the hooks
@@ -25,8 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_silent.capture.batch_rows import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.recognised import is_megatron
+from ds_silent.frameworks.attach import attach, is_megatron
 from ds_silent.observing.observe import observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
@@ -43,7 +42,7 @@ _COMPILED = (
 )
 
 
-class Unedited:
+class AutoAttach:
     """Watches the whole process, for one block."""
 
     def __init__(self, config: SilentConsistencyConfig):
@@ -53,7 +52,7 @@ class Unedited:
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # observed, or not to be
         self._uncalled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallels, in training
         self._forward_runs = False  # of a training
-        self._missed: dict[str, str] = {}  # by class
+        self._unobserved: dict[str, str] = {}  # by class
         self._observers: list[Observer] = []
         self._loaders = LoaderMemory()
         patches = self._patches
@@ -72,9 +71,9 @@ class Unedited:
         """The classes are as they were; what is observed goes on."""
         self._patches.undo()
 
-    def missed(self) -> list[str]:
+    def unobserved(self) -> list[str]:
         """What is wrong and what to do, for each kind of training that came by unobserved."""
-        return list(self._missed.values())
+        return list(self._unobserved.values())
 
     # -- what the script makes -----------------------------------------------------------------------------------
 
@@ -92,7 +91,7 @@ class Unedited:
             return
         for ddp in [ddp for ddp in self._uncalled if _steps(optimizer, _trainable(ddp))]:
             self._uncalled.discard(ddp)
-            self._missed["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
+            self._unobserved["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
 
     def _watch_fsdp2(self, fsdp: ModuleType) -> None:
         if hasattr(fsdp, "FSDPModule"):  # torch 2.6
@@ -137,12 +136,12 @@ class Unedited:
         if observer_of(module) is not None:
             self._seen.add(module)
         elif optimizer:
-            self._missed.pop(kind, None)
+            self._unobserved.pop(kind, None)
             for one in held if isinstance(held, list) else [held]:
                 self._seen.add(one)
             self._begin(held, optimizer)
         else:
-            self._missed[kind] = (
+            self._unobserved[kind] = (
                 f"the script trains a {kind}, but no optimizer of its parameters was made "
                 f"{'by get_megatron_optimizer ' if is_megatron(module) else ''}before its forward; "
                 "call ds_silent.attach in the script"

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's optimizers keep the local gradient as it accumulates, and the aggregated one."""
+"""Where DeepSpeed's optimizers keep a gradient: as it accumulates, aggregated, and as it is applied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_silent.capture.local_gradient import Accumulated
 from ds_silent.framework import Part
-from ds_silent.frameworks.deepspeed.shapes import Shape
+from ds_silent.frameworks.deepspeed.state import Shape, numel_of
 from ds_silent.frameworks.torch_common import Slice, cut, nth_share, row_of
 
 
@@ -169,6 +169,156 @@ def _fragment(parameter: Any, numel: int) -> Tensor | None:
     return _begin(mapping.get_lp_grad_fragment(parameter._index_in_param_group), numel)
 
 
-def numel_of(parameter: Any) -> int:
-    """Elements of the whole parameter; under ZeRO-3 the tensor itself is empty and ``ds_numel`` knows."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+# -- A copy of the local gradient from before the reduction, so that the reduction can be repeated --------------------
+
+
+class KeptGradients:
+    """The gradients that go into the reduction of stages 0 and 1, kept until the optimizer has run.
+
+    Takes as much memory as the gradients, from the first step on.
+    """
+
+    def __init__(self, engine: Any, parameters: list[Tensor]):
+        self._engine, self._parameters = engine, parameters
+        self._held = accumulated_gradients(engine, parameters)
+        self.in_place = whole_on_every_rank(engine)  # the reduction writes where the gradients accumulate
+        self._copies: list[Tensor | None] = [None] * len(parameters)
+        self._present = [False] * len(parameters)
+
+    def keep(self) -> None:
+        """At the boundary, before the reduction."""
+        for index in range(len(self._parameters)):
+            gradient = self._held(index)
+            self._present[index] = gradient is not None
+            if gradient is None:
+                continue
+            copy = self._copies[index]
+            if copy is None or copy.dtype != gradient.dtype:
+                self._copies[index] = gradient.detach().clone()
+            else:
+                copy.copy_(gradient.detach())
+
+    @property
+    def bytes(self) -> int:
+        """Of the gradients that were kept."""
+        return sum(
+            copy.numel() * copy.element_size()
+            for copy, present in zip(self._copies, self._present, strict=True)
+            if present and copy is not None
+        )
+
+    def put_back(self) -> None:
+        """Everything as it was before the reduction, which may then be called again."""
+        if self.in_place:
+            self._put_back_in_place()
+        else:
+            self._put_back_freed()
+
+    def _put_back_in_place(self) -> None:
+        """Stage 0 reduces where the gradients accumulate; it gives zeros to parameters without a gradient."""
+        for index, parameter in enumerate(self._parameters):
+            gradient, copy = self._held(index), self._copies[index]
+            if self._present[index]:
+                assert gradient is not None
+                assert copy is not None
+                gradient.copy_(copy)
+            elif gradient is not None and parameter.grad is gradient:
+                parameter.grad = None
+
+    def _put_back_freed(self) -> None:
+        """``DeepSpeedZeroOptimizer`` of stage 1 frees what it has reduced and keeps ``averaged_gradients`` (0.16.9 to
+        0.19.8: a list or a tensor per group, None once the step is over)."""
+        optimizer = self._engine.optimizer
+        assert isinstance(optimizer, ZeROOptimizer)
+        name = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
+        for index, parameter in enumerate(self._parameters):
+            copy = self._copies[index]
+            setattr(parameter, name, copy.clone() if self._present[index] and copy is not None else None)
+        averaged = optimizer.averaged_gradients
+        for group in list(averaged):
+            averaged[group] = None
+
+
+# -- What DeepSpeed's base optimizer is about to apply: unscaled, clipped, in the fp32 masters ------------------------
+
+
+Places = dict[int, list[tuple[Slice, int]]]
+"""id of a parameter of the base optimizer -> pieces of model parameters in it, and at which element they begin."""
+
+
+def base_optimizers(engine: Any) -> list[Any]:
+    """The torch optimizers that really step. ZeRO-3's offload has a second one, for what stays on the device."""
+    found = [engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None)]
+    return [optimizer for optimizer in found if optimizer is not None]
+
+
+def applied_places(engine: Any, parameters: list[Tensor], share: list[Slice] | None) -> Places | None:
+    """Where this rank's share of the gradient lies when the base optimizer steps; None where a wrapper hides it.
+
+    * no wrapper: the model's own parameters;
+    * ``FP16_UnfusedOptimizer``: ``fp32_groups`` beside ``fp16_groups``;
+    * ``FP16_Optimizer``: ``fp32_groups_flat``, the group's parameters one after the other;
+    * ``BF16_Optimizer``: ``fp32_groups_flat_partition``; stages 1 and 2: ``single_partition_of_fp32_groups``; in both
+      ``_hp_mapping.hp_fragment_address`` says where;
+    * stage 3: ``fp32_partitioned_groups_flat`` beside ``fp16_groups``, shards one after the other.
+
+    Muon changes the gradient before it reaches the optimizer, so there is nothing to compare.
+    """
+    optimizer, basic = engine.optimizer, engine.basic_optimizer
+    if share is None or not hasattr(basic, "register_step_pre_hook") or "muon" in type(basic).__name__.lower():
+        return None
+    pieces = {piece.index: piece for piece in share}
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    places: Places = {}
+
+    def put(flat: Any, parameter: Any, begin: int, whole: bool = False) -> None:
+        """``begin``: of the piece in ``flat``, or of the whole parameter."""
+        piece = pieces.get(index_of.get(id(parameter), -1))
+        if piece is not None:
+            places.setdefault(id(flat), []).append((piece, begin + piece.start if whole else begin))
+
+    if engine.zero_optimization_stage() == 3:
+        if getattr(optimizer, "swap_optimizer", False):
+            return None
+        for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+            begin = 0
+            for parameter in group:
+                put(flat, parameter, begin)
+                begin += parameter.partition_numel()
+    elif isinstance(optimizer, ZeROOptimizer):
+        names = ("fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+        flats = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
+        groups = getattr(optimizer, "bf16_groups", None) or getattr(optimizer, "bit16_groups", None)
+        if flats is None or groups is None:
+            return None
+        if getattr(optimizer, "round_robin_gradients", False):
+            for dealt in pieces_dealt(optimizer):
+                put(flats[dealt.group], dealt.parameter, dealt.begin)
+            return places
+        for flat, group in zip(flats, groups, strict=True):
+            for parameter in group:
+                if getattr(parameter, "_hp_mapping", None) is not None:
+                    put(flat, parameter, int(parameter._hp_mapping.hp_fragment_address.start))
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+            begin = 0
+            for parameter in group:
+                put(flat, parameter, begin, whole=True)
+                begin += parameter.numel()
+    else:
+        pairs = [(parameter, parameter) for parameter in parameters]
+        if hasattr(optimizer, "fp32_groups"):
+            groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+            pairs = [pair for masters, models in groups for pair in zip(masters, models, strict=True)]
+        for master, parameter in pairs:
+            put(master, parameter, 0, whole=True)
+    return places
+
+
+def applied_gradients(optimizer: Any, places: Places) -> Iterator[Part]:
+    """What a base optimizer holds as gradients right now, of this rank's share."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            for piece, begin in places.get(id(parameter), ()) if gradient is not None else ():
+                yield piece.index, piece.start, gradient.detach().reshape(-1)[begin : begin + piece.numel]
