@@ -162,7 +162,11 @@ class AutoAttach:
 
     def _begin(self, held: Any, optimizer: Any) -> None:
         observer = attach(held, self._config, optimizer=optimizer, loader=self._loaders.newest)
-        taken = _taken_by_megatron() if isinstance(held, list) else None
+        taken = None
+        if isinstance(held, list):
+            from ds_silent.frameworks.megatron.megatron_framework import taken_by_script
+
+            taken = taken_by_script()
         if observer is not None:
             self._observers.append(observer)
             if taken:
@@ -189,13 +193,3 @@ def _anything_compiled() -> bool:
     """Nothing of ours runs inside: whether a compiled function calls a module cannot be seen."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return bool(counters.get("frames"))
-
-
-def _taken_by_megatron() -> dict[str, int] | None:
-    """Steps and rows of a checkpoint that ``megatron.training`` goes on with, where it runs the loop."""
-    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    taken = getattr(arguments, "iteration", None)
-    if not isinstance(taken, int) or taken <= 0:
-        return None
-    ranks = max(getattr(arguments, "data_parallel_size", None) or 1, 1)
-    return {"step": taken + 1, "rows": (getattr(arguments, "consumed_train_samples", None) or 0) // ranks}

@@ -1,4 +1,4 @@
-"""What the callback of any trainer has to find out: which block counts, and that one process is nobody's peer."""
+"""What the callback of any trainer does: find the block that counts, attach once, and go on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,39 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
 from ds_silent.config_file import load_ds_config
 from ds_silent.destination import is_secret
-from ds_silent.observing.observe import Given, given_block, say_alone
+from ds_silent.frameworks.attach import attach
+from ds_silent.observing.observe import Given, given_block, observer_of, say_alone
+from ds_silent.observing.observer import Observer
 
 
-def alone(config: Given, launchers: str) -> bool:
-    """Whether one process trains the model; then one sentence says so, where a block asks for observation."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return False
-    if given_block(config) is not None:
-        say_alone(launchers)
-    return True
+def attach_once(
+    training: Any, config: Given, launchers: str, *, optimizer: Any, loader: Any, accumulation: int
+) -> Observer | None:
+    """Attach, or return the observer that is there: ``python -m ds_silent`` has honoured the ds_config's block.
+
+    Args:
+        training: one that cannot be observed is refused in one sentence.
+        launchers: for the sentence about a single process, where a block asks for observation.
+    """
+    if observer_of(training) is not None:
+        return observer_of(training)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if given_block(config) is not None:
+            say_alone(launchers)
+        return None
+    block = block_for(training, config)
+    return attach(training, block, optimizer=optimizer, loader=loader, accumulation=accumulation)
+
+
+def go_on(observer: Observer, kept: Mapping[str, Any], steps: int, rows: int) -> None:
+    """Continue from a checkpoint behind ``steps`` of the trainer.
+
+    Args:
+        kept: the observer's state in it; empty where it was written without one.
+        rows: of each rank until then, where the state does not say.
+    """
+    counted = {**kept.get("counted", {"rows": rows}), "step": steps + 1}
+    observer.load_state_dict({**kept, "counted": counted})
 
 
 def block_for(held: Any, config: Given) -> Given:

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import BLOCK
 from ds_silent.extras import needs
-from ds_silent.frameworks.attach import attach, is_fsdp2
-from ds_silent.integrations.callback_config import alone, as_json, block_for, without_auto
-from ds_silent.observing.observe import Given, observer_of, told_in_a_sentence
+from ds_silent.frameworks.attach import is_fsdp2
+from ds_silent.integrations.callback_config import as_json, attach_once, go_on, without_auto
+from ds_silent.observing.observe import Given, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 
 needs("ds_silent.integrations.huggingface", "huggingface")
@@ -75,10 +75,9 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         if self._logs:
             self._go_before_the_others()
         if self.observer is not None and state.global_step:
-            steps = int(state.global_step)  # every rank's own; without a state of ours the rows are those it should be
+            steps = int(state.global_step)  # every rank's own
             rows = steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
-            counted = {**(kept or {}).get("counted", {"rows": rows}), "step": steps + 1}
-            self.observer.load_state_dict({**(kept or {}), "counted": counted})
+            go_on(self.observer, kept or {}, steps, rows)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """The newest record's numbers, but those of single ranks and layers, go with the training's own."""
@@ -108,13 +107,10 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
 
     def _observer(self, args: Any, kwargs: Mapping[str, Any]) -> Observer | None:
         held = training_of(kwargs["model"])
-        if held is not None and observer_of(held) is not None:
-            return observer_of(held)  # python -m ds_silent has honoured the ds_config's block
-        if alone(self._config, "torchrun or accelerate launch on two processes or more"):
-            return None
-        return attach(
-            kwargs["model"] if held is None else held,  # one that cannot be observed is refused in one sentence
-            block_for(held, self._config),
+        return attach_once(
+            kwargs["model"] if held is None else held,
+            self._config,
+            "torchrun or accelerate launch on two processes or more",
             optimizer=kwargs.get("optimizer"),
             loader=kwargs.get("train_dataloader"),
             accumulation=args.gradient_accumulation_steps,

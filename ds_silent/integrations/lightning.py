@@ -18,13 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ds_silent.extras import needs
-from ds_silent.frameworks.attach import attach, is_fsdp2
+from ds_silent.frameworks.attach import is_fsdp2
 from ds_silent.frameworks.torch_common import rows_per_batch
-from ds_silent.integrations.callback_config import (
-    alone,
-    block_for,
-)
-from ds_silent.observing.observe import Given, observer_of, told_in_a_sentence
+from ds_silent.integrations.callback_config import attach_once, go_on
+from ds_silent.observing.observe import Given, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 
 
@@ -71,10 +68,9 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
         with told_in_a_sentence():
             self.observer = self._observer(trainer)
         if self.observer is not None and trainer.global_step:
-            steps = int(trainer.global_step)  # without a state of ours the rows are those it should be
+            steps = int(trainer.global_step)
             rows = steps * (rows_per_batch(_loader_of(trainer)) or 0) * int(trainer.accumulate_grad_batches)
-            counted = {**kept.get("counted", {"rows": rows}), "step": steps + 1}
-            self.observer.load_state_dict({**kept, "counted": counted})
+            go_on(self.observer, kept, steps, rows)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The newest record goes to the loggers, if they are to have it."""
@@ -105,14 +101,10 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
         self._kept = dict(state_dict)
 
     def _observer(self, trainer: Any) -> Observer | None:
-        held = training_of(trainer.strategy.model)
-        if observer_of(held) is not None:
-            return observer_of(held)  # python -m ds_silent has honoured the ds_config's block
-        if alone(self._config, "Trainer(devices=...) or torchrun on two processes or more"):
-            return None
-        return attach(
-            held,  # one that cannot be observed is refused in one sentence
-            block_for(held, self._config),
+        return attach_once(
+            training_of(trainer.strategy.model),
+            self._config,
+            "Trainer(devices=...) or torchrun on two processes or more",
             optimizer=list(trainer.optimizers),
             loader=_loader_of(trainer),
             accumulation=int(trainer.accumulate_grad_batches),
