@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _take_places(file: str | None, called: str) -> Patches:
-    """Of what a script calls to make a training; a file that is no block ends everything with one sentence.
+    """Stand in for what a script calls to make a training; a file that is no block ends all with one sentence.
 
     Args:
         called: what has named the file.
@@ -98,7 +98,7 @@ def _take_places(file: str | None, called: str) -> Patches:
 
 
 def _say_if_nothing_was_observed(unobserved: Callable[[], list[str]]) -> None:
-    """Silence would look like health."""
+    """Say it: silence would look like health."""
     from ds_silent.observing.observe import anything_observed
 
     if is_first() and not anything_observed():
@@ -111,7 +111,7 @@ def _say_if_nothing_was_observed(unobserved: Callable[[], list[str]]) -> None:
 
 
 def _target_of(arguments: Sequence[str]) -> _Target:
-    """Nothing behind the script is looked at: it is the script's."""
+    """Read what stands before the script; what is behind it is the script's."""
     launchers: list[str] = []
     config: str | None = None
     rest = list(arguments)
@@ -141,12 +141,12 @@ def _target_of(arguments: Sequence[str]) -> _Target:
 
 
 def _refuse(given: str) -> None:
-    """On every rank: the launcher ends the others as soon as one has ended, perhaps before they could speak."""
+    """End on every rank: the launcher ends the others as soon as one has ended, perhaps before they could speak."""
     sys.exit(f"ds_silent: give the training script to run, got {given}; {_USAGE}")
 
 
 def _run_script(target: _Target) -> None:
-    """As ``python train.py``. Not ``runpy.run_path``: its ``__main__`` is gone when exit handlers and threads run."""
+    """Run it as ``python train.py``. Not by ``runpy``: its ``__main__`` is gone when exit handlers and threads run."""
     path = os.path.abspath(target.name)
     loader = SourceFileLoader("__main__", path)
     code = loader.source_to_code(loader.get_data(path), path)
@@ -162,7 +162,7 @@ def _run_script(target: _Target) -> None:
 
 
 def _run_module(target: _Target) -> None:
-    """As ``python -m package.module``: ``sys.path[0]`` is the current directory, as it is for ``-m ds_silent``."""
+    """Run it as ``python -m package.module``: ``sys.path[0]`` is the current directory, as for ``-m ds_silent``."""
     name = target.name
     try:
         found = importlib.util.find_spec(name)

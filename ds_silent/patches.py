@@ -30,7 +30,7 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, handle: Any) -> None:
-        """A handle with ``remove()``, as torch's hooks give."""
+        """Take a handle with ``remove()``, as torch's hooks give."""
         self.also(handle.remove)
 
     def also(self, undo: Callable[[], None]) -> None:

@@ -68,11 +68,11 @@ class AutoAttach:
             patches.after_import(name, self._watch_megatron_optimizers)
 
     def undo(self) -> None:
-        """The classes are as they were; what is observed goes on."""
+        """Leave the classes as they were; what is observed goes on."""
         self._patches.undo()
 
     def unobserved(self) -> list[str]:
-        """What is wrong and what to do, for each kind of training that came by unobserved."""
+        """Return what is wrong and what to do, for each kind of training that came by unobserved."""
         return list(self._unobserved.values())
 
     # -- what the script makes -----------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class AutoAttach:
         self._uncalled.add(ddp)
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """What is stepped and was not seen called is trained past its wrapper, or where nobody may look."""
+        """Find models that are stepped and were not called: they are trained past their wrapper, or compiled."""
         if torch.compiler.is_compiling():
             return
         for ddp in [ddp for ddp in self._uncalled if _steps(optimizer, _trainable(ddp))]:
@@ -113,7 +113,7 @@ class AutoAttach:
     # -- the forward ---------------------------------------------------------------------------------------------
 
     def _called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The outermost wrapper is the training; those called inside, such as blocks under fully_shard, are of it."""
+        """Take the outermost wrapper as the training; those called inside, as blocks under fully_shard, are of it."""
         if torch.compiler.is_compiling():
             return original(module, *args, **kwargs)
         if self._forward_runs:
@@ -148,7 +148,7 @@ class AutoAttach:
             )
 
     def _trained(self, module: nn.Module) -> tuple[Any, Any]:
-        """What :func:`ds_silent.attach` takes: the module or its chunks, and the optimizers of its parameters."""
+        """Return what :func:`ds_silent.attach` takes: the module or its chunks, and their parameters' optimizers."""
         if is_megatron(module):
             made = [(list(chunks), one) for one, chunks in self._of_megatron if any(own is module for own in chunks)]
             return made[-1] if made else (module, None)
@@ -173,23 +173,23 @@ class AutoAttach:
                 observer.load_state_dict({"counted": taken})
 
     def _process_group_ends(self, group: Any = None) -> None:
-        """What the last step has sent is under way in it."""
+        """Close the observers: what the last step has sent is under way in the group."""
         if group is None or group is dist.group.WORLD:
             for observer in reversed(self._observers):  # as patches are taken off
                 observer.close()
 
 
 def _trainable(module: nn.Module) -> set[int]:
-    """The ids of its parameters."""
+    """Return the ids of its parameters."""
     return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
 
 def _steps(optimizer: Any, own: set[int]) -> bool:
-    """Whether it steps a parameter of those ids."""
+    """Tell whether it steps a parameter of those ids."""
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _anything_compiled() -> bool:
-    """Nothing of ours runs inside: whether a compiled function calls a module cannot be seen."""
+    """Tell whether anything was: nothing of ours runs inside, so a module that is called there is not seen."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return bool(counters.get("frames"))

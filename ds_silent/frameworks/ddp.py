@@ -47,7 +47,7 @@ WHOLE = ("", "allreduce_hook", "ALLREDUCE")
 
 
 def hook_of(ddp: Any) -> str:
-    """Name of the communication hook; empty without one.
+    """Return the name of the communication hook; empty without one.
 
     Python hooks stand in ``_comm_hooks``; a built-in one only in the logging data (torch 2.4 to 2.13).
     """
@@ -60,12 +60,12 @@ def hook_of(ddp: Any) -> str:
 
 
 def keeps_the_mean(ddp: Any) -> bool:
-    """Whether what comes out should be the mean but for rounding; hooks of unknown name may be lossy by design."""
+    """Tell whether the mean should come out but for rounding; hooks of unknown name may be lossy by design."""
     return hook_of(ddp) in (*WHOLE, *_NARROW)
 
 
 def arithmetic_of(ddp: Any, dtypes: set[torch.dtype], elements: int, width: int) -> Arithmetic:
-    """The reducer multiplies by 1/N (which rounds too) and adds up, in the gradients' own dtype or that of a hook.
+    """Return the reducer's: it multiplies by 1/N, which rounds too, and adds up in the gradients' or a hook's dtype.
 
     ``mixed_precision`` casts parameters and gradients to ``reduce_dtype``, and the result back.
     """
@@ -87,7 +87,7 @@ def arithmetic_of(ddp: Any, dtypes: set[torch.dtype], elements: int, width: int)
 
 
 def reduced_parameters(ddp: Any) -> set[int] | None:
-    """``id`` of each parameter that lies in a bucket; None where that is not known.
+    """Return ``id`` of each parameter that lies in a bucket; None where that is not known.
 
     The reducer keeps the nodes alive that accumulate its parameters' gradients, and keeps the list of them to itself
     (torch 2.4 to 2.13): a node that is the same object a moment later has another owner than this function. That the
@@ -183,7 +183,7 @@ class DDPFramework(TorchFramework):
             self.patches.wrap_method(type(self._ddp.reducer), "_delay_all_reduce", self._reduce_late)
 
     def _hook_registered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The bound on rounding is that of the reduction as it was when the observer was attached."""
+        """Check no more: the bound on rounding is that of the reduction as it was when the observer was attached."""
         before = hook_of(self._ddp)
         result = original(*args, **kwargs)
         hook = hook_of(self._ddp)

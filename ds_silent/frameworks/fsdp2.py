@@ -33,18 +33,18 @@ from ds_silent.observing.observer import Observer
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The wrapped modules, the root first."""
+    """Return the wrapped modules, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Back to the parameters that optimizers hold: behind a forward without gradients the root's are whole."""
+    """Go back to the parameters that optimizers hold: behind a forward without gradients the root's are whole."""
     for module in reversed(fsdp_modules(model)):
         module.reshard()
 
 
 def synchronises(modules: Sequence[Any]) -> bool:
-    """Whether a backward reduces now: what ``set_requires_gradient_sync`` was given last, maybe before the attach."""
+    """Tell whether a backward reduces now: ``set_requires_gradient_sync`` may have come before the attach."""
     groups: list[Any] = []
     for state in (module._get_fsdp_state() for module in modules):
         held = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13; one or none before
@@ -53,7 +53,7 @@ def synchronises(modules: Sequence[Any]) -> bool:
 
 
 def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
-    """The one device mesh of all trainable parameters.
+    """Return the one device mesh of all trainable parameters.
 
     Raises:
         ConfigError: there are others, or a parameter is not sharded over its first dimension alone.
@@ -82,7 +82,7 @@ def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:
-    """All ranks of a mesh: those whose gradients make one aggregate.
+    """Return all ranks of a mesh: those whose gradients make one aggregate.
 
     Raises:
         ConfigError: the mesh has replicas and does not span all ranks.
@@ -99,7 +99,7 @@ def group_of(mesh: Any) -> dist.ProcessGroup:
 
 
 def share_of(parameters: list[Any], mesh: Any) -> list[Slice]:
-    """What of the reduced gradient this rank answers for: its rows; nothing on ranks that hold a replica of them."""
+    """Return what of the aggregate this rank answers for: its rows; nothing where it holds a replica of them."""
     place = mesh.get_coordinate()
     if place is None or any(place[:-1]):
         return []
@@ -116,7 +116,7 @@ def share_of(parameters: list[Any], mesh: Any) -> list[Slice]:
 
 
 def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> list[Tensor]:
-    """The parameters that forward and backward see: whole, and the same objects in every step."""
+    """Return the parameters that forward and backward see: whole, and the same objects in every step."""
     for module in modules:
         module.unshard()
     try:
@@ -169,7 +169,7 @@ class FSDP2Framework(TorchFramework):
         return None if gradient is None else _local(gradient).detach().reshape(-1)[: piece.numel]
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
-        """Each number has one owner, or replicas that only some ranks hold."""
+        """Return nothing: each number has one owner, or replicas that only some ranks hold."""
         return [], list
 
     def arithmetic(self, elements: int, width: int) -> Arithmetic:

@@ -57,7 +57,7 @@ def attach_wrapped(
     accumulation: int = 1,
     gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """See :func:`ds_silent.attach_ddp`. Every rank calls it."""
+    """Observe it, see :func:`ds_silent.attach_ddp`. Every rank calls it."""
     optimizers = [torch_optimizer(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     block, refusal = None, None
     try:
@@ -114,13 +114,13 @@ def is_fsdp1(module: Any) -> bool:
 
 
 def torch_optimizer(optimizer: Any) -> Any:
-    """What an ``AcceleratedOptimizer`` holds, which is a torch optimizer in name only; else the optimizer itself."""
+    """Return what an ``AcceleratedOptimizer`` holds, a torch optimizer in name only; else the optimizer itself."""
     accelerated = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
     return optimizer.optimizer if isinstance(optimizer, accelerated) else optimizer
 
 
 def rows_per_batch(loader: Any) -> int | None:
-    """Rows that a loader, its iterator, or the batch sampler in it, gives at once; None where it does not say."""
+    """Count the rows that a loader, its iterator or its batch sampler gives at once; None where it does not say."""
     held = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "_index_sampler", None))
     sizes = (getattr(one, "batch_size", None) for one in held)
     return next((size for size in sizes if isinstance(size, int)), None)
@@ -195,17 +195,17 @@ class Slice:
 
 
 def row_of(parameter: Tensor) -> int:
-    """Elements behind one index of the first dimension that has several."""
+    """Count the elements behind one index of the first dimension that has several."""
     return parameter.numel() // _first_long(parameter)[1]
 
 
 def _first_long(values: Tensor) -> tuple[int, int]:
-    """(dimension, its size), (0, 1) without one."""
+    """Return (dimension, its size), (0, 1) without one."""
     return next(((dim, size) for dim, size in enumerate(values.shape) if size > 1), (0, 1))
 
 
 def nth_share(numels: Sequence[int], rank: int, ranks: int, rows: Sequence[int] = ()) -> list[Slice]:
-    """Of all parameters one after the other: elements ``rank * D / ranks`` to ``(rank + 1) * D / ranks``.
+    """Cut all parameters, one after the other: elements ``rank * D / ranks`` to ``(rank + 1) * D / ranks``.
 
     Args:
         numels: elements of each parameter.
@@ -226,7 +226,7 @@ def nth_share(numels: Sequence[int], rank: int, ranks: int, rows: Sequence[int] 
 
 
 def cut(values: Tensor | None, piece: Slice) -> Tensor | None:
-    """The elements of a piece, a view where it consists of whole rows or the values are contiguous; None stays None."""
+    """Return a piece's elements, a view where it is whole rows or the values are contiguous; None stays None."""
     if values is None:
         return None
     values = values.detach()
@@ -252,7 +252,7 @@ class AppliedGradients:
         self._of: dict[int, list[tuple[Tensor, Slice]]] = {}
 
     def by(self, optimizer: Any) -> Iterable[tuple[Tensor, Slice]]:
-        """Found once for as long as the groups stay."""
+        """Return the pieces that it applies; found once for as long as the groups stay."""
         held = [group["params"] for one in self._optimizers for group in one.param_groups]
         groups = tuple((id(parameters), len(parameters)) for parameters in held)
         if groups != self._groups:
@@ -268,17 +268,17 @@ class AppliedGradients:
 
 
 def parameters_of(module: nn.Module) -> Items:
-    """Every parameter, trainable or not."""
+    """Return every parameter, trainable or not."""
     return list(module.named_parameters())
 
 
 def rest_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
-    """Buffers, masters and the optimizers' own state."""
+    """Return buffers, masters and the optimizers' own state."""
     return [*buffers_of(module), *masters_of(module, optimizers), *states_of(optimizers)]
 
 
 def buffers_of(module: nn.Module) -> Items:
-    """Without running statistics of a batch, which are each rank's own unless they are synchronised."""
+    """Return buffers without running statistics of a batch, each rank's own unless they are synchronised."""
     own = {
         id(buffer)
         for inner in module.modules()
@@ -289,7 +289,7 @@ def buffers_of(module: nn.Module) -> Items:
 
 
 def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
-    """Parameters that only the optimizers have: fp32 masters."""
+    """Return parameters that only the optimizers have: fp32 masters."""
     own = {id(parameter) for parameter in module.parameters()}
     groups = _groups(optimizers)
     return [
@@ -301,7 +301,7 @@ def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
 
 
 def states_of(optimizers: Sequence[Any]) -> Items:
-    """The optimizers' own tensors."""
+    """Return the optimizers' own tensors."""
     places = ((g, p, state) for g, p, state in _states(optimizers))
     return [
         (f"optimizer {key} {g}.{p}", value)
@@ -312,7 +312,7 @@ def states_of(optimizers: Sequence[Any]) -> Items:
 
 
 def replica_of(module: nn.Module, optimizers: Sequence[Any], optimizer_state: bool, buffers: bool) -> Replica:
-    """All that makes one replica; without the optimizers' own state, or buffers, if they are not wanted.
+    """Return all that makes one replica; without the optimizers' own state, or buffers, if they are not wanted.
 
     Some optimizers count their steps in ``param_groups[...]["step"]`` or ``state[...]["step"]`` as plain numbers:
     these travel as a tensor and are written back.

@@ -78,7 +78,7 @@ class TorchLoop:
         self._boundary = False
 
     def is_boundary(self) -> bool:
-        """Whether the micro-batch under way is reduced."""
+        """Tell whether the micro-batch under way is reduced."""
         return self._boundary if self._open else self._synchronises()
 
     def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
@@ -160,7 +160,7 @@ class TorchLoop:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A step pre-hook; torch takes the arguments that it returns."""
+        """Look behind the closure; torch takes the arguments that a step pre-hook returns."""
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._applies(optimizer, args, kwargs)
@@ -193,13 +193,13 @@ class TorchLoop:
                 self._ended()
 
     def _module_clearing(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """``zero_grad`` of a module: of ours, or of one around it."""
+        """Follow ``zero_grad`` of a module: of ours, or of one around it."""
         if module is self._module or any(inner is self._module for inner in module.modules()):
             self._clearing()
         return original(module, *args, **kwargs)
 
     def _clearing(self, *args: Any, **kwargs: Any) -> None:
-        """The gradients go: with them a step that no optimizer has begun, or what was never to be one."""
+        """End a step that no optimizer has begun, or drop what was never to be one: its gradients go."""
         if self._stepped is None and self._accumulated and self._uncleared:
             self._drop()
         elif self._stepped is None and self._reduced:
@@ -213,7 +213,7 @@ class TorchLoop:
         self._moments.on_gradient_dropped()
 
     def _ended(self, skipped: bool = False, left_out: bool = False) -> None:
-        """The step is over, if one was ending."""
+        """End the step, if one was ending."""
         if self._stepped is not None:
             self._stepped = None
             self._counts.take(self._rows, skipped, left_out)
@@ -238,7 +238,7 @@ class TorchLoop:
 
 
 def rows_in(args: Any, kwargs: Any) -> int:
-    """Rows of a micro-batch: the first dimension of the first tensor that has one."""
+    """Count the rows of a micro-batch: the first dimension of the first tensor that has one."""
     tensors, _ = batch_tensors(args, kwargs)
     return next((int(tensor.shape[0]) for tensor in tensors if tensor.ndim), 0)
 

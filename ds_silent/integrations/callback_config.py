@@ -48,7 +48,7 @@ def go_on(observer: Observer, kept: Mapping[str, Any], steps: int, rows: int) ->
 
 
 def block_for(held: Any, config: Given) -> Given:
-    """What :func:`ds_silent.attach` is to be given: None for an engine whose own configuration has the block.
+    """Return what :func:`ds_silent.attach` is to be given: None for an engine whose own configuration has the block.
 
     Without one ``config`` counts, or else the defaults: None would mean an engine's own there, which has none.
     """
@@ -58,7 +58,7 @@ def block_for(held: Any, config: Given) -> Given:
 
 
 def has_own_block(held: Any) -> bool:
-    """Whether a DeepSpeedEngine's configuration has the block."""
+    """Tell whether a DeepSpeedEngine's configuration has the block."""
     given = None if isinstance(held, DistributedDataParallel) else getattr(held, "config", None)
     if not isinstance(given, (str, Path, Mapping)):
         return False
@@ -69,7 +69,7 @@ def has_own_block(held: Any) -> bool:
 
 
 def as_json(config: Given) -> Any:
-    """``config`` for a checkpoint, which is copied and shared: without the alerts whose addresses are secrets."""
+    """Return ``config`` for a checkpoint, which is copied and shared: without alerts whose addresses are secret."""
     if isinstance(config, SilentConsistencyConfig):
         alerts = [one.model_dump(mode="json") | {"to": one.address} for one in config.alerts]
         return without_secrets(config.model_dump(mode="json") | {"alerts": alerts})
@@ -79,7 +79,7 @@ def as_json(config: Given) -> Any:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A block, or what holds it, with those of its ``alerts`` that may stand in a file which others read."""
+    """Return a block, or what holds it, with those of its ``alerts`` that may stand in a file which others read."""
     kept = dict(config)
     if isinstance(kept.get(BLOCK), Mapping):
         kept[BLOCK] = without_secrets(kept[BLOCK])
@@ -89,6 +89,6 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block whose ``"auto"`` values are left out: the defaults."""
+    """Return a block whose ``"auto"`` values are left out: the defaults."""
     left = {key: value for key, value in block.items() if not (isinstance(value, str) and value == "auto")}
     return {key: without_auto(value) if isinstance(value, Mapping) else value for key, value in left.items()}

@@ -61,13 +61,13 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         self.kept: dict[str, Any] | None = None  # the Trainer may write it, from a checkpoint
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer is made; accelerate reads the ds_config as the training begins."""
+        """Fill in ``"auto"``: the Trainer is made, and accelerate reads the ds_config as the training begins."""
         ds_config: Any = getattr(getattr(args, "hf_deepspeed_config", None), "config", None)
         if isinstance(ds_config, dict) and isinstance(ds_config.get(BLOCK), dict):
             ds_config[BLOCK] = without_auto(ds_config[BLOCK])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is wrapped, and a checkpoint is loaded."""
+        """Attach: the model is wrapped, and a checkpoint is loaded."""
         self._close()  # of a training that broke off, as where a Trainer looks for a batch size
         kept = _kept_in(state, type(self).__name__)
         with told_in_a_sentence():
@@ -80,7 +80,7 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
             go_on(self.observer, kept or {}, steps, rows)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """The newest record's numbers, but those of single ranks and layers, go with the training's own."""
+        """Add the newest record's numbers, but those of single ranks and layers, to the training's own."""
         record = None if self.observer is None else self.observer.last_record
         if not self._logs or record is None or record.step == self._logged or not logs or "loss" not in logs:
             return
@@ -92,16 +92,16 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
             state.log_history[-1].update(logs)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint was written, by all ranks."""
+        """Note that a checkpoint was written, by all ranks."""
         if self.observer is not None:
             self.observer.before_checkpoint()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Where a training breaks off instead, the observer closes as the process ends, or as the next one begins."""
+        """Close. Where a training breaks off, that happens as the process ends, or as the next one begins."""
         self._close()
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer keeps in a checkpoint; it asks on rank 0."""
+        """Return what the Trainer keeps in a checkpoint; it asks on rank 0."""
         kept = None if self.observer is None or self.observer.closed else self.observer.state_dict()
         return {"args": {"config": as_json(self._config)}, "attributes": {_KEPT: kept}}
 
@@ -117,7 +117,7 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         )
 
     def _go_before_the_others(self) -> None:
-        """Those that report come first, and we would be too late."""
+        """Move to the front: those that report come first, and we would be too late."""
         for handler in gc.get_objects():
             if issubclass(type(handler), CallbackHandler) and any(one is self for one in handler.callbacks):
                 handler.callbacks.remove(self)
@@ -130,7 +130,7 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
 
 
 def training_of(model: Any) -> Any:
-    """What trains ``model`` data-parallel: itself where it is wrapped or under ``fully_shard``, else what wraps it.
+    """Find what trains ``model`` data-parallel: itself where it is wrapped or under ``fully_shard``, else its wrapper.
 
     None where nothing does. Two wrap the same model where a Trainer has begun anew: the garbage goes first.
     """
@@ -148,13 +148,13 @@ def training_of(model: Any) -> Any:
 
 
 def _around(model: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """By ``type``: ``isinstance`` asks an object for its ``__class__``, and a lazy one would load something."""
+    """Find by ``type``: ``isinstance`` asks an object for its ``__class__``, and a lazy one would load something."""
     wrappers = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
     return [one for one in wrappers if getattr(one, "module", None) is model]
 
 
 def _kept_in(state: Any, name: str) -> dict[str, Any] | None:
-    """The observer's state in a checkpoint's TrainerState; makes the place where the next one is written.
+    """Return the observer's state in a checkpoint's TrainerState; make the place where the next one is written.
 
     A checkpoint of an unobserved training has none, and the Trainer asks for it.
     """

@@ -26,7 +26,7 @@ from ds_silent.observing.observer import Observer
 
 
 def _callback_type() -> Any:
-    """Of the package that the script has imported: each has its own, with the same methods."""
+    """Return that of the package that the script has imported: each has its own, with the same methods."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         if hasattr(sys.modules.get(package), "Callback"):
             return sys.modules[package].Callback
@@ -62,7 +62,7 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
         self._logged = 0  # the newest step that the loggers know
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The model is wrapped, and a checkpoint is loaded."""
+        """Attach: the model is wrapped, and a checkpoint is loaded."""
         self._close()  # of a training that broke off
         kept, self._kept = self._kept, {}
         with told_in_a_sentence():
@@ -73,7 +73,7 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
             go_on(self.observer, kept, steps, rows)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The newest record goes to the loggers, if they are to have it."""
+        """Give the newest record to the loggers, if they are to have it."""
         if not self._logs or self.observer is None or trainer.global_step % trainer.log_every_n_steps:
             return
         record = self.observer.last_record
@@ -84,20 +84,20 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
                 logger.log_metrics(values, record.step)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being written, by all ranks."""
+        """Note that a checkpoint is being written, by all ranks."""
         if self.observer is not None:
             self.observer.before_checkpoint()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Where a training breaks off instead, the observer closes as the process ends, or as the next one begins."""
+        """Close. Where a training breaks off, that happens as the process ends, or as the next one begins."""
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What Lightning keeps in a checkpoint, of rank 0."""
+        """Return what Lightning keeps in a checkpoint, of rank 0."""
         return {} if self.observer is None or self.observer.closed else self.observer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of a checkpoint, before the training begins."""
+        """Take the state of a checkpoint, before the training begins."""
         self._kept = dict(state_dict)
 
     def _observer(self, trainer: Any) -> Observer | None:
@@ -117,7 +117,7 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
 
 
 def training_of(model: nn.Module) -> nn.Module:
-    """What trains the model data-parallel: a strategy's own model, or the one part of it under ``fully_shard``."""
+    """Find what trains the model data-parallel: a strategy's own model, or its one part under ``fully_shard``."""
     if isinstance(model, DistributedDataParallel) or is_fsdp2(model):
         return model
     outermost = [part for part in model.children() if is_fsdp2(part)]
@@ -127,6 +127,6 @@ def training_of(model: nn.Module) -> nn.Module:
 
 
 def _loader_of(trainer: Any) -> Any:
-    """Several at once, or something else that gives batches, are followed by what they give."""
+    """Return the loader; several at once, or anything else that gives batches, are followed by what they give."""
     loader = trainer.train_dataloader
     return loader if isinstance(loader, DataLoader) else None

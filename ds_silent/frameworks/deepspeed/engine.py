@@ -58,7 +58,7 @@ class EngineCounts(StepCounts):
     """Read the counters of an engine, which are in its own checkpoints."""
 
     def __init__(self, engine: Any, ranks: int, sequence: int):
-        """``ranks`` of its data-parallel group, of which ``sequence`` share each row."""
+        """Take the ``ranks`` of its data-parallel group, of which ``sequence`` share each row."""
         super().__init__(ranks)
         self._engine = engine
         rows = int(engine.train_micro_batch_size_per_gpu()) * int(engine.gradient_accumulation_steps())
@@ -67,7 +67,7 @@ class EngineCounts(StepCounts):
 
     @property
     def step(self) -> int:
-        """``engine.global_steps`` counts finished ones, skipped ones too."""
+        """Return one more than ``engine.global_steps``, which counts finished ones, skipped ones too."""
         return int(self._engine.global_steps) + 1
 
     @property
@@ -80,14 +80,14 @@ class EngineCounts(StepCounts):
 
     @property
     def update_skipped(self) -> bool:
-        """``engine.was_step_applied()``, 0.12 to 0.19."""
+        """Ask ``engine.was_step_applied()``, 0.12 to 0.19."""
         return not self._engine.was_step_applied()
 
     def state_dict(self) -> dict[str, int]:
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Nothing: a checkpoint of the engine is loaded by itself."""
+        """Do nothing: a checkpoint of the engine is loaded by itself."""
 
 
 class Losses:
@@ -104,7 +104,7 @@ class Losses:
         self.scaled = scales_loss(engine)
 
     def pipelined(self, moments: Moments, *args: Any, **kwargs: Any) -> None:
-        """All backwards of the step are over; the last stage has added up the losses (0.16.9 to 0.19.8)."""
+        """Tell the loss when all backwards of the step are over: the last stage has added up (0.16.9 to 0.19.8)."""
         total = self._engine.total_loss
         if isinstance(total, Tensor):
             moments.on_loss(total / self._engine.gradient_accumulation_steps())
@@ -115,7 +115,7 @@ class Losses:
         moments.post_forward(module, args, output)
 
     def before_backward(self, moments: Moments, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper.
+        """Tell the raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper.
 
         Without ``scale_wrt_gas`` the script has divided it already, as accelerate's and transformers' do: then the
         forward's loss is the true one. So it is where both divide, as Lightning and DeepSpeed do.
@@ -132,7 +132,7 @@ class Losses:
             loss.register_hook(partial(moments.on_loss_scaled, steps))  # type: ignore[no-untyped-call]
 
     def _say_divided_twice(self) -> None:
-        """Alike on all ranks, so that no comparison of them shows it."""
+        """Say it once: it is alike on all ranks, so that no comparison of them shows it."""
         if not self._told and self._writes:
             logger.warning(
                 "ds_silent: the loss is divided by %d micro-batches before engine.backward, which divides it again (so "
@@ -217,7 +217,7 @@ class DeepSpeedFramework(Framework):
         return self._accumulated(index) if self._ordered is None else self._ordered.held(index)
 
     def reduced(self, index: int) -> Tensor | None:
-        """The reduction puts its result where gradients accumulate."""
+        """Return what the reduction has put where gradients accumulate."""
         return self._accumulated(index)
 
     def aggregated(self) -> Iterator[Part] | None:
@@ -228,7 +228,7 @@ class DeepSpeedFramework(Framework):
         return applied_gradients(optimizer, self._places)
 
     def scale(self, seen: Tensor | None) -> float | Tensor:
-        """Only ZeRO's fp16 scales when ``engine.backward`` is bypassed."""
+        """Return what was seen; only ZeRO's fp16 scales when ``engine.backward`` is bypassed."""
         if not self._losses.scaled:
             return 1.0
         if seen is not None:
@@ -249,7 +249,7 @@ class DeepSpeedFramework(Framework):
         return replicated_parameters(self._engine), lambda: replicated_state(self._engine)
 
     def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
-        """What makes one replica in stage 0; its tensors may be written between two steps."""
+        """Return what makes one replica in stage 0; its tensors may be written between two steps."""
         return replica_of(self._engine, optimizer_state, buffers)
 
     def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ class DeepSpeedFramework(Framework):
     # -- a reduction, repeated -----------------------------------------------------------------------------------
 
     def keep_for_again(self, *args: Any, **kwargs: Any) -> None:
-        """Stages 0 and 1. An ordered reduction keeps its local sums by itself."""
+        """Keep it in stages 0 and 1. An ordered reduction keeps its local sums by itself."""
         assert self._kept is not None
         assert self._reduce is not None
         self._kept.keep()
@@ -314,7 +314,7 @@ class DeepSpeedFramework(Framework):
         self._around("destroy", moments.close)
 
     def close(self, ended: bool) -> None:
-        """An ordered reduction goes on when the observer broke: the arithmetic must not change."""
+        """Remove every hook; an ordered reduction goes on when the observer broke: the arithmetic must not change."""
         self.patches.undo()
         if self._ordered is not None:
             self._ordered.look = None

@@ -17,7 +17,7 @@ from ds_silent.frameworks.torch_common import Slice, cut, nth_share, row_of
 
 
 def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
-    """Where a parameter's gradient of the step's earlier micro-batches lies, in stages 0 and 1.
+    """Find where a parameter's gradient of the step's earlier micro-batches lies, in stages 0 and 1.
 
     * ``BF16_Optimizer``: ``fp32_groups_gradients[group][i]``, valid when ``fp32_groups_has_gradients[group][i]``.
     * ``DeepSpeedZeroOptimizer`` with ``use_grad_accum_attribute``: ``parameter.grad_accum``.
@@ -40,7 +40,7 @@ def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
 
 
 def share_of(engine: Any, parameters: list[Tensor], shape: Shape) -> list[Slice] | None:
-    """What of the gradient this rank answers for; the ranks' shares make up the whole, once. None where it is hidden.
+    """Return what of the gradient this rank answers for; the ranks' shares make up the whole. None where it is hidden.
 
     * Stage 0 holds all of it on every rank: each rank takes an N-th. Of experts those that have the same.
     * ``BF16_Optimizer`` does too, but its optimizer is partitioned: the partition, by ``parameter._hp_mapping``.
@@ -94,7 +94,7 @@ class _Dealt:
 
 
 def pieces_dealt(optimizer: Any) -> Iterator[_Dealt]:
-    """What this rank owns under ``round_robin_gradients``: ``params_in_partition``, one after the other.
+    """Yield what this rank owns under ``round_robin_gradients``: ``params_in_partition``, one after the other.
 
     The first begins at its element ``first_offset``, the last ends with the partition, ``partition_size`` elements.
     """
@@ -111,13 +111,13 @@ _SHARDS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # ds_id 
 
 
 def whole_on_every_rank(engine: Any) -> bool:
-    """Whether each rank holds the whole aggregated gradient after the reduction."""
+    """Tell whether each rank holds the whole aggregated gradient after the reduction."""
     # 0.17.6 to 0.18.3 give stage 1 with grad_accum_dtype an FP16_UnfusedOptimizer, as stage 0 has
     return not isinstance(engine.optimizer, ZeROOptimizer) or isinstance(engine.optimizer, BF16_Optimizer)
 
 
 def reduced_after_backward(engine: Any) -> bool:
-    """Whether the aggregated gradient is there when the boundary's ``engine.backward`` returns.
+    """Tell whether the aggregated gradient is there when the boundary's ``engine.backward`` returns.
 
     Every stage ends its reduction in ``allreduce_gradients`` and waits for it, with ``overlap_comm`` too
     (``independent_gradient_partition_epilogue``, 0.16.9 to 0.19.8). Copies to the host are only waited for in the step.
@@ -127,7 +127,7 @@ def reduced_after_backward(engine: Any) -> bool:
 
 
 def aggregated_gradients(engine: Any, parameters: list[Any], share: list[Slice] | None) -> Iterator[Part] | None:
-    """This rank's share of the aggregated gradient; valid between the boundary's backward and the optimizer step.
+    """Return this rank's share of the aggregated gradient; valid from the boundary's backward to the optimizer step.
 
     * Stage 0 and ``BF16_Optimizer``: where gradients accumulate, the reduction puts its result.
     * Stages 1 and 2: ``_hp_mapping.get_lp_grad_fragment``.
@@ -140,7 +140,7 @@ def aggregated_gradients(engine: Any, parameters: list[Any], share: list[Slice] 
 
 
 def _reader(engine: Any, parameters: list[Any]) -> Callable[[Slice], Tensor | None]:
-    """Where a slice of the aggregated gradient lies."""
+    """Find where a slice of the aggregated gradient lies."""
     optimizer = engine.optimizer
     if whole_on_every_rank(engine):
         held = accumulated_gradients(engine, parameters)
@@ -186,7 +186,7 @@ class KeptGradients:
         self._present = [False] * len(parameters)
 
     def keep(self) -> None:
-        """At the boundary, before the reduction."""
+        """Copy the gradients, at the boundary, before the reduction."""
         for index in range(len(self._parameters)):
             gradient = self._held(index)
             self._present[index] = gradient is not None
@@ -200,7 +200,7 @@ class KeptGradients:
 
     @property
     def bytes(self) -> int:
-        """Of the gradients that were kept."""
+        """Count those of the gradients that were kept."""
         return sum(
             copy.numel() * copy.element_size()
             for copy, present in zip(self._copies, self._present, strict=True)
@@ -208,14 +208,14 @@ class KeptGradients:
         )
 
     def put_back(self) -> None:
-        """Everything as it was before the reduction, which may then be called again."""
+        """Leave everything as it was before the reduction, which may then be called again."""
         if self.in_place:
             self._put_back_in_place()
         else:
             self._put_back_freed()
 
     def _put_back_in_place(self) -> None:
-        """Stage 0 reduces where the gradients accumulate; it gives zeros to parameters without a gradient."""
+        """Write where stage 0 reduces; it gives zeros to parameters without a gradient."""
         for index, parameter in enumerate(self._parameters):
             gradient, copy = self._held(index), self._copies[index]
             if self._present[index]:
@@ -247,13 +247,13 @@ Places = dict[int, list[tuple[Slice, int]]]
 
 
 def base_optimizers(engine: Any) -> list[Any]:
-    """The torch optimizers that really step. ZeRO-3's offload has a second one, for what stays on the device."""
+    """Return the torch optimizers that really step. ZeRO-3's offload has a second, for what stays on the device."""
     found = [engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None)]
     return [optimizer for optimizer in found if optimizer is not None]
 
 
 def applied_places(engine: Any, parameters: list[Tensor], share: list[Slice] | None) -> Places | None:
-    """Where this rank's share of the gradient lies when the base optimizer steps; None where a wrapper hides it.
+    """Find this rank's share of the gradient as the base optimizer steps; None where a wrapper hides it.
 
     * no wrapper: the model's own parameters;
     * ``FP16_UnfusedOptimizer``: ``fp32_groups`` beside ``fp16_groups``;
@@ -316,7 +316,7 @@ def applied_places(engine: Any, parameters: list[Tensor], share: list[Slice] | N
 
 
 def applied_gradients(optimizer: Any, places: Places) -> Iterator[Part]:
-    """What a base optimizer holds as gradients right now, of this rank's share."""
+    """Yield what a base optimizer holds as gradients right now, of this rank's share."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad

@@ -61,7 +61,7 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsis
 
 
 def _refuse_responses(zero: Mapping[str, Any], config: SilentConsistencyConfig) -> None:
-    """What changes training needs something to repair from: a second reduction, or a second replica."""
+    """Refuse responses without anything to repair from: a second reduction, or a second replica."""
     stage, respond, resync = zero.get("stage", 0), config.respond, config.resync
     if stage and (respond.on_replica_drift in ("majority", "mean") or resync.mode != "off"):
         key = f'respond.on_replica_drift "{respond.on_replica_drift}"'
@@ -93,7 +93,7 @@ def _refuse_responses(zero: Mapping[str, Any], config: SilentConsistencyConfig) 
 
 
 def _refuse_ordered(ds_config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
-    """An ordered reduction takes each micro-batch's gradient away and puts the mean back; where that cannot be done."""
+    """Refuse what does not let each micro-batch's gradient be taken away and the mean put back."""
     stage = zero.get("stage", 0)
     offload = zero.get("offload_optimizer")
     offloads = isinstance(offload, Mapping) and offload.get("device", "none") != "none"
@@ -142,7 +142,7 @@ def _not_ordered(found: str, why: str, remedy: str) -> None:
 
 
 def _refuse_ordered_engine(engine: Any) -> None:
-    """What only the engine knows: values that were derived, and which optimizer DeepSpeed has chosen."""
+    """Refuse what only the engine knows: values that were derived, and the optimizer that DeepSpeed has chosen."""
     import deepspeed
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
@@ -159,7 +159,7 @@ def _refuse_ordered_engine(engine: Any) -> None:
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Whether the engine takes steps: DeepSpeedEngine asks the same of itself (0.16.9 to 0.19.8, ``__init__``)."""
+    """Tell whether the engine takes steps: it asks the same of itself (0.16.9 to 0.19.8, ``__init__``)."""
     return engine.client_optimizer is not None or bool(engine.optimizer_name())
 
 

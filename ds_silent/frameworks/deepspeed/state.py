@@ -66,41 +66,41 @@ class Shape:
 
     @property
     def label(self) -> str:
-        """Of the data-parallel group, where there are several; else empty."""
+        """Name the data-parallel group, where there are several; else empty."""
         return label_of({"tp": self.tensor, "pp": self.pipe})
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks hold other parameters of the model: nobody here knows the norm that it is clipped by."""
+        """Tell whether other ranks hold other parameters: the norm that the model is clipped by is then not known."""
         return bool(self.label or self.experts)
 
     @property
     def alike(self) -> bool:
-        """Whether each rank does the same work on rows of its own, so that those that differ are odd."""
+        """Tell whether each rank does the same work on rows of its own, so that those that differ are odd."""
         return self.sequence == 1 and not self.experts
 
     @property
     def sees_rows(self) -> bool:
-        """Whether what goes into the module are whole rows, each on one rank."""
+        """Tell whether what goes into the module are whole rows, each on one rank."""
         return self.sequence == 1 and self.pipe[0] == 0
 
     @property
     def plain(self) -> bool:
-        """Whether nothing but data parallelism is at work."""
+        """Tell whether nothing but data parallelism is at work."""
         return self.sequence == 1 and not self.is_part
 
     @property
     def answers(self) -> bool:
-        """Whether this rank's aggregate counts: ranks of a mesh that share a row should all hold the same."""
+        """Tell whether this rank's aggregate counts: ranks of a mesh that share a row should all hold the same."""
         return self.meshed is None or self.meshed[0] == 0
 
     def aggregate_of(self, parameter: Any) -> Position:
-        """Among the ranks that hold its whole aggregate, where each holds it whole."""
+        """Return this rank's place among those that hold its whole aggregate, where each holds it whole."""
         return self.experts.get(expert_group(parameter) or "", self.reduced)
 
 
 def shape_of(engine: Any) -> Shape:
-    """Of an engine whose process groups are there."""
+    """Return the shape of an engine whose process groups are there."""
     group, mpu = data_parallel_group(engine), engine.mpu
     reduced = getattr(engine, "seq_data_parallel_group", None) or group
     mesh = getattr(engine, "mesh_device", None)
@@ -117,7 +117,7 @@ def shape_of(engine: Any) -> Shape:
 
 
 def data_parallel_group(engine: Any) -> dist.ProcessGroup | None:
-    """The ranks that hold the same parameters and should average their gradients; None where there is no such group.
+    """Return the ranks that hold the same parameters and should average their gradients; None without such a group.
 
     With a mesh DeepSpeed itself reduces over a part of them only, see ``benchmarks/mesh_param_drift.py``.
     """
@@ -130,14 +130,14 @@ def data_parallel_group(engine: Any) -> dist.ProcessGroup | None:
 
 
 def is_pipeline(engine: Any) -> bool:
-    """Whether the engine is DeepSpeed's ``PipelineEngine``."""
+    """Tell whether the engine is DeepSpeed's ``PipelineEngine``."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     return isinstance(engine, PipelineEngine)
 
 
 def expert_group(parameter: Any) -> str | None:
-    """The name of the expert-parallel group of a parameter that other ranks lack, else None.
+    """Return the name of the expert-parallel group of a parameter that other ranks lack, else None.
 
     ``deepspeed.moe.experts`` marks them, before there is an engine.
     """
@@ -146,7 +146,7 @@ def expert_group(parameter: Any) -> str | None:
 
 
 def duplicates_of(engine: Any, every: int, writer: bool) -> Iterator[Duplicates]:
-    """What ranks of different data-parallel groups hold alike, and experts, which only some ranks of a group hold.
+    """Yield what ranks of several data-parallel groups hold alike, and experts, which only some ranks of one hold.
 
     Args:
         every: steps between comparisons, from 1.
@@ -167,7 +167,7 @@ def duplicates_of(engine: Any, every: int, writer: bool) -> Iterator[Duplicates]
 
 
 def _expert_duplicates(named: Items, every: int) -> Iterator[Duplicates]:
-    """Of each group of experts: the first rank of all looks at what all ranks leave, it writes."""
+    """Yield each group of experts: the first rank of all looks at what all ranks leave, it writes."""
     from deepspeed.utils import groups
 
     for key in sorted({name for _, p in named if (name := expert_group(p))}):
@@ -189,7 +189,7 @@ def _place(group: dist.ProcessGroup | None) -> Position:
 
 
 def _split(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters of which other ranks have other parts.
+    """Yield parameters of which other ranks have other parts.
 
     They are marked, see ``deepspeed.runtime.utils.is_model_parallel_parameter``; only Domino's linear layers do not.
     """
@@ -222,7 +222,7 @@ def engine_facts(engine: Any) -> dict[str, Any]:
 
 
 def numel_of(parameter: Any) -> int:
-    """Elements of the whole parameter; under ZeRO-3 the tensor itself is empty and ``ds_numel`` knows."""
+    """Count the elements of a whole parameter; under ZeRO-3 the tensor itself is empty and ``ds_numel`` knows."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -238,14 +238,14 @@ def parameter_groups(optimizer: Any) -> list[list[Any]]:
 
 
 def replicated_parameters(engine: Any) -> Items:
-    """Every parameter, trainable or not, where each rank holds all of it; nothing under stage 3, no other's experts."""
+    """Return every parameter where each rank holds all of it; none under stage 3, and no other rank's experts."""
     if engine.zero_optimization_stage() == 3:
         return []
     return [(name, p) for name, p in torch_common.parameters_of(engine.module) if expert_group(p) is None]
 
 
 def replicated_state(engine: Any) -> Items:
-    """Buffers, and in stage 0 without partitions the optimizer's tensors and its fp32 masters."""
+    """Return buffers, and in stage 0 without partitions the optimizer's tensors and its fp32 masters."""
     if engine.zero_optimization_stage() == 3:
         return []
     experts = any(expert_group(parameter) for parameter in engine.module.parameters())
@@ -254,7 +254,7 @@ def replicated_state(engine: Any) -> Items:
 
 
 def replica_of(engine: Any, optimizer_state: bool, buffers: bool) -> Replica:
-    """All that makes one replica in stage 0; without the optimizer's own state, or buffers, if they are not wanted.
+    """Return what makes one replica in stage 0; without the optimizer's own state, or buffers, if they are not wanted.
 
     ``FusedAdam`` counts its steps in ``param_groups[...]["step"]``, ``DeepSpeedCPUAdam`` in ``state[...]["step"]``.
     """
@@ -262,7 +262,7 @@ def replica_of(engine: Any, optimizer_state: bool, buffers: bool) -> Replica:
 
 
 def _whole_optimizers(engine: Any) -> list[Any]:
-    """The base optimizer where each rank's steps all parameters."""
+    """Return the base optimizer where each rank's steps all parameters."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     sharded = engine.zero_optimization_stage() > 0 or isinstance(engine.optimizer, BF16_Optimizer)
@@ -294,7 +294,7 @@ _IGNORED_SECTIONS = {
 
 
 def training_of(engine: Any, ds_config: Mapping[str, Any]) -> Training:
-    """Of a DeepSpeedEngine before its first step.
+    """Return what is compared of a DeepSpeedEngine before its first step.
 
     Args:
         ds_config: its configuration as a dictionary.
@@ -313,7 +313,7 @@ def training_of(engine: Any, ds_config: Mapping[str, Any]) -> Training:
 
 
 def config_items(ds_config: Mapping[str, Any]) -> list[Item]:
-    """The DeepSpeed configuration by section, without monitors, output paths and local paths."""
+    """Return the DeepSpeed configuration by section, without monitors, output paths and local paths."""
     kept = {key: value for key, value in ds_config.items() if key not in _IGNORED_SECTIONS}
     if isinstance(kept.get(BLOCK), Mapping):  # its alerts hold secrets, and what is compared is written down
         kept[BLOCK] = {key: value for key, value in kept[BLOCK].items() if key not in WRITERS_ALONE}

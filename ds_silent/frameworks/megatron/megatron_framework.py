@@ -66,7 +66,7 @@ def watch_losses(patches: Patches, chunks: Sequence[Any], tell: Callable[[Tensor
 
 
 def _told(script: Callable[..., Any], tell: Callable[[Tensor], object]) -> Callable[..., Any]:
-    """The script's ``forward_step``, whose loss function tells what it returns."""
+    """Wrap the script's ``forward_step``, so that its loss function tells what it returns."""
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         output, loss_function = script(*args, **kwargs)
@@ -85,7 +85,7 @@ def _told(script: Callable[..., Any], tell: Callable[[Tensor], object]) -> Calla
 
 
 def _mean(result: tuple[Any, ...]) -> Tensor:
-    """(mean, ..), or (sum over tokens, tokens, ..): a copy, because the schedule divides it in place."""
+    """Return that of (mean, ..) or (sum over tokens, tokens, ..): a copy, because the schedule divides it in place."""
     loss: Tensor = result[0].detach().clone()
     return loss / torch.as_tensor(result[1], device=loss.device).clamp(min=1) if len(result) == 3 else loss
 
@@ -157,7 +157,7 @@ class MegatronFramework(Framework):
         return [inner for _, inner in inner_optimizers(self._optimizer)]
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
-        """All but experts: those of other ranks are others."""
+        """Return all but experts: those of other ranks are others."""
         experts = self._buffers.experts
         alike = [pair for pair in torch_common.parameters_of(self.module) if id(pair[1]) not in experts]
         inner = [
@@ -200,7 +200,7 @@ class MegatronFramework(Framework):
         self._moments.pre_forward(module, args, kwargs)
 
     def _backward_begins(self, root: Any) -> None:
-        """Its gradients are looked at later; it is the chunks' where a forward of theirs waits for one."""
+        """Tell of the chunks' own: one of them where a forward of theirs waits for it."""
         if self._forwards:
             self._forwards -= 1
             self._moments.pre_backward(root, own=True)
@@ -244,7 +244,7 @@ class MegatronFramework(Framework):
 
 
 def module_of(chunks: Sequence[Any]) -> nn.Module:
-    """The only chunk's module, or one that holds all chunks'."""
+    """Return the only chunk's module, or one that holds all chunks'."""
     if len(chunks) == 1:
         module: nn.Module = chunks[0].module
         return module
@@ -321,7 +321,7 @@ def attach_megatron(
 
 
 def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
-    """The ``torch.optim`` optimizers; raises :class:`ConfigError` for what cannot be observed."""
+    """Return the ``torch.optim`` optimizers; raise :class:`ConfigError` for what cannot be observed."""
     for chunk in chunks or [None]:
         named = type(chunk).__name__
         if hasattr(chunk, "ddp_config") and chunk.ddp_config.use_megatron_fsdp:
@@ -353,7 +353,7 @@ def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
 
 
 def _settings(config: Any) -> list[Item]:
-    """Of one of Megatron's configurations; of what is no plain value, its type."""
+    """Return those of one of Megatron's configurations; of what is no plain value, its type."""
     plain = (bool, int, float, str, torch.dtype, type(None))
     return [
         config_item(f"{type(config).__name__}.{name}", value if isinstance(value, plain) else type(value).__name__)

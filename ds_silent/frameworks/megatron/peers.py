@@ -47,7 +47,7 @@ class MegatronPeers(Peers):
         self.duplicates = list(self._made(every)) if every else []
 
     def _in_norm(self) -> frozenset[int]:
-        """On one tensor-parallel rank alone where all hold the same; a tied embedding where it is not ``shared``."""
+        """Count what all hold alike on one tensor-parallel rank, a tied embedding where it is not ``shared``."""
         from megatron.core import parallel_state
 
         first, experts = self._tensor.rank() == 0, self._buffers.experts
@@ -65,7 +65,7 @@ class MegatronPeers(Peers):
         return [*events, *super().compare(step)]
 
     def _made(self, every: int) -> Iterator[Duplicates]:
-        """Of other groups on the first rank of each: its own group sees the rest. Of experts on each."""
+        """Yield those of other groups on the first rank of each: its own group sees the rest. Experts on each."""
         named = [(name, p) for chunk in self._chunks for name, p in chunk.module.named_parameters()]
         experts = [(name, p) for name, p in named if id(p) in self._buffers.experts]
         if experts:
