@@ -17,11 +17,11 @@ from ds_silent.patches import Patches
 
 if TYPE_CHECKING:
     from ds_silent.config import ConfigError, SilentConsistencyConfig
-    from ds_silent.frameworks.attach_any import attach, observe
+    from ds_silent.frameworks.attach import attach, observe
     from ds_silent.frameworks.ddp import attach_ddp
     from ds_silent.frameworks.deepspeed.attach_deepspeed import initialize
     from ds_silent.frameworks.fingerprint import Fingerprint, fingerprint
-    from ds_silent.frameworks.megatron.attach_megatron import attach_megatron
+    from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
     from ds_silent.observing.observe import observer_of
     from ds_silent.observing.observer import Observer
     from ds_silent.records import Event, StepRecord
@@ -54,11 +54,11 @@ _MODULES = {
     "SinkError": "sinks",
     "StepRecord": "records",
     "attach_ddp": "frameworks.ddp",
-    "attach_megatron": "frameworks.megatron.attach_megatron",
-    "attach": "frameworks.attach_any",
+    "attach_megatron": "frameworks.megatron.megatron_framework",
+    "attach": "frameworks.attach",
     "fingerprint": "frameworks.fingerprint",
     "initialize": "frameworks.deepspeed.attach_deepspeed",
-    "observe": "frameworks.attach_any",
+    "observe": "frameworks.attach",
     "observer_of": "observing.observe",
 }
 
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
 
 def _when_deepspeed_is_there(_: object) -> None:
     try:
-        from ds_silent.frameworks.deepspeed.unread import say_if_a_block_is_not_read
+        from ds_silent.frameworks.deepspeed.refusals import say_if_a_block_is_not_read
 
         say_if_a_block_is_not_read()
     except Exception as error:  # it is only for a sentence

@@ -6,8 +6,8 @@
     python -m ds_silent --silent-consistency-config block.json pretrain_gpt.py ...
 
 The script's own ``deepspeed.initialize`` becomes :func:`ds_silent.initialize`. Whatever else it trains - under
-``DistributedDataParallel``, ``fully_shard`` or Megatron-core - is attached (:mod:`ds_silent.frameworks.unedited`), with
-the block of the file named before the script, or in the environment variable SILENT_CONSISTENCY_CONFIG, or all
+``DistributedDataParallel``, ``fully_shard`` or Megatron-core - is attached (:mod:`ds_silent.frameworks.auto_attach`),
+with the block of the file named before the script, or in the environment variable SILENT_CONSISTENCY_CONFIG, or all
 defaults. A ds_config without a block gets that of the file too.
 
 Nothing else changes: ``__main__``, ``sys.argv`` and ``sys.path`` are what Python itself would make of the script, so
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _take_places(file: str | None, called: str) -> Patches:
-    """Of what a script calls to make a training; a file that is no block ends everything with one sentence.
+    """Stand in for what a script calls to make a training; a file that is no block ends all with one sentence.
 
     Args:
         called: what has named the file.
@@ -86,23 +86,23 @@ def _take_places(file: str | None, called: str) -> Patches:
         take_its_place(block if file else None)
 
     patches.after_import("deepspeed", deepspeed_is_there)
-    missed: Callable[[], list[str]] = list
+    unobserved: Callable[[], list[str]] = list
     if block is not None:
-        from ds_silent.frameworks.unedited import Unedited
+        from ds_silent.frameworks.auto_attach import AutoAttach
 
-        unedited = Unedited(block)
-        patches.also(unedited.undo)
-        missed = unedited.missed
-    atexit.register(_say_if_nothing_was_observed, missed)
+        auto_attach = AutoAttach(block)
+        patches.also(auto_attach.undo)
+        unobserved = auto_attach.unobserved
+    atexit.register(_say_if_nothing_was_observed, unobserved)
     return patches
 
 
-def _say_if_nothing_was_observed(missed: Callable[[], list[str]]) -> None:
-    """Silence would look like health."""
+def _say_if_nothing_was_observed(unobserved: Callable[[], list[str]]) -> None:
+    """Say it: silence would look like health."""
     from ds_silent.observing.observe import anything_observed
 
     if is_first() and not anything_observed():
-        why = "; ".join(missed()) or (
+        why = "; ".join(unobserved()) or (
             'no DeepSpeed engine with an optimizer and an enabled "silent_consistency" block, no '
             "DistributedDataParallel, fully_shard or Megatron-core model with an optimizer came by; add the block to "
             "the ds_config, or call ds_silent.attach in the script"
@@ -111,7 +111,7 @@ def _say_if_nothing_was_observed(missed: Callable[[], list[str]]) -> None:
 
 
 def _target_of(arguments: Sequence[str]) -> _Target:
-    """Nothing behind the script is looked at: it is the script's."""
+    """Read what stands before the script; what is behind it is the script's."""
     launchers: list[str] = []
     config: str | None = None
     rest = list(arguments)
@@ -141,12 +141,12 @@ def _target_of(arguments: Sequence[str]) -> _Target:
 
 
 def _refuse(given: str) -> None:
-    """On every rank: the launcher ends the others as soon as one has ended, perhaps before they could speak."""
+    """End on every rank: the launcher ends the others as soon as one has ended, perhaps before they could speak."""
     sys.exit(f"ds_silent: give the training script to run, got {given}; {_USAGE}")
 
 
 def _run_script(target: _Target) -> None:
-    """As ``python train.py``. Not ``runpy.run_path``: its ``__main__`` is gone when exit handlers and threads run."""
+    """Run it as ``python train.py``. Not by ``runpy``: its ``__main__`` is gone when exit handlers and threads run."""
     path = os.path.abspath(target.name)
     loader = SourceFileLoader("__main__", path)
     code = loader.source_to_code(loader.get_data(path), path)
@@ -162,7 +162,7 @@ def _run_script(target: _Target) -> None:
 
 
 def _run_module(target: _Target) -> None:
-    """As ``python -m package.module``: ``sys.path[0]`` is the current directory, as it is for ``-m ds_silent``."""
+    """Run it as ``python -m package.module``: ``sys.path[0]`` is the current directory, as for ``-m ds_silent``."""
     name = target.name
     try:
         found = importlib.util.find_spec(name)

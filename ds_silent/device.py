@@ -31,7 +31,7 @@ VARIABLE = "DS_ACCELERATOR"
 
 @functools.cache
 def kind() -> str:
-    """What this process trains on. What ``DS_ACCELERATOR`` names, where torch has it; else the first that is there."""
+    """Return what this process trains on: what ``DS_ACCELERATOR`` names, where torch has it; else the first."""
     _load_npu()
     wanted = os.environ.get(VARIABLE, "")
     if hasattr(getattr(torch, wanted, None), "device_count"):
@@ -40,7 +40,7 @@ def kind() -> str:
 
 
 def _load_npu() -> None:
-    """``torch.npu`` comes with Ascend's package, which torch 2.5 and newer import by themselves."""
+    """Load ``torch.npu``, which comes with Ascend's package; torch 2.5 and newer import that by themselves."""
     if not hasattr(torch, "npu"):
         with contextlib.suppress(ImportError):
             importlib.import_module("torch_npu")
@@ -52,7 +52,7 @@ def _available(name: str) -> bool:
 
 
 def module_of(name: str) -> Any:
-    """``torch.cuda`` for ``"cuda"``: streams, events and generators of that kind of device."""
+    """Return ``torch.cuda`` for ``"cuda"``: streams, events and generators of that kind of device."""
     return getattr(torch, name)
 
 
@@ -65,12 +65,12 @@ def seed_all(seed: int) -> None:
 
 
 def initial_seed() -> int:
-    """What the device's generator was seeded with."""
+    """Return what the device's generator was seeded with."""
     return int(torch.initial_seed() if kind() == "cpu" else module_of(kind()).initial_seed())
 
 
 def generator_state() -> Tensor:
-    """State of the device's generator, uint8 on the host. Reading it may synchronise with the device."""
+    """Return the state of the device's generator, uint8 on the host. Reading it may synchronise with the device."""
     state: Tensor = torch.get_rng_state() if kind() == "cpu" else module_of(kind()).get_rng_state()
     return state.cpu()
 
@@ -84,13 +84,13 @@ def set_generator_state(state: Tensor) -> None:
 
 
 def model_name() -> str | None:
-    """The device's model as its driver names it; None on the CPU and where a device does not say."""
+    """Return the device's model as its driver names it; None on the CPU and where a device does not say."""
     name = getattr(getattr(torch, kind(), None), "get_device_name", None)
     return None if name is None else str(name())
 
 
 def name() -> str:
-    """``"cuda:3"``: the device that this process uses, as it counts them; ``"cpu"``."""
+    """Return ``"cuda:3"``: the device that this process uses, as it counts them; ``"cpu"``."""
     return kind() if kind() == "cpu" else f"{kind()}:{module_of(kind()).current_device()}"
 
 
@@ -106,7 +106,7 @@ def serial() -> str | None:
 
 
 def pinned(like: Tensor) -> Tensor:
-    """Host memory of the same shape and dtype that a device copies into without the host's waiting."""
+    """Return host memory of the same shape and dtype that a device copies into without the host's waiting."""
     return torch.empty(like.shape, dtype=like.dtype).pin_memory()
 
 
@@ -120,7 +120,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """What is launched inside runs on this stream."""
+        """Launch on this stream what is launched inside."""
         with self._module.stream(self._stream):
             yield
             self._done.record(self._stream)

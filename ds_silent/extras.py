@@ -37,7 +37,7 @@ class MissingExtra(ImportError):
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package; None without it, or where it is imported from a directory of sources."""
+    """Return that of an installed package; None without it, or where it is imported from a directory of sources."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -45,7 +45,7 @@ def version_of(package: str) -> str | None:
 
 
 def installed(package: str) -> bool:
-    """Whether ``import package`` finds something; nothing is imported."""
+    """Tell whether ``import package`` finds something; nothing is imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # what the package is in
@@ -64,19 +64,19 @@ def needs(what: str, extra: str) -> None:
 
 
 def missing_sentence(what: str, missing: list[str], extra: str) -> str:
-    """The sentence: what is missing, and what to type."""
+    """Return the sentence: what is missing, and what to type."""
     named = ", ".join(_NAMES.get(package, package) for package in missing)
     is_not = "is not" if len(missing) == 1 else "are not"
     return f'{what} needs {named}, which {is_not} installed: pip install "ds_silent[{extra}]"'
 
 
 def is_first() -> bool:
-    """Whether a launcher has made this process rank 0, or there is no launcher."""
+    """Tell whether a launcher has made this process rank 0, or there is no launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def print_without_traceback(*kinds: type[BaseException], tells: Callable[[BaseException], bool]) -> None:
-    """From now on an uncaught error of these kinds prints its one sentence and ends the process with status 1.
+    """Let an uncaught error of these kinds print its one sentence and end the process with status 1, from now on.
 
     Args:
         kinds: whose message is one sentence for the person who started this.

@@ -1,224 +1,273 @@
-"""What a framework answers, and the moments at which it calls: all that an observer knows of it.
+"""The base class of every adapter, and the moments at which it calls: all that an observer knows of a framework.
 
-    framework = DeepSpeedFramework(engine, config)      # answers; keeps nothing of a step but what the framework hides
+    framework = DDPFramework(ddp, optimizers, config, micro_batch_rows=4, accumulation=1)     # a Framework
     capture = StepCapture(framework, config)            # the same for every framework: ds_silent.capture.step
-    framework.connect(capture.moments)                  # hooks, each of which calls a moment
+    framework.connect(moments)                          # hooks, each of which calls a moment
 
-A new framework is one folder beside ``deepspeed``: one class that has :class:`Framework`'s members, and those of the
-abilities that it has, its :class:`~ds_silent.text.Words`, and a way in that hands a
-:class:`~ds_silent.observing.observe.Subject` to :func:`ds_silent.observing.observe.observe`. Whatever a step remembers
-is in :mod:`ds_silent.capture.step`, once for all of them.
+An adapter is one class that derives from :class:`Framework`, says what is not as the defaults say, and puts its hooks
+in place in :meth:`Framework.connect`. A loop that a script writes itself has most of that in
+:mod:`ds_silent.frameworks.torch_loop`. Whatever a step remembers is in :mod:`ds_silent.capture.step`, once for all.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_silent.distributed.communicator import own_group
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.whole_model import WholeModel
 from ds_silent.kernels.checksums import Items, Replica
-from ds_silent.maths.rounding_bound import Arithmetic
+from ds_silent.maths.rounding_bound import Arithmetic, coarsest
+from ds_silent.patches import Patches
 from ds_silent.records import Event
-from ds_silent.text import Words
+from ds_silent.replicas.duplicates import Duplicates, compared
+from ds_silent.text import TORCH, Words
 
 Part = tuple[int, int, Tensor]
 """(parameter, first element, values): a piece of a gradient."""
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Who does what with whom. Communicators of our own: nothing of the training's pairs with them."""
-
-    reduced: dist.ProcessGroup  # whose gradients make one aggregate
-    replicated: dist.ProcessGroup  # who hold the same parameters
-    device: torch.device  # of what they exchange
-    alike: bool = True  # each does the same work on rows of its own: who differs from the others is odd
-
-
-@dataclass(frozen=True)
 class Moments:
-    """What a framework calls, each guarded already (:mod:`ds_silent.distributed.guard`): none raises what is ours.
+    """What an adapter calls. Each is guarded already (:mod:`ds_silent.distributed.guard`).
 
-    In the order of a step. A framework leaves out what it does not have: the observation says so then.
+    Every adapter calls ``pre_forward``, ``on_gradient``, ``post_backward``, ``pre_update`` and ``post_step``. The
+    others are for what a framework has; what is left out, the records lack.
     """
 
-    guard: CollectiveGuard  # for what a framework's own hooks do on the way to a moment
-    begins: Callable[..., object]  # (held) as a step's first forward comes: held() is what gradients hold already
-    forward: Callable[..., object]  # (module, args, kwargs) before the module's forward: a micro-batch's rows
-    forwarded: Callable[..., object]  # (module, args, output) behind it: a loss, where nobody gives one
-    loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins
-    share: Callable[..., object]  # (loss) the same of one that was divided: the shares of a step add up to its loss
-    root: Callable[..., object]  # (tensor, own=False) that a backward begins with, before it runs; own: surely ours
-    scaled: Callable[..., object]  # (factor, gradient) of the loss: together the factor on the step's gradients
-    gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated; from a hook
-    micro_batch_ended: Callable[[], bool | None]  # (): before a reduction; whether exact inner products are due
-    before_reduction: Callable[..., object]  # (*anything): the same, and they are exchanged here
-    reduced: Callable[..., object]  # (again=False): the aggregate is there, and the script has not seen it yet
-    applying: Callable[..., object]  # (optimizer, args, kwargs) as it begins to apply the aggregate
-    before_update: Callable[..., object]  # (*anything): once per step, before the optimizer
-    dropped: Callable[[], object]  # (): what has come since the last step was cleared and belongs to none
-    updated: Callable[[], object]  # (): the optimizer has run, the framework's counters have advanced
-    before_checkpoint: Callable[..., object]  # (*anything)
-    ends: Callable[..., object]  # (*anything): the training is over
+    guard: CollectiveGuard  # for what an adapter's own hooks do on the way to a moment
+    pre_step: Callable[..., object]  # (held) before a step's first forward: held() is what gradients hold already
+    pre_forward: Callable[..., object]  # (module, args, kwargs): a micro-batch's rows
+    post_forward: Callable[..., object]  # (module, args, output): a loss, where nothing else gives one
+    on_loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins
+    on_loss_share: Callable[..., object]  # (loss) one that was divided: the shares of a step add up to its loss
+    pre_backward: Callable[..., object]  # (root, own=False) what a backward begins with; own: it reaches the model
+    on_loss_scaled: Callable[..., object]  # (factor, gradient) of the loss: their product is the gradients' scale
+    on_gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated
+    post_backward: Callable[..., bool | None]  # (*anything) before a reduction; whether exact products are due
+    post_reduction: Callable[..., object]  # (again=False): the aggregate is there, and the script has not seen it yet
+    pre_update: Callable[..., object]  # (*anything): once per step, between the reduction and the first optimizer
+    pre_optimizer_step: Callable[..., object]  # (optimizer, args, kwargs) each time one begins to apply the aggregate
+    on_gradient_dropped: Callable[[], object]  # (): what has come since the last step was cleared and belongs to none
+    post_step: Callable[[], object]  # (): the optimizers have run, the counters have advanced
+    pre_checkpoint: Callable[..., object]  # (*anything)
+    close: Callable[..., object]  # (*anything): the training is over
 
 
-class Framework(Protocol):
-    """One training of one framework. Every rank asks the same at the same steps."""
+@dataclass
+class StepCounts:
+    """Count the steps and rows of one rank, where nothing of the framework does."""
 
-    words: Words  # what its users know things by
-    ranks: Ranks
-    module: nn.Module  # a micro-batch is one forward of it
-    names: list[str]  # of the trainable parameters
-    numels: list[int]  # elements of each, whole
-    micro_batches: int  # per step
-    micro_batch_rows: int  # as configured, on each rank
-    boundaries: int  # micro-batches of a step that :meth:`is_boundary` may call its last, where a script reduces each
-    additive: bool  # every micro-batch is reduced and freed: nobody accumulates the local gradient
-    overlapped: bool  # the reduction begins while the boundary's backward runs
-    aggregate_replicated: bool  # every rank holds the whole aggregated gradient where it accumulates
-    whole_at_hook: bool  # at the boundary, what is accumulated and the gradient in a hook make the local gradient
-    observes_applied: bool  # :meth:`applied` can tell
-    clip: float  # largest norm of the applied gradient; 0 is none
-
-    def arithmetic(self, elements: int, width: int) -> Arithmetic:
-        """Of the reduction of ``elements`` numbers, seen through sketches of ``width``."""
+    data_ranks: int = 1  # that consume rows of their own
+    taken: int = 0  # steps
+    rows: int = 0  # consumed by this rank until the last step
+    last_rows: int = 0  # of the step that was taken last
+    skipped: bool = False  # the optimizer left that step out, for infinities
+    left_out: bool = False  # the script did, by clearing its gradient: on all ranks alike that is no fault
 
     @property
     def step(self) -> int:
         """The optimizer step under way, from 1."""
+        return self.taken + 1
 
     @property
     def samples(self) -> int:
         """Rows consumed by all ranks so far."""
+        return self.rows * self.data_ranks
 
     @property
     def batch(self) -> float:
         """Rows per rank and optimizer step, now."""
+        return float(self.last_rows)
 
     @property
     def update_skipped(self) -> bool:
         """Whether the optimizer did not apply the step just taken, whatever the reason."""
+        return self.skipped or self.left_out
 
-    def skipped(self, applied: bool | None) -> bool:
-        """Whether that was a search for the loss scale; ``applied``: whether ``applying`` came, None: not observed."""
+    def take(self, rows: int, skipped: bool, left_out: bool = False) -> None:
+        """Count a step of that many rows, taken or left out."""
+        self.taken, self.rows, self.last_rows = self.taken + 1, self.rows + rows, rows
+        self.skipped, self.left_out = skipped, left_out
 
-    def is_boundary(self) -> bool:
-        """Whether the micro-batch under way is the step's last."""
+    def state_dict(self) -> dict[str, int]:
+        """Return what goes with the observer's state: JSON values; nothing where the framework keeps it."""
+        return {"step": self.step, "rows": self.rows}
 
-    def accumulated(self, index: int) -> Tensor | None:
-        """What this rank has accumulated of a parameter's gradient, until the reduction; never asked if additive."""
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.taken, self.rows = int(state["step"]) - 1, int(state["rows"])
 
-    def reduced(self, index: int) -> Tensor | None:
-        """Where every rank holds the whole aggregate: of one parameter, from the reduction until the optimizer."""
 
-    def aggregated(self) -> Iterator[Part] | None:
-        """This rank's share of the aggregated gradient: the ranks' shares make up the whole, once. None: hidden."""
+@dataclass
+class Peers:
+    """Ranks of other groups, which hold the rest of the model, or the same once more."""
 
-    def applied(self, optimizer: Any) -> Iterator[Part]:
-        """What an optimizer is about to apply, of this rank's share."""
+    duplicates: Sequence[Duplicates] = ()
+    model: WholeModel | None = None  # on a group's first rank, where one group does not know all
+    in_norm: frozenset[int] | None = None  # parameters that count in the whole model's norm, where a step clips by it
 
-    def scale(self, seen: Tensor | None) -> float | Tensor:
-        """The factor on every gradient of this step; ``seen``: what the loss's own gradient said."""
+    def compare(self, step: int) -> Iterable[Event]:
+        """Compare ranks of several groups as a step begins; on every rank, and none waits."""
+        return compared(self.duplicates, step)
 
-    def gram(self) -> Tensor | None:
-        """This rank's part of the exact inner products, where the framework's reduction has made them by the way."""
 
-    def optimizers(self) -> list[Any]:
-        """The ``torch.optim`` optimizers at the bottom."""
+class Framework:
+    """One training of one framework. Every rank asks the same at the same steps. Making one is a collective."""
 
-    def replicated(self) -> tuple[Items, Callable[[], Items]]:
-        """Parameters that every rank holds whole, and a function that names all else that is replicated."""
+    words: Words = TORCH  # what its users know things by
+    ranks_comparable = True  # each does the same work on rows of its own: a rank unlike the others is odd
+    micro_batches = 1  # per step
+    micro_batch_rows = 64  # as configured, on each rank
+    max_reductions_per_step = 1  # micro-batches that may be a boundary, where a script reduces each
+    reduces_every_micro_batch = False  # and frees it: nothing accumulates the local gradient
+    overlaps_backward = False  # the reduction begins while the boundary's backward runs
+    hook_sees_full_gradient = True  # at the boundary: what is accumulated and what a hook gets make the local gradient
+    aggregate_replicated = False  # every rank holds the whole aggregated gradient where it accumulates
+    observes_applied = False  # :meth:`applied` can tell
+    clip = 0.0  # largest norm of the applied gradient; 0 is none
+    peers: Peers | None = None  # where several data-parallel groups share the model
+    wrapper: object = None  # the DistributedDataParallel that is this training's
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[tuple[str, Tensor]],
+        group: dist.ProcessGroup,
+        optimizers: Sequence[Any] = (),
+        device: torch.device | None = None,
+    ):
+        """Make a communicator of our own, so that nothing of the training's pairs with it: a collective.
+
+        Args:
+            module: one forward of it is a micro-batch.
+            parameters: the trainable ones whose gradients are reduced, by name, in an order that all ranks share.
+            group: of the ranks whose gradients make one aggregate.
+            optimizers: the ``torch.optim`` optimizers at the bottom.
+            device: of what the ranks exchange; by default the parameters' own.
+        """
+        self.group, self.module = own_group(group), module
+        self.names, self.parameters = [name for name, _ in parameters], [p for _, p in parameters]
+        self.numels = [parameter.numel() for parameter in self.parameters]  # elements of each, whole
+        self.device = device or (self.parameters[0].device if self.parameters else torch.device("cpu"))
+        self.counts, self.patches = StepCounts(dist.get_world_size(self.group)), Patches()
+        self._optimizers = list(optimizers)
+
+    # -- what every adapter says -----------------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        """Register every hook."""
+        """Register every hook, in ``self.patches``."""
+        raise NotImplementedError
+
+    def aggregated(self) -> Iterator[Part] | None:
+        """Yield this rank's share of the aggregated gradient: the ranks' shares make up the whole. None: hidden."""
+        return None
+
+    # -- what has a default ----------------------------------------------------------------------------------------
 
     def close(self, ended: bool) -> None:
         """Remove every hook; ``ended``: for good, and not because an observer broke."""
-
-
-@runtime_checkable
-class Repeats(Protocol):
-    """A reduction that can be run again from the same local gradients."""
-
-    def keep_for_again(self, *args: Any, **kwargs: Any) -> None:
-        """At the boundary, before the reduction, with what ``before_reduction`` was called with."""
-
-    def reduce_again(self) -> int:
-        """Run it again; bytes of the gradients. A collective."""
-
-
-@runtime_checkable
-class HasReplica(Protocol):
-    """What makes one replica can be named, and written between two steps."""
-
-    def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
-        """Its tensors: with what the optimizer keeps beside fp32 masters, and the buffers that a forward may change."""
-
-
-@runtime_checkable
-class Counts(Protocol):
-    """Nobody but the adapter counts the steps: they go with the observer's state."""
-
-    def counted(self) -> dict[str, int]:
-        """JSON values, for a checkpoint."""
-
-    def count_on(self, counted: dict[str, int]) -> None:
-        """Continue from :meth:`counted`."""
-
-
-@runtime_checkable
-class HasPeers(Protocol):
-    """Ranks of other groups hold the rest of the model, or the same once more."""
-
-    model: WholeModel | None  # on a group's first rank, where one group does not know all
-    in_norm: frozenset[int] | None  # parameters that count in the whole model's norm, where a step clips by it
-
-    def beside(self, step: int) -> Iterable[Event]:
-        """What differs between ranks of several groups as a step begins; on every rank, and nobody waits."""
-
-
-@runtime_checkable
-class Covers(Protocol):
-    """It is known which parameters the framework reduces, and which ones its optimizers hold."""
-
-    def reduced_ids(self) -> Set[int] | None:
-        """``id`` of each parameter whose gradient is reduced; None: of all that have one, or it is not known."""
-        return None
-
-    def held(self) -> list[list[Tensor]]:
-        """The model's own parameters, by the groups of the optimizers: the same lists until they change."""
-
-    def is_own(self, wrapper: object) -> bool:
-        """Whether that is what wraps this model."""
-        return False
-
-
-@runtime_checkable
-class LeavesOut(Protocol):
-    """Its scripts step by themselves, and may throw a reduced gradient away: on all ranks alike that is no fault."""
+        self.patches.undo()
 
     @property
-    def left_out(self) -> bool:
-        """Whether the script left out the step just over."""
+    def step(self) -> int:
+        """The optimizer step under way, from 1."""
+        return self.counts.step
 
+    def arithmetic(self, elements: int, width: int) -> Arithmetic:
+        """Return that of the reduction of ``elements`` numbers, seen through sketches of ``width``.
 
-@runtime_checkable
-class SavesSuspect(Protocol):
-    """The framework's own checkpoint can be written to a place that is named."""
+        By default each gradient is multiplied by 1/N and added up in the parameters' own dtype.
+        """
+        own = coarsest(parameter.dtype for parameter in self.parameters)
+        return Arithmetic(
+            own,
+            before=2,
+            accumulation=own,
+            applied=own,
+            norm=own,
+            elements=elements,
+            width=width,
+            handed_unscaled=True,
+        )
+
+    def is_boundary(self) -> bool:
+        """Tell whether the micro-batch under way is the step's last."""
+        return True
+
+    def accumulated(self, index: int) -> Tensor | None:
+        """Return what this rank has accumulated of a parameter's gradient, until the reduction."""
+        return None
+
+    def reduced(self, index: int) -> Tensor | None:
+        """Return the aggregate of one parameter, from the reduction until the optimizer, where every rank holds it."""
+        return None
+
+    def applied(self, optimizer: Any) -> Iterator[Part]:
+        """Yield what an optimizer is about to apply, of this rank's share."""
+        return iter(())
+
+    def seeks_loss_scale(self, applied: bool | None) -> bool:
+        """Tell whether the step just taken was left out in search of the loss scale.
+
+        Args:
+            applied: whether ``pre_optimizer_step`` came; None: not observed.
+        """
+        return self.counts.skipped
+
+    def scale(self, seen: Tensor | None) -> float | Tensor:
+        """Return the factor on every gradient of this step; ``seen``: what the loss's own gradient said."""
+        return 1.0 if seen is None else seen
+
+    def gram(self) -> Tensor | None:
+        """Return this rank's part of the exact inner products, where the framework's reduction has made them."""
+        return None
+
+    def optimizers(self) -> list[Any]:
+        """Return the ``torch.optim`` optimizers at the bottom."""
+        return self._optimizers
+
+    def parameter_groups(self) -> list[list[Tensor]] | None:
+        """Return the model's own parameters by the groups of the optimizers: the same lists until they change."""
+        return None
+
+    def reduced_ids(self) -> Set[int] | None:
+        """Return ``id`` of each parameter whose gradient is reduced; None: of all that have one, or not known."""
+        return None
+
+    def replicated(self) -> tuple[Items, Callable[[], Items]]:
+        """Return parameters that every rank holds whole, and a function that names all else that is replicated."""
+        return [], list
+
+    # -- what only some responses ask for: they are refused with the other frameworks ----------------------------------
+
+    def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
+        """Return what may be written between two steps: one replica, with what the optimizer keeps beside fp32 masters,
+        and the buffers that a forward may change."""
+        raise NotImplementedError
+
+    def keep_for_again(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the local gradient, at the boundary, with what ``post_backward`` was called with."""
+        raise NotImplementedError
+
+    def reduce_again(self) -> int:
+        """Reduce again what was kept; return the bytes of the gradients. A collective."""
+        raise NotImplementedError
 
     def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, Any]) -> None:
-        """A collective."""
+        """Write the framework's own checkpoint to a place that is named. A collective."""
+        raise NotImplementedError
 
 
 def layers_of(names: list[str]) -> tuple[tuple[str, ...], list[int]]:
-    """Layer of each parameter: the path up to the first number (``model.layers.3``), else the module's own name."""
+    """Group parameters by layer: the path up to the first number (``model.layers.3``), else the module's own name."""
     order: dict[str, int] = {}
     groups = []
     for name in names:

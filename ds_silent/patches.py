@@ -30,7 +30,7 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, handle: Any) -> None:
-        """A handle with ``remove()``, as torch's hooks give."""
+        """Take a handle with ``remove()``, as torch's hooks give."""
         self.also(handle.remove)
 
     def also(self, undo: Callable[[], None]) -> None:
@@ -46,7 +46,11 @@ class Patches:
         self._replace(instance, name, partial(wrapper, getattr(instance, name)))
 
     def around(
-        self, instance: Any, name: str, before: Callable[..., object], after: Callable[[], object] | None = None
+        self,
+        instance: Any,
+        name: str,
+        before: Callable[..., object] | None = None,
+        after: Callable[[], object] | None = None,
     ) -> None:
         """Call ``before(*args, **kwargs)`` ahead of ``instance.name(...)``, and ``after()`` behind it.
 
@@ -58,7 +62,8 @@ class Patches:
         original = getattr(instance, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before(*args, **kwargs)
+            if before is not None:
+                before(*args, **kwargs)
             result = original(*args, **kwargs)
             if after is not None:
                 after()

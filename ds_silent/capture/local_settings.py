@@ -1,6 +1,6 @@
 """What this rank's code does while it trains: hyper-parameters, optimizers, modes, modules, autocast, loss.
 
-    local = LocalSettings(module, optimizers, covers)
+    local = LocalSettings(module, optimizers, framework)
     local.look_at_modes()          # at the first gradient of a measured step
     local.code(step)               # hashes, between the reduction and the optimizer
     local.items(step, ...)         # what is compared where the ranks' hashes differ
@@ -28,7 +28,7 @@ from ds_silent.capture.objective import LocalObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Untrained
 from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code
-from ds_silent.framework import Covers
+from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import short_hash
 from ds_silent.patches import Patches
 from ds_silent.preflight.items import Item, item_of
@@ -80,7 +80,7 @@ class LocalSettings:
     Args:
         module: the model.
         optimizers: the torch optimizers that step, read anew each time.
-        covers: who knows which gradients are reduced and which parameters optimizers hold; None where nobody does.
+        framework: knows which gradients are reduced and which parameters optimizers hold; None where none does.
 
     Attributes:
         draws: None until the first training forward has been looked at; then a hash of the random numbers that it
@@ -89,13 +89,13 @@ class LocalSettings:
         objective: what this rank's backwards begin with.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]], covers: Covers | None = None):
+    def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]], framework: Framework | None = None):
         self._optimizers = optimizers
         named = [(name or type(module).__name__, inner) for name, inner in module.named_modules()]
         self._module_names, self._modules = [name for name, _ in named], [inner for _, inner in named]
         self._parameter_names = [name for name, _ in module.named_parameters()]
         self._parameters = list(module.parameters())
-        self._untrained: Untrained | None = Untrained(covers, self._parameter_names, self._parameters)
+        self._untrained: Untrained | None = Untrained(framework, self._parameter_names, self._parameters)
         self._names_by_id = {id(p): name for name, p in module.named_parameters()}
         self._numbers = Numbers(module)
         self.autocast = Autocast()

@@ -1,7 +1,7 @@
 """What every rank's code must do alike while it trains: hyper-parameters and what optimizers hold, their step counters,
 evaluation mode, which parameters train, the settings of modules, autocast.
 
-    check = SettingsCheck(LocalSettings(module, optimizers, covers), words)
+    check = SettingsCheck(LocalSettings(module, optimizers, framework), words)
     found = check.agree(arrived, group, device, guard)   # on all ranks alike, once per gathered observation
 
 Each is a few hundred numbers on the host, hashed to 24 bits (fp32 carries them exactly; two settings look alike by

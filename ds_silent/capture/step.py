@@ -41,7 +41,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.layout import GATHER_LIMIT, ExchangeShape
 from ds_silent.exchange.observation import BROKE, Applied, Observation, Reduced, Status
-from ds_silent.framework import Covers, Framework, HasPeers, LeavesOut, Moments, Repeats, layers_of
+from ds_silent.framework import Framework, Moments, layers_of
 from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
 from ds_silent.patches import Patches
@@ -122,7 +122,7 @@ class StepMoments:
         self.forwards.gradient_came()
         if self._measures():
             self._settings.objective.reached = True
-            boundary = self._framework.whole_at_hook and self._framework.is_boundary()
+            boundary = self._framework.hook_sees_full_gradient and self._framework.is_boundary()
             self._local.observe(index, gradient, boundary, self.plan.exact)
 
     def keep_for_retry(self, *args: Any, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ class StepMoments:
     def exchange(self) -> None:
         """Exchange the local gradients piece by piece, once per step. A collective."""
         if self._guard.collective(lambda: self.gram is None):
-            self.gram = self._local.exchange(self._framework.ranks.reduced, self._guard)
+            self.gram = self._local.exchange(self._framework.group, self._guard)
 
     def reduced(self, again: bool = False) -> None:
         """Look at the reduction's result behind the boundary's backward, before scripts clip and scale it.
@@ -181,9 +181,9 @@ class StepMoments:
 
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
-        left_out = isinstance(self._framework, LeavesOut) and self._framework.left_out
         self.last_applied = Applied()
         if self.measured and not self.skipped and self._framework.observes_applied:
+            left_out = self._framework.counts.left_out
             compared = self._guard.local(self.aggregate.compare_applied, self._applied, left_out)
             self.last_applied = compared or Applied()
         self.aggregate.start_step()
@@ -195,7 +195,7 @@ class StepMoments:
     @property
     def skipped(self) -> bool:
         """Whether the optimizer did not apply the step that was just taken, in search of its loss scale."""
-        return self._framework.skipped(self._applied if self.measured else None)
+        return self._framework.seeks_loss_scale(self._applied if self.measured else None)
 
     @property
     def measured(self) -> bool:
@@ -221,7 +221,7 @@ class StepCapture:
 
     def __init__(self, framework: Framework, config: SilentConsistencyConfig, gather_limit: int = GATHER_LIMIT):
         self.framework = framework
-        self.group, self.device = framework.ranks.reduced, framework.ranks.device
+        self.group, self.device = framework.group, framework.device
         self.guard = CollectiveGuard(self.group)
         ranks = dist.get_world_size(self.group)
         self.layer_names, layers = layers_of(list(framework.names))
@@ -229,7 +229,6 @@ class StepCapture:
         self._checksums = LayerChecksums(framework.numels, layers, self.device)
         keep = None
         if config.respond.on_aggregation_error == "retry" and config.reduction != "ordered":
-            assert isinstance(framework, Repeats)  # others are refused
             keep = framework.keep_for_again
         self._sends_aggregates = config.integrity.aggregation and config.direction.method != "off"  # by layer
         self._sends_layers = config.direction.per_layer or self._sends_aggregates
@@ -239,9 +238,9 @@ class StepCapture:
             config.direction,
             self.device,
             framework.accumulated,
-            additive=framework.additive,
-            norms_add_up=not (framework.additive and framework.micro_batches > 1),
-            copied=framework.additive or framework.overlapped,
+            additive=framework.reduces_every_micro_batch,
+            norms_add_up=not (framework.reduces_every_micro_batch and framework.micro_batches > 1),
+            copied=framework.reduces_every_micro_batch or framework.overlaps_backward,
             by_layer=self._sends_layers,
         )
         self.kept = self._local.micro_batches
@@ -258,9 +257,8 @@ class StepCapture:
             gather_limit,
         )
         self.loaders = LoaderWatch(ranks)
-        aggregate = ReducedGradient(self._local, framework.in_norm if isinstance(framework, HasPeers) else None)
-        covers = framework if isinstance(framework, Covers) else None
-        self.settings = LocalSettings(framework.module, framework.optimizers, covers)
+        aggregate = ReducedGradient(self._local, framework.peers.in_norm if framework.peers else None)
+        self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework.words)
         forwards = Forwards(framework.module, self.rows, self.loaders, self.settings)
         parts = (self._local, aggregate, forwards, self.settings)

@@ -1,6 +1,6 @@
 """Trainable parameters that get a gradient which nothing reduces, or which no optimizer applies.
 
-untrained = Untrained(covers, names, parameters)      # covers: the framework, where it can answer; else None
+untrained = Untrained(framework, names, parameters)
 missed = untrained.look(flags)       # a Missed, false where there is nothing to say; flags: requires_grad of each
 
 Both follow from sets: the trainable parameters, those that the framework reduces, and those that optimizers hold. They
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.distributed.parts import listed
-from ds_silent.framework import Covers
+from ds_silent.framework import Framework
 from ds_silent.records import EventKind, Severity
 
 SHOWN_PARAMETERS = 3
@@ -58,8 +58,8 @@ frozen_at_start = gc.get_freeze_count()  # counted once: it walks over all of th
 class Untrained:
     """One rank's trainable parameters, and who cares for them."""
 
-    def __init__(self, covers: Covers | None, names: Sequence[str], parameters: Sequence[Tensor]):
-        self._covers = covers
+    def __init__(self, framework: Framework | None, names: Sequence[str], parameters: Sequence[Tensor]):
+        self._framework = framework
         self._names, self._parameters = names, parameters
         self._compared: Any = None
         self._unreduced: list[int] = []  # places of parameters, whether or not a gradient has come
@@ -68,9 +68,9 @@ class Untrained:
 
     def look(self, flags: bytes) -> Missed:
         """What has had a gradient, between a step's reduction and its optimizer."""
-        if self._covers is None:
+        groups = None if self._framework is None else self._framework.parameter_groups()
+        if groups is None:
             return NOTHING
-        groups = self._covers.held()
         now = flags, tuple((id(group), len(group)) for group in groups)
         if now != self._compared:
             self._compare(flags, groups)
@@ -84,13 +84,13 @@ class Untrained:
         return Missed(tuple(self._names[place] for place in unreduced), tuple(self._names[place] for place in unheld))
 
     def _compare(self, flags: bytes, groups: list[list[Tensor]]) -> None:
-        assert self._covers is not None
+        assert self._framework is not None
         trainable = [place for place, flag in enumerate(flags) if flag]
-        reduced, held = self._covers.reduced_ids(), {id(parameter) for group in groups for parameter in group}
+        reduced, held = self._framework.reduced_ids(), {id(parameter) for group in groups for parameter in group}
         unreduced = [] if reduced is None else [p for p in trainable if id(self._parameters[p]) not in reduced]
         unheld = [place for place in trainable if id(self._parameters[place]) not in held]
         if unreduced or unheld:
-            in_others, held_by_others = _others(self._covers)
+            in_others, held_by_others = _others(self._framework.wrapper)
             unreduced = [place for place in unreduced if id(self._parameters[place]) not in in_others]
             if held_by_others is None:
                 unheld = []
@@ -100,7 +100,7 @@ class Untrained:
         self._came &= {*unreduced, *unheld}
 
 
-def _others(covers: Covers) -> tuple[set[int], set[int] | None]:
+def _others(own: object) -> tuple[set[int], set[int] | None]:
     """Ids of the parameters that others of the process reduce, and of those that any of its optimizers holds.
 
     What ``gc.freeze`` has set aside is not found: None where it has been called since this module was loaded.
@@ -111,7 +111,7 @@ def _others(covers: Covers) -> tuple[set[int], set[int] | None]:
         kind = type(one)
         if issubclass(kind, torch.optim.Optimizer):
             held |= {id(parameter) for group in getattr(one, "param_groups", ()) for parameter in group["params"]}
-        elif issubclass(kind, DistributedDataParallel) and not covers.is_own(one):
+        elif issubclass(kind, DistributedDataParallel) and one is not own:
             reduced |= {id(parameter) for parameter in one.parameters()}
     return reduced, None if gc.get_freeze_count() > frozen_at_start else held
 

@@ -57,7 +57,7 @@ class Judge:
         config: ``enabled`` is the caller's business.
         interval: optimizer steps between measurements; the rate is per million *optimizer* steps.
         words: the framework's, for what is said of it.
-        alike: see :class:`ds_silent.framework.Ranks`; else no rank is compared with the others.
+        alike: see :attr:`ds_silent.framework.Framework.ranks_comparable`; else no rank is compared with the others.
         effects: sizes below which a finding is a note; None: the defaults.
 
     Attributes:

@@ -35,8 +35,8 @@ from ds_silent.drill.training import (
     Script,
     state_of,
 )
-from ds_silent.frameworks.megatron.attach_megatron import attach_megatron
 from ds_silent.frameworks.megatron.buffers import inner_optimizers
+from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
 from ds_silent.observing.observer import Observer
 from ds_silent.practice.probe import hash_of
 

@@ -1,4 +1,1 @@
-"""What a framework is: who reduces what with whom, when, and by which names. One folder for each of them.
-
-What is in this folder itself names none of them.
-"""
+"""The adapters: what each framework answers, where its hooks are, and the ways in. A folder for each large one."""

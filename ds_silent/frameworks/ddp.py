@@ -12,39 +12,24 @@ only (``find_unused_parameters``), each micro-batch is looked at by itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.distributed.communicator import own_group
+from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard, UnevenInputsError
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.framework import Covers, Moments, Part, Ranks
-from ds_silent.frameworks import torch_common as replicated
-from ds_silent.frameworks.recognised import is_alone
-from ds_silent.frameworks.torch_common import (
-    AppliedGradients,
-    CountsItself,
-    Wrapped,
-    attach_wrapped,
-    cut,
-    nth_share,
-    row_of,
-)
-from ds_silent.frameworks.torch_loop import TorchLoop
-from ds_silent.kernels.checksums import Items, Replica
+from ds_silent.framework import Moments
+from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused
+from ds_silent.frameworks.torch_loop import TorchFramework
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
-from ds_silent.observing.observe import Given, idle_observer
+from ds_silent.observing.observe import Given
 from ds_silent.observing.observer import Observer
-from ds_silent.patches import Patches
-from ds_silent.text import TORCH
+
+logger = logging.getLogger("ds_silent")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How a ``DistributedDataParallel`` reduces: in which dtype, and whether what comes out is the mean at all.
@@ -62,7 +47,7 @@ WHOLE = ("", "allreduce_hook", "ALLREDUCE")
 
 
 def hook_of(ddp: Any) -> str:
-    """Name of the communication hook; empty without one.
+    """Return the name of the communication hook; empty without one.
 
     Python hooks stand in ``_comm_hooks``; a built-in one only in the logging data (torch 2.4 to 2.13).
     """
@@ -75,12 +60,12 @@ def hook_of(ddp: Any) -> str:
 
 
 def keeps_the_mean(ddp: Any) -> bool:
-    """Whether what comes out should be the mean but for rounding; hooks of unknown name may be lossy by design."""
+    """Tell whether the mean should come out but for rounding; hooks of unknown name may be lossy by design."""
     return hook_of(ddp) in (*WHOLE, *_NARROW)
 
 
 def arithmetic_of(ddp: Any, dtypes: set[torch.dtype], elements: int, width: int) -> Arithmetic:
-    """The reducer multiplies by 1/N (which rounds too) and adds up, in the gradients' own dtype or that of a hook.
+    """Return the reducer's: it multiplies by 1/N, which rounds too, and adds up in the gradients' or a hook's dtype.
 
     ``mixed_precision`` casts parameters and gradients to ``reduce_dtype``, and the result back.
     """
@@ -102,7 +87,7 @@ def arithmetic_of(ddp: Any, dtypes: set[torch.dtype], elements: int, width: int)
 
 
 def reduced_parameters(ddp: Any) -> set[int] | None:
-    """``id`` of each parameter that lies in a bucket; None where that is not known.
+    """Return ``id`` of each parameter that lies in a bucket; None where that is not known.
 
     The reducer keeps the nodes alive that accumulate its parameters' gradients, and keeps the list of them to itself
     (torch 2.4 to 2.13): a node that is the same object a moment later has another owner than this function. That the
@@ -141,13 +126,10 @@ def _accumulator(parameter: Any) -> Any:
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
 
-logger = logging.getLogger("ds_silent")
-
-
 # -- One model in ``DistributedDataParallel`` --------------------------------------------------------------------------
 
 
-class DDPFramework(CountsItself, Covers):
+class DDPFramework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
     def __init__(
@@ -158,107 +140,55 @@ class DDPFramework(CountsItself, Covers):
         micro_batch_rows: int,
         accumulation: int,
     ):
-        group = own_group(ddp.process_group)
-        self.words = TORCH
-        self._ddp, self._optimizers = ddp, list(optimizers)
-        self.module = ddp.module
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-        self._reduced = reduced_parameters(ddp)
-        self._ignored = {id(p) for name, p in self.module.named_parameters() if name in ignored}
+        self.wrapper, self._reduced = ddp, reduced_parameters(ddp)
+        self._ignored = {id(p) for name, p in ddp.module.named_parameters() if name in ignored}
         named = [
             (name, p)
-            for name, p in self.module.named_parameters()
+            for name, p in ddp.module.named_parameters()
             if p.requires_grad and name not in ignored and (self._reduced is None or id(p) in self._reduced)
         ]
-        self.names = [name for name, _ in named]
-        self._parameters: list[Tensor] = [p for _, p in named]
-        self.numels = [p.numel() for p in self._parameters]
-        device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self.ranks = Ranks(group, group, device)
-        self.micro_batches = self.boundaries = accumulation
-        self.micro_batch_rows = micro_batch_rows
-        self.additive = bool(ddp.find_unused_parameters) or bool(ddp.static_graph)
-        self.overlapped, self.whole_at_hook, self.clip = True, True, 0.0
-        self.keeps_the_mean = keeps_the_mean(ddp)
-        if not self.keeps_the_mean:
+        checks = keeps_the_mean(ddp)
+        if not checks:
             logger.warning(
                 "ds_silent: the communication hook %s may be lossy by design: the reduction is not checked",
                 hook_of(ddp),
             )
-        checks = config.integrity.aggregation and config.direction.method != "off" and self.keeps_the_mean
-        self.observes_applied = self.aggregate_replicated = checks
-        rows = [row_of(p) for p in self._parameters]
-        whole = nth_share(self.numels, dist.get_rank(group), dist.get_world_size(group), rows)
-        self._share = whole if self.keeps_the_mean else None
-        pieces = [(self._parameters[piece.index], piece) for piece in self._share or ()]
-        self._applied = AppliedGradients(pieces, self._optimizers)
-        self._loop = TorchLoop(self.module, self._optimizers, lambda: bool(ddp.require_backward_grad_sync))
-        self._counts = self._loop.counts
-        self._data_ranks = dist.get_world_size(group)
-        self._patches = Patches()
-
-    # -- answers -------------------------------------------------------------------------------------------------
+        super().__init__(
+            ddp.module,
+            named,
+            ddp.process_group,
+            optimizers,
+            config,
+            micro_batch_rows,
+            accumulation,
+            synchronises=lambda: bool(ddp.require_backward_grad_sync),
+            checks=checks,
+        )
+        self._ddp = ddp
+        self.reduces_every_micro_batch = bool(ddp.find_unused_parameters) or bool(ddp.static_graph)
 
     def arithmetic(self, elements: int, width: int) -> Arithmetic:
-        return arithmetic_of(self._ddp, {p.dtype for p in self._parameters}, elements, width)
-
-    def is_boundary(self) -> bool:
-        return self._loop.is_boundary()
-
-    def accumulated(self, index: int) -> Tensor | None:
-        return self._parameters[index].grad
-
-    def reduced(self, index: int) -> Tensor | None:
-        return self._parameters[index].grad
-
-    def aggregated(self) -> Iterator[Part] | None:
-        if self._share is None:
-            return None
-        held = ((piece, cut(self._parameters[piece.index].grad, piece)) for piece in self._share)
-        return ((piece.index, piece.start, values) for piece, values in held if values is not None)
-
-    def applied(self, optimizer: Any) -> Iterator[Part]:
-        for parameter, piece in self._applied.by(optimizer):
-            values = cut(parameter.grad, piece)
-            if values is not None:
-                yield piece.index, piece.start, values
-
-    def optimizers(self) -> list[Any]:
-        return self._optimizers
-
-    def held(self) -> list[list[Tensor]]:
-        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        return arithmetic_of(self._ddp, {p.dtype for p in self.parameters}, elements, width)
 
     def reduced_ids(self) -> Set[int] | None:
         return None if self._reduced is None else self._reduced | self._ignored
 
-    def is_own(self, wrapper: object) -> bool:
-        return wrapper is self._ddp
-
-    def replicated(self) -> tuple[Items, Callable[[], Items]]:
-        return replicated.parameters_of(self.module), lambda: replicated.rest_of(self.module, self._optimizers)
-
-    def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
-        """Its tensors may be written between two steps."""
-        return replicated.replica_of(self.module, self._optimizers, optimizer_state, buffers)
-
-    # -- connecting and disconnecting ----------------------------------------------------------------------------
-
     def connect(self, moments: Moments) -> None:
-        self._patches.add(self._ddp.register_forward_pre_hook(partial(self._refuse_join, moments.guard)))
-        self._loop.connect(moments, self._parameters)
+        self.patches.add(self._ddp.register_forward_pre_hook(partial(self._refuse_join, moments.guard)))
+        super().connect(moments)
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
-            self._patches.wrap(self._ddp, name, self._hook_registered)
+            self.patches.wrap(self._ddp, name, self._hook_registered)
         if hasattr(self._ddp, "reducer"):  # none where all reductions are delayed
-            self._patches.wrap_method(type(self._ddp.reducer), "_delay_all_reduce", self._reduce_late)
+            self.patches.wrap_method(type(self._ddp.reducer), "_delay_all_reduce", self._reduce_late)
 
     def _hook_registered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The bound on rounding is that of the reduction as it was when the observer was attached."""
+        """Check no more: the bound on rounding is that of the reduction as it was when the observer was attached."""
         before = hook_of(self._ddp)
         result = original(*args, **kwargs)
         hook = hook_of(self._ddp)
         if hook != before and not (hook in WHOLE and before in WHOLE) and self._share is not None:
-            self._share, self._applied = None, AppliedGradients((), self._optimizers)
+            self.stop_checking()
             logger.warning(
                 "ds_silent: the communication hook %s came after the observer: the reduction is not checked from now "
                 "on; register it before the observer is attached",
@@ -271,7 +201,7 @@ class DDPFramework(CountsItself, Covers):
         behind it (2.6.6)."""
         result = original(reducer)
         if reducer is self._ddp.reducer:
-            self._loop.reduced_behind()
+            self.loop.reduction_ended()
         return result
 
     def _refuse_join(self, guard: CollectiveGuard, *_: Any) -> None:
@@ -279,10 +209,6 @@ class DDPFramework(CountsItself, Covers):
         something there would wait for it. Read is ``_join_config`` (torch 2.4 to 2.13)."""
         if self._ddp._join_config.enable and torch.is_grad_enabled():
             guard.fail(UnevenInputsError("inside DistributedDataParallel.join() nothing is observed"))
-
-    def close(self, ended: bool) -> None:
-        self._patches.undo()
-        self._loop.close()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -317,13 +243,12 @@ def attach_ddp(
         ConfigError: the block cannot be honoured; the same on every rank.
         SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
     """
-    if not isinstance(model, DistributedDataParallel) and is_alone(model):
-        return idle_observer(config)
     if not isinstance(model, DistributedDataParallel):
-        print_without_traceback(ConfigError, tells=lambda _: is_first())
-        raise ConfigError(
+        return idle_or_refused(
+            model,
+            config,
             f"attach_ddp takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the "
-            "module first"
+            "module first",
         )
     wrapped = Wrapped(
         name="DistributedDataParallel",
@@ -336,6 +261,5 @@ def attach_ddp(
             "static_graph": bool(model.static_graph),
             "the communication hook": hook_of(model),
         },
-        sharded=False,
     )
     return attach_wrapped(wrapped, optimizer, config, loader, accumulation, _gather_limit)

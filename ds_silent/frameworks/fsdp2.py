@@ -10,46 +10,41 @@ once. What comes out is this rank's rows of ``parameter.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.distributed.communicator import own_group
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.framework import Covers, Moments, Part, Ranks
-from ds_silent.frameworks.recognised import is_alone
-from ds_silent.frameworks.torch_common import AppliedGradients, CountsItself, Slice, Wrapped, attach_wrapped
-from ds_silent.frameworks.torch_loop import TorchLoop
+from ds_silent.framework import Moments
+from ds_silent.frameworks.torch_common import Slice, Wrapped, attach_wrapped, idle_or_refused
+from ds_silent.frameworks.torch_loop import TorchFramework
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
-from ds_silent.observing.observe import Given, idle_observer
+from ds_silent.observing.observe import Given
 from ds_silent.observing.observer import Observer
-from ds_silent.text import TORCH
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What ``fully_shard`` has made of a module, by public names where there are some (torch 2.6 to 2.13).
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The wrapped modules, the root first."""
+    """Return the wrapped modules, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Back to the parameters that optimizers hold: behind a forward without gradients the root's are whole."""
+    """Go back to the parameters that optimizers hold: behind a forward without gradients the root's are whole."""
     for module in reversed(fsdp_modules(model)):
         module.reshard()
 
 
 def synchronises(modules: Sequence[Any]) -> bool:
-    """Whether a backward reduces now: what ``set_requires_gradient_sync`` was given last, maybe before the attach."""
+    """Tell whether a backward reduces now: ``set_requires_gradient_sync`` may have come before the attach."""
     groups: list[Any] = []
     for state in (module._get_fsdp_state() for module in modules):
         held = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13; one or none before
@@ -58,7 +53,7 @@ def synchronises(modules: Sequence[Any]) -> bool:
 
 
 def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
-    """The one device mesh of all trainable parameters.
+    """Return the one device mesh of all trainable parameters.
 
     Raises:
         ConfigError: there are others, or a parameter is not sharded over its first dimension alone.
@@ -87,7 +82,7 @@ def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:
-    """All ranks of a mesh: those whose gradients make one aggregate.
+    """Return all ranks of a mesh: those whose gradients make one aggregate.
 
     Raises:
         ConfigError: the mesh has replicas and does not span all ranks.
@@ -104,7 +99,7 @@ def group_of(mesh: Any) -> dist.ProcessGroup:
 
 
 def share_of(parameters: list[Any], mesh: Any) -> list[Slice]:
-    """What of the reduced gradient this rank answers for: its rows; nothing on ranks that hold a replica of them."""
+    """Return what of the aggregate this rank answers for: its rows; nothing where it holds a replica of them."""
     place = mesh.get_coordinate()
     if place is None or any(place[:-1]):
         return []
@@ -121,7 +116,7 @@ def share_of(parameters: list[Any], mesh: Any) -> list[Slice]:
 
 
 def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> list[Tensor]:
-    """The parameters that forward and backward see: whole, and the same objects in every step."""
+    """Return the parameters that forward and backward see: whole, and the same objects in every step."""
     for module in modules:
         module.unshard()
     try:
@@ -134,8 +129,10 @@ def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> 
 # -- One model under ``fully_shard`` -----------------------------------------------------------------------------------
 
 
-class FSDP2Framework(CountsItself, Covers):
+class FSDP2Framework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
+
+    reduces_every_micro_batch = True
 
     def __init__(
         self,
@@ -145,33 +142,39 @@ class FSDP2Framework(CountsItself, Covers):
         micro_batch_rows: int,
         accumulation: int,
     ):
-        self.words, self.module = TORCH, model
-        self._optimizers, self._modules = list(optimizers), fsdp_modules(model)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.names, self._shards = [name for name, _ in named], [p for _, p in named]
-        self.numels = [p.numel() for p in self._shards]
-        mesh = mesh_of(named)
-        group = own_group(group_of(mesh))
-        self.ranks = Ranks(group, group, torch.device(self._local(self._shards[0]).device))
-        self._data_ranks = dist.get_world_size(group)
-        self.micro_batches = self.boundaries = accumulation
-        self.micro_batch_rows = micro_batch_rows
-        self.additive = self.overlapped = self.whole_at_hook = True
-        self.aggregate_replicated, self.clip = False, 0.0
-        self.observes_applied = config.integrity.aggregation and config.direction.method != "off"
-        self._share = share_of(self._shards, mesh)
-        self._applied = AppliedGradients(
-            [(self._shards[piece.index], piece) for piece in self._share], self._optimizers
+        self._mesh, self._modules = mesh_of(named), fsdp_modules(model)
+        super().__init__(
+            model,
+            named,
+            group_of(self._mesh),
+            optimizers,
+            config,
+            micro_batch_rows,
+            accumulation,
+            synchronises=lambda: synchronises(self._modules),
+            device=_local(named[0][1]).device,
         )
+        self.aggregate_replicated = False
         self._plain = plain_parameters(model, self._modules, self.names)
-        self._loop = TorchLoop(model, self._optimizers, lambda: synchronises(self._modules))
-        self._counts = self._loop.counts
 
-    # -- answers -------------------------------------------------------------------------------------------------
+    def connect(self, moments: Moments) -> None:
+        """Hook the parameters that a backward sees."""
+        self.loop.connect(moments, self._plain)
+
+    def share(self) -> list[Slice]:
+        return share_of(self.parameters, self._mesh)
+
+    def values(self, gradient: Tensor | None, piece: Slice) -> Tensor | None:
+        return None if gradient is None else _local(gradient).detach().reshape(-1)[: piece.numel]
+
+    def replicated(self) -> tuple[Items, Callable[[], Items]]:
+        """Return nothing: each number has one owner, or replicas that only some ranks hold."""
+        return [], list
 
     def arithmetic(self, elements: int, width: int) -> Arithmetic:
         """Gradients travel in the policy's ``reduce_dtype``, else in that of the forward, else in their own."""
-        own = coarsest(p.dtype for p in self._shards)
+        own = coarsest(p.dtype for p in self.parameters)
         policies = [module._get_fsdp_state()._mp_policy for module in self._modules]  # torch 2.6 to 2.13
         travelling = [policy.reduce_dtype or policy.param_dtype or own for policy in policies]
         seen = [policy.param_dtype or own for policy in policies]
@@ -192,50 +195,10 @@ class FSDP2Framework(CountsItself, Covers):
             writes_hidden=True,  # neither a DTensor's version nor its shard's moves when it is clipped
         )
 
-    def is_boundary(self) -> bool:
-        return self._loop.is_boundary()
 
-    def accumulated(self, index: int) -> Tensor | None:
-        return None
-
-    def reduced(self, index: int) -> Tensor | None:
-        return None
-
-    @staticmethod
-    def _local(tensor: Any) -> Tensor:
-        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return local
-
-    def aggregated(self) -> Iterator[Part] | None:
-        held = ((piece, self._shards[piece.index].grad) for piece in self._share)
-        return (
-            (piece.index, piece.start, self._local(grad).detach().reshape(-1)[: piece.numel])
-            for piece, grad in held
-            if grad is not None
-        )
-
-    def applied(self, optimizer: Any) -> Iterator[Part]:
-        for parameter, piece in self._applied.by(optimizer):
-            if parameter.grad is not None:
-                yield piece.index, piece.start, self._local(parameter.grad).detach().reshape(-1)[: piece.numel]
-
-    def optimizers(self) -> list[Any]:
-        return self._optimizers
-
-    def held(self) -> list[list[Tensor]]:
-        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    def replicated(self) -> tuple[Items, Callable[[], Items]]:
-        """Each number has one owner, or replicas that only some ranks hold."""
-        return [], list
-
-    # -- connecting and disconnecting ----------------------------------------------------------------------------
-
-    def connect(self, moments: Moments) -> None:
-        self._loop.connect(moments, self._plain)
-
-    def close(self, ended: bool) -> None:
-        self._loop.close()
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -264,11 +227,9 @@ def attach_fsdp2(
         ConfigError: the block or the model's layout cannot be honoured; the same on every rank.
         SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
     """
-    if not isinstance(model, FSDPModule) and is_alone(model):
-        return idle_observer(config)
     if not isinstance(model, FSDPModule):
-        print_without_traceback(ConfigError, tells=lambda _: is_first())
-        raise ConfigError(f"attach_fsdp2 takes a module under fully_shard, got {type(model).__name__}")
+        sentence = f"attach_fsdp2 takes a module under fully_shard, got {type(model).__name__}"
+        return idle_or_refused(model, config, sentence)
     reshard(model)
     wrapped = Wrapped(
         name="fully_shard",
@@ -276,7 +237,6 @@ def attach_fsdp2(
         module=model,
         group=lambda: group_of(mesh_of([(name, p) for name, p in model.named_parameters() if p.requires_grad])),
         framework=lambda optimizers, config, rows, steps: FSDP2Framework(model, optimizers, config, rows, steps),
-        facts=dict,
         sharded=True,
     )
     return attach_wrapped(wrapped, optimizer, config, loader, accumulation, _gather_limit)

@@ -16,10 +16,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Framework
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.sketch import offsets_of
-from ds_silent.observing.observe import Given, Subject, given_block, observe, told_in_a_sentence
+from ds_silent.observing import start
+from ds_silent.observing.observe import Given, Subject, given_block, idle_observer, observe, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks
 from ds_silent.preflight.inventory import Training
@@ -39,8 +41,8 @@ class Wrapped:
     module: nn.Module  # whose parameters are trained
     group: Callable[[], dist.ProcessGroup]  # that reduces; raises ConfigError where there is no single one
     framework: Callable[[Sequence[Any], SilentConsistencyConfig, int, int], Framework]  # optimizers, .., rows, steps
-    facts: Callable[[], dict[str, Any]]  # what else the ranks' collectives follow from
-    sharded: bool  # no rank holds a whole parameter
+    facts: Callable[[], dict[str, Any]] = dict  # what else the ranks' collectives follow from
+    sharded: bool = False  # no rank holds a whole parameter
     words: Words = TORCH
     repairs: bool = True  # whole replicas can be written between two steps
     others: Callable[[Tensor], bool] = lambda tensor: False  # not every rank has this one: experts
@@ -48,9 +50,14 @@ class Wrapped:
 
 
 def attach_wrapped(
-    wrapped: Wrapped, optimizer: Any, config: Given, loader: Any, accumulation: int, gather_limit: int = GATHER_LIMIT
+    wrapped: Wrapped,
+    optimizer: Any,
+    config: Given = None,
+    loader: Any = None,
+    accumulation: int = 1,
+    gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """See :func:`ds_silent.attach_ddp`. Every rank calls it."""
+    """Observe it, see :func:`ds_silent.attach_ddp`. Every rank calls it."""
     optimizers = [torch_optimizer(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     block, refusal = None, None
     try:
@@ -64,7 +71,11 @@ def attach_wrapped(
             held=wrapped.held,
             words=wrapped.words,
             group=wrapped.group(),
-            facts=lambda: {"the number of micro-batches": accumulation, **parameter_facts(wrapped), **wrapped.facts()},
+            facts=lambda: {
+                "the number of micro-batches": accumulation,
+                **parameter_facts(wrapped.module),
+                **wrapped.facts(),
+            },
             refuse=partial(refuse_unsupported, wrapped),
             framework=lambda own: wrapped.framework(optimizers, own, rows, accumulation),
             training=lambda: Training(
@@ -81,14 +92,35 @@ def attach_wrapped(
         return observe(subject, block, refusal)
 
 
+def idle_or_refused(training: Any, config: Given, sentence: str, plain: bool = True) -> Observer | None:
+    """Return an observer that does nothing for a plain module that one process trains; else refuse with the sentence.
+
+    Args:
+        plain: no framework but ``FullyShardedDataParallel``, which is looked for here, can have wrapped it.
+
+    Raises:
+        ConfigError: of that sentence; one process prints it.
+    """
+    first = training[0] if isinstance(training, (list, tuple)) and training else training
+    if plain and isinstance(first, nn.Module) and not is_fsdp1(first) and start.alone():
+        return idle_observer(config)
+    print_without_traceback(ConfigError, tells=lambda _: is_first())
+    raise ConfigError(sentence)
+
+
+def is_fsdp1(module: Any) -> bool:
+    """Tell whether it is a ``FullyShardedDataParallel``, without importing that."""
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ()))
+
+
 def torch_optimizer(optimizer: Any) -> Any:
-    """What an ``AcceleratedOptimizer`` holds, which is a torch optimizer in name only; else the optimizer itself."""
+    """Return what an ``AcceleratedOptimizer`` holds, a torch optimizer in name only; else the optimizer itself."""
     accelerated = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
     return optimizer.optimizer if isinstance(optimizer, accelerated) else optimizer
 
 
 def rows_per_batch(loader: Any) -> int | None:
-    """Rows that a loader, its iterator, or the batch sampler in it, gives at once; None where it does not say."""
+    """Count the rows that a loader, its iterator or its batch sampler gives at once; None where it does not say."""
     held = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "_index_sampler", None))
     sizes = (getattr(one, "batch_size", None) for one in held)
     return next((size for size in sizes if isinstance(size, int)), None)
@@ -134,76 +166,14 @@ def refuse_unsupported(wrapped: Wrapped, config: SilentConsistencyConfig) -> Non
         )
 
 
-def parameter_facts(wrapped: Wrapped) -> dict[str, Any]:
-    """What all ranks must have alike, by the names that a person would look for; JSON values."""
-    named = [(name, p) for name, p in wrapped.module.named_parameters() if p.requires_grad]
-    listed = hashlib.sha256(repr([(name, p.numel()) for name, p in named]).encode()).hexdigest()[:8]
+def parameter_facts(module: nn.Module, numel_of: Callable[[Tensor], int] = Tensor.numel) -> dict[str, Any]:
+    """Return what all ranks must have alike, by the names that a person would look for; JSON values."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    listed = hashlib.sha256(repr([(name, numel_of(p)) for name, p in named]).encode()).hexdigest()[:8]
     return {
         "the dtypes of the trainable parameters": sorted({str(p.dtype) for _, p in named}),
         "the list of trainable parameters": f"{len(named)} [{listed}]",
     }
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a framework answers alike whose training script writes the loop: nobody but the adapter counts its steps.
-
-
-@dataclass
-class StepCounts:
-    """On this rank."""
-
-    step: int = 1  # the optimizer step under way
-    rows: int = 0  # consumed until the last step
-    batch: int = 0  # rows of the step that was taken last
-    skipped: bool = False  # the optimizer left that step out, for infinities
-    left_out: bool = False  # the script did, by clearing its gradient
-
-    def take(self, rows: int, skipped: bool, left_out: bool = False) -> None:
-        """A step of that many rows has been taken, or left out."""
-        self.step, self.rows, self.batch = self.step + 1, self.rows + rows, rows
-        self.skipped, self.left_out = skipped, left_out
-
-
-class CountsItself:
-    """Members of :class:`ds_silent.framework.Framework` and :class:`~ds_silent.framework.Counts`."""
-
-    _counts: StepCounts
-    _data_ranks: int  # that consume rows of their own
-
-    @property
-    def step(self) -> int:
-        return self._counts.step
-
-    @property
-    def samples(self) -> int:
-        return self._counts.rows * self._data_ranks
-
-    @property
-    def batch(self) -> float:
-        return float(self._counts.batch)
-
-    @property
-    def update_skipped(self) -> bool:
-        return self._counts.skipped or self._counts.left_out
-
-    @property
-    def left_out(self) -> bool:
-        return self._counts.left_out
-
-    def skipped(self, applied: bool | None) -> bool:
-        return self._counts.skipped
-
-    def counted(self) -> dict[str, int]:
-        return {"step": self._counts.step, "rows": self._counts.rows}
-
-    def count_on(self, counted: dict[str, int]) -> None:
-        self._counts.step, self._counts.rows = int(counted["step"]), int(counted["rows"])
-
-    def scale(self, seen: Tensor | None) -> float | Tensor:
-        return 1.0 if seen is None else seen
-
-    def gram(self) -> Tensor | None:
-        return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -225,17 +195,17 @@ class Slice:
 
 
 def row_of(parameter: Tensor) -> int:
-    """Elements behind one index of the first dimension that has several."""
+    """Count the elements behind one index of the first dimension that has several."""
     return parameter.numel() // _first_long(parameter)[1]
 
 
 def _first_long(values: Tensor) -> tuple[int, int]:
-    """(dimension, its size), (0, 1) without one."""
+    """Return (dimension, its size), (0, 1) without one."""
     return next(((dim, size) for dim, size in enumerate(values.shape) if size > 1), (0, 1))
 
 
 def nth_share(numels: Sequence[int], rank: int, ranks: int, rows: Sequence[int] = ()) -> list[Slice]:
-    """Of all parameters one after the other: elements ``rank * D / ranks`` to ``(rank + 1) * D / ranks``.
+    """Cut all parameters, one after the other: elements ``rank * D / ranks`` to ``(rank + 1) * D / ranks``.
 
     Args:
         numels: elements of each parameter.
@@ -256,7 +226,7 @@ def nth_share(numels: Sequence[int], rank: int, ranks: int, rows: Sequence[int] 
 
 
 def cut(values: Tensor | None, piece: Slice) -> Tensor | None:
-    """The elements of a piece, a view where it consists of whole rows or the values are contiguous; None stays None."""
+    """Return a piece's elements, a view where it is whole rows or the values are contiguous; None stays None."""
     if values is None:
         return None
     values = values.detach()
@@ -282,7 +252,7 @@ class AppliedGradients:
         self._of: dict[int, list[tuple[Tensor, Slice]]] = {}
 
     def by(self, optimizer: Any) -> Iterable[tuple[Tensor, Slice]]:
-        """Found once for as long as the groups stay."""
+        """Return the pieces that it applies; found once for as long as the groups stay."""
         held = [group["params"] for one in self._optimizers for group in one.param_groups]
         groups = tuple((id(parameters), len(parameters)) for parameters in held)
         if groups != self._groups:
@@ -298,17 +268,17 @@ class AppliedGradients:
 
 
 def parameters_of(module: nn.Module) -> Items:
-    """Every parameter, trainable or not."""
+    """Return every parameter, trainable or not."""
     return list(module.named_parameters())
 
 
 def rest_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
-    """Buffers, masters and the optimizers' own state."""
+    """Return buffers, masters and the optimizers' own state."""
     return [*buffers_of(module), *masters_of(module, optimizers), *states_of(optimizers)]
 
 
 def buffers_of(module: nn.Module) -> Items:
-    """Without running statistics of a batch, which are each rank's own unless they are synchronised."""
+    """Return buffers without running statistics of a batch, each rank's own unless they are synchronised."""
     own = {
         id(buffer)
         for inner in module.modules()
@@ -319,7 +289,7 @@ def buffers_of(module: nn.Module) -> Items:
 
 
 def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
-    """Parameters that only the optimizers have: fp32 masters."""
+    """Return parameters that only the optimizers have: fp32 masters."""
     own = {id(parameter) for parameter in module.parameters()}
     groups = _groups(optimizers)
     return [
@@ -331,7 +301,7 @@ def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
 
 
 def states_of(optimizers: Sequence[Any]) -> Items:
-    """The optimizers' own tensors."""
+    """Return the optimizers' own tensors."""
     places = ((g, p, state) for g, p, state in _states(optimizers))
     return [
         (f"optimizer {key} {g}.{p}", value)
@@ -342,7 +312,7 @@ def states_of(optimizers: Sequence[Any]) -> Items:
 
 
 def replica_of(module: nn.Module, optimizers: Sequence[Any], optimizer_state: bool, buffers: bool) -> Replica:
-    """All that makes one replica; without the optimizers' own state, or buffers, if they are not wanted.
+    """Return all that makes one replica; without the optimizers' own state, or buffers, if they are not wanted.
 
     Some optimizers count their steps in ``param_groups[...]["step"]`` or ``state[...]["step"]`` as plain numbers:
     these travel as a tensor and are written back.

@@ -1,8 +1,7 @@
 """The moments of a training loop that a script writes itself: torch's forward, backward and optimizer.
 
-loop = TorchLoop(module, optimizers, synchronises)
-loop.connect(moments, parameters)        # parameters: whose gradients a hook sees before they are accumulated
-loop.close()
+class MyFramework(TorchFramework):       # an adapter: see DDPFramework and FSDP2Framework
+    ...
 
 No object of such a loop knows what an optimizer step is, so the steps are counted here: one begins to end when the
 first optimizer is about to step, and has ended when all have, or when the next training forward comes.
@@ -22,37 +21,48 @@ first optimizer is about to step, and has ended when all have, or when the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_graph import Made, comes_of, made_by
 from ds_silent.capture.row_hashes import batch_tensors
-from ds_silent.framework import Moments
-from ds_silent.frameworks.torch_common import StepCounts
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.framework import Framework, Moments, Part, StepCounts
+from ds_silent.frameworks import torch_common
+from ds_silent.frameworks.torch_common import AppliedGradients, Slice, cut, nth_share, row_of
+from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.patches import Patches
 
 
 class TorchLoop:
     """See the module docstring.
 
-    Attributes:
-        counts: the steps; a GradScaler or the script may have left one out.
-        scaled: whether a GradScaler is at work.
-        bypassed: whether a gradient came of a forward that did not go through the wrapper.
+    Args:
+        counts: of the steps; a GradScaler or the script may leave one out.
+        synchronises: whether the backward under way is the step's last or only one, whose gradients are reduced.
+        reduces_in_backward: the aggregate is there as the backward ends; else whoever reduces calls
+            :meth:`reduction_ended`.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Any], synchronises: Callable[[], bool]):
-        """``synchronises``: whether the backward under way reduces, which is the step's last or only one."""
-        self._module, self._optimizers = module, list(optimizers)
-        self._synchronises = synchronises
-        self._patches = Patches()
-        self._moments: Moments | None = None
-        self.counts, self.scaled = StepCounts(), False
+    _moments: Moments  # as soon as there is a hook
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Any],
+        counts: StepCounts,
+        patches: Patches,
+        synchronises: Callable[[], bool],
+        reduces_in_backward: bool = True,
+    ):
+        self._module, self._optimizers, self._counts, self._patches = module, list(optimizers), counts, patches
+        self._synchronises, self._reduces_in_backward = synchronises, reduces_in_backward
         self._rows = 0  # of the step under way
         self._rows_behind = 0  # of them: whose backward has come, or never will
         self._forwards = 0  # of calls under way, one inside the other
@@ -68,13 +78,12 @@ class TorchLoop:
         self._boundary = False
 
     def is_boundary(self) -> bool:
-        """Whether the micro-batch under way is reduced."""
+        """Tell whether the micro-batch under way is reduced."""
         return self._boundary if self._open else self._synchronises()
 
     def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
         """Register every hook."""
-        self._moments = moments
-        patches = self._patches
+        self._moments, patches = moments, self._patches
         patches.add(self._module.register_forward_pre_hook(self._forward, with_kwargs=True))
         patches.add(self._module.register_forward_hook(self._forwarded, always_call=True))
         for index, parameter in enumerate(parameters):
@@ -88,16 +97,14 @@ class TorchLoop:
         scaler = torch.amp.GradScaler
         patches.wrap_method(scaler, "scale", self._scale)
         patches.wrap_method(scaler, "step", self._scaler_step)
+        patches.also(self._forget)
 
-    def close(self) -> None:
-        """Take every hook off; what was counted stays."""
-        self._patches.undo()
+    def _forget(self) -> None:
         self._root = self._unscaled = None
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
     def _forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        assert self._moments is not None
         if torch.is_grad_enabled():
             self._forwards += 1
             if self._forwards > 1:
@@ -105,22 +112,20 @@ class TorchLoop:
             self._ended()
             self._forward_loss = None
             self._rows += self._moments.guard.local(rows_in, args, kwargs) or 0
-        self._moments.forward(module, args, kwargs)
+        self._moments.pre_forward(module, args, kwargs)
 
     def _forwarded(self, module: Any, args: Any, output: Any) -> None:
-        assert self._moments is not None
         if torch.is_grad_enabled():
             self._forwards = max(self._forwards - 1, 0)
             if self._forwards:
                 return
             self._forward_loss = made_by(loss_in(output))
-        self._moments.forwarded(module, args, output)
+        self._moments.post_forward(module, args, output)
 
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._depth == 0:
             self._root = tensors if isinstance(tensors, Tensor) and tensors.numel() == 1 else None
-            if self._moments is not None:
-                self._moments.root(tensors)
+            self._moments.pre_backward(tensors)
         self._depth += 1
         try:
             return original(tensors, *args, **kwargs)
@@ -130,35 +135,32 @@ class TorchLoop:
                 self._backward_ended()
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
-        assert self._moments is not None
         if not self._open:
             self._open, self._boundary = True, self._synchronises()
             loss = self._root if self._unscaled is None else self._unscaled
             if loss is not None and not comes_of(loss, self._forward_loss):
-                self._moments.share(loss)
-        self._moments.gradient(index, gradient)
+                self._moments.on_loss_share(loss)
+        self._moments.on_gradient(index, gradient)
 
     def _backward_ended(self) -> None:
         self._root = self._unscaled = None
         if self._open:
-            assert self._moments is not None
-            self._moments.micro_batch_ended()
+            self._moments.post_backward()
             boundary, self._open = self._boundary, False
             self._accumulated, self._rows_behind = True, self._rows
-            if boundary:
-                self._reduced = True
-                self._moments.reduced()
+            self._reduced = self._reduced or boundary
+            if boundary and self._reduces_in_backward:
+                self._moments.post_reduction()
 
-    def reduced_behind(self) -> None:
-        """A reduction has ended that the script, or its trainer, runs behind the backward: look at its result."""
+    def reduction_ended(self) -> None:
+        """Look at the result of a reduction that the script, or its trainer, runs behind the backward."""
         if self._depth == 0 and self._reduced and self._stepped is None:
-            assert self._moments is not None
-            self._moments.reduced(again=True)
+            self._moments.post_reduction(again=True)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A step pre-hook; torch takes the arguments that it returns."""
+        """Look behind the closure; torch takes the arguments that a step pre-hook returns."""
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._applies(optimizer, args, kwargs)
@@ -174,17 +176,15 @@ class TorchLoop:
         return (args[0], evaluated, *args[2:]), kwargs
 
     def _applies(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        assert self._moments is not None
         self._begin_to_end()
-        self._moments.applying(optimizer, args, kwargs)
+        self._moments.pre_optimizer_step(optimizer, args, kwargs)
 
     def _begin_to_end(self) -> None:
-        assert self._moments is not None
         if self._stepped is None:
             self._backward_ended()
             self._uncleared = self._uncleared or self._accumulated
             self._stepped, self._reduced, self._accumulated = set(), False, False
-            self._moments.before_update()
+            self._moments.pre_update()
 
     def _applied(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepped is not None:
@@ -193,13 +193,13 @@ class TorchLoop:
                 self._ended()
 
     def _module_clearing(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """``zero_grad`` of a module: of ours, or of one around it."""
+        """Follow ``zero_grad`` of a module: of ours, or of one around it."""
         if module is self._module or any(inner is self._module for inner in module.modules()):
             self._clearing()
         return original(module, *args, **kwargs)
 
     def _clearing(self, *args: Any, **kwargs: Any) -> None:
-        """The gradients go: with them a step that no optimizer has begun, or what was never to be one."""
+        """End a step that no optimizer has begun, or drop what was never to be one: its gradients go."""
         if self._stepped is None and self._accumulated and self._uncleared:
             self._drop()
         elif self._stepped is None and self._reduced:
@@ -208,39 +208,124 @@ class TorchLoop:
         self._uncleared = False
 
     def _drop(self) -> None:
-        assert self._moments is not None
         self._accumulated = self._reduced = False
         self._rows, self._rows_behind = self._rows - self._rows_behind, 0
-        self._moments.dropped()
+        self._moments.on_gradient_dropped()
 
     def _ended(self, skipped: bool = False, left_out: bool = False) -> None:
-        """The step is over, if one was ending."""
+        """End the step, if one was ending."""
         if self._stepped is not None:
-            assert self._moments is not None
             self._stepped = None
-            self.counts.take(self._rows, skipped, left_out)
+            self._counts.take(self._rows, skipped, left_out)
             self._rows = self._rows_behind = 0
-            self._moments.updated()
+            self._moments.post_step()
 
     # -- a loss scale --------------------------------------------------------------------------------------------
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         if isinstance(outputs, Tensor) and outputs.numel() == 1 and outputs.requires_grad and scaler.is_enabled():
-            assert self._moments is not None
-            self.scaled, self._unscaled = True, outputs
-            outputs.register_hook(partial(self._moments.scaled, 1.0))  # type: ignore[no-untyped-call]
+            self._unscaled = outputs
+            outputs.register_hook(partial(self._moments.on_loss_scaled, 1.0))  # type: ignore[no-untyped-call]
         return original(scaler, outputs)
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self.counts.step
+        before = self._counts.step
         result = original(scaler, optimizer, *args, **kwargs)
-        if self.counts.step == before and self._stepped is None and any(optimizer is own for own in self._optimizers):
+        if self._counts.step == before and self._stepped is None and any(optimizer is own for own in self._optimizers):
             self._begin_to_end()
             self._ended(skipped=True)
         return result
 
 
 def rows_in(args: Any, kwargs: Any) -> int:
-    """Rows of a micro-batch: the first dimension of the first tensor that has one."""
+    """Count the rows of a micro-batch: the first dimension of the first tensor that has one."""
     tensors, _ = batch_tensors(args, kwargs)
     return next((int(tensor.shape[0]) for tensor in tensors if tensor.ndim), 0)
+
+
+class TorchFramework(Framework):
+    """One training whose script writes the loop; by default every rank holds the whole model, as under DDP.
+
+    Each rank answers for a share of the aggregate, and the shares make up the whole, once.
+
+    Args:
+        module, parameters, group, optimizers, device: see :class:`ds_silent.framework.Framework`.
+        rows: of a micro-batch.
+        accumulation: micro-batches per step.
+        synchronises, reduces_in_backward: see :class:`TorchLoop`.
+        checks: what comes out of the reduction should be what :meth:`arithmetic` says, but for rounding.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[tuple[str, Tensor]],
+        group: dist.ProcessGroup,
+        optimizers: Sequence[Any],
+        config: SilentConsistencyConfig,
+        rows: int,
+        accumulation: int,
+        synchronises: Callable[[], bool],
+        reduces_in_backward: bool = True,
+        checks: bool = True,
+        device: torch.device | None = None,
+    ):
+        super().__init__(module, parameters, group, optimizers, device)
+        self.micro_batches = self.max_reductions_per_step = accumulation
+        self.micro_batch_rows, self.overlaps_backward = rows, reduces_in_backward
+        self.observes_applied = config.integrity.aggregation and config.direction.method != "off" and checks
+        self.aggregate_replicated = self.observes_applied
+        self.loop = TorchLoop(module, optimizers, self.counts, self.patches, synchronises, reduces_in_backward)
+        self._share = self.share() if checks else None
+        pieces = [(self.parameters[piece.index], piece) for piece in self._share or ()]
+        self._applied = AppliedGradients(pieces, self._optimizers)
+
+    # -- where the aggregate lies ----------------------------------------------------------------------------------
+
+    def share(self) -> list[Slice]:
+        """Return what of the aggregate this rank answers for: an N-th, where every rank holds all of it."""
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        return nth_share(self.numels, rank, ranks, [row_of(parameter) for parameter in self.parameters])
+
+    def values(self, gradient: Tensor | None, piece: Slice) -> Tensor | None:
+        """Return a piece of a parameter's gradient: a view, as far as there can be one."""
+        return cut(gradient, piece)
+
+    def stop_checking(self) -> None:
+        """Hide the aggregate from now on."""
+        self._share, self._applied = None, AppliedGradients((), self._optimizers)
+
+    # -- answers ---------------------------------------------------------------------------------------------------
+
+    def connect(self, moments: Moments) -> None:
+        self.loop.connect(moments, self.parameters)
+
+    def is_boundary(self) -> bool:
+        return self.loop.is_boundary()
+
+    def accumulated(self, index: int) -> Tensor | None:
+        return self.parameters[index].grad
+
+    def reduced(self, index: int) -> Tensor | None:
+        return self.parameters[index].grad
+
+    def aggregated(self) -> Iterator[Part] | None:
+        if self._share is None:
+            return None
+        held = ((piece, self.values(self.parameters[piece.index].grad, piece)) for piece in self._share)
+        return ((piece.index, piece.start, values) for piece, values in held if values is not None)
+
+    def applied(self, optimizer: Any) -> Iterator[Part]:
+        for parameter, piece in self._applied.by(optimizer):
+            values = self.values(parameter.grad, piece)
+            if values is not None:
+                yield piece.index, piece.start, values
+
+    def parameter_groups(self) -> list[list[Tensor]]:
+        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def replicated(self) -> tuple[Items, Callable[[], Items]]:
+        return torch_common.parameters_of(self.module), lambda: torch_common.rest_of(self.module, self._optimizers)
+
+    def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
+        return torch_common.replica_of(self.module, self._optimizers, optimizer_state, buffers)

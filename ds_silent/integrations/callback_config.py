@@ -1,4 +1,4 @@
-"""What the callback of any trainer has to find out: which block counts, and that one process is nobody's peer."""
+"""What the callback of any trainer does: find the block that counts, attach once, and go on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,20 +12,43 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
 from ds_silent.config_file import load_ds_config
 from ds_silent.destination import is_secret
-from ds_silent.observing.observe import Given, given_block, say_alone
+from ds_silent.frameworks.attach import attach
+from ds_silent.observing.observe import Given, given_block, observer_of, say_alone
+from ds_silent.observing.observer import Observer
 
 
-def alone(config: Given, launchers: str) -> bool:
-    """Whether one process trains the model; then one sentence says so, where a block asks for observation."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return False
-    if given_block(config) is not None:
-        say_alone(launchers)
-    return True
+def attach_once(
+    training: Any, config: Given, launchers: str, *, optimizer: Any, loader: Any, accumulation: int
+) -> Observer | None:
+    """Attach, or return the observer that is there: ``python -m ds_silent`` has honoured the ds_config's block.
+
+    Args:
+        training: one that cannot be observed is refused in one sentence.
+        launchers: for the sentence about a single process, where a block asks for observation.
+    """
+    if observer_of(training) is not None:
+        return observer_of(training)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if given_block(config) is not None:
+            say_alone(launchers)
+        return None
+    block = block_for(training, config)
+    return attach(training, block, optimizer=optimizer, loader=loader, accumulation=accumulation)
+
+
+def go_on(observer: Observer, kept: Mapping[str, Any], steps: int, rows: int) -> None:
+    """Continue from a checkpoint behind ``steps`` of the trainer.
+
+    Args:
+        kept: the observer's state in it; empty where it was written without one.
+        rows: of each rank until then, where the state does not say.
+    """
+    counted = {**kept.get("counted", {"rows": rows}), "step": steps + 1}
+    observer.load_state_dict({**kept, "counted": counted})
 
 
 def block_for(held: Any, config: Given) -> Given:
-    """What :func:`ds_silent.attach` is to be given: None for an engine whose own configuration has the block.
+    """Return what :func:`ds_silent.attach` is to be given: None for an engine whose own configuration has the block.
 
     Without one ``config`` counts, or else the defaults: None would mean an engine's own there, which has none.
     """
@@ -35,7 +58,7 @@ def block_for(held: Any, config: Given) -> Given:
 
 
 def has_own_block(held: Any) -> bool:
-    """Whether a DeepSpeedEngine's configuration has the block."""
+    """Tell whether a DeepSpeedEngine's configuration has the block."""
     given = None if isinstance(held, DistributedDataParallel) else getattr(held, "config", None)
     if not isinstance(given, (str, Path, Mapping)):
         return False
@@ -46,7 +69,7 @@ def has_own_block(held: Any) -> bool:
 
 
 def as_json(config: Given) -> Any:
-    """``config`` for a checkpoint, which is copied and shared: without the alerts whose addresses are secrets."""
+    """Return ``config`` for a checkpoint, which is copied and shared: without alerts whose addresses are secret."""
     if isinstance(config, SilentConsistencyConfig):
         alerts = [one.model_dump(mode="json") | {"to": one.address} for one in config.alerts]
         return without_secrets(config.model_dump(mode="json") | {"alerts": alerts})
@@ -56,7 +79,7 @@ def as_json(config: Given) -> Any:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A block, or what holds it, with those of its ``alerts`` that may stand in a file which others read."""
+    """Return a block, or what holds it, with those of its ``alerts`` that may stand in a file which others read."""
     kept = dict(config)
     if isinstance(kept.get(BLOCK), Mapping):
         kept[BLOCK] = without_secrets(kept[BLOCK])
@@ -66,6 +89,6 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block whose ``"auto"`` values are left out: the defaults."""
+    """Return a block whose ``"auto"`` values are left out: the defaults."""
     left = {key: value for key, value in block.items() if not (isinstance(value, str) and value == "auto")}
     return {key: without_auto(value) if isinstance(value, Mapping) else value for key, value in left.items()}

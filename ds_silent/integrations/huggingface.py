@@ -22,10 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import BLOCK
 from ds_silent.extras import needs
-from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.recognised import is_fsdp2
-from ds_silent.integrations.callback_config import alone, as_json, block_for, without_auto
-from ds_silent.observing.observe import Given, observer_of, told_in_a_sentence
+from ds_silent.frameworks.attach import is_fsdp2
+from ds_silent.integrations.callback_config import as_json, attach_once, go_on, without_auto
+from ds_silent.observing.observe import Given, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 
 needs("ds_silent.integrations.huggingface", "huggingface")
@@ -62,13 +61,13 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         self.kept: dict[str, Any] | None = None  # the Trainer may write it, from a checkpoint
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer is made; accelerate reads the ds_config as the training begins."""
+        """Fill in ``"auto"``: the Trainer is made, and accelerate reads the ds_config as the training begins."""
         ds_config: Any = getattr(getattr(args, "hf_deepspeed_config", None), "config", None)
         if isinstance(ds_config, dict) and isinstance(ds_config.get(BLOCK), dict):
             ds_config[BLOCK] = without_auto(ds_config[BLOCK])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is wrapped, and a checkpoint is loaded."""
+        """Attach: the model is wrapped, and a checkpoint is loaded."""
         self._close()  # of a training that broke off, as where a Trainer looks for a batch size
         kept = _kept_in(state, type(self).__name__)
         with told_in_a_sentence():
@@ -76,13 +75,12 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
         if self._logs:
             self._go_before_the_others()
         if self.observer is not None and state.global_step:
-            steps = int(state.global_step)  # every rank's own; without a state of ours the rows are those it should be
+            steps = int(state.global_step)  # every rank's own
             rows = steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
-            counted = {**(kept or {}).get("counted", {"rows": rows}), "step": steps + 1}
-            self.observer.load_state_dict({**(kept or {}), "counted": counted})
+            go_on(self.observer, kept or {}, steps, rows)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """The newest record's numbers, but those of single ranks and layers, go with the training's own."""
+        """Add the newest record's numbers, but those of single ranks and layers, to the training's own."""
         record = None if self.observer is None else self.observer.last_record
         if not self._logs or record is None or record.step == self._logged or not logs or "loss" not in logs:
             return
@@ -94,35 +92,32 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
             state.log_history[-1].update(logs)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint was written, by all ranks."""
+        """Note that a checkpoint was written, by all ranks."""
         if self.observer is not None:
             self.observer.before_checkpoint()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Where a training breaks off instead, the observer closes as the process ends, or as the next one begins."""
+        """Close. Where a training breaks off, that happens as the process ends, or as the next one begins."""
         self._close()
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer keeps in a checkpoint; it asks on rank 0."""
+        """Return what the Trainer keeps in a checkpoint; it asks on rank 0."""
         kept = None if self.observer is None or self.observer.closed else self.observer.state_dict()
         return {"args": {"config": as_json(self._config)}, "attributes": {_KEPT: kept}}
 
     def _observer(self, args: Any, kwargs: Mapping[str, Any]) -> Observer | None:
         held = training_of(kwargs["model"])
-        if held is not None and observer_of(held) is not None:
-            return observer_of(held)  # python -m ds_silent has honoured the ds_config's block
-        if alone(self._config, "torchrun or accelerate launch on two processes or more"):
-            return None
-        return attach(
-            kwargs["model"] if held is None else held,  # one that cannot be observed is refused in one sentence
-            block_for(held, self._config),
+        return attach_once(
+            kwargs["model"] if held is None else held,
+            self._config,
+            "torchrun or accelerate launch on two processes or more",
             optimizer=kwargs.get("optimizer"),
             loader=kwargs.get("train_dataloader"),
             accumulation=args.gradient_accumulation_steps,
         )
 
     def _go_before_the_others(self) -> None:
-        """Those that report come first, and we would be too late."""
+        """Move to the front: those that report come first, and we would be too late."""
         for handler in gc.get_objects():
             if issubclass(type(handler), CallbackHandler) and any(one is self for one in handler.callbacks):
                 handler.callbacks.remove(self)
@@ -135,7 +130,7 @@ class SilentConsistencyCallback(TrainerCallback, ExportableState):  # type: igno
 
 
 def training_of(model: Any) -> Any:
-    """What trains ``model`` data-parallel: itself where it is wrapped or under ``fully_shard``, else what wraps it.
+    """Find what trains ``model`` data-parallel: itself where it is wrapped or under ``fully_shard``, else its wrapper.
 
     None where nothing does. Two wrap the same model where a Trainer has begun anew: the garbage goes first.
     """
@@ -153,13 +148,13 @@ def training_of(model: Any) -> Any:
 
 
 def _around(model: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """By ``type``: ``isinstance`` asks an object for its ``__class__``, and a lazy one would load something."""
+    """Find by ``type``: ``isinstance`` asks an object for its ``__class__``, and a lazy one would load something."""
     wrappers = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
     return [one for one in wrappers if getattr(one, "module", None) is model]
 
 
 def _kept_in(state: Any, name: str) -> dict[str, Any] | None:
-    """The observer's state in a checkpoint's TrainerState; makes the place where the next one is written.
+    """Return the observer's state in a checkpoint's TrainerState; make the place where the next one is written.
 
     A checkpoint of an unobserved training has none, and the Trainer asks for it.
     """

@@ -18,19 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ds_silent.extras import needs
-from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.recognised import is_fsdp2
+from ds_silent.frameworks.attach import is_fsdp2
 from ds_silent.frameworks.torch_common import rows_per_batch
-from ds_silent.integrations.callback_config import (
-    alone,
-    block_for,
-)
-from ds_silent.observing.observe import Given, observer_of, told_in_a_sentence
+from ds_silent.integrations.callback_config import attach_once, go_on
+from ds_silent.observing.observe import Given, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 
 
 def _callback_type() -> Any:
-    """Of the package that the script has imported: each has its own, with the same methods."""
+    """Return that of the package that the script has imported: each has its own, with the same methods."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         if hasattr(sys.modules.get(package), "Callback"):
             return sys.modules[package].Callback
@@ -66,19 +62,18 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
         self._logged = 0  # the newest step that the loggers know
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The model is wrapped, and a checkpoint is loaded."""
+        """Attach: the model is wrapped, and a checkpoint is loaded."""
         self._close()  # of a training that broke off
         kept, self._kept = self._kept, {}
         with told_in_a_sentence():
             self.observer = self._observer(trainer)
         if self.observer is not None and trainer.global_step:
-            steps = int(trainer.global_step)  # without a state of ours the rows are those it should be
+            steps = int(trainer.global_step)
             rows = steps * (rows_per_batch(_loader_of(trainer)) or 0) * int(trainer.accumulate_grad_batches)
-            counted = {**kept.get("counted", {"rows": rows}), "step": steps + 1}
-            self.observer.load_state_dict({**kept, "counted": counted})
+            go_on(self.observer, kept, steps, rows)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The newest record goes to the loggers, if they are to have it."""
+        """Give the newest record to the loggers, if they are to have it."""
         if not self._logs or self.observer is None or trainer.global_step % trainer.log_every_n_steps:
             return
         record = self.observer.last_record
@@ -89,31 +84,27 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
                 logger.log_metrics(values, record.step)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being written, by all ranks."""
+        """Note that a checkpoint is being written, by all ranks."""
         if self.observer is not None:
             self.observer.before_checkpoint()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Where a training breaks off instead, the observer closes as the process ends, or as the next one begins."""
+        """Close. Where a training breaks off, that happens as the process ends, or as the next one begins."""
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What Lightning keeps in a checkpoint, of rank 0."""
+        """Return what Lightning keeps in a checkpoint, of rank 0."""
         return {} if self.observer is None or self.observer.closed else self.observer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of a checkpoint, before the training begins."""
+        """Take the state of a checkpoint, before the training begins."""
         self._kept = dict(state_dict)
 
     def _observer(self, trainer: Any) -> Observer | None:
-        held = training_of(trainer.strategy.model)
-        if observer_of(held) is not None:
-            return observer_of(held)  # python -m ds_silent has honoured the ds_config's block
-        if alone(self._config, "Trainer(devices=...) or torchrun on two processes or more"):
-            return None
-        return attach(
-            held,  # one that cannot be observed is refused in one sentence
-            block_for(held, self._config),
+        return attach_once(
+            training_of(trainer.strategy.model),
+            self._config,
+            "Trainer(devices=...) or torchrun on two processes or more",
             optimizer=list(trainer.optimizers),
             loader=_loader_of(trainer),
             accumulation=int(trainer.accumulate_grad_batches),
@@ -126,7 +117,7 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
 
 
 def training_of(model: nn.Module) -> nn.Module:
-    """What trains the model data-parallel: a strategy's own model, or the one part of it under ``fully_shard``."""
+    """Find what trains the model data-parallel: a strategy's own model, or its one part under ``fully_shard``."""
     if isinstance(model, DistributedDataParallel) or is_fsdp2(model):
         return model
     outermost = [part for part in model.children() if is_fsdp2(part)]
@@ -136,6 +127,6 @@ def training_of(model: nn.Module) -> nn.Module:
 
 
 def _loader_of(trainer: Any) -> Any:
-    """Several at once, or something else that gives batches, are followed by what they give."""
+    """Return the loader; several at once, or anything else that gives batches, are followed by what they give."""
     loader = trainer.train_dataloader
     return loader if isinstance(loader, DataLoader) else None

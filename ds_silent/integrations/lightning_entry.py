@@ -18,24 +18,24 @@ from ds_silent.integrations import BLOCK_FILE
 
 
 def in_lightning() -> list[Any]:
-    """Entry point ``lightning.pytorch.callbacks_factory``."""
+    """Return the callback, for the entry point ``lightning.pytorch.callbacks_factory``."""
     return _callbacks("lightning.pytorch")
 
 
 def in_pytorch_lightning() -> list[Any]:
-    """Entry point ``pytorch_lightning.callbacks_factory``."""
+    """Return the callback, for the entry point ``pytorch_lightning.callbacks_factory``."""
     return _callbacks("pytorch_lightning")
 
 
 def _callbacks(package: str) -> list[Any]:
-    """DeepSpeed is imported by Lightning's strategy, which exists before the callbacks do."""
+    """Make it where there may be a block: Lightning's strategy has imported DeepSpeed before it asks."""
     if not os.environ.get(BLOCK_FILE) and "deepspeed" not in sys.modules:
         return []
     return [type("SilentConsistencyEntry", (sys.modules[package].Callback,), {"setup": _setup})()]
 
 
 def _setup(self: Any, trainer: Any, pl_module: Any, stage: str) -> None:
-    """Before a checkpoint is read: the callback that observes takes this one's place, if there is a block.
+    """Let the callback that observes take this one's place, if there is a block, before a checkpoint is read.
 
     One that the script has given itself stays the only one.
     """
@@ -49,5 +49,5 @@ def _setup(self: Any, trainer: Any, pl_module: Any, stage: str) -> None:
 
 
 def _has_block(ds_config: Any) -> bool:
-    """Also one whose name is misspelt: that is said later."""
+    """Tell whether there is one, also one whose name is misspelt: that is said later."""
     return isinstance(ds_config, Mapping) and any("silent" in str(key).lower() for key in ds_config)

@@ -18,7 +18,6 @@ from ds_silent.capture.given_ids import as_ids
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.places import Places
-from ds_silent.framework import Counts
 from ds_silent.observing.recorder import Recorder
 from ds_silent.observing.run_directory import RunDirectory
 from ds_silent.observing.step_loop import StepLoop, moments_of
@@ -128,8 +127,8 @@ class Observer:
         which must be kept. Steps and samples are in the framework's own counters, and here where it has none."""
         self._guard.cleanup(self._steps.publish_early, self._closed)
         state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
-        if isinstance(self._capture.framework, Counts):
-            state["counted"] = self._capture.framework.counted()
+        if counted := self._capture.framework.counts.state_dict():
+            state["counted"] = counted
         return state | (self._guard.local(self._own_state) or {})
 
     def _own_state(self) -> dict[str, Any]:
@@ -144,8 +143,8 @@ class Observer:
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._replicas.loaded(state.get("weights_checksum"))  # "weights", of older versions, was made otherwise
-        if isinstance(self._capture.framework, Counts) and isinstance(state.get("counted"), dict):
-            self._capture.framework.count_on(state["counted"])
+        if isinstance(state.get("counted"), dict):
+            self._capture.framework.counts.load_state_dict(state["counted"])
         self._publisher.recorder.load_state_dict(state)
 
     def before_checkpoint(self) -> None:

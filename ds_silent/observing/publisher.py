@@ -21,7 +21,6 @@ from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered, Wishes, on_all, on_any
 from ds_silent.exchange.whole_model import WholeModel
-from ds_silent.framework import HasPeers
 from ds_silent.measure.record import Context
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.recorder import Recorder
@@ -66,18 +65,18 @@ class Publisher:
             self._contexts.setdefault(step, self._context(Seconds()))
 
     def _context(self, seconds: Seconds) -> Context:
-        capture, framework, walk = self._capture, self._capture.framework, self._capture.walk
+        capture, counts, walk = self._capture, self._capture.framework.counts, self._capture.walk
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
         facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
         return Context(
-            framework.samples,
-            framework.batch,
-            framework.samples / facts.rows if facts.rows else None,
+            counts.samples,
+            counts.batch,
+            counts.samples / facts.rows if facts.rows else None,
             seconds,
             capture.layer_names,
             facts.rows,
             capture.moments.skipped,
-            framework.update_skipped,
+            counts.update_skipped,
             replace(walk, facts=facts),
             capture.rows.sampling,
         )
@@ -152,9 +151,9 @@ class Publisher:
             found = self._replicas.verify(step)
             if found is not None:
                 self.recorder.report(found)
-        if isinstance(self._capture.framework, HasPeers):
-            for event in self._capture.framework.beside(step):
-                self.recorder.report(event)
+        peers = self._capture.framework.peers
+        for event in peers.compare(step) if peers else ():
+            self.recorder.report(event)
 
     def last_words(self, step: int) -> None:
         """Judge what still waits, as the training ends at ``step``: the tensors that differ stay unnamed."""
@@ -176,7 +175,7 @@ def parting_of(known: Gathered, settings: Mapping[str, Parts]) -> tuple[object, 
 
 def model_of(capture: StepCapture) -> WholeModel | None:
     """Return what other groups hold of the model; on the writing rank, where there are others."""
-    return capture.framework.model if isinstance(capture.framework, HasPeers) else None
+    return capture.framework.peers.model if capture.framework.peers else None
 
 
 def make_publisher(
@@ -195,6 +194,6 @@ def make_publisher(
     responds = config.respond.on_aggregation_error != "report" or config.detectors.stop_on != "never"
     monitored = home.sinks is not None and any(isinstance(sink, MonitorSink) for sink in home.sinks.sinks)
     beside = not (responds or monitored or model_of(capture) is not None)
-    ranks_comparable = framework.ranks.alike
+    ranks_comparable = framework.ranks_comparable
     recorder = Recorder(home.sinks, config, checker, layout, members, framework.words, ranks_comparable, beside)
     return Publisher(capture, recorder, replicas, responder)

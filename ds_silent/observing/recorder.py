@@ -172,7 +172,7 @@ class Recorder:
         layout: Layout | None = None,
         members: Sequence[int] = (),  # of the group, as the whole training counts its ranks
         words: Words = TORCH,
-        alike: bool = True,  # see ds_silent.framework.Ranks
+        alike: bool = True,  # see ds_silent.framework.Framework.ranks_comparable
         beside: bool = False,
     ):
         self.writes = sink is not None

@@ -31,7 +31,7 @@ from ds_silent.exchange.collectives import Arrived, gather_on_host
 from ds_silent.exchange.gather import Exchange, make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
-from ds_silent.framework import Moments, SavesSuspect
+from ds_silent.framework import Moments
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.publisher import make_publisher, model_of
@@ -74,7 +74,7 @@ class StepLoop:
         self.publisher = make_publisher(capture, config, home, layout, self._checker, self.replicas, self._responder)
         self.records_loaded: str | None = None
         self.observing = True
-        most = capture.framework.boundaries
+        most = capture.framework.max_reductions_per_step
         guard.state = Lockstep(first, allowed=most, next_allowed=most, words=capture.framework.words)
         self._capture.moments.plan = self.plan
         self._idle, self._observe_seconds = False, 0.0
@@ -96,13 +96,15 @@ class StepLoop:
 
     # -- the moments of a step, in order; the guard runs each ------------------------------------------------------
 
-    def before_reduction(self, *args: Any, **kwargs: Any) -> None:
+    def before_reduction(self, *args: Any, **kwargs: Any) -> bool:
         """Called at the end of every backward; at the boundary, before the reduction (where overlapped: while)."""
         self._capture.moments.keep_for_retry(*args, **kwargs)
-        if self.micro_batch_ended():
+        due = self._micro_batch_ended()
+        if due and self._config.reduction != "ordered":  # that one makes them as it reduces
             self._capture.moments.exchange_exactly()
+        return due
 
-    def micro_batch_ended(self) -> bool:
+    def _micro_batch_ended(self) -> bool:
         """A micro-batch's gradients are there. Return whether the inner products are due before the reduction."""
         boundary = self._capture.framework.is_boundary()
         if boundary:
@@ -137,7 +139,7 @@ class StepLoop:
     def _exchange_step(self, step: int) -> None:
         """``step`` is the framework's own; what communicates is timed by the plan's, which all ranks count."""
         plan, local, collective = self.plan, self._guard.local, self._guard.collective
-        self._home.settle(step - 1, self._capture.framework.samples, self.records_loaded, collective)
+        self._home.settle(step - 1, self._capture.framework.counts.samples, self.records_loaded, collective)
         if plan.measures:
             local(self.publisher.recorder.finish)
         self._publish()
@@ -226,7 +228,6 @@ class StepLoop:
             self.publisher.cut_short(step)
         self._publish()
         framework, directory = self._capture.framework, self._home.directory
-        assert isinstance(framework, SavesSuspect)  # the responses that stop are refused elsewhere
         saved = self._guard.collective(lambda: save_suspect(framework, step, why, directory, marks=writes))
         self._end()
         raise end_suspect(step, why, directory, saved, tells=writes)
@@ -258,23 +259,22 @@ def moments_of(capture: StepCapture, steps: StepLoop, save: Callable[[], None], 
     local, cleanup, run = guard.local, guard.cleanup, guard.run
     return Moments(
         guard=guard,
-        begins=partial(local, own.begins),
-        forward=partial(local, own.forwards.forward),
-        forwarded=partial(local, own.forwards.forwarded),
-        loss=partial(local, own.forwards.loss),
-        share=partial(local, own.forwards.share),
-        root=partial(local, own.root),
-        scaled=partial(local, own.scaled),
-        gradient=partial(local, own.gradient),
-        micro_batch_ended=partial(run, steps.micro_batch_ended),
-        before_reduction=partial(run, steps.before_reduction),
-        reduced=partial(local, own.reduced),
-        applying=partial(local, own.applying),
-        before_update=partial(run, steps.before_update),
-        dropped=partial(run, steps.dropped),
-        updated=partial(run, steps.after_update),
-        before_checkpoint=partial(cleanup, _without_arguments, save),
-        ends=partial(cleanup, _without_arguments, end),
+        pre_step=partial(local, own.begins),
+        pre_forward=partial(local, own.forwards.forward),
+        post_forward=partial(local, own.forwards.forwarded),
+        on_loss=partial(local, own.forwards.loss),
+        on_loss_share=partial(local, own.forwards.share),
+        pre_backward=partial(local, own.root),
+        on_loss_scaled=partial(local, own.scaled),
+        on_gradient=partial(local, own.gradient),
+        post_backward=partial(run, steps.before_reduction),
+        post_reduction=partial(local, own.reduced),
+        pre_update=partial(run, steps.before_update),
+        pre_optimizer_step=partial(local, own.applying),
+        on_gradient_dropped=partial(run, steps.dropped),
+        post_step=partial(run, steps.after_update),
+        pre_checkpoint=partial(cleanup, _without_arguments, save),
+        close=partial(cleanup, _without_arguments, end),
     )
 
 

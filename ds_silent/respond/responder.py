@@ -32,7 +32,6 @@ from ds_silent.distributed.parts import Parts
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.gather import Exchange
 from ds_silent.exchange.observation import on_any
-from ds_silent.framework import HasReplica, Repeats
 from ds_silent.kernels.checksums import Bits, Replica
 from ds_silent.measure.evidence import ReductionCheck, ResponseLog
 from ds_silent.measure.reduction_check import ReductionChecker
@@ -92,12 +91,12 @@ class Responder:
         whole = resync.state == "all"
         if on_drift != "report":
             interval = config.integrity.replica_interval
-            keepers.append(_Compare(capture, partial(_replica_of, framework, True, True), interval, on_drift, attempts))
+            keepers.append(_Compare(capture, partial(framework.replica, True, True), interval, on_drift, attempts))
         if resync.mode == "periodic":
-            replica = partial(_replica_of, framework, whole, True)
+            replica = partial(framework.replica, whole, True)
             keepers.append(_Compare(capture, replica, resync.interval, "mean", attempts))
         if resync.mode == "dynamic":
-            keepers.append(_Dynamic(capture, partial(_replica_of, framework, whole, False), resync.interval))
+            keepers.append(_Dynamic(capture, partial(framework.replica, whole, False), resync.interval))
         self._keepers = keepers
 
     @property
@@ -159,7 +158,6 @@ class _Retry:
             # by the script, since the reduction: a repetition would apply what it has not changed
             return 'respond.on_failed_retry "stop"' if self._respond.on_failed_retry == "stop" else None
         framework = self._capture.framework
-        assert isinstance(framework, Repeats)  # others are refused
         started, sent = time.perf_counter(), 0
         for attempt in range(1, self._respond.retries + 1):
             sent += framework.reduce_again()
@@ -317,11 +315,6 @@ class _Dynamic(_Keeper):
         drift, gradient = (everybody[:, k] / everybody[:, k + 1].clamp(min=1.0) for k in (0, 2))
         mean = float((gradient / drift).sqrt().mean())  # infinite where the sampled elements do not differ
         return 1 if math.isnan(mean) else int(max(1.0, min(float(self._interval), mean)))
-
-
-def _replica_of(framework: object, optimizer_state: bool, buffers: bool) -> Replica:
-    assert isinstance(framework, HasReplica)  # others are refused
-    return framework.replica(optimizer_state, buffers)
 
 
 def _repair_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ds_silent.framework import SavesSuspect
+from ds_silent.framework import Framework
 from ds_silent.records import Event
 
 logger = logging.getLogger("ds_silent")
@@ -44,7 +44,7 @@ def end_suspect(step: int, why: str, output_dir: str, saved: Path | None, tells:
     return SystemExit(STOPPED)
 
 
-def save_suspect(framework: SavesSuspect, step: int, why: str, output_dir: str, marks: bool) -> Path | None:
+def save_suspect(framework: Framework, step: int, why: str, output_dir: str, marks: bool) -> Path | None:
     """A checkpoint beside the user's own, which stay as they are. A collective. ``marks``: this rank, as suspect."""
     directory, tag = Path(output_dir, "suspect"), f"suspect_step{step}"
     try:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_silent
-from ds_silent.frameworks.deepspeed.state import base_optimizers
+from ds_silent.frameworks.deepspeed.reduction import base_optimizers
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 from tests.support.matrix import FP32_ACCUMULATION, OFFLOAD

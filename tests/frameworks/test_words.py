@@ -17,7 +17,7 @@ from ds_silent.config import ConfigError, DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.detectors.likely_causes import Symptoms, likely_causes
 from ds_silent.exchange.observation import ASTRAY
-from ds_silent.frameworks.deepspeed.words import WORDS
+from ds_silent.frameworks.deepspeed.state import WORDS
 from ds_silent.maths.causes import Cause
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, Evidence, OrderAgain, ReductionEvidence

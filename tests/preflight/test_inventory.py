@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ds_silent.frameworks.deepspeed.preflight_items import config_items
+from ds_silent.frameworks.deepspeed.state import config_items
 from ds_silent.preflight.environment import environment_items, git_revision
 from ds_silent.preflight.inventory import (
     SamplerFacts,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import ds_silent
-from ds_silent.frameworks.deepspeed.preflight_items import training_of
+from ds_silent.frameworks.deepspeed.state import training_of
 from ds_silent.maths.fingerprint import hash_text, rng_hashes
 from ds_silent.preflight.comparison import compare
 from ds_silent.preflight.inventory import (

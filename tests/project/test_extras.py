@@ -77,7 +77,7 @@ def test_what_needs_no_framework_is_there_without_one() -> None:
         ("ds_silent.integrations.lightning_entry", ()),
         ("ds_silent.frameworks.ddp", ()),
         ("ds_silent.frameworks.fsdp2", ()),
-        ("ds_silent.frameworks.attach_any", ()),
+        ("ds_silent.frameworks.attach", ()),
     ],
 )
 def test_a_way_in_needs_its_own_framework_alone(module: str, needed: tuple[str, ...]) -> None:

@@ -23,7 +23,7 @@ RUN_BY: dict[str, str] = {
     "make test": "tests/project/test_readme.py",  # you are in it
     "make help": "tests/project/test_readme.py",
     "torchrun --nproc_per_node 8 -m ds_silent --silent-consistency-config block.json pretrain_gpt.py ...": (
-        "tests/frameworks/test_unedited.py"  # a script of its own, 4 ranks
+        "tests/frameworks/test_auto_attach.py"  # a script of its own, 4 ranks
     ),
     "make test-matrix": "tests/frameworks/test_oracle.py",
     "make readme": "tests/project/test_readme.py",

@@ -10,14 +10,14 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_silent.config_file import load_ds_config
-from ds_silent.frameworks.deepspeed.gradients import whole_on_every_rank
+from ds_silent.frameworks.deepspeed.reduction import whole_on_every_rank
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic
 
 
 def arithmetic_of(
     engine: Any, elements: int, width: int, reductions: int, ranks: int, ordered: bool = False, sequence: int = 1
 ) -> Arithmetic:
-    """What the reduction rounds, and not less.
+    """Return what the reduction rounds, and not less.
 
     ``engine.communication_data_type`` (fp16 and bf16 trainings: their own, else fp32) is what stage 0 casts to;
     ZeRO's optimizers have their own, for each parameter. A cast to a wider dtype and a factor that is a power of two
@@ -64,7 +64,7 @@ def arithmetic_of(
 
 
 def _sums(engine: Any) -> bool:
-    """What the user asked for: ``gradient_allreduce_op`` (since 0.19) of the configuration as it was given.
+    """Tell whether the user asked for sums: ``gradient_allreduce_op`` (since 0.19) of the configuration as given.
 
     Not ``gradient_average`` of the engine and of ZeRO's optimizers, which is what their reductions go by.
     """
@@ -73,7 +73,7 @@ def _sums(engine: Any) -> bool:
 
 
 def _travelling(engine: Any) -> torch.dtype:
-    """The coarsest dtype in which gradients are added up.
+    """Return the coarsest dtype in which gradients are added up.
 
     Stages 1 to 3 ask ``get_param_comm_dtype`` for each parameter: under ``torch_autocast`` the weights of
     ``lower_precision_safe_modules`` travel in its dtype and the others in their own (0.17.1 to 0.19.8). Stage 0 and
@@ -89,7 +89,7 @@ def _travelling(engine: Any) -> torch.dtype:
 
 
 def _kept_dtype(engine: Any, own: torch.dtype) -> torch.dtype:
-    """In which the aggregated gradient is kept.
+    """Return the dtype in which the aggregated gradient is kept.
 
     ``grad_acc_dtype`` of ``BF16_Optimizer``; ZeRO's ``gradient_accumulation_dtype``, which in stages 1 and 2 counts
     only where ``use_grad_accum_attribute`` is set; else the parameters' own.
@@ -103,7 +103,7 @@ def _kept_dtype(engine: Any, own: torch.dtype) -> torch.dtype:
 
 
 def _narrows(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether a cast may round; also where the two have different ranges."""
+    """Tell whether a cast may round; also where the two have different ranges."""
     return wide != narrow and torch.promote_types(wide, narrow) != narrow
 
 

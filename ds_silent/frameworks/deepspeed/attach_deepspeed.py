@@ -22,11 +22,16 @@ from ds_silent.config_file import load_ds_config
 from ds_silent.destination import masked_in_log
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
-from ds_silent.frameworks.deepspeed.preflight_items import is_sharded, training_of
 from ds_silent.frameworks.deepspeed.refusals import has_optimizer, refuse_unsupported_config, refuse_unsupported_engine
-from ds_silent.frameworks.deepspeed.shapes import Shape, data_parallel_group, shape_of
-from ds_silent.frameworks.deepspeed.state import engine_facts
-from ds_silent.frameworks.deepspeed.words import WORDS
+from ds_silent.frameworks.deepspeed.state import (
+    WORDS,
+    Shape,
+    data_parallel_group,
+    engine_facts,
+    is_sharded,
+    shape_of,
+    training_of,
+)
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observing import start
 from ds_silent.observing.observe import Given, Subject, given_block, observe, told_in_a_sentence
@@ -40,7 +45,7 @@ logger = logging.getLogger("ds_silent")
 def initialize(
     *args: Any, sampler: Any = None, _gather_limit: int = GATHER_LIMIT, **kwargs: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize`` with the ``"silent_consistency"`` block honoured; same arguments, same result.
+    """Call ``deepspeed.initialize`` and honour the ``"silent_consistency"`` block; same arguments, same result.
 
     Without the block, or with ``"enabled": false``, this is DeepSpeed's own function and nothing more.
 
@@ -153,7 +158,7 @@ def _observe(
 
 
 def _of_shape(config: SilentConsistencyConfig, shape: Shape) -> SilentConsistencyConfig:
-    """With a directory of the data-parallel group's own; rows are followed where they are seen."""
+    """Give the data-parallel group its own directory; rows are followed where they are seen."""
     return placed(config, shape.label).model_copy(update={"coverage": config.coverage and shape.sees_rows})
 
 
@@ -163,19 +168,19 @@ def _refuse(engine: Any, config: SilentConsistencyConfig) -> None:
 
 
 def _config_of(engine: Any) -> dict[str, Any]:
-    """The configuration that an engine was made with (``engine.config``: a path, a dict or its base64 form)."""
+    """Return the configuration that an engine was made with (``engine.config``: a path, a dict or its base64 form)."""
     return load_ds_config(engine.config) if engine.config is not None else {}
 
 
 def _source_of(arguments: Mapping[str, Any]) -> str | Path | Mapping[str, Any] | None:
-    """Wherever DeepSpeed itself reads its configuration; None where it says what is wrong."""
+    """Return what DeepSpeed itself reads its configuration from; None where it says what is wrong."""
     source = arguments.get("config") or arguments.get("config_params")
     source = source or getattr(arguments.get("args"), "deepspeed_config", None)
     return source if isinstance(source, (str, Path, Mapping)) else None
 
 
 def _raw_block(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The block as it stands, which DeepSpeed is about to log with all else (runtime/engine.py, 0.16 to 0.19)."""
+    """Return the block as it stands, which DeepSpeed is about to log (runtime/engine.py, 0.16 to 0.19)."""
     source = _source_of(arguments)
     try:
         return None if source is None else find_block(load_ds_config(source))
@@ -184,7 +189,7 @@ def _raw_block(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _block_of(arguments: Mapping[str, Any]) -> SilentConsistencyConfig | None:
-    """The block, parsed."""
+    """Return the block, parsed."""
     source = _source_of(arguments)
     if source is None:
         return None

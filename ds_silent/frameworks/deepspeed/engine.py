@@ -21,108 +21,53 @@ from torch import Tensor
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_graph import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.distributed.communicator import own_group
-from ds_silent.framework import Covers, Moments, Part, Ranks
+from ds_silent.framework import Framework, Moments, Part, Peers, StepCounts
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
-from ds_silent.frameworks.deepspeed.gradients import (
+from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
+from ds_silent.frameworks.deepspeed.reduction import (
+    KeptGradients,
     accumulated_gradients,
     aggregated_gradients,
-    numel_of,
+    applied_gradients,
+    applied_places,
+    base_optimizers,
     reduced_after_backward,
     share_of,
     whole_on_every_rank,
 )
-from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
-from ds_silent.frameworks.deepspeed.shapes import data_parallel_group, duplicates_of, is_pipeline, shape_of
 from ds_silent.frameworks.deepspeed.state import (
-    KeptGradients,
-    applied_gradients,
-    applied_places,
-    base_optimizers,
-    parameters_held,
+    OF_A_MESH,
+    WORDS,
+    data_parallel_group,
+    duplicates_of,
+    is_pipeline,
+    numel_of,
+    parameter_groups,
     replica_of,
     replicated_parameters,
     replicated_state,
+    shape_of,
 )
-from ds_silent.frameworks.deepspeed.words import OF_A_MESH, WORDS
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic
-from ds_silent.patches import Patches
-from ds_silent.records import Event
-from ds_silent.replicas.duplicates import compared
 
 logger = logging.getLogger("ds_silent")
 
 
-class DeepSpeedFramework(Covers):
-    """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
+class EngineCounts(StepCounts):
+    """Read the counters of an engine, which are in its own checkpoints."""
 
-    model = in_norm = None  # what is applied is not observed where the model's norm is that of several groups
-
-    def __init__(self, engine: Any, config: SilentConsistencyConfig):
-        self._engine, self._patches = engine, Patches()
-        training_group = data_parallel_group(engine)
-        assert training_group is not None  # of an engine
-        group = own_group(training_group)
-        self._shape = shape_of(engine)
-        self.words = WORDS if self._shape.meshed is None else OF_A_MESH
-        self.ranks = Ranks(group, group, torch.device(engine.device), alike=self._shape.alike)
-        self.module = engine.module
-        named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
-        self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        self.numels = [numel_of(p) for p in self._parameters]
-        self.micro_batches = int(engine.gradient_accumulation_steps())
-        self.micro_batch_rows = int(engine.train_micro_batch_size_per_gpu())
-        self.boundaries = 1
-        self.clip = float(engine.gradient_clipping())
-        # Stages 2 and 3 reduce and free every micro-batch; with overlap, stage 1 reduces during the last backward.
-        self.additive = bool(engine.zero_optimization_partition_gradients())
-        self.overlapped = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
-
-        rows = self.micro_batch_rows * self.micro_batches * dist.get_world_size(group) // self._shape.sequence
+    def __init__(self, engine: Any, ranks: int, sequence: int):
+        """Take the ``ranks`` of its data-parallel group, of which ``sequence`` share each row."""
+        super().__init__(ranks)
+        self._engine = engine
+        rows = int(engine.train_micro_batch_size_per_gpu()) * int(engine.gradient_accumulation_steps())
+        rows = rows * ranks // sequence
         self._counted = max(1, int(engine.train_batch_size()) // max(1, rows))  # AutoTP counts each row on each rank
-        self._pipeline = is_pipeline(engine)  # looked at once per step, so that nothing is known of each micro-batch
-        if self._pipeline:
-            self.micro_batch_rows, self.micro_batches = self.micro_batch_rows * self.micro_batches, 1
-
-        self._share = share_of(engine, self._parameters, self._shape)
-        self.reduced = accumulated_gradients(engine, self._parameters)  # the reduction puts its result there
-        self._ordered: OrderedReduction | None = None
-        self._kept: KeptGradients | None = None
-        if config.reduction == "ordered":
-            self._ordered = OrderedReduction(engine, self._parameters, self._share, config, training_group)
-        elif config.respond.on_aggregation_error == "retry":
-            self._kept = KeptGradients(engine, self._parameters)
-        self.accumulated = self.reduced if self._ordered is None else self._ordered.held
-        # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
-        self.whole_at_hook = self._ordered is None and not self._pipeline
-        self._forward_loss: Made | None = None  # of the newest forward
-        self._told = False  # that a script divides it, too
-        self._reduce: Callable[..., Any] | None = None
-        self._again: Callable[[], Any] | None = None  # the step's reduction, to be called again
-
-        checks = config.integrity.aggregation and config.direction.method != "off"
-        clips = self.clip > 0.0 and self._shape.is_part
-        self._places = applied_places(engine, self._parameters, self._share) if checks and not clips else None
-        self.observes_applied = self._places is not None
-        whole = whole_on_every_rank(engine) and not self._shape.experts
-        self.aggregate_replicated = checks and self._share is not None and whole
-        every, writes = config.integrity.replica_interval, dist.get_rank(group) == 0
-        self._duplicates = [] if self._shape.plain or not every else list(duplicates_of(engine, every, writes))
-        self._scales_loss = scales_loss(engine)
-        self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
-
-    # -- answers -------------------------------------------------------------------------------------------------
-
-    def arithmetic(self, elements: int, width: int) -> Arithmetic:
-        reductions = self.micro_batches if self.additive else 1
-        ranks = dist.get_world_size(self.ranks.reduced)
-        ordered, sequence = self._ordered is not None, self._shape.sequence
-        return arithmetic_of(self._engine, elements, width, reductions, ranks, ordered, sequence)
 
     @property
     def step(self) -> int:
-        """``engine.global_steps`` counts finished ones, skipped ones too."""
+        """Return one more than ``engine.global_steps``, which counts finished ones, skipped ones too."""
         return int(self._engine.global_steps) + 1
 
     @property
@@ -131,34 +76,160 @@ class DeepSpeedFramework(Covers):
 
     @property
     def batch(self) -> float:
-        return float(self._engine.train_batch_size()) / self._counted / dist.get_world_size(self.ranks.reduced)
+        return float(self._engine.train_batch_size()) / self._counted / self.data_ranks
 
-    def skipped(self, applied: bool | None) -> bool:
+    @property
+    def update_skipped(self) -> bool:
+        """Ask ``engine.was_step_applied()``, 0.12 to 0.19."""
+        return not self._engine.was_step_applied()
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Do nothing: a checkpoint of the engine is loaded by itself."""
+
+
+class Losses:
+    """Tell the moments of each micro-batch's loss, as ``engine.backward`` or a pipeline has it.
+
+    Args:
+        writes: whether this rank says what is wrong on all alike.
+    """
+
+    def __init__(self, engine: Any, micro_batches: int, writes: bool):
+        self._engine, self._micro_batches, self._writes = engine, micro_batches, writes
+        self._forward_loss: Made | None = None  # of the newest forward
+        self._told = False  # that a script divides it, too
+        self.scaled = scales_loss(engine)
+
+    def pipelined(self, moments: Moments, *args: Any, **kwargs: Any) -> None:
+        """Tell the loss when all backwards of the step are over: the last stage has added up (0.16.9 to 0.19.8)."""
+        total = self._engine.total_loss
+        if isinstance(total, Tensor):
+            moments.on_loss(total / self._engine.gradient_accumulation_steps())
+
+    def forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
+        """Keep the forward's loss: a backward's may be a share of it."""
+        self._forward_loss = made_by(loss_in(output) if torch.is_grad_enabled() else None)
+        moments.post_forward(module, args, output)
+
+    def before_backward(self, moments: Moments, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Tell the raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper.
+
+        Without ``scale_wrt_gas`` the script has divided it already, as accelerate's and transformers' do: then the
+        forward's loss is the true one. So it is where both divide, as Lightning and DeepSpeed do.
+        """
+        divides = kwargs.get("scale_wrt_gas", True)
+        if divides and is_share(loss, self._forward_loss, self._micro_batches):
+            self._say_divided_twice()
+        elif divides:
+            moments.on_loss(loss)
+        elif not comes_of(loss, self._forward_loss):
+            moments.on_loss_share(loss)
+        if self.scaled and loss.requires_grad:
+            steps = self._engine.gradient_accumulation_steps() if divides else 1
+            loss.register_hook(partial(moments.on_loss_scaled, steps))  # type: ignore[no-untyped-call]
+
+    def _say_divided_twice(self) -> None:
+        """Say it once: it is alike on all ranks, so that no comparison of them shows it."""
+        if not self._told and self._writes:
+            logger.warning(
+                "ds_silent: the loss is divided by %d micro-batches before engine.backward, which divides it again (so "
+                "does Lightning with DeepSpeed): the gradient is 1/%d of their mean; choose the learning rate and "
+                "gradient_clipping for that",
+                self._micro_batches,
+                self._micro_batches,
+            )
+        self._told = True
+
+
+class DeepSpeedFramework(Framework):
+    """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
+
+    def __init__(self, engine: Any, config: SilentConsistencyConfig):
+        training_group = data_parallel_group(engine)
+        assert training_group is not None  # of an engine
+        named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+        super().__init__(engine.module, named, training_group, device=torch.device(engine.device))
+        self._engine, self._shape = engine, shape_of(engine)
+        self.words = WORDS if self._shape.meshed is None else OF_A_MESH
+        self.ranks_comparable = self._shape.alike
+        self.numels = [numel_of(p) for p in self.parameters]
+        self.micro_batches = int(engine.gradient_accumulation_steps())
+        self.micro_batch_rows = int(engine.train_micro_batch_size_per_gpu())
+        self.counts = EngineCounts(engine, dist.get_world_size(self.group), self._shape.sequence)
+        self.clip = float(engine.gradient_clipping())
+        # Stages 2 and 3 reduce and free every micro-batch; with overlap, stage 1 reduces during the last backward.
+        self.reduces_every_micro_batch = bool(engine.zero_optimization_partition_gradients())
+        self.overlaps_backward = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
+        self._pipeline = is_pipeline(engine)  # looked at once per step, so that nothing is known of each micro-batch
+        if self._pipeline:
+            self.micro_batch_rows, self.micro_batches = self.micro_batch_rows * self.micro_batches, 1
+        writes = dist.get_rank(self.group) == 0
+        self._losses = Losses(engine, self.micro_batches, writes)
+        self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
+
+        self._share = share_of(engine, self.parameters, self._shape)
+        self._accumulated = accumulated_gradients(engine, self.parameters)
+        self._ordered: OrderedReduction | None = None
+        self._kept: KeptGradients | None = None
+        if config.reduction == "ordered":
+            self._ordered = OrderedReduction(engine, self.parameters, self._share, config, training_group)
+        elif config.respond.on_aggregation_error == "retry":
+            self._kept = KeptGradients(engine, self.parameters)
+        # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
+        self.hook_sees_full_gradient = self._ordered is None and not self._pipeline
+        self._reduce: Callable[..., Any] | None = None
+        self._again: Callable[[], Any] | None = None  # the step's reduction, to be called again
+
+        checks = config.integrity.aggregation and config.direction.method != "off"
+        clips = self.clip > 0.0 and self._shape.is_part
+        # what is applied is not observed where the model's norm is that of several groups
+        self._places = applied_places(engine, self.parameters, self._share) if checks and not clips else None
+        self.observes_applied = self._places is not None
+        whole = whole_on_every_rank(engine) and not self._shape.experts
+        self.aggregate_replicated = checks and self._share is not None and whole
+        every = config.integrity.replica_interval
+        if every and not self._shape.plain:
+            self.peers = Peers(list(duplicates_of(engine, every, writes)))
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def arithmetic(self, elements: int, width: int) -> Arithmetic:
+        reductions = self.micro_batches if self.reduces_every_micro_batch else 1
+        ranks = dist.get_world_size(self.group)
+        ordered, sequence = self._ordered is not None, self._shape.sequence
+        return arithmetic_of(self._engine, elements, width, reductions, ranks, ordered, sequence)
+
+    def seeks_loss_scale(self, applied: bool | None) -> bool:
         """ZeRO skips steps with an overflow in fp32 and bf16 too; there it is a fault, not a search for the loss scale.
         In stage 0 autocast's scaler leaves the optimizer out without telling the engine.
         """
         if self._autocast_scales and applied is not None:
             return not applied
-        return self._scales_loss and self.update_skipped
-
-    @property
-    def update_skipped(self) -> bool:
-        """``engine.was_step_applied()``, 0.12 to 0.19."""
-        return not self._engine.was_step_applied()
+        return self._losses.scaled and self.counts.update_skipped
 
     def is_boundary(self) -> bool:
         return bool(self._engine.is_gradient_accumulation_boundary()) and not self._engine.inside_no_sync_ctxt
 
+    def accumulated(self, index: int) -> Tensor | None:
+        return self._accumulated(index) if self._ordered is None else self._ordered.held(index)
+
+    def reduced(self, index: int) -> Tensor | None:
+        """Return what the reduction has put where gradients accumulate."""
+        return self._accumulated(index)
+
     def aggregated(self) -> Iterator[Part] | None:
-        return aggregated_gradients(self._engine, self._parameters, self._share)
+        return aggregated_gradients(self._engine, self.parameters, self._share)
 
     def applied(self, optimizer: Any) -> Iterator[Part]:
         assert self._places is not None
         return applied_gradients(optimizer, self._places)
 
     def scale(self, seen: Tensor | None) -> float | Tensor:
-        """Only ZeRO's fp16 scales when ``engine.backward`` is bypassed."""
-        if not self._scales_loss:
+        """Return what was seen; only ZeRO's fp16 scales when ``engine.backward`` is bypassed."""
+        if not self._losses.scaled:
             return 1.0
         if seen is not None:
             return seen
@@ -168,17 +239,17 @@ class DeepSpeedFramework(Covers):
     def gram(self) -> Tensor | None:
         return None if self._ordered is None else self._ordered.gram
 
-    def held(self) -> list[list[Tensor]]:
-        return parameters_held(self._engine)
+    def parameter_groups(self) -> list[list[Tensor]]:
+        return parameter_groups(self._engine.optimizer)
 
     def optimizers(self) -> list[Any]:
-        return list(base_optimizers(self._engine))
+        return base_optimizers(self._engine)
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         return replicated_parameters(self._engine), lambda: replicated_state(self._engine)
 
     def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
-        """What makes one replica in stage 0; its tensors may be written between two steps."""
+        """Return what makes one replica in stage 0; its tensors may be written between two steps."""
         return replica_of(self._engine, optimizer_state, buffers)
 
     def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, Any]) -> None:
@@ -187,7 +258,7 @@ class DeepSpeedFramework(Covers):
     # -- a reduction, repeated -----------------------------------------------------------------------------------
 
     def keep_for_again(self, *args: Any, **kwargs: Any) -> None:
-        """Stages 0 and 1. An ordered reduction keeps its local sums by itself."""
+        """Keep it in stages 0 and 1. An ordered reduction keeps its local sums by itself."""
         assert self._kept is not None
         assert self._reduce is not None
         self._kept.keep()
@@ -212,43 +283,39 @@ class DeepSpeedFramework(Covers):
             reduce(pipeline_parallel=True)
         return self._kept.bytes
 
-    def beside(self, step: int) -> list[Event]:
-        """See :class:`ds_silent.framework.HasPeers`."""
-        return compared(self._duplicates, step)
-
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        engine, patches = self._engine, self._patches
-        for index, parameter in enumerate(self._parameters):
-            patches.add(parameter.register_hook(partial(moments.gradient, index)))
+        engine, patches, alone = self._engine, self.patches, moments.together.alone
+        for index, parameter in enumerate(self.parameters):
+            patches.add(parameter.register_hook(partial(moments.on_gradient, index)))  # type: ignore[no-untyped-call]
         called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
-        patches.add(called.register_forward_pre_hook(moments.forward, with_kwargs=True))
-        patches.add(called.register_forward_hook(partial(moments.guard.local, self._forwarded, moments)))
+        patches.add(called.register_forward_pre_hook(moments.pre_forward, with_kwargs=True))
+        patches.add(called.register_forward_hook(partial(local, self._losses.forwarded, moments)))
         if self.observes_applied or self._autocast_scales:
             for optimizer in base_optimizers(engine):
-                patches.add(optimizer.register_step_pre_hook(moments.applying))
-        behind = moments.reduced if reduced_after_backward(engine) else None
-        self._around("backward", partial(moments.guard.local, self._before_backward, moments), behind)
-        patches.before_backward(moments.root)  # the engine's own, behind its scaling
+                patches.add(optimizer.register_step_pre_hook(moments.pre_optimizer_step))
+        behind = moments.post_reduction if reduced_after_backward(engine) else None
+        self._around("backward", partial(local, self._losses.before_backward, moments), behind)
+        patches.before_backward(moments.pre_backward)  # the engine's own, behind its scaling
         if self._pipeline:
             for name in ("allreduce_gradients", "_bf16_reduce_grads"):
-                self._around(name, moments.before_reduction)
-                self._around(name, partial(moments.guard.local, self._pipe_loss, moments))  # comes first
+                self._around(name, moments.post_backward)
+                self._around(name, partial(local, self._losses.pipelined, moments))  # comes first
         elif self._ordered is not None:
             self._ordered.connect()
-            self._ordered.look = moments.micro_batch_ended
+            self._ordered.look = moments.post_backward
         else:
             self._reduce = getattr(engine, "allreduce_gradients", None)
-            self._around("allreduce_gradients", moments.before_reduction)
+            self._around("allreduce_gradients", moments.post_backward)
         # called once per optimizer step, after the reduction (0.12 to 0.19)
-        self._around("_take_model_step", moments.before_update, moments.updated)
-        self._around("save_checkpoint", moments.before_checkpoint)
-        self._around("destroy", moments.ends)
+        self._around("_take_model_step", moments.pre_update, moments.post_step)
+        self._around("save_checkpoint", moments.pre_checkpoint)
+        self._around("destroy", moments.close)
 
     def close(self, ended: bool) -> None:
-        """An ordered reduction goes on when the observer broke: the arithmetic must not change."""
-        self._patches.undo()
+        """Remove every hook; an ordered reduction goes on when the observer broke: the arithmetic must not change."""
+        self.patches.undo()
         if self._ordered is not None:
             self._ordered.look = None
             if ended:
@@ -260,44 +327,4 @@ class DeepSpeedFramework(Covers):
                 f"silent_consistency needs DeepSpeedEngine.{name}, which DeepSpeed {deepspeed.__version__} does not "
                 "have; use DeepSpeed 0.16.9 to 0.19.8"
             )
-        self._patches.around(self._engine, name, before, after)
-
-    def _pipe_loss(self, moments: Moments, *args: Any, **kwargs: Any) -> None:
-        """All backwards of the step are over; the last stage has added up the losses (0.16.9 to 0.19.8)."""
-        total = self._engine.total_loss
-        if isinstance(total, Tensor):
-            moments.loss(total / self._engine.gradient_accumulation_steps())
-
-    def _forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
-        loss = loss_in(output) if torch.is_grad_enabled() else None
-        self._forward_loss = made_by(loss)
-        moments.forwarded(module, args, output)
-
-    def _before_backward(self, moments: Moments, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper.
-
-        Without ``scale_wrt_gas`` the script has divided it already, as accelerate's and transformers' do: then the
-        forward's loss is the true one. So it is where both divide, as Lightning and DeepSpeed do.
-        """
-        divides = kwargs.get("scale_wrt_gas", True)
-        if divides and is_share(loss, self._forward_loss, self.micro_batches):
-            self._say_divided_twice()
-        elif divides:
-            moments.loss(loss)
-        elif not comes_of(loss, self._forward_loss):
-            moments.share(loss)
-        if self._scales_loss and loss.requires_grad:
-            steps = self._engine.gradient_accumulation_steps() if divides else 1
-            loss.register_hook(partial(moments.scaled, steps))  # type: ignore[no-untyped-call]
-
-    def _say_divided_twice(self) -> None:
-        """Alike on all ranks, so that no comparison of them shows it."""
-        if not self._told and dist.get_rank(self.ranks.reduced) == 0:
-            logger.warning(
-                "ds_silent: the loss is divided by %d micro-batches before engine.backward, which divides it again (so "
-                "does Lightning with DeepSpeed): the gradient is 1/%d of their mean; choose the learning rate and "
-                "gradient_clipping for that",
-                self.micro_batches,
-                self.micro_batches,
-            )
-        self._told = True
+        self.patches.around(self._engine, name, before, after)

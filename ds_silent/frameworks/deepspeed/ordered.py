@@ -91,11 +91,11 @@ class OrderedReduction:
 
     @property
     def local_bytes(self) -> int:
-        """Of the local sums that are kept."""
+        """Count the bytes of the local sums that are kept."""
         return sum(value.nbytes for value in self._sums or [] if value is not None)
 
     def held(self, index: int) -> Tensor | None:
-        """A parameter's local gradient, if any: at the boundary the step's sum, before it what autograd holds."""
+        """Return a parameter's local gradient, if any: at the boundary the step's sum, before it what autograd has."""
         if self._sums is not None:
             return self._sums[index]
         gradient: Tensor | None = self._parameters[index].grad
@@ -129,7 +129,7 @@ class OrderedReduction:
         self._patches.wrap(instance, name, wrapper)
 
     def close(self) -> None:
-        """DeepSpeed reduces again; in the middle of a step it gets back what was taken so far."""
+        """Let DeepSpeed reduce again; in the middle of a step it gets back what was taken so far."""
         if not self._connected:
             return
         self._connected = False

@@ -1,19 +1,25 @@
 """What reduces gradients where they cannot be seen is refused with a sentence, the same on every rank.
 
-A configuration is judged without DeepSpeed, an engine with it.
+A configuration is judged without DeepSpeed, an engine with it. A block that nothing reads is reported here too.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, shown
-from ds_silent.config_file import section, switched_on, zero_section
-from ds_silent.frameworks.deepspeed.shapes import is_pipeline, shape_of
+import torch
+
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse, shown
+from ds_silent.config_file import load_ds_config, section, switched_on, zero_section
+from ds_silent.extras import is_first
+from ds_silent.frameworks.deepspeed.state import is_pipeline, shape_of
 from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks
 
+logger = logging.getLogger("ds_silent")
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -55,7 +61,7 @@ def refuse_unsupported_config(ds_config: Mapping[str, Any], config: SilentConsis
 
 
 def _refuse_responses(zero: Mapping[str, Any], config: SilentConsistencyConfig) -> None:
-    """What changes training needs something to repair from: a second reduction, or a second replica."""
+    """Refuse responses without anything to repair from: a second reduction, or a second replica."""
     stage, respond, resync = zero.get("stage", 0), config.respond, config.resync
     if stage and (respond.on_replica_drift in ("majority", "mean") or resync.mode != "off"):
         key = f'respond.on_replica_drift "{respond.on_replica_drift}"'
@@ -87,7 +93,7 @@ def _refuse_responses(zero: Mapping[str, Any], config: SilentConsistencyConfig) 
 
 
 def _refuse_ordered(ds_config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
-    """An ordered reduction takes each micro-batch's gradient away and puts the mean back; where that cannot be done."""
+    """Refuse what does not let each micro-batch's gradient be taken away and the mean put back."""
     stage = zero.get("stage", 0)
     offload = zero.get("offload_optimizer")
     offloads = isinstance(offload, Mapping) and offload.get("device", "none") != "none"
@@ -136,7 +142,7 @@ def _not_ordered(found: str, why: str, remedy: str) -> None:
 
 
 def _refuse_ordered_engine(engine: Any) -> None:
-    """What only the engine knows: values that were derived, and which optimizer DeepSpeed has chosen."""
+    """Refuse what only the engine knows: values that were derived, and the optimizer that DeepSpeed has chosen."""
     import deepspeed
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
@@ -153,7 +159,7 @@ def _refuse_ordered_engine(engine: Any) -> None:
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Whether the engine takes steps: DeepSpeedEngine asks the same of itself (0.16.9 to 0.19.8, ``__init__``)."""
+    """Tell whether the engine takes steps: it asks the same of itself (0.16.9 to 0.19.8, ``__init__``)."""
     return engine.client_optimizer is not None or bool(engine.optimizer_name())
 
 
@@ -205,3 +211,52 @@ def refuse_unsupported_engine(engine: Any, config: SilentConsistencyConfig) -> N
     _refuse_shape(engine, config)
     if config.reduction == "ordered":
         _refuse_ordered_engine(engine)
+
+
+# -- a block that nothing reads: DeepSpeed keeps a key that it does not know, without a word --------------------------
+
+
+def say_if_a_block_is_not_read() -> None:
+    """Look at the configuration of every engine that a script makes by ``deepspeed.initialize`` from now on."""
+    import deepspeed
+
+    original = deepspeed.initialize
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        try:
+            _look_at(made[0])
+        except Exception as error:  # another DeepSpeed
+            logger.debug("ds_silent: this engine's ds_config is not looked at: %s", error)
+        return made
+
+    deepspeed.initialize = initialize
+
+
+def _look_at(engine: Any) -> None:
+    if engine.config is None or not is_first() or not has_optimizer(engine):
+        return
+    try:
+        block = parse(load_ds_config(engine.config))
+    except ConfigError as error:
+        logger.warning("ds_silent: %s", error)
+        return
+    if block is None:
+        return
+
+    def forward_begins(module: Any, inputs: Any) -> None:
+        from ds_silent.observing.observe import observer_of
+
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        handle.remove()
+        if observer_of(module) is None:
+            logger.warning(
+                "ds_silent: the ds_config has a %s block, and nothing observes its engine, because DeepSpeed does not "
+                "read the block; call ds_silent.initialize instead of deepspeed.initialize, or start the unchanged "
+                "script with deepspeed --module ds_silent train.py",
+                BLOCK,
+            )
+
+    handle = engine.register_forward_pre_hook(forward_begins)

@@ -67,7 +67,7 @@ class Buffers:
                 yield Slice(own[piece.index], piece.start, piece.numel)
 
     def _shard(self, chunk: Any, buffer: Any, expert: bool) -> Iterator[Slice]:
-        """Each bucket is cut into as many equal parts as ranks. Several instances hold the same: the first answers."""
+        """Cut each bucket into as many equal parts as ranks. Several instances hold the same: the first answers."""
         whole, group = _groups(chunk, expert)
         if whole.rank() >= group.size():
             return
@@ -82,17 +82,17 @@ class Buffers:
 
     @property
     def bucket_groups(self) -> Iterator[Any]:
-        """Whose buckets are reduced together, of all chunks."""
+        """Yield groups of buckets that are reduced together, of all chunks."""
         return (
             group for chunk in self.chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
         )
 
     def indices(self, group: Any) -> list[int]:
-        """Of the parameters that a group of buckets holds."""
+        """Return those of the parameters that a group of buckets holds."""
         return [self._index[id(parameter)] for bucket in group.buckets for parameter in bucket.params_list]
 
     def accumulated(self, index: int) -> Tensor:
-        """A parameter's gradient of all micro-batches until now, whole; after the reduction, what this rank has of it.
+        """Return a parameter's gradient of all micro-batches, whole; after the reduction, what this rank has of it.
 
         Not the buffer: where a parameter is accumulated apart, Megatron fills that as it reduces.
         """
@@ -100,7 +100,7 @@ class Buffers:
         return gradient
 
     def filled(self, chunk: Any) -> Iterator[tuple[int, Tensor]]:
-        """Of the buffers of a chunk that are not empty, the parameters' gradients. Waits for the device.
+        """Yield the parameters' gradients of those buffers of a chunk that are not empty. Waits for the device.
 
         Megatron waits for it in each step too, for the norm.
         """
@@ -109,17 +109,17 @@ class Buffers:
                 yield from ((self._index[id(p)], self.accumulated(self._index[id(p)])) for p in buffer.param_index_map)
 
     def values(self, piece: Slice) -> Tensor:
-        """What the buffer holds of a piece, flat."""
+        """Return what the buffer holds of a piece, flat."""
         buffer, start = self._places[piece.index]
         values: Tensor = buffer.grad_data[start + piece.start : start + piece.start + piece.numel]
         return values
 
     def whole(self, index: int) -> Tensor:
-        """What the buffer holds of a parameter, flat."""
+        """Return what the buffer holds of a parameter, flat."""
         return self.values(Slice(index, 0, self.parameters[index].numel()))
 
     def applied_of(self, optimizer: Any) -> Iterator[tuple[Slice, Tensor]]:
-        """What one of Megatron's optimizers is about to apply of this rank's share, flat."""
+        """Yield what one of Megatron's optimizers is about to apply of this rank's share, flat."""
         pieces = {piece.index: piece for piece in self.share}
         for parameter, stands_for_it in trained_by(optimizer):
             piece, values = pieces.get(self._index.get(id(parameter), -1)), _applied(stands_for_it)
@@ -132,20 +132,20 @@ def _of(chunk: Any, expert: bool) -> list[Any]:
 
 
 def _groups(chunk: Any, expert: bool) -> tuple[Any, Any]:
-    """(who reduces together, those of them who share one instance of the optimizer)."""
+    """Return (who reduces together, those of them who share one instance of the optimizer)."""
     if expert:
         return chunk.expt_dp_group, chunk.intra_expt_dp_group
     return chunk.dp_cp_group, chunk.intra_dp_cp_group
 
 
 def inner_optimizers(optimizer: Any) -> list[tuple[Any, Any]]:
-    """(Megatron's optimizer, the ``torch.optim`` optimizer in it), without those that have nothing to train."""
+    """Return (Megatron's optimizer, the ``torch.optim`` one in it), without those that have nothing to train."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [(one, one.optimizer) for one in chained if one.optimizer is not None]
 
 
 def trained_by(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """(a model's parameter, what stands for it or for this rank's shard of it in the ``torch.optim`` optimizer)."""
+    """Yield (a model's parameter, what stands for it or this rank's shard of it in the ``torch.optim`` optimizer)."""
     if hasattr(optimizer, "shard_fp32_groups"):  # distributed
         masters, halves = optimizer.shard_fp32_from_float16_groups, optimizer.shard_float16_groups
         held = halves if any(master is None for group in masters for master in group) else masters
@@ -161,7 +161,7 @@ def trained_by(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _applied(parameter: Tensor) -> Tensor | None:
-    """Optimizers that are aware of precision keep it elsewhere."""
+    """Return what is applied: optimizers that are aware of precision keep it elsewhere."""
     decoupled = getattr(parameter, "decoupled_grad", None)
     return parameter.grad if decoupled is None else decoupled
 

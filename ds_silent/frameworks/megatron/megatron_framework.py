@@ -1,5 +1,6 @@
 """The chunks of one model in Megatron-core's ``DistributedDataParallel``: what they answer, and where the hooks are.
 
+observer = attach_megatron(chunks, optimizer, config)
 framework = MegatronFramework(chunks, optimizer, config, rows=4, accumulation=8)
 framework.connect(moments)
 framework.close(ended=True)          # chunks, buckets and optimizers are as they were
@@ -21,18 +22,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ds_silent.config import SilentConsistencyConfig
-from ds_silent.distributed.communicator import own_group
-from ds_silent.framework import Moments, Part, Ranks
-from ds_silent.frameworks import torch_common as replicated
+from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.extras import needs
+from ds_silent.framework import Framework, Moments, Part
+from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.megatron.buffers import Buffers, inner_optimizers, trained_by
-from ds_silent.frameworks.megatron.peers import Peers
-from ds_silent.frameworks.torch_common import CountsItself, StepCounts
+from ds_silent.frameworks.megatron.peers import MegatronPeers
+from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.frameworks.torch_loop import rows_in
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
+from ds_silent.observing.observe import Given, given_block
+from ds_silent.observing.observer import Observer
+from ds_silent.observing.start import label_of, placed
 from ds_silent.patches import Patches
-from ds_silent.records import Event
+from ds_silent.preflight.inventory import config_item
+from ds_silent.preflight.items import Item
 from ds_silent.text import Words
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -60,7 +66,7 @@ def watch_losses(patches: Patches, chunks: Sequence[Any], tell: Callable[[Tensor
 
 
 def _told(script: Callable[..., Any], tell: Callable[[Tensor], object]) -> Callable[..., Any]:
-    """The script's ``forward_step``, whose loss function tells what it returns."""
+    """Wrap the script's ``forward_step``, so that its loss function tells what it returns."""
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         output, loss_function = script(*args, **kwargs)
@@ -79,7 +85,7 @@ def _told(script: Callable[..., Any], tell: Callable[[Tensor], object]) -> Calla
 
 
 def _mean(result: tuple[Any, ...]) -> Tensor:
-    """(mean, ..), or (sum over tokens, tokens, ..): a copy, because the schedule divides it in place."""
+    """Return that of (mean, ..) or (sum over tokens, tokens, ..): a copy, because the schedule divides it in place."""
     loss: Tensor = result[0].detach().clone()
     return loss / torch.as_tensor(result[1], device=loss.device).clamp(min=1) if len(result) == 3 else loss
 
@@ -97,30 +103,24 @@ WORDS = Words(
 )
 
 
-class MegatronFramework(CountsItself):
+class MegatronFramework(Framework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
+
+    overlaps_backward = True
 
     def __init__(
         self, chunks: Sequence[Any], optimizer: Any, config: SilentConsistencyConfig, rows: int, accumulation: int
     ):
         self.words, self._optimizer, self._chunks = WORDS, optimizer, list(chunks)
         self._buffers = buffers = Buffers(chunks)
-        self.module, self.names = module_of(chunks), buffers.names
-        self.numels = [parameter.numel() for parameter in buffers.parameters]
-        group = own_group(chunks[0].dp_cp_group)
-        self.ranks = Ranks(group, group, buffers.parameters[0].device)
-        self._counts, self._data_ranks = StepCounts(), chunks[0].dp_group.size()
-        self.micro_batch_rows = rows * accumulation
-        self.micro_batches = self.boundaries = 1  # looked at once per step, so that nothing is known of each
-        self.additive, self.overlapped, self.whole_at_hook = False, True, True
+        named = list(zip(buffers.names, buffers.parameters, strict=True))
+        super().__init__(module_of(chunks), named, chunks[0].dp_cp_group)
+        self.counts.data_ranks = chunks[0].dp_group.size()
+        self.micro_batch_rows = rows * accumulation  # looked at once per step, so that nothing is known of each
         self.aggregate_replicated = not buffers.distributed and not buffers.experts
         self.clip = float(optimizer.config.clip_grad)
         self.observes_applied = config.integrity.aggregation and config.direction.method != "off"
-        self._peers = Peers(chunks, buffers, config.integrity.replica_interval)
-        self.model = self._peers.model
-        self.in_norm = self._peers.in_norm() if self.clip and self._peers.is_part else None
-        self._patches = Patches()
-        self._moments: Moments | None = None
+        self.peers: MegatronPeers = MegatronPeers(chunks, buffers, config.integrity.replica_interval, self.clip)
         self._rows = 0  # of the step under way
         self._forwards = 0  # of them: whose backward is to come
         self._begun: set[int] = set()  # chunks that have had a forward in it
@@ -131,19 +131,12 @@ class MegatronFramework(CountsItself):
 
     def arithmetic(self, elements: int, width: int) -> Arithmetic:
         """A bucket is multiplied by 1/N in place and added up, in its own dtype."""
-        own, ranks = coarsest(self._buffers.dtypes), float(dist.get_world_size(self.ranks.reduced))
+        own, ranks = coarsest(self._buffers.dtypes), float(dist.get_world_size(self.group))
         sums = bool(self._chunks[0].config.calculate_per_token_loss)
         return Arithmetic(own, accumulation=own, elements=elements, width=width, total=ranks if sums else 1.0)
 
-    def skipped(self, applied: bool | None) -> bool:
-        return self._counts.skipped and bool(self._optimizer.config.fp16)
-
-    def is_boundary(self) -> bool:
-        return True
-
-    def accumulated(self, index: int) -> Tensor | None:
-        """A gradient comes whole: nothing is to be added to it."""
-        return None
+    def seeks_loss_scale(self, applied: bool | None) -> bool:
+        return self.counts.skipped and bool(self._optimizer.config.fp16)
 
     def reduced(self, index: int) -> Tensor | None:
         return self._buffers.whole(index) if self.aggregate_replicated else None
@@ -164,27 +157,23 @@ class MegatronFramework(CountsItself):
         return [inner for _, inner in inner_optimizers(self._optimizer)]
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
-        """All but experts: those of other ranks are others."""
+        """Return all but experts: those of other ranks are others."""
         experts = self._buffers.experts
-        alike = [pair for pair in replicated.parameters_of(self.module) if id(pair[1]) not in experts]
+        alike = [pair for pair in torch_common.parameters_of(self.module) if id(pair[1]) not in experts]
         inner = [
             inner
             for outer, inner in inner_optimizers(self._optimizer)
             if not self._buffers.distributed and not any(id(parameter) in experts for parameter, _ in trained_by(outer))
         ]
-        return alike, lambda: replicated.rest_of(self.module, inner)
-
-    def beside(self, step: int) -> list[Event]:
-        """See :class:`ds_silent.framework.HasPeers`."""
-        return self._peers.compare(step)
+        return alike, lambda: torch_common.rest_of(self.module, inner)
 
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        self._moments, patches = moments, self._patches
+        self._moments, patches = moments, self.patches
         patches.add(self._chunks[0].module.register_forward_pre_hook(self._forward, with_kwargs=True))
-        patches.add(self._chunks[-1].module.register_forward_hook(moments.forwarded))
-        watch_losses(patches, self._chunks, moments.loss)
+        patches.add(self._chunks[-1].module.register_forward_hook(moments.post_forward))
+        watch_losses(patches, self._chunks, moments.on_loss)
         patches.before_backward(self._backward_begins)
         for group in self._buffers.bucket_groups:
             patches.wrap(group, "start_grad_sync", partial(self._reduction_starts, group))
@@ -193,34 +182,28 @@ class MegatronFramework(CountsItself):
             shared = getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
             register = chunk.module.register_forward_hook if shared else chunk.module.register_forward_pre_hook
             patches.add(register(partial(self._chunk_begins, chunk)))
-            patches.around(chunk, "finish_grad_sync", _nothing, partial(self._chunk_finished, chunk))
+            patches.around(chunk, "finish_grad_sync", after=partial(self._chunk_finished, chunk))
         for optimizer in self.optimizers():
-            patches.add(optimizer.register_step_pre_hook(moments.applying))
+            patches.add(optimizer.register_step_pre_hook(moments.pre_optimizer_step))
         patches.wrap(self._optimizer, "step", self._step)
 
-    def close(self, ended: bool) -> None:
-        self._patches.undo()
-
     def _chunk_begins(self, chunk: Any, *given: Any) -> None:
-        assert self._moments is not None
         if torch.is_grad_enabled() and id(chunk) not in self._begun:
             self._begun.add(id(chunk))
-            self._moments.begins(partial(self._buffers.filled, chunk))
+            self._moments.pre_step(partial(self._buffers.filled, chunk))
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        assert self._moments is not None
         self.module.training = module.training
         if torch.is_grad_enabled():
             self._rows += self._moments.guard.local(rows_in, args, kwargs) or 0
             self._forwards += 1
-        self._moments.forward(module, args, kwargs)
+        self._moments.pre_forward(module, args, kwargs)
 
     def _backward_begins(self, root: Any) -> None:
-        """Its gradients are looked at later; it is the chunks' where a forward of theirs waits for one."""
-        assert self._moments is not None
+        """Tell of the chunks' own: one of them where a forward of theirs waits for it."""
         if self._forwards:
             self._forwards -= 1
-            self._moments.root(root, own=True)
+            self._moments.pre_backward(root, own=True)
 
     def _reduction_starts(self, group: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         under_way = getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None
@@ -229,11 +212,10 @@ class MegatronFramework(CountsItself):
         return original(*args, **kwargs)
 
     def _look_at(self, indices: Sequence[int]) -> None:
-        assert self._moments is not None
         for index in indices:
             if index not in self._looked:
                 self._looked.add(index)
-                self._moments.gradient(index, self._buffers.accumulated(index))
+                self._moments.on_gradient(index, self._buffers.accumulated(index))
 
     def _chunk_finished(self, chunk: Any) -> None:
         self._finished.add(id(chunk))
@@ -241,35 +223,165 @@ class MegatronFramework(CountsItself):
             self._reduction_ended()
 
     def _reduction_ended(self) -> None:
-        assert self._moments is not None
         self._finished.clear()
         if self._looked:
             self._look_at(range(len(self.numels)))  # what was not reduced at all
             self._looked.clear()
-            self._moments.micro_batch_ended()
-            self._moments.reduced()
+            self._moments.post_backward()
+            self._moments.post_reduction()
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._moments is not None
         self._reduction_ended()
-        if self._peers.is_part:  # Megatron has gone on: layer norms, tied embeddings, in ways that torch does not count
+        if self.peers.is_part:  # Megatron has gone on: layer norms, tied embeddings, in ways that torch does not count
             increment_version(self._buffers.gradients)
-        self._moments.before_update()
+        self._moments.pre_update()
         result = original(*args, **kwargs)
-        self._counts.take(self._rows, skipped=isinstance(result, tuple) and result[0] is False)
+        self.counts.take(self._rows, skipped=isinstance(result, tuple) and result[0] is False)
         self._rows = self._forwards = 0
         self._begun.clear()
-        self._moments.updated()
+        self._moments.post_step()
         return result
 
 
 def module_of(chunks: Sequence[Any]) -> nn.Module:
-    """The only chunk's module, or one that holds all chunks'."""
+    """Return the only chunk's module, or one that holds all chunks'."""
     if len(chunks) == 1:
         module: nn.Module = chunks[0].module
         return module
     return nn.ModuleDict({f"chunk{number}": chunk.module for number, chunk in enumerate(chunks)})
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+# -- From a model, or its chunks, and its optimizer to an observer -----------------------------------------------------
+
+
+_MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync", "tp_group")
+
+
+def attach_megatron(
+    model: Any,
+    optimizer: Any,
+    config: Given = None,
+    *,
+    forward_step: Any = None,
+    loader: Any = None,
+    accumulation: int | None = None,
+    _gather_limit: int = GATHER_LIMIT,
+) -> Observer | None:
+    """Observe a Megatron-core training; ``observer.close()`` undoes it. Every rank calls it.
+
+    Each data-parallel group is observed by itself. Where there are several (tensor or pipeline parallelism), their
+    records are in directories of their own below ``output_dir``, such as ``tp0-pp1``.
+
+    Args:
+        model: what ``DistributedDataParallel`` has made of the model, or the list of its chunks, before its first step.
+        optimizer: what ``get_megatron_optimizer`` has returned.
+        config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
+            all defaults.
+        forward_step: the script's own may be named; the losses are seen in Megatron's schedules without it.
+        loader: this rank's DataLoader or sampler, as :func:`ds_silent.attach_ddp` takes it.
+        accumulation: micro-batches per step; by default what Megatron's own calculator says, else 1.
+        _gather_limit: for tests: a few ranks can be above it.
+
+    Returns:
+        the observer, or None when the block says ``"enabled": false``.
+
+    Raises:
+        ConfigError: the block or the model cannot be honoured; the same on every rank.
+        MissingExtra: megatron-core is not installed.
+        SinkError: the first rank of a group cannot write to its directory; raised on every rank of the group.
+    """
+    needs("ds_silent.attach_megatron", "megatron")
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    try:
+        inner = _checked(chunks, optimizer)
+        block = given_block(config)
+    except ConfigError as error:
+        plain = not any(hasattr(chunk, "ddp_config") for chunk in chunks)
+        return idle_or_refused(model, config, str(error), plain)
+    experts = {id(p) for chunk in chunks for buffer in chunk.expert_parallel_buffers for p in buffer.param_index_map}
+    wrapped = Wrapped(
+        name="Megatron-core's DistributedDataParallel",
+        held=chunks[0],
+        module=module_of(chunks),
+        group=lambda: chunks[0].dp_cp_group,
+        framework=lambda _, config, rows, steps: MegatronFramework(chunks, optimizer, config, rows, steps),
+        facts=lambda: {
+            "the distributed optimizer": bool(chunks[0].ddp_config.use_distributed_optimizer),
+            "the number of chunks": len(chunks),
+        },
+        words=WORDS,
+        repairs=False,
+        others=lambda tensor: id(tensor) in experts,
+        config=lambda: [item for held in (optimizer.config, chunks[0].ddp_config) for item in _settings(held)],
+    )
+    places = {"tp": chunks[0].tp_group, "pp": chunks[0].pp_group}
+    label = label_of({name: (group.rank(), group.size()) for name, group in places.items()})
+    own = config if block is None else placed(block, label)
+    return attach_wrapped(wrapped, inner, own, loader, accumulation or _micro_batches(), _gather_limit)
+
+
+def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
+    """Return the ``torch.optim`` optimizers; raise :class:`ConfigError` for what cannot be observed."""
+    for chunk in chunks or [None]:
+        named = type(chunk).__name__
+        if hasattr(chunk, "ddp_config") and chunk.ddp_config.use_megatron_fsdp:
+            raise ConfigError(
+                f"ds_silent cannot observe Megatron-FSDP ({named}), which reduces each micro-batch's gradients into "
+                "shards and frees them; use DistributedDataParallel with the distributed optimizer"
+            )
+        missing = [member for member in _MEMBERS if not hasattr(chunk, member)]
+        if missing:
+            raise ConfigError(
+                "attach_megatron takes megatron.core.distributed.DistributedDataParallel of megatron-core 0.15 or "
+                f"newer, or a list of them, got {named} without {missing[0]} of megatron-core {_version()}"
+            )
+        if chunk.expert_parallel_buffers:
+            among, all_ranks = (
+                dist.get_process_group_ranks(group) for group in (chunk.expt_dp_group, chunk.dp_cp_group)
+            )
+            if not set(among) <= set(all_ranks):
+                raise ConfigError(
+                    f"ds_silent needs the ranks that share experts to be data-parallel ranks, got {among} of "
+                    f"{all_ranks}; use an expert_tensor_parallel_size that divides the tensor parallelism evenly"
+                )
+    if not hasattr(optimizer, "get_loss_scale"):
+        raise ConfigError(
+            f"attach_megatron needs what get_megatron_optimizer has returned, got {type(optimizer).__name__}; give it "
+            "as the second argument"
+        )
+    return [inner for _, inner in inner_optimizers(optimizer)]
+
+
+def _settings(config: Any) -> list[Item]:
+    """Return those of one of Megatron's configurations; of what is no plain value, its type."""
+    plain = (bool, int, float, str, torch.dtype, type(None))
+    return [
+        config_item(f"{type(config).__name__}.{name}", value if isinstance(value, plain) else type(value).__name__)
+        for name, value in vars(config).items()
+    ]
+
+
+def _version() -> str:
+    from megatron import core
+
+    return str(getattr(core, "__version__", "of no version"))
+
+
+def _micro_batches() -> int:
+    from megatron.core import num_microbatches_calculator as calculator
+
+    known = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None
+    return int(calculator.get_num_microbatches()) if known else 1
+
+
+def taken_by_script() -> dict[str, int] | None:
+    """Return steps and rows of a checkpoint that ``megatron.training`` goes on with, where it runs the loop.
+
+    Read are ``iteration``, ``data_parallel_size`` and ``consumed_train_samples`` of ``_GLOBAL_ARGS`` (0.15 and 0.16).
+    """
+    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    taken = getattr(arguments, "iteration", None)
+    if not isinstance(taken, int) or taken <= 0:
+        return None
+    ranks = max(getattr(arguments, "data_parallel_size", None) or 1, 1)
+    return {"step": taken + 1, "rows": (getattr(arguments, "consumed_train_samples", None) or 0) // ranks}

@@ -1,8 +1,8 @@
 """Who holds the rest of a model, and who holds the same once more: tensor- and pipeline-parallel peers, and experts.
 
-peers = Peers(chunks, buffers, every=100)
+peers = MegatronPeers(chunks, buffers, every=100, clip=1.0)
 peers.is_part                # others hold parameters that this rank's data-parallel group does not
-peers.in_norm()              # parameters that count in the whole model's norm: each once in the model
+peers.in_norm                # parameters that count in the whole model's norm: each once in the model
 peers.compare(step)          # events: what several groups should hold alike and do not
 """
 
@@ -16,34 +16,38 @@ from torch import Tensor
 
 from ds_silent.distributed.parts import listed
 from ds_silent.exchange.whole_model import WholeModel
+from ds_silent.framework import Peers
 from ds_silent.frameworks.megatron.buffers import Buffers
 from ds_silent.records import Event
-from ds_silent.replicas.duplicates import SHOWN, Duplicates, compared
+from ds_silent.replicas.duplicates import SHOWN, Duplicates
 
 
-class Peers:
-    """See the module docstring; ``every``: steps between comparisons, 0 for none.
+class MegatronPeers(Peers):
+    """See the module docstring.
 
-    Attributes:
-        model: on the first rank of a group that holds a part of the model.
+    Args:
+        every: steps between comparisons, 0 for none.
+        clip: largest norm of the whole model's gradient, 0 for none.
     """
 
-    def __init__(self, chunks: Sequence[Any], buffers: Buffers, every: int):
+    def __init__(self, chunks: Sequence[Any], buffers: Buffers, every: int, clip: float):
+        super().__init__()
         self._chunks, self._buffers = chunks, buffers
         self._tensor, self._pipeline = chunks[0].tp_group, chunks[0].pp_group
         self.is_part = self._tensor.size() > 1 or self._pipeline.size() > 1
         self._is_first = chunks[0].dp_cp_group.rank() == 0
-        self.model: WholeModel | None = None
         if self.is_part and self._is_first:
             from megatron.core import parallel_state
 
             ranks = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
             self.model = WholeModel(ranks, told_by=dist.get_process_group_ranks(self._pipeline)[-1])
+        if self.is_part and clip:
+            self.in_norm = self._in_norm()
         self._unreduced = tuple(buffers.unreduced)
-        self._duplicates = list(self._made(every)) if every else []
+        self.duplicates = list(self._made(every)) if every else []
 
-    def in_norm(self) -> frozenset[int]:
-        """On one tensor-parallel rank alone where all hold the same; a tied embedding where it is not ``shared``."""
+    def _in_norm(self) -> frozenset[int]:
+        """Count what all hold alike on one tensor-parallel rank, a tied embedding where it is not ``shared``."""
         from megatron.core import parallel_state
 
         first, experts = self._tensor.rank() == 0, self._buffers.experts
@@ -55,13 +59,13 @@ class Peers:
         )
 
     def compare(self, step: int) -> list[Event]:
-        """As a step begins. Nobody waits."""
+        """Tell once what no buffer holds, and what differs as a step begins."""
         unreduced, self._unreduced = self._unreduced, ()
         events = [_in_no_buffer(step, unreduced)] if unreduced else []
-        return [*events, *compared(self._duplicates, step)]
+        return [*events, *super().compare(step)]
 
     def _made(self, every: int) -> Iterator[Duplicates]:
-        """Of other groups on the first rank of each: its own group sees the rest. Of experts on each."""
+        """Yield those of other groups on the first rank of each: its own group sees the rest. Experts on each."""
         named = [(name, p) for chunk in self._chunks for name, p in chunk.module.named_parameters()]
         experts = [(name, p) for name, p in named if id(p) in self._buffers.experts]
         if experts:

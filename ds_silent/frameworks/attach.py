@@ -10,6 +10,7 @@ A framework that the script has not imported is not imported here either.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +18,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.config import ConfigError
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.frameworks.recognised import is_alone, is_deepspeed, is_fsdp1, is_fsdp2, is_megatron
-from ds_silent.observing.observe import Given, idle_observer
+from ds_silent.frameworks.torch_common import idle_or_refused, is_fsdp1
+from ds_silent.observing.observe import Given
 from ds_silent.observing.observer import Observer
 
 _EARLY_FSDP2 = "torch.distributed._composable.fsdp"
@@ -78,15 +77,12 @@ def attach(
 
         return attach_engine(training, config, loader=loader, _gather_limit=_gather_limit)
     if is_megatron(training):
-        from ds_silent.frameworks.megatron.attach_megatron import attach_megatron
+        from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
 
         return attach_megatron(
             training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
         )
-    if is_alone(training) and not _is_early_fsdp2(training):
-        return idle_observer(config)
-    print_without_traceback(ConfigError, tells=lambda _: is_first())
-    raise ConfigError(_not_known(training))
+    return idle_or_refused(training, config, _not_known(training), plain=not _is_early_fsdp2(training))
 
 
 @contextmanager
@@ -101,6 +97,26 @@ def observe(training: Any, optimizer: Any = None, config: Given = None, **named:
         raise
     if observer is not None:
         observer.close()
+
+
+# -- which framework an object belongs to, without importing one that the script has not imported ----------------------
+
+
+def is_fsdp2(module: Any) -> bool:
+    """Tell whether ``fully_shard`` was called on it; its class is public from torch 2.6 on."""
+    return issubclass(type(module), getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+
+
+def is_deepspeed(training: Any) -> bool:
+    """Tell whether it is an engine."""
+    return isinstance(training, getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ()))
+
+
+def is_megatron(training: Any) -> bool:
+    """Tell whether it is one of Megatron-core's wrappers of a model, or a list whose first is."""
+    first = training[0] if isinstance(training, (list, tuple)) and training else training
+    base: Any = sys.modules.get("megatron.core.distributed.data_parallel_base")
+    return isinstance(first, getattr(base, "_BaseDataParallel", ()))
 
 
 def _is_early_fsdp2(training: Any) -> bool:

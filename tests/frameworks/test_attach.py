@@ -28,7 +28,7 @@ def test_what_is_not_known_is_a_sentence(given: Any, monkeypatch: pytest.MonkeyP
 def test_one_process_gets_an_observer_that_does_nothing(
     attach: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ds_silent.frameworks.megatron.attach_megatron.needs", lambda *names: None)
+    monkeypatch.setattr("ds_silent.frameworks.megatron.megatron_framework.needs", lambda *names: None)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     observer = attach(model, config={"output_dir": str(tmp_path / "run")}, optimizer=optimizer)

@@ -1,8 +1,8 @@
 """Trainings of a script that nobody edits: each is attached as its first training forward begins.
 
-    unedited = Unedited(block)           # before the script runs
-    unedited.missed()                    # what came by and could not be observed, and why
-    unedited.undo()
+    auto_attach = AutoAttach(block)      # before the script runs
+    auto_attach.unobserved()             # what came by and could not be observed, and why
+    auto_attach.undo()
 
 Then everything is made: the wrapper of the model, which every rank of its group calls, the optimizers, the loader. The
 one place that all such forwards go through is ``__call__`` of the wrapper's class: before torch has collected the hooks
@@ -25,8 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.frameworks.attach_any import attach
-from ds_silent.frameworks.recognised import is_megatron
+from ds_silent.frameworks.attach import attach, is_megatron
 from ds_silent.observing.observe import observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
@@ -43,7 +42,7 @@ _COMPILED = (
 )
 
 
-class Unedited:
+class AutoAttach:
     """Watches the whole process, for one block."""
 
     def __init__(self, config: SilentConsistencyConfig):
@@ -53,7 +52,7 @@ class Unedited:
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # observed, or not to be
         self._uncalled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallels, in training
         self._forward_runs = False  # of a training
-        self._missed: dict[str, str] = {}  # by class
+        self._unobserved: dict[str, str] = {}  # by class
         self._observers: list[Observer] = []
         self._loaders = LoaderMemory()
         patches = self._patches
@@ -69,12 +68,12 @@ class Unedited:
             patches.after_import(name, self._watch_megatron_optimizers)
 
     def undo(self) -> None:
-        """The classes are as they were; what is observed goes on."""
+        """Leave the classes as they were; what is observed goes on."""
         self._patches.undo()
 
-    def missed(self) -> list[str]:
-        """What is wrong and what to do, for each kind of training that came by unobserved."""
-        return list(self._missed.values())
+    def unobserved(self) -> list[str]:
+        """Return what is wrong and what to do, for each kind of training that came by unobserved."""
+        return list(self._unobserved.values())
 
     # -- what the script makes -----------------------------------------------------------------------------------
 
@@ -87,12 +86,12 @@ class Unedited:
         self._uncalled.add(ddp)
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """What is stepped and was not seen called is trained past its wrapper, or where nobody may look."""
+        """Find models that are stepped and were not called: they are trained past their wrapper, or compiled."""
         if torch.compiler.is_compiling():
             return
         for ddp in [ddp for ddp in self._uncalled if _steps(optimizer, _trainable(ddp))]:
             self._uncalled.discard(ddp)
-            self._missed["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
+            self._unobserved["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
 
     def _watch_fsdp2(self, fsdp: ModuleType) -> None:
         if hasattr(fsdp, "FSDPModule"):  # torch 2.6
@@ -114,7 +113,7 @@ class Unedited:
     # -- the forward ---------------------------------------------------------------------------------------------
 
     def _called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The outermost wrapper is the training; those called inside, such as blocks under fully_shard, are of it."""
+        """Take the outermost wrapper as the training; those called inside, as blocks under fully_shard, are of it."""
         if torch.compiler.is_compiling():
             return original(module, *args, **kwargs)
         if self._forward_runs:
@@ -137,19 +136,19 @@ class Unedited:
         if observer_of(module) is not None:
             self._seen.add(module)
         elif optimizer:
-            self._missed.pop(kind, None)
+            self._unobserved.pop(kind, None)
             for one in held if isinstance(held, list) else [held]:
                 self._seen.add(one)
             self._begin(held, optimizer)
         else:
-            self._missed[kind] = (
+            self._unobserved[kind] = (
                 f"the script trains a {kind}, but no optimizer of its parameters was made "
                 f"{'by get_megatron_optimizer ' if is_megatron(module) else ''}before its forward; "
                 "call ds_silent.attach in the script"
             )
 
     def _trained(self, module: nn.Module) -> tuple[Any, Any]:
-        """What :func:`ds_silent.attach` takes: the module or its chunks, and the optimizers of its parameters."""
+        """Return what :func:`ds_silent.attach` takes: the module or its chunks, and their parameters' optimizers."""
         if is_megatron(module):
             made = [(list(chunks), one) for one, chunks in self._of_megatron if any(own is module for own in chunks)]
             return made[-1] if made else (module, None)
@@ -163,40 +162,34 @@ class Unedited:
 
     def _begin(self, held: Any, optimizer: Any) -> None:
         observer = attach(held, self._config, optimizer=optimizer, loader=self._loaders.newest)
-        taken = _taken_by_megatron() if isinstance(held, list) else None
+        taken = None
+        if isinstance(held, list):
+            from ds_silent.frameworks.megatron.megatron_framework import taken_by_script
+
+            taken = taken_by_script()
         if observer is not None:
             self._observers.append(observer)
             if taken:
                 observer.load_state_dict({"counted": taken})
 
     def _process_group_ends(self, group: Any = None) -> None:
-        """What the last step has sent is under way in it."""
+        """Close the observers: what the last step has sent is under way in the group."""
         if group is None or group is dist.group.WORLD:
             for observer in reversed(self._observers):  # as patches are taken off
                 observer.close()
 
 
 def _trainable(module: nn.Module) -> set[int]:
-    """The ids of its parameters."""
+    """Return the ids of its parameters."""
     return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
 
 def _steps(optimizer: Any, own: set[int]) -> bool:
-    """Whether it steps a parameter of those ids."""
+    """Tell whether it steps a parameter of those ids."""
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _anything_compiled() -> bool:
-    """Nothing of ours runs inside: whether a compiled function calls a module cannot be seen."""
+    """Tell whether anything was: nothing of ours runs inside, so a module that is called there is not seen."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return bool(counters.get("frames"))
-
-
-def _taken_by_megatron() -> dict[str, int] | None:
-    """Steps and rows of a checkpoint that ``megatron.training`` goes on with, where it runs the loop."""
-    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    taken = getattr(arguments, "iteration", None)
-    if not isinstance(taken, int) or taken <= 0:
-        return None
-    ranks = max(getattr(arguments, "data_parallel_size", None) or 1, 1)
-    return {"step": taken + 1, "rows": (getattr(arguments, "consumed_train_samples", None) or 0) // ranks}
