@@ -286,7 +286,7 @@ class DeepSpeedFramework(Framework):
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        engine, patches, alone = self._engine, self.patches, moments.together.alone
+        engine, patches, local = self._engine, self.patches, moments.guard.local
         for index, parameter in enumerate(self.parameters):
             patches.add(parameter.register_hook(partial(moments.on_gradient, index)))  # type: ignore[no-untyped-call]
         called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
