@@ -28,13 +28,13 @@ IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hu
 
 
 def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:
-    """Rows of a rank that one observation looks at; 0 with ``coverage`` off. The same on every rank."""
+    """Return how many rows of a rank one observation looks at; 0 with ``coverage`` off. The same on every rank."""
     return min(config.interval * rows_per_step, MAX_ROWS) if config.coverage else 0
 
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """The rows of one that has been forwarded."""
+    """Hold the rows of one micro-batch that has been forwarded."""
 
     ids: Tensor
     told: bool  # by the script; else they are hashes of the rows' content
@@ -42,7 +42,7 @@ class _MicroBatch:
 
 
 class RowIds:
-    """Collects ids until they are sent. ``capacity`` rows at most are kept; what is lost is counted.
+    """Collect ids until they are sent. ``capacity`` rows at most are kept; what is lost is counted.
 
     Args:
         micro_batch: rows per rank and micro-batch, as configured.
@@ -67,12 +67,12 @@ class RowIds:
         self._tokens_behind: Tensor | None = None  # of the step's, those whose backward has come
 
     def given(self, sample_ids: Tensor) -> None:
-        """Ids of the next micro-batch, int64 (rows,), on any device."""
+        """Take the ids of the next micro-batch, int64 (rows,), on any device."""
         if self.enabled:
             self._given.append(sample_ids)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: bool = False) -> None:
-        """The inputs of one training forward; ``begins``: the first of a pass over the data."""
+        """Take the inputs of one training forward; ``begins``: the first of a pass over the data."""
         if not self.enabled:
             return
         self._begins |= begins
@@ -120,7 +120,7 @@ class RowIds:
         self._given = []
 
     def backward_ended(self) -> None:
-        """What was forwarded until now is in the gradients, or never will be."""
+        """Note that what was forwarded until now is in the gradients, or never will be."""
         self._behind, self._tokens_behind = len(self._sent_next), self._label_tokens
 
     def drop(self) -> None:
@@ -139,11 +139,11 @@ class RowIds:
 
     @property
     def waiting(self) -> bool:
-        """Whether ids wait to be sent."""
+        """Tell whether ids wait to be sent."""
         return bool(self._sent_next)
 
     def take(self, device: torch.device) -> Tensor | None:
-        """Packed ids of the rows since the last call, fp32 (sampling.numbers,) on ``device``; None when off."""
+        """Pack the ids of the rows since the last call, fp32 (sampling.numbers,) on ``device``; None when off."""
         if not self.enabled:
             return None
         self._told_late()
@@ -159,7 +159,7 @@ class RowIds:
         return pack_rows(together, self.sampling).to(device, non_blocking=True)
 
     def take_label_tokens(self) -> Tensor | None:
-        """Tokens that entered this step's loss, 0-dim; None when the inputs have no labels."""
+        """Return the tokens that entered this step's loss, 0-dim; None when the inputs have no labels."""
         return None if self._label_tokens is None else self._label_tokens.float()
 
     def end_step(self) -> None:

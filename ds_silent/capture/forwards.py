@@ -99,7 +99,7 @@ class Forwards:
         self._shares.append(loss.detach())
 
     def backward_ended(self) -> None:
-        """What was forwarded until now is in the gradients, or never will be."""
+        """Note that what was forwarded until now is in the gradients, or never will be."""
         self._behind = len(self._of_forwards)
         self._rows.backward_ended()
 
@@ -132,7 +132,7 @@ class Forwards:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """The scalar loss in a module's output: the output, its ``loss``, its ``["loss"]`` or its first element."""
+    """Find the scalar loss in a module's output: the output, its ``loss``, its ``["loss"]`` or its first element."""
     candidate = output
     if not isinstance(output, Tensor):
         candidate = getattr(output, "loss", None)
@@ -163,12 +163,12 @@ def times_its_share(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor | No
 
 
 def mean_of(loss: Tensor, factor: Tensor | None) -> Tensor:
-    """A forward's loss, still with its graph, as the mean over the micro-batch's own tokens; without a graph."""
+    """Return a forward's loss, given with its graph, as the mean over the micro-batch's own tokens; without a graph."""
     return loss.detach() if factor is None or is_a_mean(loss) else loss.detach() * factor
 
 
 def shifts_labels(module: nn.Module) -> bool:
-    """Whether position i of the labels is what position i - 1 predicts: in transformers' decoders."""
+    """Tell whether position i of the labels is what position i - 1 predicts: in transformers' decoders."""
     causal = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
     encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
     return causal is not None and getattr(module, "loss_function", None) is causal and not encodes

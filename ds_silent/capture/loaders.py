@@ -56,7 +56,7 @@ class Deal:
 
     @property
     def word(self) -> float:
-        """For the other ranks: ``order``, negative where each rank keeps its rows."""
+        """Return what the other ranks are sent: ``order``, negative where each rank keeps its rows."""
         return -self.order if self.dealt == "own-shard" else self.order
 
 
@@ -72,7 +72,7 @@ class Walk:
 
 
 class LoaderWatch:
-    """Follows the loader that feeds one training, on this rank.
+    """Follow the loader that feeds one training, on this rank.
 
     Attributes:
         facts: of the loader's data.
@@ -101,11 +101,11 @@ class LoaderWatch:
         return self
 
     def remove(self) -> None:
-        """The last to go leaves torch's class as it was."""
+        """End it; the last watch to go leaves torch's class as it was."""
         _disconnect(self)
 
     def advanced(self, iterator: Any) -> None:
-        """An iterator has given a batch; of evaluation, too."""
+        """Note that an iterator has given a batch; of evaluation, too."""
         number = self._passes.get(iterator, 0)
         if not number or getattr(iterator, "_num_yielded", 0) == 1:
             self._begun += 1
@@ -115,7 +115,7 @@ class LoaderWatch:
         self._newest = number
 
     def forward(self) -> bool:
-        """A training forward. True: its batch is the first of a pass over the data."""
+        """Note a training forward; return whether its batch is the first of a pass over the data."""
         if not self._newest or self._mixed or self._newest == self._training:
             return False
         if self._newest < self._training:  # back to one that had begun before: they take turns
@@ -127,13 +127,13 @@ class LoaderWatch:
 
     @property
     def deal(self) -> Deal:
-        """How the rows that are trained on now are dealt, as far as this rank's sampler says."""
+        """Tell how the rows that are trained on now are dealt, as far as this rank's sampler says."""
         if self._mixed:
             return Deal(by="loaders that take turns")
         return self._deal if self.seen else deal_of(self.given, self._ranks)
 
     def _known_before(self, deal: Deal) -> Deal:
-        """A pass has begun: a sampler whose epoch does not advance deals each rank the rows that it had."""
+        """Compare with earlier passes as one begins: an epoch that does not advance deals each rank the rows it had."""
         if not deal.by_epoch or not deal.order:
             return deal
         if deal.order in self._orders:
@@ -143,7 +143,7 @@ class LoaderWatch:
 
 
 class LoaderMemory:
-    """Remembers from now on which iterator of a loader was advanced last, for a watch that connects later.
+    """Remember from now on which iterator of a loader was advanced last, for a watch that connects later.
 
     Attributes:
         newest: None before the first, and once it is gone.
@@ -158,7 +158,7 @@ class LoaderMemory:
         return None if self._newest is None else self._newest()
 
     def advanced(self, iterator: Any) -> None:
-        """An iterator has given a batch."""
+        """Remember the iterator that has given a batch."""
         self._newest = weakref.ref(iterator)
 
     def remove(self) -> None:
@@ -197,7 +197,7 @@ def _disconnect(watch: LoaderWatch | LoaderMemory) -> None:
 
 
 def data_facts(source: Any, ranks: int) -> DataFacts:
-    """Facts of a DataLoader, of its iterator, of a loader that wraps one, or of a sampler.
+    """Read the facts of a DataLoader, of its iterator, of a loader that wraps one, or of a sampler.
 
     An epoch is all rows of the data set where the sampler deals them to ranks, or where there is one rank. With a plain
     sampler on each of several ranks the data may have been split before: then nobody knows. Rows that are drawn with
@@ -238,7 +238,7 @@ _BY_EPOCH = ("DistributedSampler", "StatefulDistributedSampler", "ResumableSampl
 
 
 def deal_of(source: Any, ranks: int) -> Deal:
-    """How a loader, its iterator or a sampler deals rows to N ``ranks``, as far as this rank's own says.
+    """Tell how a loader, its iterator or a sampler deals rows to N ``ranks``, as far as this rank's own says.
 
     Known are samplers that cut one order of all rows into N shares. A sampler that chooses rows by what is in them, as
     by their length, or that is not known by name, may give one rank other rows than another by design.
@@ -258,12 +258,12 @@ def _as_it_likes(name: str) -> Deal:
 
 
 def deal_item(deal: Deal) -> Item:
-    """For the preflight: whether all ranks' samplers deal alike. Nothing is expected of it."""
+    """Make the preflight's item: whether all ranks' samplers deal alike. Nothing is expected of it."""
     return Item("how rows are dealt", "sampler", "free", deal.by, hash_text(f"{deal.dealt} {deal.order}"))
 
 
 def dealt_by_all(outcome: PreflightOutcome, deal: Deal) -> DataDealt:
-    """What the preflight has found out, from this rank's deal and whether the others' are the same."""
+    """Return what the preflight has found out, from this rank's deal and whether the others' are the same."""
     if any(one.item.name == "how rows are dealt" and not one.agrees for one in outcome.items):
         return DataDealt("unknown", "the ranks' samplers are not the same")
     return DataDealt(deal.dealt, deal.by)
@@ -273,7 +273,7 @@ _ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter") 
 
 
 def _called(samplers: list[Any]) -> str:
-    """The sampler that decides, as far as one is there, else the loader."""
+    """Name the sampler that decides, as far as one is there, else the loader."""
     known = [type(one).__name__ for one in samplers if "Sampler" in type(one).__name__]
     inner = [name for name in known if name not in ("BatchSampler", "_InfiniteConstantSampler")]
     first = type(samplers[0]).__name__
@@ -281,7 +281,7 @@ def _called(samplers: list[Any]) -> str:
 
 
 def _deal(sampler: Any, samplers: list[Any], ranks: int) -> Deal | None:
-    """None where the sampler says nothing of shares."""
+    """Read a sampler's shares; None where it says nothing of them."""
     name = type(sampler).__name__
     for size in ("num_replicas", "num_processes", "data_parallel_size"):
         shares = getattr(sampler, size, None)

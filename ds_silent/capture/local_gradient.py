@@ -102,7 +102,7 @@ class LocalGradient:
         )
 
     def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool) -> None:
-        """One micro-batch's gradient of parameter ``index``, before it is accumulated.
+        """Observe one micro-batch's gradient of parameter ``index``, before it is accumulated.
 
         Args:
             gradient: of the parameter's shape; only read, and no reference is kept.
@@ -147,7 +147,7 @@ class LocalGradient:
         self._take_out_leftover(index, accumulated, boundary=False)
 
     def observe_silent(self, exact: bool) -> None:
-        """Parameters that took part in earlier micro-batches but not in the boundary's: no hook fired for them.
+        """Observe parameters that took part in earlier micro-batches but not in the boundary's: no hook fired for them.
 
         Called at the boundary, after its backward and before the reduction.
         """
@@ -160,7 +160,7 @@ class LocalGradient:
                 self._add(index, whole, None, exact, square=True)
 
     def end_micro_batch(self) -> None:
-        """A micro-batch's backward has ended."""
+        """End a micro-batch's backward."""
         self.micro_batches.end()
         if self._norms_add_up or not self.sketching:
             return
@@ -171,7 +171,7 @@ class LocalGradient:
         self._before = now
 
     def _parts(self) -> list[tuple[int, Tensor]]:
-        """The whole local gradient as (global offset, flat tensor), for the exact method."""
+        """Return the whole local gradient as (global offset, flat tensor), for the exact method."""
         if self.copied:
             return [] if self._copy is None else [(0, self._copy)]
         whole = (self._accumulated(index) if fires else None for index, fires in enumerate(self._fires))
@@ -182,7 +182,7 @@ class LocalGradient:
         ]
 
     def exchange(self, group: dist.ProcessGroup, guard: CollectiveGuard) -> Tensor:
-        """This rank's part of the exact (N, N) inner products; a collective: every rank calls it.
+        """Compute this rank's part of the exact (N, N) inner products; a collective: every rank calls it.
 
         With zeros, or whatever was there, where something broke.
         """
@@ -209,7 +209,7 @@ class LocalGradient:
                     part.add_(term.detach().reshape(-1))
 
     def _take_out_leftover(self, index: int, previous: Tensor, boundary: bool) -> None:
-        """What ``zero_grad`` left of the last step is a fault of its own, never part of the local gradient."""
+        """Take out what ``zero_grad`` left of the last step: a fault of its own, never part of the local gradient."""
         flat = previous.detach().reshape(-1).float()
         square = torch.dot(flat, flat)
         self._leftover = square if self._leftover is None else self._leftover + square
@@ -218,7 +218,7 @@ class LocalGradient:
 
 
 class KeptMicroBatches:
-    """A sketch of each micro-batch of one step, where it is asked for; every rank asks at the same step.
+    """Keep a sketch of each micro-batch of one step, where it is asked for; every rank asks at the same step.
 
     Attributes:
         keeping: whether they are kept in the step under way; the same on every rank, whatever breaks on one.
@@ -245,7 +245,7 @@ class KeptMicroBatches:
             self._current().add(index, gradient, square=False)
 
     def end(self) -> None:
-        """The micro-batch under way has ended."""
+        """End the micro-batch under way."""
         if self.keeping:
             self._sketches.append(self._current().take()[0])
 

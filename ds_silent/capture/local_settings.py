@@ -60,7 +60,7 @@ _TRAINING, _TRAINABLE = attrgetter("training"), attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class _Look:
-    """This rank, at one step."""
+    """Hold this rank's settings at one step."""
 
     hyper_parameters: tuple[tuple[Any, ...], ...]  # by parameter group, in the order of HYPER_PARAMETERS
     holdings: Holdings
@@ -118,26 +118,26 @@ class LocalSettings:
         return NOTHING if look is None else look.missed
 
     def look_at_modes(self) -> None:
-        """As they are while the gradients come. 10,000 modules of one parameter each take 2 ms."""
+        """Look at the modes while the gradients come. 10,000 modules of one parameter each take 2 ms."""
         self._modes = bytes(map(_TRAINING, self._modules))
         self._trainable = bytes(map(_TRAINABLE, self._parameters))
         self._numbers.look()
 
     def before_forward(self) -> None:
-        """Of a training forward: autocast; of the first one the generators as they are."""
+        """Note autocast as a training forward begins, and of the first one the generators."""
         self.autocast.before_forward(self._parameters[0].device.type if self._parameters else "cpu")
         if self.draws is None:
             self._state = _generators()
 
     def after_forward(self) -> None:
-        """The generators that were used are those whose state has changed."""
+        """Find the generators that were used: their state has changed."""
         self.autocast.after_forward()
         if self.draws is None and self._state:
             used = [before for before, now in zip(self._state, _generators(), strict=True) if before != now]
             self.draws, self._state = short_hash(used) if used else 0.0, ()
 
     def code(self, step: int) -> Code[float | Tensor]:
-        """Hashes of ``step``, between its reduction and its optimizer. Values on a device are not waited for."""
+        """Hash the settings of ``step``, between its reduction and its optimizer; device values are not waited for."""
         if not self._modes:
             self.look_at_modes()
         look = self._look()
@@ -223,7 +223,7 @@ class LocalSettings:
 
 
 def _generators() -> tuple[bytes, ...]:
-    """States of torch's generators, which both live on the host; nothing where a device does not give its own."""
+    """Return the states of torch's generators, which both live on the host; nothing where a device hides its own."""
     try:
         return tuple(state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), generator_state()))
     except Exception:  # a note is not worth an internal error
@@ -231,7 +231,7 @@ def _generators() -> tuple[bytes, ...]:
 
 
 def _plain(value: Any, on_device: list[Tensor]) -> Any:
-    """Something that compares by value. A tensor on a device is kept for a lazy comparison: reading it would wait."""
+    """Return something that compares by value. A tensor on a device is kept apart: reading it would wait."""
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value.tolist()
@@ -244,7 +244,7 @@ def _plain(value: Any, on_device: list[Tensor]) -> Any:
 
 
 def _joined(values: Sequence[Any]) -> str:
-    """One value where all parameter groups that have one agree, else all of them."""
+    """Join to one value where all parameter groups that have one agree, else all of them."""
     texts = [json.dumps(value) for value in values if value is not None]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"
 
@@ -261,7 +261,7 @@ _TRACES = (
 
 
 class Autocast:
-    """Under which autocast one rank's training forwards run: on or off, and the dtype.
+    """Follow under which autocast one rank's training forwards run: on or off, and the dtype.
 
     A script enters autocast around the forward, and so it is on when the forward begins. A trainer or a model may enter
     it within: there the first one counts that switches it on, because a later one may depend on the rows. In a compiled
@@ -278,7 +278,7 @@ class Autocast:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Every state of the forwards since the last call, sorted; where there was none, those of before."""
+        """Return every state of the forwards since the last call, sorted; where there was none, those of before."""
         if self._found:
             self._last, self._found = tuple(sorted(self._found)), {}
         return self._last
@@ -288,11 +288,11 @@ class Autocast:
         patches.behind_method(torch.autocast, "__enter__", partial(local, self._entered))
 
     def before_forward(self, device: str) -> None:
-        """A training forward on this type of device begins."""
+        """Note that a training forward on this type of device begins."""
         self._device, self._now = device, _autocast_of(device)
 
     def after_forward(self) -> None:
-        """It has ended."""
+        """Note that the forward has ended."""
         if self._device:
             self._found[self._now or "off"] = None
             self._device = ""
@@ -304,7 +304,7 @@ class Autocast:
 
 
 def _autocast_of(device: str) -> str | None:
-    """The dtype; None where it is off, or this type of device has no autocast."""
+    """Return the dtype; None where it is off, or this type of device has no autocast."""
     try:
         enabled = torch.is_autocast_enabled(device)
         return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if enabled else None

@@ -56,7 +56,7 @@ class Term:
 
 @dataclass(slots=True)
 class _Way:
-    """From the root to a node."""
+    """Describe the way from the root to a node."""
 
     node: Any
     place: int = 0  # which output of the node
@@ -65,7 +65,7 @@ class _Way:
     factor: float = 1.0
 
     def through(self, name: str, operation: str) -> _Way:
-        """With this node's own operation."""
+        """Return the way with this node's own operation."""
         if operation in _NEUTRAL:
             return self
         times = _number_of(self.node, operation)
@@ -75,7 +75,7 @@ class _Way:
         return _Way(self.node, self.place, (*self.names, name), (*self.shown, shown), factor)
 
     def on(self) -> Iterable[_Way]:
-        """To what the node was made of."""
+        """Return the ways to what the node was made of."""
         made_of = _made_of(self.node, self.place)
         return [_Way(node, place, self.names, self.shown, self.factor) for node, place in made_of]
 
@@ -89,7 +89,7 @@ def losses_in(root: Tensor) -> list[Term] | None:
 
 
 def terms_of(root: Tensor) -> list[Term] | None:
-    """The losses that ``root`` is made of, the nearest first; None where they are too far or too many."""
+    """Return the losses that ``root`` is made of, the nearest first; None where they are too far or too many."""
     waiting, found = deque([_Way(root.grad_fn, root.output_nr)]), list[Term]()
     for _ in range(NODES):
         if not waiting:
@@ -111,7 +111,7 @@ def terms_of(root: Tensor) -> list[Term] | None:
 
 
 def _added_up(way: _Way, name: str, count: int) -> list[Term]:
-    """What a sum or a mean adds up: losses of single labels where they are near, else numbers of the script's own."""
+    """Return what a sum or a mean adds up: losses of single labels where they are near, else the script's numbers."""
     mean = name.startswith("Mean")
     start = _Way(way.node, way.place, (*way.names, name), (*way.shown, name), way.factor)
     waiting, losses, end = deque(start.on()), list[Term](), None
@@ -139,7 +139,7 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
 
 
 def _loss(way: _Way, name: str) -> Term | None:
-    """A loss of torch's own."""
+    """Read a loss of torch's own; None where the node is none."""
     node = way.node
     if not any(word in name for word in _LOSSES):  # an attribute that is not there costs more than its name
         return None
@@ -188,7 +188,7 @@ def _one_number(weights: Tensor) -> Tensor:
 
 
 def _saved(node: Any, which: str) -> Any:
-    """What a node has kept; None where it has not, or where somebody's hooks have packed it."""
+    """Return what a node has kept; None where it has not, or where somebody's hooks have packed it."""
     raw = getattr(node, f"_raw_saved_{which}", None)
     if raw is not None:
         if _HOOKS_SHOWN and raw.unpack_hook is not None:
@@ -199,7 +199,7 @@ def _saved(node: Any, which: str) -> Any:
 
 
 def _number_of(node: Any, operation: str) -> float | None:
-    """What the script multiplies by: a number of Python's, and no tensor."""
+    """Return what the script multiplies by: a number of Python's, and no tensor."""
     if operation in ("Neg", "Rsub"):
         return -1.0
     if operation not in ("Mul", "Div"):
@@ -225,13 +225,13 @@ Made = tuple[int, int]
 
 
 def made_by(loss: Tensor | None) -> Made | None:
-    """What made a loss; it keeps no graph alive."""
+    """Name what made a loss; it keeps no graph alive."""
     made = None if loss is None else loss.grad_fn
     return None if loss is None or made is None else (int(made._sequence_nr()), loss.output_nr)
 
 
 def comes_of(root: Tensor, made: Made | None) -> bool:
-    """Whether ``root`` is the loss that :func:`made_by` has named, or made of it by a few operations on single numbers.
+    """Tell whether ``root`` is what :func:`made_by` has named, or made of it by a few operations on single numbers.
 
     A model may return a loss by the way that nobody trains on: TRL's DPO and GRPO give it labels for the sake of its
     logarithms of probabilities. Where the wrapper's output goes through a node with several outputs (that of
@@ -250,7 +250,7 @@ def comes_of(root: Tensor, made: Made | None) -> bool:
 
 
 def is_share(root: Tensor, made: Made | None, parts: int) -> bool:
-    """Whether ``root`` is that loss, divided by ``parts`` and nothing more."""
+    """Tell whether ``root`` is that loss, divided by ``parts`` and nothing more."""
     node = root.grad_fn
     if made is None or parts < 2 or node is None or node.name() != "DivBackward0":
         return False
@@ -262,7 +262,7 @@ def is_share(root: Tensor, made: Made | None, parts: int) -> bool:
 
 
 def is_a_mean(loss: Tensor) -> bool:
-    """Whether the first loss of torch's in the graph, near its root, took the mean; not where there is none."""
+    """Tell whether the first loss of torch's in the graph, near its root, took the mean; not where there is none."""
     waiting = [loss.grad_fn]
     for _ in range(NEAR):
         node = waiting.pop(0) if waiting else None
@@ -274,7 +274,7 @@ def is_a_mean(loss: Tensor) -> bool:
 
 
 def _made_of(node: Any, place: int) -> list[tuple[Any, int]]:
-    """What output ``place`` of a node was made of: of a wrapper with several outputs, what belongs to this one."""
+    """Return what output ``place`` of a node was made of; a wrapper with several outputs keeps them apart."""
     inner, outputs = node.next_functions, getattr(node, "_input_metadata", ())
     if 1 < len(outputs) == len(inner):
         inner = inner[place : place + 1]
@@ -282,6 +282,6 @@ def _made_of(node: Any, place: int) -> list[tuple[Any, int]]:
 
 
 def _elements(node: Any, place: int) -> int:
-    """Elements of output ``place`` of a node; 1 where it does not say."""
+    """Count the elements of output ``place`` of a node; 1 where it does not say."""
     outputs = getattr(node, "_input_metadata", ())  # of the gradients that come in: its outputs' shapes
     return math.prod(outputs[place].shape) if len(outputs) > place else 1

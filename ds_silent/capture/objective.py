@@ -51,7 +51,7 @@ Weighed = tuple[Tensor, Tensor, Tensor, Tensor | float]
 
 @dataclass
 class _Backward:
-    """One backward, until it is known whether it was the training's."""
+    """Hold one backward, until it is known whether it was the training's."""
 
     terms: list[Term] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Backward:
 
 
 class LocalObjective:
-    """Of one rank, over the micro-batches of a step.
+    """Follow one rank's objective over the micro-batches of a step.
 
     Attributes:
         reached: whether the backward under way has brought the model a gradient.
@@ -73,7 +73,7 @@ class LocalObjective:
         self.start()
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._drop()
         self._texts, self._weighed = dict[tuple[str, ...], str](), list[Weighed]()
         self._known, self._readable, self._count = True, True, 0
@@ -83,7 +83,7 @@ class LocalObjective:
         self._class_weights: float | Tensor = 0.0
 
     def begins(self, root: Any, own: bool = False) -> None:
-        """A backward begins with ``root``, before anything of it has run; ``own``: it surely reaches the model."""
+        """Read what a backward begins with, before anything of it has run; ``own``: it surely reaches the model."""
         self._settle()
         self.reached = own
         self._under_way = one = _Backward()
@@ -103,7 +103,7 @@ class LocalObjective:
 
     @property
     def text(self) -> str:
-        """What backward begins with, for people; empty where it is not known."""
+        """Describe what backward begins with, for people; empty where it is not known."""
         self._settle()
         if not self._readable:
             return ""
@@ -112,19 +112,19 @@ class LocalObjective:
 
     @property
     def structure(self) -> tuple[tuple[str, ...], ...]:
-        """The same without its numbers; empty where it is not known."""
+        """Return the same without its numbers; empty where it is not known."""
         self._settle()
         return tuple(sorted(self._texts)) if self._readable else ()
 
     @property
     def factor(self) -> float:
-        """The script's own numbers between root and loss; 0 where they are not known, or not one in all the step."""
+        """Multiply the script's own numbers between root and loss; 0 where they are not known, or not one all step."""
         self._settle()
         low, high = min(self._factors, default=0.0), max(self._factors, default=0.0)
         return high if self._readable and math.isclose(low, high, rel_tol=1e-6) else 0.0
 
     def numbers(self) -> Numbers[float | Tensor]:
-        """Of the step's backwards; device values stay there."""
+        """Return the numbers of the step's backwards; device values stay there."""
         self._settle()
         own: dict[str, float | Tensor] = {
             "factor": self.factor,
@@ -151,7 +151,7 @@ class LocalObjective:
         self._under_way, self.reached = None, False
 
     def _settle(self) -> None:
-        """The backward under way is over; one that brought no gradient was another model's."""
+        """End the backward under way; one that brought no gradient was another model's."""
         one, counts = self._under_way, self.reached
         self._drop()
         if one is None or not counts:
@@ -178,7 +178,7 @@ def _compiled() -> bool:  # its nodes take no hooks
 
 
 def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) -> None:
-    """A hook: what flows into a loss. It runs inside the backward, which must not end by it."""
+    """Take what flows into a loss. This hook runs inside the backward, which must not end by it."""
     try:
         gradient = gradients[0]
         if type(gradient) is not Tensor:
@@ -192,7 +192,7 @@ def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) 
 
 
 def _of_each(weights: Tensor) -> Weighed:
-    """Where a weight flows in for each label; one that has none counts nothing."""
+    """Sum up weights that flow in for each label; one that has none counts nothing."""
     weights = weights.float()
     there = weights != 0.0
     low = torch.where(there, weights, math.inf).min()
@@ -201,7 +201,7 @@ def _of_each(weights: Tensor) -> Weighed:
 
 
 def _of_all(term: Term, flow: Tensor) -> Weighed | None:
-    """Where one number flows in for all."""
+    """Sum up the weights where one number flows in for all labels."""
     if term.labels is None or type(term.labels) not in (int, Tensor):  # one that is shared out says a part
         return None
     flow = flow.float().reshape(())
@@ -219,7 +219,7 @@ _Pattern = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class SameObjective:
-    """What is known of it.
+    """Hold what is known of whether the ranks train for the same objective.
 
     Attributes:
         parts: ranks by objective, the largest part first; None where they do not differ, or nobody can say.
@@ -233,7 +233,7 @@ class SameObjective:
     turns: int = 0  # differences so far
 
     def of(self, known: Gathered) -> SameObjective:
-        """With one observation more."""
+        """Return what is known with one observation more."""
         chains = known.code.objective.tolist()
         if not all(chains):
             return replace(self, parts=None, pattern=(), unchanged=0)
@@ -253,7 +253,7 @@ class SameObjective:
 
 
 def _numbers(known: Gathered) -> list[tuple[float, ...]]:
-    """Of each rank; nothing to compare where a rank's are not known or were several."""
+    """Return the numbers of each rank; nothing to compare where a rank's are not known or were several."""
     own = known.objective
     columns = (own.factor.tolist(), own.others.tolist(), own.class_weights.tolist())
     if not all(columns[0]):
@@ -262,7 +262,7 @@ def _numbers(known: Gathered) -> list[tuple[float, ...]]:
 
 
 def _representatives(values: Sequence[tuple[float, ...]]) -> list[int]:
-    """The first one that each is, but for rounding."""
+    """Return the place of the first value that each is, but for rounding."""
     found: list[tuple[float, ...]] = []
     places = []
     for value in values:
@@ -278,7 +278,7 @@ def _near(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _explained(known: Gathered) -> bool:
-    """Whether the numbers go with the ranks' counts of labels: each label counts alike, or each rank's mean does."""
+    """Tell whether the numbers go with the ranks' counts of labels: each label counts alike, or each rank's mean."""
     own = known.objective
     if len(set(own.others.tolist())) > 1 or len(set(own.class_weights.tolist())) > 1:
         return False
@@ -293,13 +293,13 @@ def _explained(known: Gathered) -> bool:
 
 
 def _ratios(values: Sequence[tuple[float, ...]], parts: Parts) -> _Pattern:
-    """What each rank's number is, in those of the largest part: a factor that changes on all ranks alike is none."""
+    """Return each rank's number in units of the largest part: a factor that changes on all ranks alike is none."""
     reference = values[parts[0][0]]
     return tuple((round(value[0] / reference[0], 4), *value[1:]) for value in values)
 
 
 def _simple(values: Sequence[tuple[float, ...]], parts: Parts) -> bool:
-    """Whether every other factor is a small multiple or fraction; the loss's other terms have it, too."""
+    """Tell whether every other factor is a small multiple or fraction; the loss's other terms have it, too."""
     reference = values[parts[0][0]]
     for part in parts[1:]:
         ratio = values[part[0]][0] / reference[0]

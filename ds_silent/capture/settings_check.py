@@ -1,5 +1,5 @@
 """What every rank's code must do alike while it trains: hyper-parameters and what optimizers hold, their step counters,
-evaluation mode, which parameters train, the settings of modules, autocast.
+evaluation mode, which parameters train, the settings of modules, autocast, the loss. ``GROUPS`` lists them.
 
     check = SettingsCheck(LocalSettings(module, optimizers, framework), words)
     found = check.agree(arrived, group, device, guard)   # on all ranks alike, once per gathered observation
@@ -106,7 +106,7 @@ _News = tuple[dict[str, set[Parts]], dict[str, Parts], int]
 
 
 class SettingsCheck:
-    """What all ranks know of each other's settings.
+    """Hold what all ranks know of each other's settings.
 
     Args:
         local: this rank's.
@@ -128,7 +128,7 @@ class SettingsCheck:
         self._noted = False
 
     def told_before(self, outcome: PreflightOutcome) -> None:
-        """What the preflight has told is not told again while the same ranks differ."""
+        """Do not tell again what the preflight has told, while the same ranks differ."""
         for kind, group in _GROUP_OF.items():
             parts = {one.parts for one in outcome.wrong if one.item.group in GROUPS[group].preflight}
             self._known[kind] = parts | {_EXTREMES} if parts else parts
@@ -138,8 +138,11 @@ class SettingsCheck:
     def agree(
         self, arrived: Arrived, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard
     ) -> tuple[Unlike, ...]:
-        """What the ranks do not do alike. Every rank calls it with the same observations, at the same step: where the
-        ranks that differ are others than before, it is a collective that waits."""
+        """Return what the ranks do not do alike.
+
+        Every rank calls it with the same observations, at the same step: where the ranks that differ are others than
+        before, it is a collective that waits.
+        """
         self._same_objective = guard.agreed(partial(self._same_objective.of, arrived.known))
         self.differing = guard.agreed(lambda: _differences(arrived.known, self._same_objective))
         news = guard.agreed(lambda: self._news(self.differing))
@@ -157,13 +160,13 @@ class SettingsCheck:
         return *self._answer, *reported(self._missed, arrived.step)
 
     def _missed_by_all(self, arrived: Arrived) -> Missed:
-        """What is the same on all ranks; what differs is asked."""
+        """Return what all ranks miss alike; what differs is asked."""
         values = arrived.known.code.trainable
         alike = bool((values == values[0]).all()) and bool((values != 0).all())
         return self.local.missed_at(arrived.step) if alike else NOTHING
 
     def _news(self, parts: Mapping[str, Parts]) -> _News | None:
-        """What is known, asked, and how often, where other ranks differ than before; the same on every rank."""
+        """Return what is known, asked, and how often, where other ranks differ than before; the same on every rank."""
         known = {kind: self._known.get(kind, set()) & {parts.get(kind, ())} for kind in _GROUP_OF}
         new = {kind: found for kind, found in parts.items() if found not in known[kind]}
         if new == self._asked:
@@ -172,7 +175,7 @@ class SettingsCheck:
         return known, new, self._questions + bool(new)
 
     def unasked(self, arrived: Arrived) -> tuple[Unlike, ...]:
-        """The same without asking, where the ranks do not come together any more; nothing where it is told already."""
+        """Return the same without asking, where the ranks come together no more; nothing where it is told already."""
         parts = _differences(arrived.known, self._same_objective.of(arrived.known))
         new = {kind: found for kind, found in parts.items() if found not in self._known.get(kind, ())}
         missed = self._missed_by_all(arrived)
@@ -182,7 +185,7 @@ class SettingsCheck:
         )
 
     def note(self, known: Gathered, ranks: int) -> Event | None:
-        """Once: that the first forward drew the same random numbers on all ranks."""
+        """Note, once, that the first forward drew the same random numbers on all ranks."""
         draws = known.code.first_draws
         if self._noted or len(draws) < 2 or not bool((draws > 0).all()):
             return None
@@ -198,7 +201,7 @@ def _differences(known: Gathered, objective: SameObjective) -> dict[str, Parts]:
 
 
 def differing(code: Code[Tensor], kind: str) -> Parts | None:
-    """Ranks by equal value, the largest part first; None where all are equal, or where some rank's is not known."""
+    """Group the ranks by equal value, the largest part first; None where all are equal, or one is not known."""
     values: Tensor = getattr(code, kind)
     if not bool((values != 0).all()) or bool((values == values[0]).all()):
         return None
@@ -206,7 +209,7 @@ def differing(code: Code[Tensor], kind: str) -> Parts | None:
 
 
 def _named(parts: Mapping[str, Parts], arrived: Arrived) -> Mapping[str, Parts]:
-    """With the ranks themselves, where they are known."""
+    """Name the ranks themselves, where they are known."""
     if arrived.make is None:
         return parts
     return {kind: differing(arrived.all.code, kind) or part for kind, part in parts.items()}
@@ -216,7 +219,7 @@ def _named(parts: Mapping[str, Parts], arrived: Arrived) -> Mapping[str, Parts]:
 
 
 def same_draws(step: int, ranks: int, words: Words) -> Event:
-    """The note that all ranks use the same masks."""
+    """Make the note that all ranks use the same masks."""
     message = (
         f"The first forward drew the same random numbers on all {ranks} ranks: dropout and other noise use "
         "the same masks on different rows, so that they average less than they could."
@@ -229,7 +232,7 @@ def same_draws(step: int, ranks: int, words: Words) -> Event:
 
 
 def unlike(parts: Mapping[str, Parts], step: int) -> tuple[Unlike, ...]:
-    """What the hashes alone say."""
+    """Word what the hashes alone say."""
     found: dict[tuple[str, Parts], Unlike] = {}
     for kind, ranks in parts.items():
         group = _GROUP_OF[kind]
@@ -247,7 +250,7 @@ def _one(group: str, odd: tuple[int, ...], where: str, message: str, step: int) 
 
 
 def mismatches_of(events: Sequence[Event], known: Gathered, ranks: int) -> tuple[Unlike, ...]:
-    """What the comparison of the items found."""
+    """Word what the comparison of the items found."""
     found, lacks = [], any((event.where or "").startswith("optimizer's parameters") for event in events)
     for event in events:
         where = event.where or "parameters"
@@ -267,7 +270,7 @@ def _upper(sentence: str) -> str:
 
 
 def weighing(known: Gathered, odd: Sequence[int], ranks: int) -> str:
-    """What the labels of the odd ranks and of another weigh, where that is known of each rank."""
+    """Say what the labels of the odd ranks and of another weigh, where that is known of each rank."""
     if known.ranks != ranks or not bool((known.objective.known > 0).all()):
         return ""
     other = next((rank for rank in range(ranks) if rank not in odd), None)

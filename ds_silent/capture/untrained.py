@@ -67,7 +67,7 @@ class Untrained:
         self._came: set[int] = set()
 
     def look(self, flags: bytes) -> Missed:
-        """What has had a gradient, between a step's reduction and its optimizer."""
+        """Return what has had a gradient, between a step's reduction and its optimizer."""
         groups = None if self._framework is None else self._framework.parameter_groups()
         if groups is None:
             return NOTHING
@@ -101,7 +101,7 @@ class Untrained:
 
 
 def _others(own: object) -> tuple[set[int], set[int] | None]:
-    """Ids of the parameters that others of the process reduce, and of those that any of its optimizers holds.
+    """Return ids of the parameters that others of the process reduce, and of those that any of its optimizers holds.
 
     What ``gc.freeze`` has set aside is not found: None where it has been called since this module was loaded.
     """
@@ -117,7 +117,7 @@ def _others(own: object) -> tuple[set[int], set[int] | None]:
 
 
 def reported(missed: Missed, step: int) -> tuple[Unlike, ...]:
-    """What all ranks have found, the same on each."""
+    """Word what all ranks have found, the same on each."""
     found = []
     if missed.unreduced:
         found.append(

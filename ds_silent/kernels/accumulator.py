@@ -57,7 +57,7 @@ class StreamOrder:
 
 
 def stream_order(device: torch.device) -> StreamOrder | None:
-    """For memory on a device; None on the CPU, where everything is in order."""
+    """Return the order for memory on a device; None on the CPU, where everything is in order."""
     host = device.type in ("cpu", "meta")
     return None if host else StreamOrder(getattr(torch, device.type).current_stream)
 
@@ -219,7 +219,7 @@ class Accumulator:
 
 
 class FusedAccumulator(Accumulator):
-    """The same by one launch for each tensor, or for many where they come together.
+    """Do the same by one launch for each tensor, or for many where they come together.
 
     Other dtypes, and elements that do not lie one behind the other, go the other way.
 
@@ -300,7 +300,7 @@ class FusedAccumulator(Accumulator):
     def _read(
         self, parts: list[Part], square: bool, sketching: bool, previous: Tensor | None = None, weight: float = 1.0
     ) -> bool:
-        """Whether the kernel has read them."""
+        """Read them by the kernel; return whether it has."""
         if self._order is not None:
             self._order.enter()
         key = tuple((index, start, values.numel()) for index, start, values in parts)

@@ -69,7 +69,7 @@ class Checksums:
         self._together = FusedChecksums(sizes, device) if sizes and choice(device).triton else None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Of these tensors, in the order and of the sizes that were planned for; 0 for None. Nobody waits for it."""
+        """Return those of these tensors, in the order and of the sizes that were planned for; 0 for None."""
         taken = None if self._together is None else self._together(tensors)
         if taken is not None and len(taken.which) == len(self._places):
             return taken.values
@@ -122,7 +122,7 @@ class Taken(NamedTuple):
 
 
 class FusedChecksums:
-    """The checksums of many tensors in one launch of the kernel, where it is chosen."""
+    """Read the checksums of many tensors in one launch of the kernel, where it is chosen."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
         self._device = device
@@ -135,7 +135,7 @@ class FusedChecksums:
         self._refused = False
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Taken | None:
-        """Of each that is contiguous, aligned, and of whole groups of 32 bytes; nobody waits for it."""
+        """Read each tensor that is contiguous, aligned, and of whole groups of 32 bytes; nobody waits for it."""
         bits = {
             index: tensor.detach().reshape(-1).view(torch.int32)
             for index, tensor in enumerate(tensors)
@@ -176,7 +176,7 @@ class Bits:
         self._plans: list[tuple[list[int], Checksums]] = []
 
     def __call__(self, items: Items) -> Tensor:
-        """On the first tensor's device."""
+        """Return them on the first tensor's device."""
         tensors = [tensor for _, tensor in items]
         sizes = tuple((tensor.numel() * tensor.element_size(), tensor.device) for tensor in tensors)
         if sizes != self._sizes:
@@ -204,7 +204,7 @@ class LayerChecksums:
         self._checksums: Checksums | None = None  # made when the tensors' dtype is known
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """An absent tensor counts as 0, which no gradient is likely to have."""
+        """Return them; an absent tensor counts as 0, which no gradient is likely to have."""
         if self._checksums is None:
             size = next((values.element_size() for values in tensors if values is not None), 4)
             self._checksums = Checksums([size * numel for numel in self._numels], self._device)

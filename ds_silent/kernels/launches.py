@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
 
 def choice(device: torch.device) -> Choice:
-    """For gradients on this kind of device; found out once.
+    """Choose for gradients on this kind of device; found out once.
 
     Raises:
         ConfigError: the variable has another value, or asks for Triton where there is none.
@@ -66,7 +66,7 @@ def _choice(kind: str, told: str) -> Choice:
 
 
 def _why_not(device: torch.device) -> str:
-    """What keeps the kernel from running: it is compiled and launched once, on nothing of importance."""
+    """Say what keeps the kernel from running: it is compiled and launched once, on nothing of importance."""
     try:
         plan = make_plan(4096, 256, device)
         reader = Reader(plan)
@@ -105,7 +105,7 @@ class Slots(NamedTuple):
 
 
 class Reader:
-    """Launches the kernel for one plan and device.
+    """Launch the kernel for one plan and device.
 
     ``keys``: of the checksum's rows, as many as its longest tensor has; 0 where none is asked for.
     """
@@ -122,7 +122,7 @@ class Reader:
         self._addresses: dict[Launch, tuple[tuple[int, ...], Tensor]] = {}
 
     def launch(self, segments: Sequence[Segment]) -> Launch:
-        """A launch of these segments; it adds those of one table in this order."""
+        """Plan a launch of these segments; it adds those of one table in this order."""
         kernel = self._kernel
         columns, rows = 8 * kernel.OCTETS, kernel.ROWS * self.plan.width
         places, owners = [], []
@@ -213,7 +213,7 @@ class Reader:
         return self._addresses[launch][1]
 
     def _there(self, values: object, dtype: torch.dtype) -> Tensor:
-        """On the device; from pinned memory, so that the host does not wait."""
+        """Copy to the device; from pinned memory, so that the host does not wait."""
         host = torch.as_tensor(np.asarray(values), dtype=dtype)
         if self._device.type in _HOST:
             return host.to(self._device)
@@ -226,7 +226,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def _touched(low: int, high: int, width: int, columns: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Blocks of columns that elements [low, high) lie in."""
+    """Return the blocks of columns that elements [low, high) lie in."""
     last = (width - 1) // columns
     if high <= low:
         return np.arange(0)

@@ -54,7 +54,7 @@ def shared_rows(values: Ids, owners: Ids) -> SharedRows:
 
 
 def _pairs(owners: Ids, starts: Ids, holders: Ids) -> tuple[tuple[int, int, int], ...]:
-    """From the ranks that hold each row, sorted; where those of a row begin, and how many they are."""
+    """Count pairs from the ranks that hold each row, sorted; where those of a row begin, and how many they are."""
     codes, base = [np.empty(0, np.int64)], int(owners.max(initial=0)) + 1
     for count in np.unique(holders[holders > 1]).tolist():
         ranks = owners[starts[holders == count][:, None] + np.arange(count)]  # (rows, count)
@@ -109,21 +109,21 @@ class EpochCoverage:
 
     @property
     def visits(self) -> int:
-        """Rows that were visited in this epoch, each as often as it came."""
+        """Count the rows that were visited in this epoch, each as often as it came."""
         return self._visits
 
     @property
     def exact(self) -> bool:
-        """Whether every row is kept."""
+        """Tell whether every row is kept."""
         return self._level == 0
 
     @property
     def rate(self) -> float:
-        """Share of the rows that are kept."""
+        """Return the share of the rows that are kept."""
         return float(2.0**-self._level)
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of these rows the epoch has seen; beyond the capacity only rows that are kept are known."""
+        """Tell which of these rows the epoch has seen; beyond the capacity only rows that are kept are known."""
         hashes = mixed_ids(ids)
         return np.array([one in self._seen for one in hashes.tolist()], dtype=bool)
 
@@ -145,7 +145,7 @@ class EpochCoverage:
             self._seen = {one for one in self._seen if one <= limit}
 
     def seen(self, rows_in_epoch: int | None) -> Estimate:
-        """Share of the epoch's rows that were visited.
+        """Estimate the share of the epoch's rows that were visited.
 
         Args:
             rows_in_epoch: rows of the data set; None when nobody knows (iterable data): then the share of the visits
@@ -163,7 +163,7 @@ class EpochCoverage:
         return Estimate(min(kept / rate * each / whole, 1.0), error)
 
     def state_dict(self) -> dict[str, Any]:
-        """What continues the epoch: JSON values, the same on every rank; at most 0.7 MB of text at the default."""
+        """Return what continues the epoch: JSON values, the same on all ranks; at most 0.7 MB of text by default."""
         hashes = np.array(sorted(self._seen), dtype="<u8")
         packed = hashes.tobytes()
         return {
@@ -201,7 +201,7 @@ class EpochCoverage:
 
 
 def epoch_is_over(visits: int, step_rows: int, rows_in_epoch: int, ranks: int) -> bool:
-    """Whether a step of ``step_rows`` rows (all ranks) belongs to the next epoch, for data that does not say so.
+    """Tell whether a step of ``step_rows`` rows (all ranks) belongs to the next epoch, for data that does not say so.
 
     Samplers end an epoch early (``drop_last``) or fill it up so that every rank has as many rows, with fewer than one
     row per rank. A sampler that fills up to a whole global batch must say where its epochs begin.
@@ -210,7 +210,7 @@ def epoch_is_over(visits: int, step_rows: int, rows_in_epoch: int, ranks: int) -
 
 
 def last_of_epoch(rows: Ids, places: Ids, epoch: EpochCoverage, left: int, droppable: int) -> int:
-    """How many rows of each rank belong to the old epoch, in a step that an epoch ends in and the next begins.
+    """Count how many rows of each rank belong to the old epoch, in a step that an epoch ends in and the next begins.
 
     A sharded epoch has ceil(n / N) rows per rank, or up to ``droppable`` fewer (``drop_last``): among those the first
     row that the epoch has seen already is the next one's.
@@ -229,7 +229,7 @@ def last_of_epoch(rows: Ids, places: Ids, epoch: EpochCoverage, left: int, dropp
 
 
 def largest_hash(level: int) -> np.uint64:
-    """The largest hash that starts with ``level`` zero bits."""
+    """Return the largest hash that starts with ``level`` zero bits."""
     limit: np.uint64 = np.uint64((1 << (64 - level)) - 1)
     return limit
 
@@ -240,7 +240,7 @@ def smallest_hashes(values: Ids) -> npt.NDArray[np.uint64]:
 
 
 def begin_alike(first: npt.NDArray[np.uint64], now: npt.NDArray[np.uint64]) -> bool:
-    """Whether one part holds all rows of the other, as far as the smallest hashes of both tell."""
+    """Tell whether one part holds all rows of the other, as far as the smallest hashes of both tell."""
     if not len(first) or not len(now):
         return False
     limit = min((int(one[-1]) for one in (first, now) if len(one) == FIRST_ROWS), default=(1 << 64) - 1)

@@ -52,7 +52,7 @@ class _Gradients:
 
 
 def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
-    """The record of one step, from (N, ...) float64 values of all ranks."""
+    """Make the record of one step, from (N, ...) float64 values of all ranks."""
     ranks = gathered.ranks
     losses = gathered.loss.total / gathered.loss.count if on_all(gathered.loss.count) else None
     seen = _gradients(gathered, layout)
@@ -78,7 +78,7 @@ def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
 
 
 def _objective(gathered: Gathered) -> ObjectiveStats:
-    """Of all labels, in the mean of the ranks' losses."""
+    """Sum up all labels, in the mean of the ranks' losses."""
     own, ranks = gathered.objective, gathered.ranks
     if not on_all(own.known):
         return ObjectiveStats(known=False)
@@ -149,7 +149,7 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
 
 
 def _exact_check(each: EachRank | None, exact: float | None) -> float | None:
-    """Mean cosine by sketch minus the exact one: what the sketch's error really was at this step."""
+    """Return the mean cosine by sketch minus the exact one: what the sketch's error really was at this step."""
     if each is None or exact is None or each.sketches.shape[1] == 0:
         return None
     cosines = statistics.cosines_of(each.sketches)
@@ -206,7 +206,7 @@ def _directions(gathered: Gathered) -> npt.NDArray[np.float64] | None:
 
 
 def layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | None:
-    """Each layer's norm, exact or from its sketch, and its cosine with the others' mean, where sketches were sent."""
+    """Return each layer's norm, exact or by sketch, and where sketches were sent its cosine with the others' mean."""
     if len(names) < 2 or not on_all(gathered.local.seen):
         return None
     squares, cosines = gathered.layer_squares, None

@@ -37,7 +37,7 @@ _FEW = 4  # steps whose micro-batches wait for their observations
 
 
 class ReductionChecker:
-    """Keeps the measurement before, and what is known of an error that goes on.
+    """Keep the measurement before, and what is known of an error that goes on.
 
     Args:
         layout: of the exchange.
@@ -68,7 +68,7 @@ class ReductionChecker:
     def step(
         self, gathered: Gathered, drift: Drift | None, told: ResponseLog | None = None
     ) -> tuple[IntegrityStats, ReductionEvidence]:
-        """The record's part and the detectors' evidence of one step.
+        """Return the record's part and the detectors' evidence of one step.
 
         Args:
             gathered: the observations of all ranks; of a reduction that was repeated, the last.
@@ -111,7 +111,7 @@ class ReductionChecker:
     # -- the reduction -------------------------------------------------------------------------------------------------
 
     def examine(self, gathered: Gathered) -> ReductionCheck:
-        """The reduction of one step, without remembering anything of it."""
+        """Examine the reduction of one step, without remembering anything of it."""
         overflows = self._arithmetic.communication == torch.float16
         changed = bool((gathered.reduced.handed_seen != 0.0).any())
         check, cause = self._aggregation(gathered)
@@ -130,7 +130,7 @@ class ReductionChecker:
         return check, self._cause(gathered, terms, check, spread) if check.wrong else None
 
     def _terms(self, gathered: Gathered) -> tuple[Terms, float]:
-        """And the ranks' mean squared norm."""
+        """Return them, and the ranks' mean squared norm."""
         if gathered.each is not None:
             sketches = gathered.each.sketches
             squared = float(sketches.square().sum()) / len(sketches)
@@ -185,7 +185,7 @@ class ReductionChecker:
         return cause
 
     def _own_weights(self, gathered: Gathered) -> OwnWeights | None:
-        """What the ranks have found of their own weights, above the gather limit."""
+        """Return what the ranks have found of their own weights, above the gather limit."""
         sums = gathered.directions
         late = sums.late if isinstance(sums, Sums) else None
         if not isinstance(sums, Sums) or late is None or late.weights is None:
@@ -201,7 +201,7 @@ class ReductionChecker:
 
     @property
     def wants_micro_batches(self) -> bool:
-        """Whether the sketches of single micro-batches would tell more about an error that goes on."""
+        """Tell whether the sketches of single micro-batches would tell more about an error that goes on."""
         return self._wanted
 
     def micro_batches(self, step: int, sketches: Tensor) -> None:
@@ -225,7 +225,7 @@ class ReductionChecker:
 
 
 def _received(gathered: Gathered, layout: Layout) -> dict[int, Parts] | None:
-    """Bits are compared, so no threshold is needed; a NaN equals itself here."""
+    """Group the ranks by the bits of each layer, so that no threshold is needed; a NaN equals itself here."""
     if layout.hashes < 2 or gathered.hashes is None or not on_all(gathered.reduced.seen):
         return None
     layers = gathered.hashes[:, 1:]

@@ -50,7 +50,7 @@ WALK_UNKNOWN = Walk()
 
 
 class RowTracker:
-    """Follows the rows of the current epoch over all ranks; constant memory, see :class:`EpochCoverage`.
+    """Follow the rows of the current epoch over all ranks; constant memory, see :class:`EpochCoverage`.
 
     Attributes:
         deal: how they come to the ranks.
@@ -139,7 +139,7 @@ class RowTracker:
         return RowsOfStep(told, replace(evidence, coverage=coverage))
 
     def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
-        """Of the first rank's rows. Those of a sample come in the same order again too, of as many as it has."""
+        """Follow the order of the first rank's rows. Those of a sample come in the same order again too."""
         known = None if rows_in_epoch is None else max(1, round(rows_in_epoch * sent.rate))
         found = self._order.step(sent.values[sent.owners == 0], known, len(sent.taken), begun)
         return None if found is None else replace(found, rows=round(found.rows / sent.rate))
@@ -147,7 +147,7 @@ class RowTracker:
     def _parts(
         self, sent: StepIds, own_rows: int, rows_in_epoch: int | None, walk: Walk
     ) -> Iterator[tuple[bool, int, int]]:
-        """The rows by epochs: whether one begins with this part, and from which place of each rank to which.
+        """Cut the rows by epochs: whether one begins with this part, and from which place of each rank to which.
 
         Where the loader was seen, it says itself where its passes begin; else the rows are counted. A script that keeps
         its batches reads the loader once only: so rows are counted there too, but only once a whole step is too many.
@@ -182,7 +182,7 @@ class RowTracker:
             place, begins = end, True
 
     def state_dict(self, unsent: bool) -> dict[str, Any]:
-        """What continues the epoch after a resume.
+        """Return what continues the epoch after a resume.
 
         Args:
             unsent: rows of steps since the last observation wait on the ranks; a checkpoint does not hold them, so
@@ -214,7 +214,7 @@ class RowTracker:
 
 
 def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
-    """Coverage for the record, and what the detectors need besides the record."""
+    """Return the coverage for the record, and what the detectors need besides the record."""
     found = None
     if gathered.ids.numel():
         found = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk, context.sampling)
@@ -225,12 +225,12 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
 
 
 def _rows_of(sent: StepIds, first: int, end: int) -> int:
-    """Rows of all ranks from one place to another, whether or not they were sent."""
+    """Count the rows of all ranks from one place to another, whether or not they were sent."""
     return int((np.minimum(sent.looked, end) - np.minimum(sent.looked, first)).sum())
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:
-    """Whether the same order is a fault: the sampler says that it shuffles, or the ids that were told are shuffled."""
+    """Tell whether the same order is a fault: the sampler says that it shuffles, or the ids told are shuffled."""
     said = walk.facts.shuffles
     return (walk.told and order.shuffled) if said is None else said
 
@@ -243,7 +243,7 @@ _BIAS = 0.709  # of 64 registers (Flajolet et al., HyperLogLog, 2007)
 
 
 class RecentRows:
-    """Remembers each rank's newest rows, 8 bytes per row, which a resume forgets: that costs one observation. And 64
+    """Remember each rank's newest rows, 8 bytes per row, which a resume forgets: that costs one observation. And 64
     bytes per rank, from which the number of its different rows follows, to about 13 %.
 
     Attributes:
@@ -288,7 +288,7 @@ class RecentRows:
 
     @property
     def distinct(self) -> tuple[float, ...]:
-        """Of each rank, of the rows that were sent."""
+        """Estimate it of each rank, of the rows that were sent."""
         registers = self._registers
         estimate = _BIAS * REGISTERS**2 / _POWERS[registers].sum(1)
         empty = (registers == 0).sum(1)
@@ -297,7 +297,7 @@ class RecentRows:
         return tuple(np.where(few, counted, estimate).tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values: how many different rows each rank has had."""
+        """Return JSON values: how many different rows each rank has had."""
         packed = zlib.compress(self._registers.tobytes())
         return {"ranks": len(self._registers), "distinct": base64.b64encode(packed).decode("ascii")}
 
@@ -321,7 +321,7 @@ FEWEST = 8
 
 
 class SameOrder:
-    """Whether one rank's rows come in the order of an earlier epoch, as of a sampler that nobody tells of a new one.
+    """Tell whether one rank's rows come in the order of an earlier epoch, as of a sampler nobody tells of a new one.
 
     The first rows of the run are kept, 64 or as many as come before the first of them comes again. Where the same rows
     follow in the same order, a fresh shuffle of n rows would have had the chance 1 / (n (n - 1) ... (n - L + 1)). A
@@ -362,7 +362,7 @@ class SameOrder:
         return told
 
     def _collect(self, ids: Ids, rows_in_epoch: int | None, ranks: int) -> Ids:
-        """The first rows of the run; returns what comes after them."""
+        """Collect the first rows of the run; return what comes after them."""
         if not len(self._first):
             self._last, self._first = self._place, ids[:1]
             self._place += 1
@@ -378,7 +378,7 @@ class SameOrder:
         return ids[end:]
 
     def _is_pass(self, place: int, rows_in_epoch: int | None, ranks: int) -> bool:
-        """Whether a pass over the data may have ended between the last one's beginning and this place."""
+        """Tell whether a pass over the data may have ended between the last one's beginning and this place."""
         if rows_in_epoch is None:
             return self._begun or place - self._last >= FEWEST
         return self._begun or 2 * (place - self._last) * ranks >= rows_in_epoch
