@@ -19,7 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
+from ds_silent.config_errors import about
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import Fault, Response
 from ds_silent.drill.megatron_issues import PUBLIC
@@ -248,28 +251,29 @@ def compared_soon(given: dict[str, Any]) -> tuple[SilentConsistencyConfig | None
 
 
 def only_reporting(given: dict[str, Any], block: SilentConsistencyConfig) -> tuple[SilentConsistencyConfig, list[str]]:
-    """Parse the block without responses: a fault must be seen as it is, and one that ends a training would end
-    the drill.
+    """Parse the block with the defaults of keys that the drill takes none from, and say so.
 
-    Nobody is alerted of faults that the drill has made.
+    A fault must be seen as it is: a response would change it, and one that ends a training would end the drill.
     """
-    plain = SilentConsistencyConfig()
-    notes = []
-    if block.alerts:
-        notes.append("alerts: nobody is told of the drill's faults")
-    told = ("alerts", "metrics_port")
-    given[BLOCK] = {name: value for name, value in given[BLOCK].items() if name not in told}
-    for key in ("respond", "resync", "reduction"):
-        if getattr(block, key) != getattr(plain, key):
-            notes.append(f"{key}: responses are tried in trainings of their own, with values of the drill's")
-        given[BLOCK] = {name: value for name, value in given[BLOCK].items() if name != key}
-    if block.detectors.stop_on != plain.detectors.stop_on:
-        notes.append("detectors.stop_on: not part of the drill")
-        kept = {name: value for name, value in given[BLOCK]["detectors"].items() if name != "stop_on"}
-        given[BLOCK] = {**given[BLOCK], "detectors": kept}
+    given[BLOCK], notes = _without(block, given[BLOCK], "")
     parsed = parse(given)
     assert parsed is not None
     return parsed, notes
+
+
+def _without(block: BaseModel, given: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """Leave out the keys whose fields have a ``drill`` that says why."""
+    kind = type(block)
+    dropped = [key for key in kind.model_fields if "drill" in about(kind, key)]
+    changed = [key for key in dropped if getattr(block, key) != getattr(kind(), key) and about(kind, key)["drill"]]
+    changed.sort(key=lambda key: "writer" not in about(kind, key))
+    kept, notes = {key: value for key, value in given.items() if key not in dropped}, []
+    for key, value in kept.items():
+        inner = getattr(block, key)
+        if isinstance(inner, BaseModel):
+            kept[key], more = _without(inner, value, f"{prefix}{key}.")
+            notes += more
+    return kept, [*(f"{prefix}{key}: {about(kind, key)['drill']}" for key in changed), *notes]
 
 
 def batch_of(given: Mapping[str, Any]) -> tuple[int, int, list[str]]:

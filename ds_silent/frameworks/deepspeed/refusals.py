@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, shown
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.config_file import section, switched_on, zero_section
 from ds_silent.frameworks.deepspeed.shapes import is_pipeline, shape_of
 from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks
+from ds_silent.text import shown
 
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
