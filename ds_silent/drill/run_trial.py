@@ -73,7 +73,7 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
     """Train until the fault is found (and a little longer) or ``trial.steps`` are over. A collective."""
     me, fault = dist.get_rank(), trial.fault
     start = replace(start, setting=start.setting.answering(trial.response))
-    injection = NOTHING if fault is None else fault.inject(trial.strike, me)
+    injection = NOTHING if fault is None else fault.inject(trial.target, me)
     losses: list[float] = []
     states: list[str] = []
     with _environment(injection.environment):
@@ -95,7 +95,7 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
     if me != 0:
         return TrialRun(trial.name, (), means, states=hashes)
     change = None if injection.change is None else injection.change()
-    rounding = _rounding(output_dir, trial.strike.step)
+    rounding = _rounding(output_dir, trial.target.step)
     return TrialRun(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
 
 
@@ -232,7 +232,7 @@ class _Watch:
             events = _events(self._directory)
             if len(events) > self._read and alarms(events):
                 self._read = len(events)
-                verdict = judge(trial.fault, trial.strike, events, setting.interval, setting.replica_interval)
+                verdict = judge(trial.fault, trial.target, events, setting.interval, setting.replica_interval)
                 if verdict.found or verdict.answer == "false alarm":
                     self._end = step + AFTER_FOUND * setting.interval
         return self._end is not None and step >= self._end

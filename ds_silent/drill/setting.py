@@ -4,7 +4,7 @@
     setting.answering(MAJORITY)                          # with this response switched on
     setting.why_not(FAULTS["gathered-weights-bit"])      # "every rank updates all weights, so none are gathered"
 
-Of DeepSpeed's configuration what :mod:`ds_silent.drill.deepspeed_config` names is kept. For another framework the
+Of DeepSpeed's configuration what :mod:`ds_silent.drill.train_deepspeed` names is kept. For another framework the
 ``silent_consistency`` block counts, alone or under its name, and beside it the micro-batch and the accumulation in
 DeepSpeed's words.
 
@@ -215,7 +215,7 @@ def make_setting(
     micro_batch, accumulation, sizes = batch_of(held)
     own = {BLOCK: {**held[BLOCK], "tensorboard": False}}
     if framework == "deepspeed":
-        from ds_silent.drill.deepspeed_config import ds_config_of  # it need not be installed for the others
+        from ds_silent.drill.train_deepspeed import ds_config_of  # it need not be installed for the others
 
         config, dtype, notes = ds_config_of(held, ranks, micro_batch, accumulation, stage, dtype)
         own, stage = {**config, **own}, config["zero_optimization"]["stage"]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ds_silent.config import BLOCK
 from ds_silent.drill.faults.fault import Fault, Response
-from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection, Strike, local_of
+from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection, Target, local_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 from ds_silent.practice.model import PracticeModel
@@ -47,7 +47,7 @@ class Trial:
 
     name: str
     fault: Fault | None
-    strike: Strike
+    target: Target
     steps: int
     ids: bool = True  # whether the script tells the row ids
     own_seeds: bool = False  # every rank draws its dropout from a generator of its own
@@ -66,7 +66,7 @@ class Trial:
         """Whether the fault sets one of these places of an injection on any rank."""
         everyone = range(dist.get_world_size())
         return self.fault is not None and any(
-            getattr(self.fault.inject(self.strike, rank), place) is not None for rank in everyone for place in places
+            getattr(self.fault.inject(self.target, rank), place) is not None for rank in everyone for place in places
         )
 
 

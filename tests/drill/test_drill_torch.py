@@ -104,7 +104,7 @@ def test_what_only_deepspeed_can_do_is_not_tried_elsewhere() -> None:
     assert ddp.why_not(FAULTS["micro-batch-missing"]) == "it takes gradient_accumulation_steps 2 in the configuration"
     two = make_setting(None, 2, framework="ddp").why_not(FAULTS["majority-tie"])
     assert two == "needs at least 3 ranks"
-    assert trial_of(FAULTS["nan-loss"], DrillOptions(), fsdp2).strike.stage == 3
+    assert trial_of(FAULTS["nan-loss"], DrillOptions(), fsdp2).target.stage == 3
 
 
 def test_the_block_may_stand_alone_or_in_a_configuration() -> None:

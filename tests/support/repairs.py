@@ -16,9 +16,8 @@ from torch import Tensor
 
 import ds_silent
 from ds_silent.drill.faults.aggregate import flip_some
-from ds_silent.drill.faults.injection import Strike, add_noise
+from ds_silent.drill.faults.injection import Maker, Target, add_noise, once, one
 from ds_silent.drill.faults.update import skipped
-from ds_silent.drill.faults.when import Maker, once, one
 from ds_silent.drill.train_deepspeed import state_hash
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
@@ -128,7 +127,7 @@ def updated(make: Maker) -> Fault:
     """A fault of the drill's that lies in the optimizer's step, at step ``FAULT``."""
 
     def fault(engine: Any, patches: Patches) -> None:
-        update = once(make)(Strike(ODD, RANKS, FAULT), dist.get_rank()).update
+        update = once(make)(Target(ODD, RANKS, FAULT), dist.get_rank()).update
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             run = partial(original, *args, **kwargs)

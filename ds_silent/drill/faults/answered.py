@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_silent.drill.faults import aggregate, update
 from ds_silent.drill.faults.fault import EARLY, Fault, Response
-from ds_silent.drill.faults.when import attempts, both, from_on, once, one
+from ds_silent.drill.faults.injection import attempts, both, from_on, once, one
 from ds_silent.records import EventKind
 
 REPLICAS_COMPARED = 3  # optimizer steps between two averagings, so that a drift lasts before it is found

@@ -1,10 +1,10 @@
 """List what the drill injects: faults of data, seeds, weights, hyper-parameters, gradients, reductions and replicas.
 
     fault = FAULTS["gradient-scaled-1.5"]
-    injection = fault.inject(strike, 2)             # what changes on rank 2; NOTHING where nothing does
+    injection = fault.inject(target, 2)             # what changes on rank 2; NOTHING where nothing does
 
 A line of the tables says what goes wrong (:mod:`inputs`, :mod:`aggregate`, :mod:`update`), when and on whom
-(:mod:`when`), what must come of it (:mod:`fault`), and in which framework it is otherwise. Faults with a response
+(:mod:`injection`), what must come of it (:mod:`fault`), and in which framework it is otherwise. Faults with a response
 are in :mod:`answered`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from ds_silent.drill.faults import aggregate, inputs, update
 from ds_silent.drill.faults.answered import ANSWERED
 from ds_silent.drill.faults.fault import EARLY, Fault, Where
-from ds_silent.drill.faults.when import Maker, from_on, once, one
+from ds_silent.drill.faults.injection import Maker, from_on, once, one
 from ds_silent.records import EventKind
 
 BEFORE = 0

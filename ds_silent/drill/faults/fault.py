@@ -1,9 +1,9 @@
 """Describe one fault of the drill, and what must come of it: the kind of event, the ranks, the cause, the repair.
 
 fault = Fault(name, kinds, "the rank", "gradient", one(from_on(scaled_gradient)), description, size=1.5)
-strike = Strike(rank=2, ranks=4, step=21, size=fault.size)
-injection = fault.inject(strike, 2)             # what rank 2 does differently
-fault.expected_ranks(strike)                    # ((2,),)
+target = Target(rank=2, ranks=4, step=21, size=fault.size)
+injection = fault.inject(target, 2)             # what rank 2 does differently
+fault.expected_ranks(target)                    # ((2,),)
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ds_silent.drill.faults.injection import Strike
-from ds_silent.drill.faults.when import Maker
+from ds_silent.drill.faults.injection import Maker, Target
 from ds_silent.records import EventKind
 
 Where = Literal[
@@ -84,7 +83,7 @@ class Fault:
     NaN gradient). ``first_step``: 0 is before the training. ``deterministic``: no chance in it, so the event must be
     at the first measured step. ``steps``: how long a training may go on after the first step, in measured steps;
     ``stages``, ``dtypes``, least ``accumulation``: where DeepSpeed survives the fault and it means something.
-    ``says``: words of the right cause and place that the event must hold; {rank}, {ranks}, {step} are the strike's.
+    ``says``: words of the right cause and place that the event must hold; {rank}, {ranks}, {step} are the target's.
 
     ``response``: switched on in this fault's training, which must then be repaired, at one step or at every step
     (``again``), or, where ``repaired`` is False, be left as it is with an error that says so. ``repair_says``: words of
@@ -130,32 +129,32 @@ class Fault:
         """Whether the fault means something in such a training."""
         return stage in self.stages and dtype in self.dtypes and accumulation >= self.accumulation
 
-    def expected_words(self, strike: Strike) -> tuple[str, ...]:
+    def expected_words(self, target: Target) -> tuple[str, ...]:
         """Return what the event must say of cause and place."""
-        return tuple(phrase.format(rank=strike.rank, ranks=strike.ranks, step=strike.step) for phrase in self.says)
+        return tuple(phrase.format(rank=target.rank, ranks=target.ranks, step=target.step) for phrase in self.says)
 
     @property
     def kind(self) -> EventKind:
         """The event to expect, as a table says it."""
         return self.kinds[0]
 
-    def expected_ranks(self, strike: Strike) -> tuple[tuple[int, ...], ...]:
+    def expected_ranks(self, target: Target) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that the event may name, the best answer first; none without a majority."""
-        everyone, rank = tuple(range(strike.ranks)), (strike.rank,)
-        sharded = strike.stage > 0
+        everyone, rank = tuple(range(target.ranks)), (target.rank,)
+        sharded = target.stage > 0
         if self.who == "nobody" or (self.who == "the receiver" and sharded):
             return ((),)
         if self.who == "an owner":
             return ((), *((owner,) for owner in everyone if sharded))
         if self.who in ("the pair", "the pair or nobody"):
-            pair = tuple(sorted((strike.rank, strike.partner)))
+            pair = tuple(sorted((target.rank, target.partner)))
             return (pair,) if self.who == "the pair" else ((), pair)
-        if self.who == "all ranks" or (self.who in ("the odd rank", "the receiver") and strike.ranks == 2):
+        if self.who == "all ranks" or (self.who in ("the odd rank", "the receiver") and target.ranks == 2):
             return (everyone, ())
         return (rank, everyone) if self.who == "the rank or all" else (rank,)
 
-    def mended_ranks(self, strike: Strike) -> tuple[int, ...]:
+    def mended_ranks(self, target: Target) -> tuple[int, ...]:
         """Return the ranks that the response's event must name: those that should have got a majority's bits."""
         if self.response is None or not self.response.names_ranks or self.who == "nobody":
             return ()
-        return tuple(sorted((strike.rank, strike.partner))) if self.who == "the pair or nobody" else (strike.rank,)
+        return tuple(sorted((target.rank, target.partner))) if self.who == "the pair or nobody" else (target.rank,)
