@@ -247,11 +247,11 @@ def _fault(name: str, scenario: Scenario) -> Fault:
     assert scenario.expected is not None
     return Fault(
         name,
-        (scenario.expected,),
-        scenario.who,
-        "replica" if scenario.expected == "replica-drift" else "reduction",
         _nothing,
         f"{scenario.title} (Megatron-LM {scenario.issue})",
+        scenario.who,
+        (scenario.expected,),
+        "replica" if scenario.expected == "replica-drift" else "reduction",
         first_step=scenario.first_step,
         says=scenario.says,
         healthy=scenario.healthy,

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ds_silent.drill.faults.answered import DYNAMIC, MAJORITY, MEAN, RETRY
 from ds_silent.drill.faults.catalogue import FAULTS
+from ds_silent.drill.faults.fault import DYNAMIC, MAJORITY, MEAN, RETRY
 from ds_silent.drill.faults.injection import NOTHING, Collective, Injection, Target
 from ds_silent.drill.printing import print_report, sentence
 from ds_silent.drill.run_drill import DrillOptions, Outcome, exit_code, judged, to_json, trial_of, trials_of

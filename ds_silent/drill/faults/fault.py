@@ -1,9 +1,13 @@
 """Describe one fault of the drill, and what must come of it: the kind of event, the ranks, the cause, the repair.
 
-fault = Fault(name, kinds, "the rank", "gradient", one(from_on(scaled_gradient)), description, size=1.5)
+fault = Fault(name, one(from_on(scaled_gradient)), description, "the rank", kinds, "gradient", size=1.5)
 target = Target(rank=2, ranks=4, step=21, size=fault.size)
 injection = fault.inject(target, 2)             # what rank 2 does differently
 fault.expected_ranks(target)                    # ((2,),)
+MEAN.compared(4), MEAN.settled(4)               # 6, 6: when a fault of step 4 is seen, and when it is repaired
+
+A fault that is answered has a response. The healthy training with the same response is the reference: it must be
+silent, and bit for bit what it is without.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ holds the wrong piece; in stage 0 the others hold the right one, under ZeRO nobo
 ``an owner``: where ZeRO gives a piece to one rank, it is that rank's own gradient; in stage 0 each has its own."""
 
 WARM = 21  # the statistical detectors have a history by then
+REPLICAS_COMPARED = 3  # optimizer steps between two averagings, so that a drift lasts before it is found
 EARLY = 4  # facts and rounding bounds need none
 
 
@@ -75,6 +80,26 @@ class Response:
         return self.compared(step) + self.delay
 
 
+def _drift(method: str, interval: int) -> dict[str, Any]:
+    return {"respond": {"on_replica_drift": method}, "integrity": {"replica_interval": interval}}
+
+
+def _resync(mode: str) -> dict[str, Any]:
+    return {"resync": {"mode": mode, "interval": REPLICAS_COMPARED}, "integrity": {"replica_interval": 0}}
+
+
+_ON_ERROR = {"respond": {"on_aggregation_error": "retry"}}
+_ORDERED = {"reduction": "ordered"}
+
+RETRY = Response("retry", _ON_ERROR)
+MAJORITY = Response("majority", _drift("majority", 1), least_ranks=3, names_ranks=True)
+MEAN = Response("mean", _drift("mean", REPLICAS_COMPARED), REPLICAS_COMPARED, exact=False)
+PERIODIC = Response("periodic", _resync("periodic"), REPLICAS_COMPARED, exact=False)
+DYNAMIC = Response("dynamic", _resync("dynamic"), REPLICAS_COMPARED, first=1, delay=1, exact=False)
+ORDERED = Response("ordered", _ORDERED, reference="healthy-ordered")  # its order of addition gives bits of its own
+ORDERED_RETRY = Response("ordered-retry", {**_ON_ERROR, **_ORDERED}, reference="healthy-ordered")
+
+
 @dataclass(frozen=True)
 class Fault:
     """One way in which a data-parallel training goes wrong, and what must be said about it.
@@ -97,11 +122,11 @@ class Fault:
     """
 
     name: str
-    kinds: tuple[EventKind, ...]
-    who: Who
-    strikes: Where
     inject: Maker
     description: str
+    who: Who
+    kinds: tuple[EventKind, ...]
+    strikes: Where
     deterministic: bool = True
     first_step: int = WARM
     steps: int = 6
