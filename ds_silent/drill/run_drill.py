@@ -26,6 +26,7 @@ from ds_silent.drill.setting import FRAMEWORKS, DrillSetting, make_setting
 from ds_silent.drill.training import Trial
 from ds_silent.drill.verdicts import FaultVerdict, RepairVerdict, due, judge, judge_healthy, judge_repair, loss_shift
 from ds_silent.practice.ranks import on_ranks
+from ds_silent.records import to_json as plain
 
 HEALTHY_STEPS = 64
 HEALTHY_RESPONSE_STEPS = 9  # longer than any training with a response
@@ -227,8 +228,6 @@ def exit_code(outcome: Outcome) -> int:
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
     """Return what ``--json`` writes: numbers that are not finite are strings."""
-    from ds_silent.records import to_json as plain
-
     setting = outcome.setting
     return {
         "version": 1,
@@ -240,7 +239,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "notes": list(setting.notes),
         "skipped": list(outcome.skipped),
         **_not_applicable(outcome),
-        "trainings": [_result_json(result, plain) for result in outcome.results],
+        "trainings": [_result_json(result) for result in outcome.results],
     }
 
 
@@ -252,7 +251,7 @@ def _not_applicable(outcome: Outcome) -> dict[str, Any]:
     return {"not_applicable": {name: setting.why_not(setting.faults[name]) for name in outcome.skipped}}
 
 
-def _result_json(result: Result, plain: Callable[[Any], Any]) -> dict[str, Any]:
+def _result_json(result: Result) -> dict[str, Any]:
     trial, fault = result.trial, result.trial.fault
     described = (
         {}

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
     losses: list[float] = []
     states: list[str] = []
     with _environment(injection.environment):
-        loader = _Sharded(_sampler(len(start.rows.tokens), _shard(injection, me)))
+        # a loader, as far as the observer asks one for its sampler
+        loader = SimpleNamespace(sampler=_sampler(len(start.rows.tokens), _shard(injection, me)))
         with _training(start.setting, Script(trial, injection, start.weights, loader, output_dir)) as training:
             training.observer.samples_per_epoch = len(start.rows.tokens)
             deal = _Deal(start, injection, loader.sampler)
@@ -144,13 +146,6 @@ def _environment(changes: Any) -> Iterator[None]:
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
-
-
-class _Sharded:
-    """A loader, as far as the observer asks one for its sampler."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
 
 
 class _Deal:

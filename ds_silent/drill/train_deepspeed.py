@@ -48,7 +48,6 @@ from ds_silent.drill.training import (
     DrillTraining,
     Hooks,
     Script,
-    state_of,
 )
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
@@ -172,14 +171,6 @@ class DeepSpeedTraining(DrillTraining):
 
     def close(self) -> None:
         self.engine.destroy()
-
-
-def state_hash(engine: Any) -> str:
-    """Hash what this rank holds: parameters, frozen ones too, buffers, fp32 masters, the optimizer's state.
-
-    Under ZeRO the masters and the optimizer's state are this rank's own shard, and differ from rank to rank.
-    """
-    return state_of(engine.module, engine.basic_optimizer)
 
 
 def full_parameters(engine: Any) -> list[Tensor]:

@@ -270,7 +270,10 @@ class DrillTraining(ABC):
 
 
 def state_of(module: nn.Module, optimizer: Any) -> str:
-    """Hash a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state; its own part of shards."""
+    """Hash a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state.
+
+    Of what is sharded it is this rank's own part, which differs from rank to rank.
+    """
     held: list[Any] = [*module.parameters(), *module.buffers()]
     for group in optimizer.param_groups:
         held += [value for _, value in sorted(group.items()) if isinstance(value, (int, float))]
