@@ -17,7 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.drill.faults.injection import Collective, Injection, Target, add_noise, flip_bit, top_exponent_bit
+from ds_silent.drill.faults.injection import (
+    Change,
+    Collective,
+    Injection,
+    Target,
+    add_noise,
+    flip_bit,
+    top_exponent_bit,
+)
 
 UNREDUCED = "position.weight"  # a whole layer, in one owner's partition
 ALIKE = 104_729  # seed of noise that is the same on all ranks
@@ -40,26 +48,21 @@ def weighted_contribution(weight: float, target: Target, me: int) -> Injection:
     return Injection(reduction=send)
 
 
-def missing_micro_batch(target: Target, me: int) -> Injection:
-    """The last micro-batch's gradient is computed, and never accumulated."""
-    return Injection(captured=lambda name, gradient, last, step: torch.zeros_like(gradient) if last else None)
+# the last micro-batch's gradient is computed, and never accumulated
+missing_micro_batch = Change(
+    "missing_micro_batch",
+    captured=lambda target, name, gradient, last, step: torch.zeros_like(gradient) if last else None,
+)
 
 
 # -- the reduction itself --------------------------------------------------------------------------------------------
 
 
-def dropped_bucket(target: Target, me: int) -> Injection:
-    """The collective is never called for the first bucket: each rank goes on with its own gradient."""
-
-    def drop(under_way: Collective) -> None:
-        if under_way.bucket != 0:
-            under_way.run()
-
-    return Injection(reduction=drop)
-
-
-def unreduced_parameter(target: Target, me: int) -> Injection:
-    return Injection(left_out=lambda name, step: name == UNREDUCED)
+# the collective is never called for the first bucket: each rank goes on with its own gradient
+dropped_bucket = Change(
+    "dropped_bucket", reduction=lambda target, under_way: under_way.run() if under_way.bucket else None
+)
+unreduced_parameter = Change("unreduced_parameter", left_out=lambda target, name, step: name == UNREDUCED)
 
 
 def wrong_group(target: Target, me: int) -> Injection:
@@ -82,37 +85,33 @@ def wrong_group(target: Target, me: int) -> Injection:
 # -- what comes out --------------------------------------------------------------------------------------------------
 
 
-def _result(change: Callable[[Tensor], object]) -> Callable[[Collective], None]:
-    """Runs the collective, then changes what it has brought."""
-
-    def reduce(under_way: Collective) -> None:
-        under_way.run()
-        change(under_way.tensor)
-
-    return reduce
+def _result(under_way: Collective, change: Callable[[Tensor], object]) -> None:
+    """Run the collective, then change what it has brought."""
+    under_way.run()
+    change(under_way.tensor)
 
 
-def forgotten_division(target: Target, me: int) -> Injection:
-    return Injection(reduction=_result(lambda values: values.mul_(float(target.ranks))))
+forgotten_division = Change(
+    "forgotten_division",
+    reduction=lambda target, under_way: _result(under_way, lambda values: values.mul_(float(target.ranks))),
+)
 
 
 def noisy_result(target: Target, me: int) -> Injection:
     """The same noise on all ranks."""
-    return Injection(reduction=_result(noise_of(target, ALIKE)))
+    noise = noise_of(target, ALIKE)
+    return Injection(reduction=lambda under_way: _result(under_way, noise))
 
 
 def noisy_result_of_its_own(target: Target, me: int) -> Injection:
-    return Injection(reduction=_result(noise_of(target, 7919 + me)))
+    noise = noise_of(target, 7919 + me)
+    return Injection(reduction=lambda under_way: _result(under_way, noise))
 
 
-def flipped_bits(target: Target, me: int) -> Injection:
-    """The top exponent bit of nine elements of every bucket."""
-    return Injection(reduction=_result(flip_some))
-
-
-def damaged_pieces(target: Target, me: int) -> Injection:
-    """What an ordered reduction adds up has arrived with the same bits flipped."""
-    return Injection(pieces=_result(flip_some))
+# the top exponent bit of nine elements of every bucket
+flipped_bits = Change("flipped_bits", reduction=lambda target, under_way: _result(under_way, flip_some))
+# what an ordered reduction adds up has arrived with the same bits flipped
+damaged_pieces = Change("damaged_pieces", pieces=lambda target, under_way: _result(under_way, flip_some))
 
 
 def flip_some(values: Tensor) -> None:
@@ -121,13 +120,12 @@ def flip_some(values: Tensor) -> None:
         flip_bit(values, place, top_exponent_bit(values))
 
 
-def wrong_signs(target: Target, me: int) -> Injection:
-    """Some elements of every aggregate have the wrong sign.
-
-    Signs leave the gradient's norm alone. DeepSpeed clips by the ranks' mean of it in stage 0, so that noise on one
-    rank would change what the healthy ones apply, and no repair of that rank could undo it.
-    """
-    return Injection(reduction=_result(lambda values: values[::50].neg_()))
+# Some elements of every aggregate have the wrong sign, which leaves the gradient's norm alone: DeepSpeed clips by the
+# ranks' mean of it in stage 0, so noise on one rank would change what the healthy ones apply, and no repair of that
+# rank could undo it.
+wrong_signs = Change(
+    "wrong_signs", reduction=lambda target, under_way: _result(under_way, lambda values: values[::50].neg_())
+)
 
 
 def zeroed_tail(target: Target, me: int) -> Injection:
@@ -206,6 +204,5 @@ def partition_not_cleared(target: Target, me: int) -> Injection:
     return Injection(reduction=reduce)
 
 
-def gradients_not_cleared(target: Target, me: int) -> Injection:
-    """``zero_grad`` does nothing from the step before on."""
-    return Injection(kept=lambda step: step >= target.step - 1)
+# ``zero_grad`` does nothing from the step before on
+gradients_not_cleared = Change("gradients_not_cleared", kept=lambda target, step: step >= target.step - 1)

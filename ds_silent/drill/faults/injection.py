@@ -192,6 +192,24 @@ def _limited(due: Callable[[int], bool], wrong: Callable[..., Any], healthy: Cal
 Maker = Callable[[Target, int], Injection]
 
 
+class Change:
+    """A maker of what needs no memory: the function of a place gets the target ahead of what the training gives.
+
+    Faults travel to the ranks, so it is pickled as a function is: by the name under which its module has it.
+    """
+
+    def __init__(self, name: str, **places: Callable[..., Any]) -> None:
+        self.__qualname__, self.__module__ = name, next(iter(places.values())).__module__
+        self._places = places
+
+    def __call__(self, target: Target, me: int) -> Injection:
+        changes: dict[str, Any] = {place: partial(act, target) for place, act in self._places.items()}
+        return Injection(**changes)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
+
+
 def one(make: Maker) -> Maker:
     """Strike the target's rank alone."""
     return partial(_one, make)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ds_silent.drill.faults.injection import (
     STEPS_PER_EPOCH,
     Batch,
-    Config,
+    Change,
     Injection,
     Shard,
     Target,
@@ -33,7 +33,7 @@ from ds_silent.drill.faults.injection import (
 )
 from ds_silent.practice.model import IGNORED, LAST_LAYER, VOCABULARY
 
-Change = Callable[[Any, float], Any]
+NewValue = Callable[[Any, float], Any]
 """A hyper-parameter from its value and the target's size."""
 
 
@@ -44,49 +44,24 @@ def _generator(target: Target) -> torch.Generator:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def same_rows(target: Target, me: int) -> Injection:
-    """The first rank's."""
-    return Injection(rows=lambda me, step: (0, step))
-
-
-def neighbours_rows(target: Target, me: int) -> Injection:
-    return Injection(rows=lambda me, step: (target.partner, step))
-
-
-def neighbours_content(target: Target, me: int) -> Injection:
-    return Injection(content=lambda me, step: (target.partner, step))
-
-
-def repeated_rows(target: Target, me: int) -> Injection:
-    """Those of the step before the target's, again and again."""
-    return Injection(rows=lambda me, step: (me, target.step - 1))
-
-
-def pass_begun_anew(target: Target, me: int) -> Injection:
-    """The epoch's first rows come again, as after a resume that forgets how far the pass was."""
-    behind = (target.step - 1) % STEPS_PER_EPOCH
-    return Injection(rows=lambda me, step: (me, step - behind))
-
-
-def other_seed(target: Target, me: int) -> Injection:
-    """The sampler's."""
-    return Injection(shard=lambda shard: replace(shard, seed=shard.seed + 1))
-
-
-def seed_of_its_own(target: Target, me: int) -> Injection:
-    return Injection(shard=lambda shard: replace(shard, seed=shard.seed + me))
-
-
-def sampler_alone(target: Target, me: int) -> Injection:
-    return Injection(shard=lambda shard: Shard(1, 0, shard.seed))
-
-
-def sampler_twice(target: Target, me: int) -> Injection:
-    return Injection(shard=lambda shard: replace(shard, ranks=2 * shard.ranks))
-
-
-def no_labels(target: Target, me: int) -> Injection:
-    return Injection(batch=lambda batch, step: replace(batch, labels=torch.full_like(batch.labels, IGNORED)))
+# of the first rank
+same_rows = Change("same_rows", rows=lambda target, me, step: (0, step))
+neighbours_rows = Change("neighbours_rows", rows=lambda target, me, step: (target.partner, step))
+neighbours_content = Change("neighbours_content", content=lambda target, me, step: (target.partner, step))
+# of the step before the target's, again and again
+repeated_rows = Change("repeated_rows", rows=lambda target, me, step: (me, target.step - 1))
+# the epoch's first rows come again, as after a resume that forgets how far the pass was
+pass_begun_anew = Change(
+    "pass_begun_anew", rows=lambda target, me, step: (me, step - (target.step - 1) % STEPS_PER_EPOCH)
+)
+# of the sampler
+other_seed = Change("other_seed", shard=lambda target, shard: replace(shard, seed=shard.seed + 1))
+seed_of_its_own = Change("seed_of_its_own", shard=lambda target, shard: replace(shard, seed=shard.seed + shard.rank))
+sampler_alone = Change("sampler_alone", shard=lambda target, shard: Shard(1, 0, shard.seed))
+sampler_twice = Change("sampler_twice", shard=lambda target, shard: replace(shard, ranks=2 * shard.ranks))
+no_labels = Change(
+    "no_labels", batch=lambda target, batch, step: replace(batch, labels=torch.full_like(batch.labels, IGNORED))
+)
 
 
 def label_noise(target: Target, me: int) -> Injection:
@@ -118,19 +93,9 @@ def other_distribution(target: Target, me: int) -> Injection:
 # -- before the training ---------------------------------------------------------------------------------------------
 
 
-def torch_seed(target: Target, me: int) -> Injection:
-    def seed() -> None:
-        torch.manual_seed(4711)
-
-    return Injection(seed=seed)
-
-
-def numpy_seed(target: Target, me: int) -> Injection:
-    return Injection(seed=lambda: np.random.seed(4711))
-
-
-def python_seed(target: Target, me: int) -> Injection:
-    return Injection(seed=lambda: random.seed(4711))
+torch_seed = Change("torch_seed", seed=lambda target: torch.manual_seed(4711))
+numpy_seed = Change("numpy_seed", seed=lambda target: np.random.seed(4711))
+python_seed = Change("python_seed", seed=lambda target: random.seed(4711))
 
 
 def other_tensor(target: Target, me: int) -> Injection:
@@ -161,17 +126,17 @@ def _first_weight(model: nn.Module) -> Tensor:
     raise ValueError("the model has no parameter on this rank")
 
 
-def hyper_parameter(name: str, change: Change, target: Target, me: int) -> Injection:
+def hyper_parameter(name: str, change: NewValue, target: Target, me: int) -> Injection:
     """One of the optimizer's parameter groups becomes ``change(value, size)`` before the training."""
     return Injection(optimizer=lambda optimizer: _change_groups(optimizer, name, change, target))
 
 
-def hyper_parameter_later(name: str, change: Change, target: Target, me: int) -> Injection:
+def hyper_parameter_later(name: str, change: NewValue, target: Target, me: int) -> Injection:
     """The same, before a step's first forward."""
     return Injection(before=lambda module, optimizer, step: _change_groups(optimizer, name, change, target))
 
 
-def _change_groups(optimizer: Any, name: str, change: Change, target: Target) -> None:
+def _change_groups(optimizer: Any, name: str, change: NewValue, target: Target) -> None:
     for group in optimizer.param_groups:
         group[name] = change(group[name], target.size)
 
@@ -180,13 +145,11 @@ def first_beta(value: Any, size: float) -> Any:
     return (size, *value[1:])
 
 
-def config_value(target: Target, me: int) -> Injection:
-    """A value that no collective depends on: another bucket size would hang the training instead."""
-
-    def change(config: Config) -> Config:
-        return {**config, "gradient_clipping": config.get("gradient_clipping", 1.0) + target.size}
-
-    return Injection(config=change)
+# a value that no collective depends on: another bucket size would hang the training instead
+config_value = Change(
+    "config_value",
+    config=lambda target, config: {**config, "gradient_clipping": config.get("gradient_clipping", 1.0) + target.size},
+)
 
 
 def environment(name: str, value: str, target: Target, me: int) -> Injection:
@@ -196,28 +159,24 @@ def environment(name: str, value: str, target: Target, me: int) -> Injection:
 # -- the model's mode ------------------------------------------------------------------------------------------------
 
 
-def eval_mode(target: Target, me: int) -> Injection:
-    return _before(lambda module: module.eval())
+eval_mode = Change("eval_mode", before=lambda target, module, optimizer, step: module.eval())
+# the module itself stays in training mode
+dropout_off = Change(
+    "dropout_off", before=lambda target, module, optimizer, step: [inner.eval() for inner in dropouts(module)]
+)
+dropout_probability = Change("dropout_probability", model=lambda target, module: _set_dropout(module, target.size))
+dropout_probability_later = Change(
+    "dropout_probability_later", before=lambda target, module, optimizer, step: _set_dropout(module, target.size)
+)
 
 
-def dropout_off(target: Target, me: int) -> Injection:
-    """The module itself stays in training mode."""
-    return _before(lambda module: [inner.eval() for inner in module.modules() if isinstance(inner, nn.Dropout)])
-
-
-def dropout_probability(target: Target, me: int) -> Injection:
-    """``size`` in all dropout layers, from the start."""
-    return Injection(model=lambda module: _set_dropout(module, target.size))
-
-
-def dropout_probability_later(target: Target, me: int) -> Injection:
-    return _before(lambda module: _set_dropout(module, target.size))
+def dropouts(module: nn.Module) -> list[nn.Dropout]:
+    return [inner for inner in module.modules() if isinstance(inner, nn.Dropout)]
 
 
 def _set_dropout(module: nn.Module, probability: float) -> None:
-    for inner in module.modules():
-        if isinstance(inner, nn.Dropout):
-            inner.p = probability
+    for inner in dropouts(module):
+        inner.p = probability
 
 
 def autocast(target: Target, me: int) -> Injection:
@@ -244,8 +203,7 @@ def optimizer_without_layer(target: Target, me: int) -> Injection:
     return Injection(model=find, optimizer=leave)
 
 
-def unfrozen(target: Target, me: int) -> Injection:
-    return _before(lambda module: [parameter.requires_grad_(True) for parameter in module.parameters()])
+unfrozen = Change("unfrozen", before=lambda target, module, optimizer, step: module.requires_grad_(True))
 
 
 def detached_layer(target: Target, me: int) -> Injection:
@@ -267,12 +225,8 @@ def _before(change: Callable[[nn.Module], object]) -> Injection:
 # -- loss and gradient -----------------------------------------------------------------------------------------------
 
 
-def nan_loss(target: Target, me: int) -> Injection:
-    return Injection(loss=lambda loss, step: loss * float("nan"))
-
-
-def scaled_loss(target: Target, me: int) -> Injection:
-    return Injection(loss=lambda loss, step: loss * target.size)
+nan_loss = Change("nan_loss", loss=lambda target, loss, step: loss * float("nan"))
+scaled_loss = Change("scaled_loss", loss=lambda target, loss, step: loss * target.size)
 
 
 def other_loss(option: str, value: Any, target: Target, me: int) -> Injection:
@@ -317,18 +271,14 @@ def out_of_phase(target: Target, me: int) -> Injection:
     return Injection(before=before)
 
 
-def clipped_gradient(target: Target, me: int) -> Injection:
-    """Each parameter's by itself, at the norm ``size``."""
-
-    def clipped(name: str, gradient: Tensor, step: int) -> Tensor:
-        cut: Tensor = gradient * (target.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
-        return cut
-
-    return Injection(gradient=clipped)
-
-
-def scaled_gradient(target: Target, me: int) -> Injection:
-    return Injection(gradient=lambda name, gradient, step: gradient * target.size)
+# each parameter's by itself, at the norm ``size``
+clipped_gradient = Change(
+    "clipped_gradient",
+    gradient=lambda target, name, gradient, step: (
+        gradient * (target.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
+    ),
+)
+scaled_gradient = Change("scaled_gradient", gradient=lambda target, name, gradient, step: gradient * target.size)
 
 
 def noisy_gradient(target: Target, me: int) -> Injection:
@@ -337,24 +287,20 @@ def noisy_gradient(target: Target, me: int) -> Injection:
     return Injection(gradient=lambda name, gradient, step: gradient + noise_like(gradient, target.size, generator))
 
 
-def zero_gradient(target: Target, me: int) -> Injection:
-    return Injection(gradient=lambda name, gradient, step: torch.zeros_like(gradient))
-
-
-def scaled_layer(target: Target, me: int) -> Injection:
-    """The gradient of the last block, which is one of several layers, times ``size``."""
-
-    def scaled(name: str, gradient: Tensor, step: int) -> Tensor:
-        return gradient * target.size if name.startswith(f"{LAST_LAYER}.") else gradient
-
-    return Injection(gradient=scaled)
-
-
-def frozen_layers(target: Target, me: int) -> Injection:
-    def freeze(name: str, gradient: Tensor, step: int) -> Tensor:
-        return torch.zeros_like(gradient) if name.startswith("layers.") else gradient
-
-    return Injection(gradient=freeze)
+zero_gradient = Change("zero_gradient", gradient=lambda target, name, gradient, step: torch.zeros_like(gradient))
+# of the last block, which is one of several layers
+scaled_layer = Change(
+    "scaled_layer",
+    gradient=lambda target, name, gradient, step: (
+        gradient * target.size if name.startswith(f"{LAST_LAYER}.") else gradient
+    ),
+)
+frozen_layers = Change(
+    "frozen_layers",
+    gradient=lambda target, name, gradient, step: (
+        torch.zeros_like(gradient) if name.startswith("layers.") else gradient
+    ),
+)
 
 
 def stuck_gradient(target: Target, me: int) -> Injection:

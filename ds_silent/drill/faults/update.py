@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ds_silent.drill.faults.aggregate import ALIKE, noise_of
 from ds_silent.drill.faults.injection import (
     NOTHING,
+    Change,
     Collective,
     Injection,
     Memory,
@@ -58,9 +59,8 @@ def _applied(change: Callable[[Tensor], object]) -> Injection:
     return Injection(update=update)
 
 
-def skipped(target: Target, me: int) -> Injection:
-    """The optimizer does nothing."""
-    return Injection(update=lambda optimizer, run, step: None)
+# the optimizer does nothing
+skipped = Change("skipped", update=lambda target, optimizer, run, step: None)
 
 
 def no_majority(target: Target, me: int) -> Injection:
