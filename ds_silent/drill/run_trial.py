@@ -6,6 +6,7 @@ run = run_trial(start, trial, output_dir)                  # a collective; the s
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from ds_silent.drill.faults.injection import NOTHING, STEPS_PER_EPOCH, Batch, Injection, Shard
-from ds_silent.drill.setting import DrillSetting
-from ds_silent.drill.training import SEED, ObservedTraining, Script, Trial
+from ds_silent.drill.setting import FRAMEWORKS, DrillSetting
+from ds_silent.drill.training import SEED, DrillTraining, ObservedTraining, Script, Trial
 from ds_silent.drill.verdicts import alarms, judge
 from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -103,17 +104,9 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
 
 def _training(setting: DrillSetting, script: Script) -> AbstractContextManager[ObservedTraining]:
     """Make a training, observed and with the script's fault in it; import its framework alone. A collective."""
-    if setting.framework == "deepspeed":
-        from ds_silent.drill.train_deepspeed import DeepSpeedTraining
-
-        return DeepSpeedTraining(setting, script).running()
-    if setting.framework == "megatron":
-        from ds_silent.drill.train_megatron import train
-
-        return train(setting, script)
-    from ds_silent.drill.train_torch import DDPTraining, FSDP2Training
-
-    return (DDPTraining if setting.framework == "ddp" else FSDP2Training)(setting, script).running()
+    module, name = FRAMEWORKS[setting.framework].training.split(".")
+    kind: type[DrillTraining] = getattr(importlib.import_module(f"ds_silent.drill.{module}"), name)
+    return kind.running(setting, script)
 
 
 def _events(output_dir: Path) -> list[dict[str, Any]]:

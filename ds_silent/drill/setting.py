@@ -28,15 +28,34 @@ from ds_silent.drill.faults.fault import Fault, Response
 from ds_silent.drill.megatron_issues import PUBLIC
 from ds_silent.extras import installed, missing_sentence
 
-FRAMEWORKS = {"deepspeed": "DeepSpeed", "ddp": "DistributedDataParallel", "fsdp2": "FSDP2", "megatron": "Megatron-core"}
-"""What the drill can train under: as it is typed, and as a person says it."""
-STAGES = {"ddp": 0, "fsdp2": 3, "megatron": 0}
-"""Unless the user says otherwise."""
-NO_REPAIR = {
-    "fsdp2": "a repair needs whole replicas, and FSDP2 shards them",
-    "megatron": "ds_silent does not write weights with Megatron-core",
+
+@dataclass(frozen=True)
+class DrillFramework:
+    """What the drill can train under.
+
+    ``title``: as a person says it. ``training``: module and class, which the ranks import. ``stage``: unless the user
+    says otherwise. ``no_repair``: why replicas cannot be repaired.
+    """
+
+    title: str
+    training: str
+    stage: int = 0
+    no_repair: str = ""
+
+
+FRAMEWORKS: Mapping[str, DrillFramework] = {
+    "deepspeed": DrillFramework("DeepSpeed", "train_deepspeed.DeepSpeedTraining"),
+    "ddp": DrillFramework("DistributedDataParallel", "train_torch.DDPTraining"),
+    "fsdp2": DrillFramework(
+        "FSDP2", "train_torch.FSDP2Training", 3, "a repair needs whole replicas, and FSDP2 shards them"
+    ),
+    "megatron": DrillFramework(
+        "Megatron-core",
+        "train_megatron.MegatronTraining",
+        no_repair="ds_silent does not write weights with Megatron-core",
+    ),
 }
-"""Why replicas cannot be repaired."""
+"""By what is typed."""
 READ = (BLOCK, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MICRO_BATCH, LARGEST_MICRO_BATCH, LARGEST_ACCUMULATION = 8, 16, 4
 REPLICA_MEASUREMENTS = 5  # measured steps between two comparisons of the replicas, unless the configuration says when
@@ -76,7 +95,7 @@ class DrillSetting:
         if self.framework == "deepspeed":
             return f"ZeRO stage {self.stage}"
         distributed = self.framework == "megatron" and self.stage
-        return FRAMEWORKS[self.framework] + (", distributed optimizer" if distributed else "")
+        return FRAMEWORKS[self.framework].title + (", distributed optimizer" if distributed else "")
 
     @property
     def variant(self) -> str:
@@ -167,8 +186,9 @@ class DrillSetting:
         if block.respond.on_aggregation_error == "retry" or block.reduction == "ordered":
             raise ConfigError("only a reduction of DeepSpeed can be repeated or ordered")
         repairs = block.respond.on_replica_drift != "report" or block.resync.mode != "off"
-        if repairs and self.framework in NO_REPAIR:
-            raise ConfigError(NO_REPAIR[self.framework])
+        no_repair = FRAMEWORKS[self.framework].no_repair
+        if repairs and no_repair:
+            raise ConfigError(no_repair)
         return None
 
 
@@ -220,9 +240,9 @@ def make_setting(
         config, dtype, notes = ds_config_of(held, ranks, micro_batch, accumulation, stage, dtype)
         own, stage = {**config, **own}, config["zero_optimization"]["stage"]
     else:
-        name = FRAMEWORKS[framework]
+        name = FRAMEWORKS[framework].title
         notes = [f"{key}: not part of the drill of {name}" for key in held if key not in READ]
-    stage, notes = STAGES[framework] if stage is None else stage, [*replicas, *answers, *notes, *sizes]
+    stage, notes = FRAMEWORKS[framework].stage if stage is None else stage, [*replicas, *answers, *notes, *sizes]
     return DrillSetting(own, block, ranks, micro_batch, accumulation, stage, dtype or "fp32", tuple(notes), framework)
 
 
@@ -230,7 +250,7 @@ def _refuse_stage(framework: str, stage: int | None) -> None:
     if framework == "megatron" and not installed("megatron.core"):
         raise ConfigError(missing_sentence("ds-silent drill --framework megatron", ["megatron.core"], "megatron"))
     if framework == "megatron" and stage not in (None, 0, 1):
-        name = FRAMEWORKS[framework]
+        name = FRAMEWORKS[framework].title
         raise ConfigError(f"--stage must be 0, or 1 for the distributed optimizer, with {name}, got {stage}")
     if framework in ("ddp", "fsdp2") and stage is not None:
         raise ConfigError(f"--stage {stage} is DeepSpeed's; leave it out with --framework {framework}")

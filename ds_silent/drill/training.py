@@ -1,6 +1,6 @@
 """Train on one rank with a fault in it: the loop, and the places where an injection acts, for every framework.
 
-    with DDPTraining(setting, script).running() as training:      # a collective
+    with DDPTraining.running(setting, script) as training:        # a collective
         loss = training.step(batches, step=1)
         training.state()                                          # one hash of what this rank holds
 
@@ -182,7 +182,7 @@ class ObservedTraining(Protocol):
 
 
 class DrillTraining(ABC):
-    """A training of the practice model; each framework has a subclass.
+    """A training of the practice model; each framework has a subclass, whose ``__init__`` takes setting and script.
 
     Attributes:
         hooks: through which the injection acts.
@@ -201,8 +201,15 @@ class DrillTraining(ABC):
         self.module, self.optimizer = module, optimizer
         self.leaves = self.trainable()
 
+    @classmethod
     @contextmanager
-    def running(self) -> Iterator[ObservedTraining]:
+    def running(cls, setting: DrillSetting, script: Script) -> Iterator[ObservedTraining]:
+        """Make the training, observed and with the script's fault in it, until it is over. A collective."""
+        with cls(setting, script).reached() as training:  # type: ignore[call-arg]
+            yield training
+
+    @contextmanager
+    def reached(self) -> Iterator[ObservedTraining]:
         """Reach into the training and attach the observer; put everything back at the end."""
         script, injection = self.script, self.script.injection
         if script.trial.own_seeds:

@@ -14,7 +14,7 @@ from ds_silent.drill.faults import inputs
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.injection import NOTHING, Batch, Shard, Target
 from ds_silent.practice.model import IGNORED, PracticeModel, make_rows, warm_up
-from tests.support.pages import DOCS
+from tests.support.pages import DOCS, ROOT
 
 KINDS = {
     *("duplicate-data", "data-order-mismatch", "low-coverage", "outlier-rank", "non-finite", "zero-gradient"),
@@ -52,8 +52,9 @@ def a_batch() -> Batch:
 
 
 def test_the_catalogue_is_large_enough_and_speaks_of_known_events() -> None:
-    assert f"{len(FAULTS)} faults injected into trainings" in (DOCS / "README.md").read_text(encoding="utf-8")
     assert len(FAULTS) >= 120
+    for page in (ROOT / "README.md", DOCS / "README.md", DOCS / "drill.md"):
+        assert f"{len(FAULTS)} faults" in page.read_text(encoding="utf-8"), page
     assert {fault.strikes for fault in FAULTS.values()} == {
         *("data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss"),
         *("reduction", "update", "replica"),
