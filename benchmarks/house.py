@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ds_silent"
 FLOORS = (
     *("text", "json_form", "records", "metrics", "extras", "device", "patches", "destination"),
-    *("config", "config_file", "maths"),
+    *("config_errors", "config", "config_file", "maths"),
     *("distributed", "kernels"),
     *("exchange", "replicas", "framework"),
     *("ordered", "sinks", "alerts", "runs"),

@@ -13,11 +13,20 @@ A mistake is one sentence on standard error and exit status 2.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-_JsonPath = Annotated[str | None, typer.Option("--json", help="Write everything to this file too.", metavar="FILE")]
+
+def _option(about: str, metavar: str | None = None, *names: str, **bounds: Any) -> Any:
+    return typer.Option(*names, help=about, metavar=metavar, **bounds)
+
+
+def _argument(about: str, metavar: str) -> Any:
+    return typer.Argument(help=about, metavar=metavar)
+
+
+_JsonPath = Annotated[str | None, _option("Write everything to this file too.", "FILE", "--json")]
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -34,20 +43,16 @@ def main() -> None:
 @app.command()
 def check(
     ds_config: Annotated[
-        list[str],
-        typer.Argument(help="DeepSpeed configurations: JSON files, or their base64 form.", metavar="DS_CONFIG..."),
+        list[str], _argument("DeepSpeed configurations: JSON files, or their base64 form.", "DS_CONFIG...")
     ],
     world_size: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=2**31 - 1,
-            help="Data-parallel ranks to reckon with; default: 8, or what the batch sizes say.",
-            metavar="N",
+        _option(
+            "Data-parallel ranks to reckon with; default: 8, or what the batch sizes say.", "N", min=1, max=2**31 - 1
         ),
     ] = None,
     parameters: Annotated[
-        int | None, typer.Option(min=1, help="Trainable parameters of the model, for the exact method.", metavar="N")
+        int | None, _option("Trainable parameters of the model, for the exact method.", "N", min=1)
     ] = None,
 ) -> None:
     """Say what a configuration will measure, send and keep; nothing is started.
@@ -103,40 +108,31 @@ def check(
 def drill(
     config: Annotated[
         str | None,
-        typer.Option(
-            help="Your ds_config.json, or a file with the block alone; without it an empty block, fp32, ZeRO stage 0.",
-            metavar="FILE",
+        _option(
+            "Your ds_config.json, or a file with the block alone; without it an empty block, fp32, ZeRO stage 0.",
+            "FILE",
         ),
     ] = None,
-    framework: Annotated[
-        str, typer.Option(help="Who trains: deepspeed, ddp, fsdp2 or megatron.", metavar="FRAMEWORK")
-    ] = "deepspeed",
+    framework: Annotated[str, _option("Who trains: deepspeed, ddp, fsdp2 or megatron.", "FRAMEWORK")] = "deepspeed",
     fault: Annotated[
-        list[str] | None,
-        typer.Option(help="Only this fault; may be given several times. --list names them.", metavar="NAME"),
+        list[str] | None, _option("Only this fault; may be given several times. --list names them.", "NAME")
     ] = None,
-    list_faults: Annotated[bool, typer.Option("--list", help="Name the faults and end.")] = False,
+    list_faults: Annotated[bool, _option("Name the faults and end.", None, "--list")] = False,
     ranks: Annotated[
-        int,
-        typer.Option(min=3, max=64, help="Processes on this machine's CPU; at least 3, to outvote one.", metavar="N"),
+        int, _option("Processes on this machine's CPU; at least 3, to outvote one.", "N", min=3, max=64)
     ] = 4,
-    rank: Annotated[int, typer.Option(min=0, help="The rank that most faults strike.", metavar="RANK")] = 2,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest training, in optimizer steps; 400 unless given.", metavar="N"),
-    ] = None,
+    rank: Annotated[int, _option("The rank that most faults strike.", "RANK", min=0)] = 2,
+    steps: Annotated[int | None, _option("Longest training, in optimizer steps; 400 unless given.", "N", min=1)] = None,
     stage: Annotated[
         int | None,
-        typer.Option(
+        _option(
+            "ZeRO stage instead of the configuration's; with megatron 1 is its distributed optimizer.",
+            "0-3",
             min=0,
             max=3,
-            help="ZeRO stage instead of the configuration's; with megatron 1 is its distributed optimizer.",
-            metavar="0-3",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp32 or bf16 instead of the configuration's.", metavar="DTYPE")
-    ] = None,
+    dtype: Annotated[str | None, _option("fp32 or bf16 instead of the configuration's.", "DTYPE")] = None,
     json_path: _JsonPath = None,
 ) -> None:
     """Inject faults into short trainings on the CPU: is each found, with the right kind and ranks?
@@ -159,9 +155,7 @@ def drill(
     from ds_silent.drill.run_drill import LONGEST, DrillOptions
 
     longest = LONGEST if steps is None else steps
-    options = DrillOptions(
-        config, tuple(fault or ()), ranks, rank, longest, stage, cast("Any", dtype), cast("Any", framework)
-    )
+    options = DrillOptions(config, tuple(fault or ()), ranks, rank, longest, stage, dtype, framework)
     raise typer.Exit(drill_command(options, list_faults, json_path))
 
 
@@ -169,39 +163,31 @@ def drill(
 def numerics(
     gradients: Annotated[
         str | None,
-        typer.Option(
-            help="Your own gradients: one safetensors file per rank, same names and shapes, from before the "
+        _option(
+            "Your own gradients: one safetensors file per rank, same names and shapes, from before the "
             "reduction. Without it a small model of its own, on real rows.",
-            metavar="DIR",
+            "DIR",
         ),
     ] = None,
     world_size: Annotated[
         list[int] | None,
-        typer.Option(
-            min=2, max=64, help="Ranks to reduce over; may be given several times. Default: 2, 4 and 8.", metavar="N"
-        ),
+        _option("Ranks to reduce over; may be given several times. Default: 2, 4 and 8.", "N", min=2, max=64),
     ] = None,
     dtype: Annotated[
-        list[str] | None,
-        typer.Option(help="fp32, bf16 or fp16; may be given several times. Default: all three.", metavar="DTYPE"),
+        list[str] | None, _option("fp32, bf16 or fp16; may be given several times. Default: all three.", "DTYPE")
     ] = None,
     steps: Annotated[
-        int,
-        typer.Option(min=0, max=1000, help="Length of the trainings that show the weights; 0: none.", metavar="N"),
+        int, _option("Length of the trainings that show the weights; 0: none.", "N", min=0, max=1000)
     ] = 20,
-    rounds: Annotated[
-        int, typer.Option(min=0, max=1000, help="Timed all-reduces of each dtype; 0: none.", metavar="N")
-    ] = 20,
-    processes: Annotated[bool, typer.Option(help="Start real processes, for gloo's own bits and for the time.")] = True,
+    rounds: Annotated[int, _option("Timed all-reduces of each dtype; 0: none.", "N", min=0, max=1000)] = 20,
+    processes: Annotated[bool, _option("Start real processes, for gloo's own bits and for the time.")] = True,
     elements: Annotated[
-        int | None,
-        typer.Option(min=1, help="Size of the timed all-reduces; default: the gradient's.", metavar="N"),
+        int | None, _option("Size of the timed all-reduces; default: the gradient's.", "N", min=1)
     ] = None,
     loss_scale: Annotated[
-        float | None,
-        typer.Option(min=1.0, help="For fp16; default: where dynamic loss scaling settles. 1: none.", metavar="SCALE"),
+        float | None, _option("For fp16; default: where dynamic loss scaling settles. 1: none.", "SCALE", min=1.0)
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the small model's weights, rows and dropout.", metavar="N")] = 1,
+    seed: Annotated[int, _option("Of the small model's weights, rows and dropout.", "N", min=0)] = 1,
     json_path: _JsonPath = None,
 ) -> None:
     """Measure how far fp32, bf16 and fp16 reductions are from the float64 mean: what is rounding, what is a fault?
@@ -213,9 +199,9 @@ def numerics(
 
     Exit status: 0 rounding stays below the bound, 1 not so, 2 a mistake in what was typed.
     """
-    from ds_silent.numerics.command import numerics_command
     from ds_silent.numerics.orders import DTYPES
     from ds_silent.numerics.program import Options
+    from ds_silent.numerics.report import numerics_command
 
     sizes, dtypes = tuple(world_size or ()), tuple(dict.fromkeys(dtype or DTYPES))
     options = Options(gradients, sizes, dtypes, steps, rounds, processes, elements, loss_scale, seed)
@@ -225,7 +211,7 @@ def numerics(
 @app.command()
 def doctor(
     output_dir: Annotated[
-        str, typer.Option(help="Where records are to be written; nothing is left there.", metavar="DIR")
+        str, _option("Where records are to be written; nothing is left there.", "DIR")
     ] = "runs/silent",
     json_path: _JsonPath = None,
 ) -> None:
@@ -243,24 +229,21 @@ def doctor(
 
 @app.command()
 def watch(
-    run: Annotated[str, typer.Argument(help="Directory of a run, the output_dir of its block.", metavar="RUN")],
+    run: Annotated[str, _argument("Directory of a run, the output_dir of its block.", "RUN")],
     once: Annotated[
-        bool, typer.Option("--once", help="Print what is known now as text, and end; so does an output to a file.")
+        bool, _option("Print what is known now as text, and end; so does an output to a file.", None, "--once")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, and end.")] = False,
+    as_json: Annotated[bool, _option("Print it as JSON, and end.", None, "--json")] = False,
     stale: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Exit with 4 if no record was written for so many minutes.", metavar="MINUTES"),
+        float | None, _option("Exit with 4 if no record was written for so many minutes.", "MINUTES", min=0.0)
     ] = None,
-    every: Annotated[
-        float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks at the files.", metavar="SECONDS")
-    ] = 1.0,
+    every: Annotated[float, _option("Seconds between two looks at the files.", "SECONDS", min=0.1, max=3600.0)] = 1.0,
     alert: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Tell this destination of warnings and errors that come from now on, as the block's alerts do; may be "
+        _option(
+            "Tell this destination of warnings and errors that come from now on, as the block's alerts do; may be "
             "given several times. env:NAME keeps an address out of the list of processes.",
-            metavar="TO",
+            "TO",
         ),
     ] = None,
 ) -> None:
@@ -279,13 +262,9 @@ def watch(
 def alert(
     test: Annotated[
         list[str],
-        typer.Option(
-            help="A destination as in the block's alerts, best as env:NAME; may be given several times.", metavar="TO"
-        ),
+        _option("A destination as in the block's alerts, best as env:NAME; may be given several times.", "TO"),
     ],
-    timeout: Annotated[
-        float, typer.Option(min=0.1, max=60.0, help="Seconds that each may take.", metavar="SECONDS")
-    ] = 10.0,
+    timeout: Annotated[float, _option("Seconds that each may take.", "SECONDS", min=0.1, max=60.0)] = 10.0,
 ) -> None:
     """Send a test message to the destinations of alerts: webhooks, mail, commands.
 
@@ -298,7 +277,7 @@ def alert(
 
 @app.command()
 def schema(
-    name: Annotated[str, typer.Argument(help="block, metrics or events.", metavar="NAME")] = "block",
+    name: Annotated[str, _argument("block, metrics or events.", "NAME")] = "block",
 ) -> None:
     """Print the JSON Schema of the block, or of a line of the records.
 
@@ -318,12 +297,10 @@ def schema(
 @app.command()
 def report(
     runs: Annotated[
-        list[str],
-        typer.Argument(help="Directories of records (output_dir), or of several runs; side by side.", metavar="RUN..."),
+        list[str], _argument("Directories of records (output_dir), or of several runs; side by side.", "RUN...")
     ],
     output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", help="Where the page goes; else report.html beside the run.", metavar="FILE"),
+        str | None, _option("Where the page goes; else report.html beside the run.", "FILE", "--output", "-o")
     ] = None,
 ) -> None:
     """Write one HTML page of a run: who, where, since when - and what was not checked.

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import hjson
 from pydantic import TypeAdapter, ValidationError
 
-from ds_silent.config import ConfigError, shown
+from ds_silent.config import ConfigError
+from ds_silent.text import shown
 
 _Value = TypeVar("_Value")
 

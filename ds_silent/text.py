@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 
@@ -17,15 +18,24 @@ def printable(text: str) -> str:
     return text.encode(encoding, errors="replace").decode(encoding)
 
 
+def shown(value: object, longest: int = 80) -> str:
+    """Return ``value`` as JSON writes it, on one line and short enough for a sentence, whatever it holds."""
+    try:
+        text = json.dumps(value)  # ASCII only, so control characters of a hostile text stay escaped
+    except (TypeError, ValueError, RecursionError):
+        text = ascii(f"a {type(value).__name__}")
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
 def named(ranks: tuple[int, ...], world_size: int | None = None) -> str:
     """``rank 3``, ``ranks 0 and 2``, ``ranks 0, 1 and 2``, ``all 4 ranks``."""
     if world_size is not None and len(ranks) == world_size > 1:
         return f"all {world_size} ranks"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ranks if len(ranks) <= 8 else ranks[:7]
-    last = str(shown[-1]) if len(ranks) <= 8 else f"{len(ranks) - 7} more"
-    first = shown[:-1] if len(ranks) <= 8 else shown
+    first_ranks = ranks if len(ranks) <= 8 else ranks[:7]
+    last = str(first_ranks[-1]) if len(ranks) <= 8 else f"{len(ranks) - 7} more"
+    first = first_ranks[:-1] if len(ranks) <= 8 else first_ranks
     return f"ranks {', '.join(map(str, first))} and {last}"
 
 

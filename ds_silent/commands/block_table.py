@@ -13,7 +13,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ds_silent.config import SilentConsistencyConfig, block_type, is_list, shown
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.config_errors import about, block_type, is_list
+from ds_silent.text import shown
 
 BEGIN = "<!-- the table: `make docs` writes it from ds_silent/config.py -->"
 END = "<!-- end of the table -->"
@@ -51,8 +53,7 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, 
         if inner is not None and not is_list(model, name):
             yield f"**`{prefix}{name}`**", "", "", _cell(inner.__doc__)
         else:
-            extra = field.json_schema_extra
-            must = str(extra["must"]) if isinstance(extra, dict) else ""
+            must = str(about(model, name)["must"])
             yield (
                 f"`{prefix}{name}`",
                 "" if field.is_required() else f"`{shown(field.default)}`",

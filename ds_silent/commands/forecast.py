@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from ds_silent.capture.batch_rows import id_capacity
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
+from ds_silent.config_errors import about
 from ds_silent.config_file import section, switched_on, zero_section
 from ds_silent.destination import masked
 from ds_silent.exchange.layout import (
@@ -58,8 +61,7 @@ def forecast_lines(
             free = "from the pieces that the ordered reduction exchanges; nothing more is sent"
             found = free if config.reduction == "ordered" else _exact(config, ds_config, world_size, parameters)
             yield f"  exact       {found}"
-        if direction.per_layer:
-            yield "  per layer   one more sketch of each layer is sent; its size grows with the number of layers"
+        yield from _said_by_fields(direction)
     if config.reduction == "ordered":
         yield from _ordered_lines(config, ds_config, parameters)
     yield from _integrity_lines(config, ds_config, world_size)
@@ -81,9 +83,8 @@ def forecast_lines(
     files = f"metrics.jsonl, events.jsonl, scores.jsonl, matrices.jsonl{board}"
     yield f"  writes      {files} in {config.output_dir!a}, on rank 0"
     yield from _alert_lines(config)
-    if config.metrics_port:
-        place = f"http://{config.metrics_address}:{config.metrics_port}/metrics"
-        yield f"  metrics     for Prometheus at {place}, from rank 0"
+    for block in (config, *(inner for _, inner in config if isinstance(inner, BaseModel) and inner is not direction)):
+        yield from _said_by_fields(block)
     ends = " until it is stopped" if config.detectors.enabled and config.detectors.stop_on != "never" else ""
     if config.reduction == "ordered":
         yield "  changes     the reduction's last bits, at every step: fp32, and an order of its own"
@@ -92,6 +93,14 @@ def forecast_lines(
         repairs |= config.respond.on_replica_drift in ("majority", "mean")
         until = " until there is something to repair" if repairs else ends
         yield f"  changes     nothing: the weights are bit for bit those of a training without it{until}"
+
+
+def _said_by_fields(block: BaseModel) -> Iterator[str]:
+    """Yield the lines that fields of a block bring along, where their keys are switched on."""
+    for key, value in block:
+        if value and "check" in about(type(block), key):
+            title, text = about(type(block), key)["check"]
+            yield f"  {title:<11} {text.format_map(dict(block))}"
 
 
 READ_BY = (

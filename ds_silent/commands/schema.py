@@ -20,6 +20,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ds_silent.config import BLOCK, SKETCH_SIZES, SilentConsistencyConfig
+from ds_silent.config_errors import OF_A_FIELD
 from ds_silent.records import FORMAT, Event, StepRecord
 
 Name = Literal["block", "metrics", "events"]
@@ -76,7 +77,7 @@ def _plain(schema: Any) -> Any:
         if key in named
         else (_sentence(value) if key == "description" else _plain(value))
         for key, value in schema.items()
-        if key not in ("must", "secret", "title")
+        if key not in (*OF_A_FIELD, "title")
     }
 
 

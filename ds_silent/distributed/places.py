@@ -25,10 +25,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_silent import device
-from ds_silent.config import BLOCK, ConfigError, shown
+from ds_silent.config import BLOCK, ConfigError
 from ds_silent.distributed.board import meeting, store_of_all
 from ds_silent.distributed.parts import SHOWN_RANKS, listed, ranks_of
 from ds_silent.records import Event, Place, to_json
+from ds_silent.text import shown
 
 logger = logging.getLogger("ds_silent")
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")

@@ -1,1 +1,1 @@
-"""The fault drill: ``ds-silent drill``. ``program`` runs it, ``report`` says what came of it."""
+"""The fault drill: ``ds-silent drill``. ``run_drill`` runs it, ``printing`` says what came of it."""

@@ -81,10 +81,10 @@ def _notes(outcome: Outcome) -> list[str]:
     if replicas and setting.replica_interval:
         trial = replicas[0]
         assert trial.fault is not None
-        step = due(trial.fault, trial.strike, setting.interval, setting.replica_interval)
+        step = due(trial.fault, trial.target, setting.interval, setting.replica_interval)
         notes.append(
             f"Replicas are compared every {setting.replica_interval} steps: what the update of step "
-            f"{trial.strike.step} leaves apart is due at step {step}."
+            f"{trial.target.step} leaves apart is due at step {step}."
         )
     for result in outcome.results:
         if result.verdict.answer == "below rounding":
@@ -140,7 +140,7 @@ def _row(result: Result) -> tuple[str | Text, ...]:
     if fault is None:
         answer = Text("silent", "green") if result.right else Text(f"{verdict.kind} at step {verdict.step}", "bold red")
         return name, "none", "", answer, _ranks(verdict.ranks), _repaired(result), ""
-    struck = "at start" if result.trial.strike.step <= 1 else f"step {result.trial.strike.step}"
+    struck = "at start" if result.trial.target.step <= 1 else f"step {result.trial.target.step}"
     return name, fault.kind, struck, _answer(result), _who(result, fault), _repaired(result), _loss(result)
 
 
@@ -173,7 +173,7 @@ def _who(result: Result, fault: Fault) -> Text:
         return Text("")
     shown = _ranks(verdict.ranks)
     if verdict.answer == "wrong ranks":
-        expected = _ranks(fault.expected_ranks(result.trial.strike)[0])
+        expected = _ranks(fault.expected_ranks(result.trial.target)[0])
         return Text(f"{shown}, should be {expected}", "bold red")
     return Text(shown)
 

@@ -19,14 +19,14 @@ from typing import Any
 
 from ds_silent.config import ConfigError
 from ds_silent.config_file import load_ds_config
-from ds_silent.drill.faults.answered import ORDERED
-from ds_silent.drill.faults.fault import WARM, Fault, Response
-from ds_silent.drill.faults.injection import Strike
+from ds_silent.drill.faults.fault import ORDERED, WARM, Fault, Response
+from ds_silent.drill.faults.injection import Target
 from ds_silent.drill.run_trial import TrialRun, prepare, run_trial
 from ds_silent.drill.setting import FRAMEWORKS, DrillSetting, make_setting
 from ds_silent.drill.training import Trial
 from ds_silent.drill.verdicts import FaultVerdict, RepairVerdict, due, judge, judge_healthy, judge_repair, loss_shift
 from ds_silent.practice.ranks import on_ranks
+from ds_silent.records import to_json as plain
 
 HEALTHY_STEPS = 64
 HEALTHY_RESPONSE_STEPS = 9  # longer than any training with a response
@@ -148,7 +148,7 @@ def trials_of(options: DrillOptions, setting: DrillSetting) -> tuple[tuple[Trial
             f"--steps must be at least {shortest}, got {options.steps}: most faults strike at step {WARM * interval}"
             + (f" and replicas are compared every {setting.replica_interval} steps" if compared else "")
         )
-    nobody = Strike(options.rank, options.ranks, 0)
+    nobody = Target(options.rank, options.ranks, 0)
     healthy = Trial(HEALTHY[0], None, nobody, min(options.steps, HEALTHY_STEPS * interval))
     trials = [
         healthy,
@@ -184,9 +184,9 @@ def trial_of(fault: Fault, options: DrillOptions, setting: DrillSetting) -> Tria
     setting, fault = setting.answering(fault.response), fault.under(setting.variant)
     interval = setting.interval
     first = fault.first_step * interval if fault.first_step > 1 else fault.first_step
-    strike = Strike(options.rank, options.ranks, first, fault.size, setting.stage, setting.masters)
-    last = max(first + fault.steps * interval, due(fault, strike, interval, setting.replica_interval) + 2 * interval)
-    return Trial(fault.name, fault, strike, min(options.steps, last), ids=fault.ids, response=fault.response)
+    target = Target(options.rank, options.ranks, first, fault.size, setting.stage, setting.masters)
+    last = max(first + fault.steps * interval, due(fault, target, interval, setting.replica_interval) + 2 * interval)
+    return Trial(fault.name, fault, target, min(options.steps, last), ids=fault.ids, response=fault.response)
 
 
 def judged(trials: tuple[Trial, ...], runs: list[TrialRun], setting: DrillSetting) -> Iterator[Result]:
@@ -199,7 +199,7 @@ def judged(trials: tuple[Trial, ...], runs: list[TrialRun], setting: DrillSettin
             continue
         verdict = judge(
             trial.fault,
-            trial.strike,
+            trial.target,
             run.events,
             setting.answering(trial.response).interval,
             setting.replica_interval,
@@ -208,7 +208,7 @@ def judged(trials: tuple[Trial, ...], runs: list[TrialRun], setting: DrillSettin
         )
         last = verdict.step if verdict.found and verdict.step is not None else len(run.losses)
         healthy = named.get(trial.fault.healthy, runs[0]).losses
-        shift = None if last == 0 else loss_shift(run.losses, healthy, trial.strike.step, last)
+        shift = None if last == 0 else loss_shift(run.losses, healthy, trial.target.step, last)
         yield Result(trial, run, verdict, shift, repair)
 
 
@@ -217,7 +217,7 @@ def _judged_repair(trial: Trial, run: TrialRun, named: dict[str, TrialRun]) -> R
     if response is None:
         return None
     reference = named[response.reference].states
-    return judge_repair(trial.fault, trial.strike, response, run.events, run.states, reference)
+    return judge_repair(trial.fault, trial.target, response, run.events, run.states, reference)
 
 
 def exit_code(outcome: Outcome) -> int:
@@ -228,8 +228,6 @@ def exit_code(outcome: Outcome) -> int:
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
     """Return what ``--json`` writes: numbers that are not finite are strings."""
-    from ds_silent.records import to_json as plain
-
     setting = outcome.setting
     return {
         "version": 1,
@@ -241,7 +239,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "notes": list(setting.notes),
         "skipped": list(outcome.skipped),
         **_not_applicable(outcome),
-        "trainings": [_result_json(result, plain) for result in outcome.results],
+        "trainings": [_result_json(result) for result in outcome.results],
     }
 
 
@@ -253,17 +251,17 @@ def _not_applicable(outcome: Outcome) -> dict[str, Any]:
     return {"not_applicable": {name: setting.why_not(setting.faults[name]) for name in outcome.skipped}}
 
 
-def _result_json(result: Result, plain: Callable[[Any], Any]) -> dict[str, Any]:
+def _result_json(result: Result) -> dict[str, Any]:
     trial, fault = result.trial, result.trial.fault
     described = (
         {}
         if fault is None
         else {
             "expected_kinds": list(fault.kinds),
-            "expected_ranks": [list(ranks) for ranks in fault.expected_ranks(trial.strike)],
+            "expected_ranks": [list(ranks) for ranks in fault.expected_ranks(trial.target)],
             "strikes": fault.strikes,
             "deterministic": fault.deterministic,
-            "first_step": trial.strike.step,
+            "first_step": trial.target.step,
             "size": fault.size,
             "change": plain(result.run.change),
             "rounding": plain(result.run.rounding),

@@ -6,12 +6,14 @@ run = run_trial(start, trial, output_dir)                  # a collective; the s
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from ds_silent.drill.faults.injection import NOTHING, STEPS_PER_EPOCH, Batch, Injection, Shard
-from ds_silent.drill.setting import DrillSetting
-from ds_silent.drill.training import SEED, ObservedTraining, Script, Trial
+from ds_silent.drill.setting import FRAMEWORKS, DrillSetting
+from ds_silent.drill.training import SEED, DrillTraining, ObservedTraining, Script, Trial
 from ds_silent.drill.verdicts import alarms, judge
 from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -73,11 +75,12 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
     """Train until the fault is found (and a little longer) or ``trial.steps`` are over. A collective."""
     me, fault = dist.get_rank(), trial.fault
     start = replace(start, setting=start.setting.answering(trial.response))
-    injection = NOTHING if fault is None else fault.inject(trial.strike, me)
+    injection = NOTHING if fault is None else fault.inject(trial.target, me)
     losses: list[float] = []
     states: list[str] = []
     with _environment(injection.environment):
-        loader = _Sharded(_sampler(len(start.rows.tokens), _shard(injection, me)))
+        # a loader, as far as the observer asks one for its sampler
+        loader = SimpleNamespace(sampler=_sampler(len(start.rows.tokens), _shard(injection, me)))
         with _training(start.setting, Script(trial, injection, start.weights, loader, output_dir)) as training:
             training.observer.samples_per_epoch = len(start.rows.tokens)
             deal = _Deal(start, injection, loader.sampler)
@@ -95,23 +98,15 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
     if me != 0:
         return TrialRun(trial.name, (), means, states=hashes)
     change = None if injection.change is None else injection.change()
-    rounding = _rounding(output_dir, trial.strike.step)
+    rounding = _rounding(output_dir, trial.target.step)
     return TrialRun(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
 
 
 def _training(setting: DrillSetting, script: Script) -> AbstractContextManager[ObservedTraining]:
     """Make a training, observed and with the script's fault in it; import its framework alone. A collective."""
-    if setting.framework == "deepspeed":
-        from ds_silent.drill.train_deepspeed import DeepSpeedTraining
-
-        return DeepSpeedTraining(setting, script).running()
-    if setting.framework == "megatron":
-        from ds_silent.drill.train_megatron import train
-
-        return train(setting, script)
-    from ds_silent.drill.train_torch import DDPTraining, FSDP2Training
-
-    return (DDPTraining if setting.framework == "ddp" else FSDP2Training)(setting, script).running()
+    module, name = FRAMEWORKS[setting.framework].training.split(".")
+    kind: type[DrillTraining] = getattr(importlib.import_module(f"ds_silent.drill.{module}"), name)
+    return kind.running(setting, script)
 
 
 def _events(output_dir: Path) -> list[dict[str, Any]]:
@@ -144,13 +139,6 @@ def _environment(changes: Any) -> Iterator[None]:
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
-
-
-class _Sharded:
-    """A loader, as far as the observer asks one for its sampler."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
 
 
 class _Deal:
@@ -232,7 +220,7 @@ class _Watch:
             events = _events(self._directory)
             if len(events) > self._read and alarms(events):
                 self._read = len(events)
-                verdict = judge(trial.fault, trial.strike, events, setting.interval, setting.replica_interval)
+                verdict = judge(trial.fault, trial.target, events, setting.interval, setting.replica_interval)
                 if verdict.found or verdict.answer == "false alarm":
                     self._end = step + AFTER_FOUND * setting.interval
         return self._end is not None and step >= self._end

@@ -4,7 +4,7 @@
     setting.answering(MAJORITY)                          # with this response switched on
     setting.why_not(FAULTS["gathered-weights-bit"])      # "every rank updates all weights, so none are gathered"
 
-Of DeepSpeed's configuration what :mod:`ds_silent.drill.deepspeed_config` names is kept. For another framework the
+Of DeepSpeed's configuration what :mod:`ds_silent.drill.train_deepspeed` names is kept. For another framework the
 ``silent_consistency`` block counts, alone or under its name, and beside it the micro-batch and the accumulation in
 DeepSpeed's words.
 
@@ -19,21 +19,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
+from ds_silent.config_errors import about
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import Fault, Response
 from ds_silent.drill.megatron_issues import PUBLIC
 from ds_silent.extras import installed, missing_sentence
 
-FRAMEWORKS = {"deepspeed": "DeepSpeed", "ddp": "DistributedDataParallel", "fsdp2": "FSDP2", "megatron": "Megatron-core"}
-"""What the drill can train under: as it is typed, and as a person says it."""
-STAGES = {"ddp": 0, "fsdp2": 3, "megatron": 0}
-"""Unless the user says otherwise."""
-NO_REPAIR = {
-    "fsdp2": "a repair needs whole replicas, and FSDP2 shards them",
-    "megatron": "ds_silent does not write weights with Megatron-core",
+
+@dataclass(frozen=True)
+class DrillFramework:
+    """What the drill can train under.
+
+    ``title``: as a person says it. ``training``: module and class, which the ranks import. ``stage``: unless the user
+    says otherwise. ``no_repair``: why replicas cannot be repaired.
+    """
+
+    title: str
+    training: str
+    stage: int = 0
+    no_repair: str = ""
+
+
+FRAMEWORKS: Mapping[str, DrillFramework] = {
+    "deepspeed": DrillFramework("DeepSpeed", "train_deepspeed.DeepSpeedTraining"),
+    "ddp": DrillFramework("DistributedDataParallel", "train_torch.DDPTraining"),
+    "fsdp2": DrillFramework(
+        "FSDP2", "train_torch.FSDP2Training", 3, "a repair needs whole replicas, and FSDP2 shards them"
+    ),
+    "megatron": DrillFramework(
+        "Megatron-core",
+        "train_megatron.MegatronTraining",
+        no_repair="ds_silent does not write weights with Megatron-core",
+    ),
 }
-"""Why replicas cannot be repaired."""
+"""By what is typed."""
 READ = (BLOCK, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MICRO_BATCH, LARGEST_MICRO_BATCH, LARGEST_ACCUMULATION = 8, 16, 4
 REPLICA_MEASUREMENTS = 5  # measured steps between two comparisons of the replicas, unless the configuration says when
@@ -73,7 +95,7 @@ class DrillSetting:
         if self.framework == "deepspeed":
             return f"ZeRO stage {self.stage}"
         distributed = self.framework == "megatron" and self.stage
-        return FRAMEWORKS[self.framework] + (", distributed optimizer" if distributed else "")
+        return FRAMEWORKS[self.framework].title + (", distributed optimizer" if distributed else "")
 
     @property
     def variant(self) -> str:
@@ -164,8 +186,9 @@ class DrillSetting:
         if block.respond.on_aggregation_error == "retry" or block.reduction == "ordered":
             raise ConfigError("only a reduction of DeepSpeed can be repeated or ordered")
         repairs = block.respond.on_replica_drift != "report" or block.resync.mode != "off"
-        if repairs and self.framework in NO_REPAIR:
-            raise ConfigError(NO_REPAIR[self.framework])
+        no_repair = FRAMEWORKS[self.framework].no_repair
+        if repairs and no_repair:
+            raise ConfigError(no_repair)
         return None
 
 
@@ -212,14 +235,14 @@ def make_setting(
     micro_batch, accumulation, sizes = batch_of(held)
     own = {BLOCK: {**held[BLOCK], "tensorboard": False}}
     if framework == "deepspeed":
-        from ds_silent.drill.deepspeed_config import ds_config_of  # it need not be installed for the others
+        from ds_silent.drill.train_deepspeed import ds_config_of  # it need not be installed for the others
 
         config, dtype, notes = ds_config_of(held, ranks, micro_batch, accumulation, stage, dtype)
         own, stage = {**config, **own}, config["zero_optimization"]["stage"]
     else:
-        name = FRAMEWORKS[framework]
+        name = FRAMEWORKS[framework].title
         notes = [f"{key}: not part of the drill of {name}" for key in held if key not in READ]
-    stage, notes = STAGES[framework] if stage is None else stage, [*replicas, *answers, *notes, *sizes]
+    stage, notes = FRAMEWORKS[framework].stage if stage is None else stage, [*replicas, *answers, *notes, *sizes]
     return DrillSetting(own, block, ranks, micro_batch, accumulation, stage, dtype or "fp32", tuple(notes), framework)
 
 
@@ -227,7 +250,7 @@ def _refuse_stage(framework: str, stage: int | None) -> None:
     if framework == "megatron" and not installed("megatron.core"):
         raise ConfigError(missing_sentence("ds-silent drill --framework megatron", ["megatron.core"], "megatron"))
     if framework == "megatron" and stage not in (None, 0, 1):
-        name = FRAMEWORKS[framework]
+        name = FRAMEWORKS[framework].title
         raise ConfigError(f"--stage must be 0, or 1 for the distributed optimizer, with {name}, got {stage}")
     if framework in ("ddp", "fsdp2") and stage is not None:
         raise ConfigError(f"--stage {stage} is DeepSpeed's; leave it out with --framework {framework}")
@@ -248,28 +271,29 @@ def compared_soon(given: dict[str, Any]) -> tuple[SilentConsistencyConfig | None
 
 
 def only_reporting(given: dict[str, Any], block: SilentConsistencyConfig) -> tuple[SilentConsistencyConfig, list[str]]:
-    """Parse the block without responses: a fault must be seen as it is, and one that ends a training would end
-    the drill.
+    """Parse the block with the defaults of keys that the drill takes none from, and say so.
 
-    Nobody is alerted of faults that the drill has made.
+    A fault must be seen as it is: a response would change it, and one that ends a training would end the drill.
     """
-    plain = SilentConsistencyConfig()
-    notes = []
-    if block.alerts:
-        notes.append("alerts: nobody is told of the drill's faults")
-    told = ("alerts", "metrics_port")
-    given[BLOCK] = {name: value for name, value in given[BLOCK].items() if name not in told}
-    for key in ("respond", "resync", "reduction"):
-        if getattr(block, key) != getattr(plain, key):
-            notes.append(f"{key}: responses are tried in trainings of their own, with values of the drill's")
-        given[BLOCK] = {name: value for name, value in given[BLOCK].items() if name != key}
-    if block.detectors.stop_on != plain.detectors.stop_on:
-        notes.append("detectors.stop_on: not part of the drill")
-        kept = {name: value for name, value in given[BLOCK]["detectors"].items() if name != "stop_on"}
-        given[BLOCK] = {**given[BLOCK], "detectors": kept}
+    given[BLOCK], notes = _without(block, given[BLOCK], "")
     parsed = parse(given)
     assert parsed is not None
     return parsed, notes
+
+
+def _without(block: BaseModel, given: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """Leave out the keys whose fields have a ``drill`` that says why."""
+    kind = type(block)
+    dropped = [key for key in kind.model_fields if "drill" in about(kind, key)]
+    changed = [key for key in dropped if getattr(block, key) != getattr(kind(), key) and about(kind, key)["drill"]]
+    changed.sort(key=lambda key: "writer" not in about(kind, key))
+    kept, notes = {key: value for key, value in given.items() if key not in dropped}, []
+    for key, value in kept.items():
+        inner = getattr(block, key)
+        if isinstance(inner, BaseModel):
+            kept[key], more = _without(inner, value, f"{prefix}{key}.")
+            notes += more
+    return kept, [*(f"{prefix}{key}: {about(kind, key)['drill']}" for key in changed), *notes]
 
 
 def batch_of(given: Mapping[str, Any]) -> tuple[int, int, list[str]]:

@@ -16,12 +16,16 @@ Responses run inside ``engine.step()``. A reduction that is repeated goes throug
 ``DeepSpeedEngine.buffered_allreduce_fallback`` (stage 0) or ``DeepSpeedZeroOptimizer.reduce_gradients`` (stage 1), by
 which it is told from DeepSpeed's other collectives there; it runs clean unless the injection says otherwise. An ordered
 reduction uses ``all_to_all_single``.
+
+Of the user's ds_config (:func:`ds_config_of`) the ``silent_consistency`` block, ZeRO, the dtype, clipping, accumulation
+and the micro-batch are kept. The optimizer is the drill's own: a learning rate that suits another model would tear the
+practice model apart. Monitors and the like would write where the user does not expect it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,13 +33,22 @@ from typing import Any
 import deepspeed
 import deepspeed.comm
 import torch.distributed as dist
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
 from torch import Tensor
 
 import ds_silent
-from ds_silent.config import BLOCK
+from ds_silent.config import BLOCK, ConfigError
 from ds_silent.drill.faults.injection import Batch, Injection
-from ds_silent.drill.setting import DrillSetting
-from ds_silent.drill.training import DrillTraining, Hooks, Script, state_of
+from ds_silent.drill.setting import DrillSetting, section
+from ds_silent.drill.training import (
+    LARGEST_BUCKET,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    DrillTraining,
+    Hooks,
+    Script,
+)
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 
@@ -160,14 +173,6 @@ class DeepSpeedTraining(DrillTraining):
         self.engine.destroy()
 
 
-def state_hash(engine: Any) -> str:
-    """Hash what this rank holds: parameters, frozen ones too, buffers, fp32 masters, the optimizer's state.
-
-    Under ZeRO the masters and the optimizer's state are this rank's own shard, and differ from rank to rank.
-    """
-    return state_of(engine.module, engine.basic_optimizer)
-
-
 def full_parameters(engine: Any) -> list[Tensor]:
     """Clone every parameter, whole, in its training dtype."""
     parameters = []
@@ -214,3 +219,90 @@ def _keep_gradients(engine: Any, hooks: Hooks) -> None:
 
     for owner in {id(owner): owner for owner in (engine, engine.optimizer)}.values():
         patches.wrap(owner, "zero_grad", forgetful)
+
+
+# -- the configuration -------------------------------------------------------------------------------------------------
+
+KEPT = (
+    "zero_optimization",
+    "bf16",
+    "data_types",
+    "gradient_clipping",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+)
+# Read, replaced, or without meaning for numbers: no reason to speak of them.
+SILENT = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"),
+    *("fp16", "steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "comet", BLOCK),
+)
+
+
+def ds_config_of(
+    given: Mapping[str, Any],
+    ranks: int,
+    micro_batch: int,
+    accumulation: int,
+    stage: int | None = None,
+    dtype: str | None = None,
+) -> tuple[dict[str, Any], str, list[str]]:
+    """Return the ds_config without a block, the dtype, and what was changed.
+
+    Args:
+        given: the user's.
+        ranks: data-parallel ranks of the drill, whatever the configuration was written for.
+        micro_batch: rows.
+        accumulation: micro-batches of a step.
+        stage: replaces ``zero_optimization.stage``.
+        dtype: replaces the dtype.
+
+    Raises:
+        ConfigError: DeepSpeed would refuse it.
+    """
+    notes = [f"{key}: not part of the drill" for key in given if key not in (*KEPT, *SILENT)]
+    config = {key: given[key] for key in KEPT if key in given and given[key] != "auto"}
+    zero, dropped = _zero(given.get("zero_optimization"), stage)
+    dtype, note = _dtype(given, dtype)
+    config |= {
+        "zero_optimization": zero,
+        "bf16": {**section(given.get("bf16")), "enabled": dtype == "bf16"},
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro_batch * accumulation * ranks,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "torch_adam": True},
+        },
+        "steps_per_print": 10**9,
+    }
+    return config, dtype, [*notes, *dropped, *note]
+
+
+def _zero(given: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:
+    """Leave out "auto", offloading (which needs compilers and moves no number) and buckets of a large model's size."""
+    zero = section(given)
+    offloaded = [key for key in zero if "offload" in key]
+    kept: dict[str, Any] = {k: v for k, v in zero.items() if v != "auto" and k not in offloaded}
+    for key, value in kept.items():
+        if key.endswith("_bucket_size") and isinstance(value, (int, float)):
+            kept[key] = min(int(value), LARGEST_BUCKET)
+    kept.setdefault("reduce_bucket_size", LARGEST_BUCKET)
+    kept["stage"] = kept.get("stage", 0) if stage is None else stage
+    if kept["stage"] not in (0, 1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {kept['stage']!a}")
+    try:
+        DeepSpeedZeroConfig(**kept)  # or each rank would find it out, minutes later
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("zero_optimization", *first["loc"])))
+        raise ConfigError(f"DeepSpeed refuses {key!a}: {first['msg']!a}; correct it in the ds_config") from None
+    return kept, [f"zero_optimization.{key}: not part of the drill" for key in offloaded]
+
+
+def _dtype(given: Mapping[str, Any], asked: str | None) -> tuple[str, list[str]]:
+    if asked is not None:
+        return asked, []
+    if section(given.get("fp16")).get("enabled") is True:
+        return "bf16", ["fp16: computed in bf16, because DeepSpeed has no fp16 on the CPU"]
+    return ("bf16" if section(given.get("bf16")).get("enabled") is True else "fp32"), []

@@ -41,18 +41,6 @@ from ds_silent.observing.observer import Observer
 from ds_silent.practice.probe import hash_of
 
 
-@contextmanager
-def train(setting: DrillSetting, script: Script) -> Iterator[ObservedTraining]:
-    """Train the practice model, or a public fault's own model, until the training is over. A collective."""
-    if script.trial.name in SCENARIOS:
-        block = {**setting.config[BLOCK], "output_dir": str(script.output_dir)}
-        with training_of(SCENARIOS[script.trial.name], block) as training:
-            yield PublicTraining(training)
-        return
-    with parallel(), MegatronTraining(setting, script).running() as practice:
-        yield practice
-
-
 class PublicTraining:
     """A training in which a fault of a public issue goes wrong, or its healthy twin.
 
@@ -72,6 +60,18 @@ class PublicTraining:
 
 class MegatronTraining(LoopTraining):
     """Under Megatron-core's wrapper, with its plain optimizer (stage 0) or its distributed one (1)."""
+
+    @classmethod
+    @contextmanager
+    def running(cls, setting: DrillSetting, script: Script) -> Iterator[ObservedTraining]:
+        """Train the practice model, or a public fault's own model, until the training is over. A collective."""
+        if script.trial.name in SCENARIOS:
+            block = {**setting.config[BLOCK], "output_dir": str(script.output_dir)}
+            with training_of(SCENARIOS[script.trial.name], block) as training:
+                yield PublicTraining(training)
+            return
+        with parallel(), cls(setting, script).reached() as practice:
+            yield practice
 
     def __init__(self, setting: DrillSetting, script: Script) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

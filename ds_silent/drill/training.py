@@ -1,6 +1,6 @@
 """Train on one rank with a fault in it: the loop, and the places where an injection acts, for every framework.
 
-    with DDPTraining(setting, script).running() as training:      # a collective
+    with DDPTraining.running(setting, script) as training:        # a collective
         loss = training.step(batches, step=1)
         training.state()                                          # one hash of what this rank holds
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ds_silent.config import BLOCK
 from ds_silent.drill.faults.fault import Fault, Response
-from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection, Strike, local_of
+from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection, Target, local_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 from ds_silent.practice.model import PracticeModel
@@ -47,7 +47,7 @@ class Trial:
 
     name: str
     fault: Fault | None
-    strike: Strike
+    target: Target
     steps: int
     ids: bool = True  # whether the script tells the row ids
     own_seeds: bool = False  # every rank draws its dropout from a generator of its own
@@ -66,7 +66,7 @@ class Trial:
         """Whether the fault sets one of these places of an injection on any rank."""
         everyone = range(dist.get_world_size())
         return self.fault is not None and any(
-            getattr(self.fault.inject(self.strike, rank), place) is not None for rank in everyone for place in places
+            getattr(self.fault.inject(self.target, rank), place) is not None for rank in everyone for place in places
         )
 
 
@@ -182,7 +182,7 @@ class ObservedTraining(Protocol):
 
 
 class DrillTraining(ABC):
-    """A training of the practice model; each framework has a subclass.
+    """A training of the practice model; each framework has a subclass, whose ``__init__`` takes setting and script.
 
     Attributes:
         hooks: through which the injection acts.
@@ -201,8 +201,15 @@ class DrillTraining(ABC):
         self.module, self.optimizer = module, optimizer
         self.leaves = self.trainable()
 
+    @classmethod
     @contextmanager
-    def running(self) -> Iterator[ObservedTraining]:
+    def running(cls, setting: DrillSetting, script: Script) -> Iterator[ObservedTraining]:
+        """Make the training, observed and with the script's fault in it, until it is over. A collective."""
+        with cls(setting, script).reached() as training:  # type: ignore[call-arg]
+            yield training
+
+    @contextmanager
+    def reached(self) -> Iterator[ObservedTraining]:
         """Reach into the training and attach the observer; put everything back at the end."""
         script, injection = self.script, self.script.injection
         if script.trial.own_seeds:
@@ -270,7 +277,10 @@ class DrillTraining(ABC):
 
 
 def state_of(module: nn.Module, optimizer: Any) -> str:
-    """Hash a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state; its own part of shards."""
+    """Hash a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state.
+
+    Of what is sharded it is this rank's own part, which differs from rank to rank.
+    """
     held: list[Any] = [*module.parameters(), *module.buffers()]
     for group in optimizer.param_groups:
         held += [value for _, value in sorted(group.items()) if isinstance(value, (int, float))]

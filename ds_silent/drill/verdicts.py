@@ -1,6 +1,6 @@
 """Judge from events and losses whether a fault was found, and from states whether it was repaired. Pure.
 
-verdict = judge(fault, strike, events, interval=1)
+verdict = judge(fault, target, events, interval=1)
 verdict.right, verdict.step, verdict.answer
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ds_silent.drill.faults.fault import Fault, Response
-from ds_silent.drill.faults.injection import Strike
+from ds_silent.drill.faults.injection import Target
 
 Answer = Literal["found", "missed", "wrong kind", "wrong ranks", "wrong cause", "false alarm", "below rounding"]
 
@@ -61,7 +61,7 @@ def judge_healthy(events: Sequence[Mapping[str, Any]]) -> FaultVerdict:
 
 def judge(
     fault: Fault,
-    strike: Strike,
+    target: Target,
     events: Sequence[Mapping[str, Any]],
     interval: int,
     replica_interval: int = 0,
@@ -72,7 +72,7 @@ def judge(
 
     Args:
         fault: what was injected.
-        strike: on whom and when; ``strike.step`` is an optimizer step.
+        target: on whom and when; ``target.step`` is an optimizer step.
         events: all of the run, as ``events.jsonl`` holds them.
         interval: optimizer steps between measurements.
         replica_interval: optimizer steps between two comparisons of the replicas; 0 is never.
@@ -81,17 +81,17 @@ def judge(
     """
     raised = alarms(events)
     # What is there from the start may be seen in the preflight, at step 0.
-    start = strike.step if strike.step > 1 else 0
+    start = target.step if target.step > 1 else 0
     for event in raised:
         if event["step"] < start:
             return _verdict("false alarm", event, raised)
     kinds = [event for event in events if event["kind"] in fault.kinds and tells(event)]
-    expected = fault.expected_ranks(strike)
+    expected = fault.expected_ranks(target)
     right = [event for event in kinds if tuple(event["ranks"]) in expected]
     # a "step before" that was not measured is not known
-    told = [event for event in right if interval > 1 or says(event, fault.expected_words(strike))]
+    told = [event for event in right if interval > 1 or says(event, fault.expected_words(target))]
     if told:
-        late = fault.deterministic and told[0]["step"] > due(fault, strike, interval, replica_interval)
+        late = fault.deterministic and told[0]["step"] > due(fault, target, interval, replica_interval)
         return _verdict("found", told[0], raised, late)
     if right:
         return _verdict("wrong cause", right[0], raised)
@@ -103,13 +103,13 @@ def judge(
     return _verdict("wrong kind", raised[0], raised) if raised else FaultVerdict("missed")
 
 
-def due(fault: Fault, strike: Strike, interval: int, replica_interval: int) -> int:
+def due(fault: Fault, target: Target, interval: int, replica_interval: int) -> int:
     """Return the optimizer step at which a deterministic fault must be found."""
     if fault.response is not None:
-        return fault.response.compared(strike.step)
+        return fault.response.compared(target.step)
     if fault.strikes == "replica" and replica_interval:
-        return first_compared(strike.step, interval, replica_interval)
-    return first_measured(strike.step, interval)
+        return first_compared(target.step, interval, replica_interval)
+    return first_measured(target.step, interval)
 
 
 def first_compared(after: int, interval: int, replica_interval: int) -> int:
@@ -200,7 +200,7 @@ class RepairVerdict:
 
 def judge_repair(
     fault: Fault | None,
-    strike: Strike,
+    target: Target,
     response: Response,
     events: Sequence[Mapping[str, Any]],
     states: States,
@@ -210,7 +210,7 @@ def judge_repair(
 
     Args:
         fault: what was injected; None is a healthy training.
-        strike: on whom and when.
+        target: on whom and when.
         response: that was switched on.
         events: all of the run.
         states: after steps 1, 2, …, one hash per rank.
@@ -219,21 +219,21 @@ def judge_repair(
     claims = [event for event in events if event["kind"] == "repaired"]
     first = claims[0]["step"] if claims else None
     alike = [own == other for own, other in zip(states, healthy, strict=False)]
-    if not states or len(alike) < len(states) or not all(alike[: max(strike.step - 1, 0)]):
+    if not states or len(alike) < len(states) or not all(alike[: max(target.step - 1, 0)]):
         return RepairVerdict("wrong state", first)
     if fault is None:
         return RepairVerdict("claimed" if claims else "untouched" if all(alike) else "wrong state", first)
-    settled = response.settled(strike.step)
-    if first is not None and not fault.again and strike.step <= first < settled:
+    settled = response.settled(target.step)
+    if first is not None and not fault.again and target.step <= first < settled:
         settled = first  # a finding has the replicas compared before the interval does
-    words = tuple(phrase.format(rank=strike.rank, ranks=strike.ranks, step=strike.step) for phrase in fault.repair_says)
+    words = tuple(phrase.format(rank=target.rank, ranks=target.ranks, step=target.step) for phrase in fault.repair_says)
     if not fault.repaired:
         if claims:
             return RepairVerdict("claimed", first)
         told = [e for e in events if tells(e) and e["step"] == settled and says(e, words)]
         if not told:
             return RepairVerdict("not said")
-        if tuple(told[0]["ranks"]) != fault.mended_ranks(strike):
+        if tuple(told[0]["ranks"]) != fault.mended_ranks(target):
             return RepairVerdict("wrong ranks", settled)
         return RepairVerdict("wrong state" if any(alike[settled - 1 :]) else "given up", settled)
     if not claims:
@@ -241,7 +241,7 @@ def judge_repair(
     expected = range(settled, len(states) + 1) if fault.again else (settled,)
     if [claim["step"] for claim in claims] != list(expected):
         return RepairVerdict("wrong step", first)
-    if any(tuple(claim["ranks"]) != fault.mended_ranks(strike) for claim in claims):
+    if any(tuple(claim["ranks"]) != fault.mended_ranks(target) for claim in claims):
         return RepairVerdict("wrong ranks", first)
     if not all(says(claim, words) for claim in claims):
         return RepairVerdict("wrong words", first)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ds_silent.numerics.rounding import Rounding, measure_rounding
 from ds_silent.numerics.weights import Distance, measure_weights
 from ds_silent.numerics.wire import Job, RealReduction, Timing, reduce_for_real
 from ds_silent.practice.model import PracticeModel, warm_up
+from ds_silent.records import to_json as plain
 
 WORLD_SIZES = (2, 4, 8)
 MOST_MICRO_BATCHES = 64
@@ -33,7 +33,7 @@ MOST_TRAINED = 4  # ranks
 
 @dataclass(frozen=True)
 class Options:
-    """As typed, but checked."""
+    """As typed; :func:`measure` checks it."""
 
     gradients: str | None = None  # directory; None: the practice model
     world_sizes: tuple[int, ...] = ()  # empty: those of WORLD_SIZES that the gradients can be spread over
@@ -69,20 +69,18 @@ def measure(options: Options, told: Callable[[str], None] = lambda _: None) -> F
     """Everything that ``options`` ask for; ``told`` hears what has ended.
 
     Raises:
-        ConfigError: gradients or world sizes that do not fit.
+        ConfigError: a dtype, a loss scale, gradients or world sizes that do not fit.
         RankBroke: a process of the real all-reduces did not end well.
     """
-    with _one_thread():
-        return _measured(options, told)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The practice model is too small for more, which would only wait for each other; and its bits stay the same."""
+    for dtype in options.dtypes:
+        if dtype not in DTYPES:
+            raise ConfigError(f"--dtype must be fp32, bf16 or fp16, got {dtype!a}")
+    if options.loss_scale is not None and not math.isfinite(options.loss_scale):
+        raise ConfigError(f"--loss-scale must be a finite number of at least 1, got {options.loss_scale}")
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the practice model is too small for more, which would only wait for each other
     try:
-        yield
+        return _measured(options, told)
     finally:
         torch.set_num_threads(before)
 
@@ -169,20 +167,10 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def to_json(findings: Findings) -> dict[str, Any]:
-    """Numbers as measured; what is not finite is the string "nan", "inf" or "-inf"."""
-    found: dict[str, Any] = _plain(dataclasses.asdict(findings))
-    for name, row in zip(found["rounding"], findings.rounding, strict=True):
-        name["bound_over_seen"] = _plain(row.ratio)
-    for name, reduction in zip(found["reductions"], findings.reductions, strict=True):
-        name["equals"] = reduction.orders
+    """Return numbers as measured; what is not finite is the string "nan", "inf" or "-inf"."""
+    found: dict[str, Any] = plain(findings)
+    for written, row in zip(found["rounding"], findings.rounding, strict=True):
+        written["bound_over_seen"] = plain(row.ratio)
+    for written, reduction in zip(found["reductions"], findings.reductions, strict=True):
+        written["equals"] = reduction.orders
     return found | {"sound": findings.sound}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -1,5 +1,6 @@
-"""What the measurements say on a terminal: a table and a plain sentence for each.
+"""Carry ``ds-silent numerics`` out, and say what was measured: a table and a plain sentence for each.
 
+code = numerics_command(Options(), json_path=None)     # 0 sound, 1 not, 2 a mistake of the user
 print_report(findings, Console())
 """
 
@@ -8,15 +9,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ds_silent.numerics.program import Findings, weights_ranks
+from ds_silent.commands.measuring import carried_out
+from ds_silent.numerics.program import Findings, Options, measure, to_json, weights_ranks
 from ds_silent.numerics.rounding import Rounding
 from ds_silent.numerics.weights import Distance
 from ds_silent.numerics.wire import AGAIN, RealReduction, Timing
+
+
+def numerics_command(options: Options, json_path: str | None) -> int:
+    """Measure, print the report, write ``json_path``; return the exit status."""
+    return carried_out(
+        partial(measure, options), print_report, to_json, lambda findings: 0 if findings.sound else 1, json_path
+    )
 
 
 def print_report(findings: Findings, console: Console) -> None:

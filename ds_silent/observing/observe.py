@@ -28,7 +28,7 @@ from rich.console import Console
 from ds_silent.alerts.sink import refuse_unusable_alerts
 from ds_silent.capture.loaders import data_facts, deal_item, deal_of, dealt_by_all
 from ds_silent.capture.step import StepCapture
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, WriterError, parse, shown
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, WriterError, parse
 from ds_silent.config_file import load_ds_config, name_of
 from ds_silent.distributed.parts import listed
 from ds_silent.distributed.places import SHOWN_HOSTS, PlaceBoard, Places, read_groups
@@ -49,7 +49,7 @@ from ds_silent.respond.stop import end_by_event
 from ds_silent.sinks import SinkError
 from ds_silent.sinks.run_directory import run_text
 from ds_silent.sinks.scalars import MonitorWrite
-from ds_silent.text import Words
+from ds_silent.text import Words, shown
 
 logger = logging.getLogger("ds_silent")
 _ATTRIBUTE = "_ds_silent_observer"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ds_silent.cli import app
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.injection import Strike
+from ds_silent.drill.faults.injection import Target
 from ds_silent.drill.printing import print_report, sentence
 from ds_silent.drill.run_drill import Outcome, exit_code, judged, to_json
 from ds_silent.drill.run_trial import TrialRun, run_trial
@@ -27,7 +27,7 @@ from ds_silent.practice.ranks import RankBroke, on_ranks
 from ds_silent.records import Event, StepRecord
 from tests.drill.cold_start import cold_start
 
-STRIKE = Strike(2, 4, 21)
+TARGET = Target(2, 4, 21)
 BLOCK: dict[str, Any] = {"silent_consistency": {}}
 
 
@@ -61,16 +61,16 @@ def event(step: int, kind: str, ranks: tuple[int, ...], severity: str = "error",
 )
 def test_what_counts_as_found(name: str, events: list[dict[str, Any]], answer: str) -> None:
     fault = FAULTS[name]
-    strike = Strike(2, 4, fault.first_step)
-    assert judge(fault, strike, events, interval=1).answer == answer
+    target = Target(2, 4, fault.first_step)
+    assert judge(fault, target, events, interval=1).answer == answer
 
 
 def test_a_deterministic_fault_must_be_found_at_its_first_measured_step() -> None:
     fault = FAULTS["nan-loss"]
-    assert not judge(fault, STRIKE, [event(21, "non-finite", (2,))], 1).late
-    assert judge(fault, STRIKE, [event(22, "non-finite", (2,))], 1).late
-    assert not judge(fault, STRIKE, [event(30, "non-finite", (2,))], 10).late
-    assert not judge(FAULTS["gradient-negated"], STRIKE, [event(60, "outlier-rank", (2,))], 1).late
+    assert not judge(fault, TARGET, [event(21, "non-finite", (2,))], 1).late
+    assert judge(fault, TARGET, [event(22, "non-finite", (2,))], 1).late
+    assert not judge(fault, TARGET, [event(30, "non-finite", (2,))], 10).late
+    assert not judge(FAULTS["gradient-negated"], TARGET, [event(60, "outlier-rank", (2,))], 1).late
     assert [first_measured(step, 10) for step in (0, 1, 10, 11)] == [0, 10, 10, 20]
 
 
@@ -83,8 +83,8 @@ def test_the_cause_must_be_right_too() -> None:
         ("", "wrong cause"),
     ):
         events = [event(4, "aggregation-error", (2,), message=message)]
-        assert judge(fault, Strike(2, 4, 4), events, 1).answer == answer
-    assert judge(fault, Strike(2, 4, 40), [event(40, "aggregation-error", (2,))], 10).found  # the rule needs step 39
+        assert judge(fault, Target(2, 4, 4), events, 1).answer == answer
+    assert judge(fault, Target(2, 4, 40), [event(40, "aggregation-error", (2,))], 10).found  # the rule needs step 39
 
 
 def test_a_replica_is_due_at_the_first_comparison_after_the_update() -> None:
@@ -93,22 +93,22 @@ def test_a_replica_is_due_at_the_first_comparison_after_the_update() -> None:
     fault = FAULTS["frozen-parameter-changed"]
     told = "The first update that left them apart was that of step 4. rescale.shift"
     for step, late in ((5, False), (10, True)):
-        verdict = judge(fault, Strike(2, 4, 4), [event(step, "replica-drift", (2,), message=told)], 1, 5)
+        verdict = judge(fault, Target(2, 4, 4), [event(step, "replica-drift", (2,), message=told)], 1, 5)
         assert (verdict.found, verdict.late, verdict.right) == (True, late, not late)
     wrong = [event(5, "replica-drift", (2,), message=told.replace("step 4", "step 41"))]
-    assert judge(fault, Strike(2, 4, 4), wrong, 1, 5).answer == "wrong cause"
-    assert due(FAULTS["bucket-stale"], Strike(2, 4, 4), 1, 5) == 4
+    assert judge(fault, Target(2, 4, 4), wrong, 1, 5).answer == "wrong cause"
+    assert due(FAULTS["bucket-stale"], Target(2, 4, 4), 1, 5) == 4
 
 
 def test_what_is_below_rounding_may_stay_silent_and_nothing_else_may() -> None:
-    fault, strike = FAULTS["aggregate-flip-byte-0"], Strike(2, 4, 4)
-    assert judge(fault, strike, [], 1, change=1e-7, rounding=3e-7).answer == "below rounding"
-    assert judge(fault, strike, [], 1, change=1e-7, rounding=3e-7).right
-    assert judge(fault, strike, [], 1, change=5e-7, rounding=3e-7).right
-    assert judge(fault, strike, [], 1, change=7e-7, rounding=3e-7).answer == "missed"
-    assert judge(fault, strike, [], 1, change=None, rounding=3e-7).answer == "missed"
+    fault, target = FAULTS["aggregate-flip-byte-0"], Target(2, 4, 4)
+    assert judge(fault, target, [], 1, change=1e-7, rounding=3e-7).answer == "below rounding"
+    assert judge(fault, target, [], 1, change=1e-7, rounding=3e-7).right
+    assert judge(fault, target, [], 1, change=5e-7, rounding=3e-7).right
+    assert judge(fault, target, [], 1, change=7e-7, rounding=3e-7).answer == "missed"
+    assert judge(fault, target, [], 1, change=None, rounding=3e-7).answer == "missed"
     alarm = [event(4, "outlier-rank", (2,))]
-    assert judge(fault, strike, alarm, 1, change=1e-7, rounding=3e-7).answer == "wrong kind"
+    assert judge(fault, target, alarm, 1, change=1e-7, rounding=3e-7).answer == "wrong kind"
 
 
 def test_a_healthy_run_is_right_only_without_an_alarm() -> None:
@@ -193,7 +193,7 @@ SETTING = make_setting(BLOCK, 3)
 FAKES = ("right", "disabled", "wrong rank", "wrong kind", "cries wolf")
 
 
-TRIALS = (Trial("healthy", None, Strike(2, 3, 0), 4), Trial("nan-loss", FAULTS["nan-loss"], Strike(2, 3, 3), 8))
+TRIALS = (Trial("healthy", None, Target(2, 3, 0), 4), Trial("nan-loss", FAULTS["nan-loss"], Target(2, 3, 3), 8))
 
 
 def perform_with_fakes(send: Callable[[Any], None], directory: str) -> None:
@@ -287,10 +287,10 @@ def perform_with_mutations(send: Callable[[Any], None], directory: str) -> None:
 
 def real_trials() -> tuple[Trial, ...]:
     faults = [FAULTS[name] for name in HIT_BY]
-    struck = [(fault, Strike(2, 4, min(fault.first_step, 3), fault.size)) for fault in faults]
+    struck = [(fault, Target(2, 4, min(fault.first_step, 3), fault.size)) for fault in faults]
     return (
-        Trial("healthy", None, Strike(2, 4, 0), 8),
-        *(Trial(fault.name, fault, strike, 6) for fault, strike in struck),
+        Trial("healthy", None, Target(2, 4, 0), 8),
+        *(Trial(fault.name, fault, target, 6) for fault, target in struck),
     )
 
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from ds_silent.cli import app
 from ds_silent.config import ConfigError
 from ds_silent.drill import setting as drill_setting
-from ds_silent.drill.faults.answered import MAJORITY, RETRY
 from ds_silent.drill.faults.catalogue import FAULTS
+from ds_silent.drill.faults.fault import MAJORITY, RETRY
 from ds_silent.drill.megatron_issues import PUBLIC, SCENARIOS
 from ds_silent.drill.printing import print_report
 from ds_silent.drill.run_drill import DrillOptions, Outcome, exit_code, judged, to_json, trials_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.injection import WORDS, Collective, Injection, Strike, flip_bit, top_exponent_bit
+from ds_silent.drill.faults.injection import WORDS, Collective, Injection, Target, flip_bit, top_exponent_bit
 from ds_silent.drill.run_drill import DrillOptions, Outcome, exit_code, judged, trial_of
 from ds_silent.drill.run_trial import TrialRun, run_trial
 from ds_silent.drill.setting import DrillSetting, make_setting
@@ -21,7 +21,7 @@ from ds_silent.maths.causes import Cause
 from ds_silent.practice.ranks import on_ranks
 from tests.drill.cold_start import cold_start
 
-STRIKE = Strike(2, 4, 3)
+TARGET = Target(2, 4, 3)
 RESULT = torch.arange(1.0, 9.0)
 
 
@@ -48,7 +48,7 @@ def reduced(injection: Injection, step: int, bucket: int = 0, dtype: torch.dtype
 )
 def test_a_reduction_is_healthy_before_the_strike_and_wrong_from_it_on(name: str, result: Tensor) -> None:
     fault = FAULTS[name]
-    injection = fault.inject(Strike(2, 4, 3, fault.size), 2)
+    injection = fault.inject(Target(2, 4, 3, fault.size), 2)
     for step in (1, 2):
         assert torch.equal(reduced(injection, step), RESULT + 100.0)
     for step in (3, 4):
@@ -58,7 +58,7 @@ def test_a_reduction_is_healthy_before_the_strike_and_wrong_from_it_on(name: str
 
 
 def test_what_is_left_over_or_stale_is_of_the_step_before() -> None:
-    stale, left = (FAULTS[name].inject(STRIKE, 0) for name in ("bucket-stale", "partition-not-cleared"))
+    stale, left = (FAULTS[name].inject(TARGET, 0) for name in ("bucket-stale", "partition-not-cleared"))
     for step, kept, added in ((1, 0, 0), (2, 0, 0), (3, 2, 2), (4, 2, 5)):
         for injection, expected in ((stale, kept or step), (left, step + added)):
             values = torch.full((4,), float(step))
@@ -72,7 +72,7 @@ def test_the_noise_has_its_size_and_is_the_same_on_all_ranks_or_on_one(one_rank:
     name = "aggregate-noise-one-rank" if one_rank else "aggregate-noise"
     results = []
     for me in range(4):
-        injection = FAULTS[name].inject(Strike(2, 4, 3, 0.05), me)
+        injection = FAULTS[name].inject(Target(2, 4, 3, 0.05), me)
         if one_rank and me != 2:
             assert injection == Injection()
             continue
@@ -87,7 +87,7 @@ def test_one_bit_of_the_largest_element_flips_once_and_its_size_is_known(dtype: 
     healthy = (RESULT + 100.0).to(dtype)
     largest = float(healthy[7])
     for byte in range(4):
-        injection = FAULTS[f"aggregate-flip-byte-{byte}"].inject(STRIKE, 0)
+        injection = FAULTS[f"aggregate-flip-byte-{byte}"].inject(TARGET, 0)
         assert torch.equal(reduced(injection, 2, dtype=dtype), healthy)
         flipped = reduced(injection, 3, dtype=dtype)
         reduced(injection, 3, bucket=1, dtype=dtype)  # the size is relative to all buckets
@@ -115,7 +115,7 @@ def test_the_optimizers_input_and_its_step() -> None:
         optimizer = torch.optim.SGD([weight], lr=0.0)
         weight.grad = torch.tensor([1.0, 2.0, 2.0])
         fault = FAULTS[name]
-        update = fault.inject(Strike(2, 4, 3, fault.size), me).update
+        update = fault.inject(Target(2, 4, 3, fault.size), me).update
         if update is None:
             return None, None
         ran = update(optimizer, lambda: "ran", step)
@@ -134,14 +134,14 @@ def test_the_optimizers_input_and_its_step() -> None:
 
 @pytest.mark.parametrize("name", ["gathered-weights-stale", "gathered-weights-bit"])
 def test_a_piece_of_the_gathered_weights(name: str) -> None:
-    gathering = FAULTS[name].inject(STRIKE, 2).gathering
+    gathering = FAULTS[name].inject(TARGET, 2).gathering
     assert gathering is not None
     for step in (2, 3):
         weights = torch.zeros(8)
         gathering(Collective(weights, partial(weights.fill_, 1.0), step, (0, 0), True))
         wrong = (weights != 1.0).nonzero().flatten().tolist()
         assert wrong == ([] if step == 2 else [6, 7] if name.endswith("stale") else [6])
-    assert FAULTS[name].inject(STRIKE, 1).gathering is None
+    assert FAULTS[name].inject(TARGET, 1).gathering is None
 
 
 def test_every_bit_can_be_flipped() -> None:

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ds_silent.drill.faults.answered import DYNAMIC, MAJORITY, MEAN, RETRY
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.injection import NOTHING, Collective, Injection, Strike
+from ds_silent.drill.faults.fault import DYNAMIC, MAJORITY, MEAN, RETRY
+from ds_silent.drill.faults.injection import NOTHING, Collective, Injection, Target
 from ds_silent.drill.printing import print_report, sentence
 from ds_silent.drill.run_drill import DrillOptions, Outcome, exit_code, judged, to_json, trial_of, trials_of
 from ds_silent.drill.run_trial import TrialRun, run_trial
@@ -27,7 +27,7 @@ from ds_silent.practice.ranks import on_ranks
 from ds_silent.records import Repair
 from tests.drill.cold_start import cold_start
 
-STRIKE = Strike(2, 4, 4)
+TARGET = Target(2, 4, 4)
 RESULT = torch.arange(1.0, 9.0)
 ANSWERED = {name: fault for name, fault in FAULTS.items() if fault.response is not None}
 
@@ -69,7 +69,7 @@ def apart(first: int, last: int = 8, everywhere: bool = False) -> list[tuple[str
 )
 def test_what_counts_as_repaired(claims: list[dict[str, Any]], states: list[tuple[str, ...]], answer: str) -> None:
     fault = FAULTS["majority-update-skipped"]
-    verdict = judge_repair(fault, STRIKE, MAJORITY, claims, states, HEALTHY)
+    verdict = judge_repair(fault, TARGET, MAJORITY, claims, states, HEALTHY)
     assert verdict.answer == answer
     assert verdict.right == (answer == "repaired")
 
@@ -78,10 +78,10 @@ def test_an_average_makes_the_ranks_equal_and_no_more() -> None:
     fault, told = FAULTS["dynamic-update-skipped"], "all replicas are equal again"
     states = apart(4, 4)
     states[4:] = [("mean",) * 4] * 4
-    assert judge_repair(fault, STRIKE, DYNAMIC, [claim(5, (), told)], states, HEALTHY).answer == "repaired"
-    assert judge_repair(fault, STRIKE, DYNAMIC, [claim(6, (), told)], states, HEALTHY).answer == "wrong step"
-    assert judge_repair(fault, STRIKE, DYNAMIC, [claim(5, (), told)], apart(4), HEALTHY).answer == "wrong state"
-    assert judge_repair(fault, STRIKE, DYNAMIC, [claim(5, (2,), told)], states, HEALTHY).answer == "wrong ranks"
+    assert judge_repair(fault, TARGET, DYNAMIC, [claim(5, (), told)], states, HEALTHY).answer == "repaired"
+    assert judge_repair(fault, TARGET, DYNAMIC, [claim(6, (), told)], states, HEALTHY).answer == "wrong step"
+    assert judge_repair(fault, TARGET, DYNAMIC, [claim(5, (), told)], apart(4), HEALTHY).answer == "wrong state"
+    assert judge_repair(fault, TARGET, DYNAMIC, [claim(5, (2,), told)], states, HEALTHY).answer == "wrong ranks"
     compared = [(response.compared(4), response.compared(5)) for response in (MAJORITY, MEAN, DYNAMIC)]
     assert compared == [(4, 5), (6, 6), (4, 7)]
     assert (MAJORITY.settled(4), MEAN.settled(4), DYNAMIC.settled(4)) == (4, 6, 5)
@@ -90,8 +90,8 @@ def test_an_average_makes_the_ranks_equal_and_no_more() -> None:
 def test_every_step_or_one() -> None:
     fault = FAULTS["majority-signs-received"]
     claims = [claim(step) for step in range(4, 9)]
-    assert judge_repair(fault, STRIKE, MAJORITY, claims, HEALTHY, HEALTHY).answer == "repaired"
-    assert judge_repair(fault, STRIKE, MAJORITY, claims[:-1], HEALTHY, HEALTHY).answer == "wrong step"
+    assert judge_repair(fault, TARGET, MAJORITY, claims, HEALTHY, HEALTHY).answer == "repaired"
+    assert judge_repair(fault, TARGET, MAJORITY, claims[:-1], HEALTHY, HEALTHY).answer == "wrong step"
 
 
 def test_what_cannot_be_repaired_must_be_said_and_never_claimed() -> None:
@@ -99,18 +99,18 @@ def test_what_cannot_be_repaired_must_be_said_and_never_claimed() -> None:
     told = {**claim(4, ()), "kind": "aggregation-error", "severity": "error"}
     told["message"] = "The reduction of step 4 was repeated 3 times and stayed wrong."
     wrong = apart(4, everywhere=True)
-    assert judge_repair(fault, STRIKE, RETRY, [told], wrong, HEALTHY).answer == "given up"
-    assert judge_repair(fault, STRIKE, RETRY, [], wrong, HEALTHY).answer == "not said"
-    assert judge_repair(fault, STRIKE, RETRY, [{**told, "step": 5}], wrong, HEALTHY).answer == "not said"
-    assert judge_repair(fault, STRIKE, RETRY, [told, claim(4)], wrong, HEALTHY).answer == "claimed"
-    assert judge_repair(fault, STRIKE, RETRY, [{**told, "ranks": [2]}], wrong, HEALTHY).answer == "wrong ranks"
-    assert judge_repair(fault, STRIKE, RETRY, [told], HEALTHY, HEALTHY).answer == "wrong state"  # there was no fault
-    assert FAULTS["majority-tie"].mended_ranks(STRIKE) == ()  # nobody is blamed without a majority
-    assert FAULTS["majority-two-ranks"].mended_ranks(STRIKE) == (2, 3)
+    assert judge_repair(fault, TARGET, RETRY, [told], wrong, HEALTHY).answer == "given up"
+    assert judge_repair(fault, TARGET, RETRY, [], wrong, HEALTHY).answer == "not said"
+    assert judge_repair(fault, TARGET, RETRY, [{**told, "step": 5}], wrong, HEALTHY).answer == "not said"
+    assert judge_repair(fault, TARGET, RETRY, [told, claim(4)], wrong, HEALTHY).answer == "claimed"
+    assert judge_repair(fault, TARGET, RETRY, [{**told, "ranks": [2]}], wrong, HEALTHY).answer == "wrong ranks"
+    assert judge_repair(fault, TARGET, RETRY, [told], HEALTHY, HEALTHY).answer == "wrong state"  # there was no fault
+    assert FAULTS["majority-tie"].mended_ranks(TARGET) == ()  # nobody is blamed without a majority
+    assert FAULTS["majority-two-ranks"].mended_ranks(TARGET) == (2, 3)
 
 
 def test_a_healthy_training_must_be_left_alone() -> None:
-    nobody = replace(STRIKE, step=0)
+    nobody = replace(TARGET, step=0)
     assert judge_repair(None, nobody, MEAN, [], HEALTHY, HEALTHY).answer == "untouched"
     assert judge_repair(None, nobody, MEAN, [claim(6)], HEALTHY, HEALTHY).answer == "claimed"
     assert judge_repair(None, nobody, MEAN, [], apart(6, everywhere=True), HEALTHY).answer == "wrong state"
@@ -139,7 +139,7 @@ def test_responses_bring_their_own_healthy_trainings_where_they_can_work() -> No
 def test_with_an_interval_responses_still_measure_every_step() -> None:
     setting = make_setting({"silent_consistency": {"interval": 5, "direction": {"method": "off"}}}, 4)
     trial = trial_of(FAULTS["retry-burst"], DrillOptions(), setting)
-    assert (trial.strike.step, trial.steps) == (4, 6)
+    assert (trial.target.step, trial.steps) == (4, 6)
     block = setting.answering(trial.response).block
     assert (block.interval, block.direction.method, block.integrity.aggregation) == (1, "sketch", True)
 
@@ -170,14 +170,14 @@ def reduced(injection: Injection, step: int, attempt: int = 0, bucket: int = 0) 
 )
 def test_which_attempts_of_which_step_are_hit(name: str, wrong: set[tuple[int, int]]) -> None:
     fault = FAULTS[name]
-    injection = fault.inject(replace(STRIKE, size=fault.size), 2)
+    injection = fault.inject(replace(TARGET, size=fault.size), 2)
     tried = [(step, attempt) for step in (3, 4, 5) for attempt in range(4)]
     assert {at for at in tried if not torch.equal(reduced(injection, *at), RESULT + 100.0)} == wrong
 
 
 def test_half_of_the_ranks_skip_and_no_version_has_a_majority() -> None:
     for ranks in (2, 3, 4, 5):
-        made = [FAULTS["majority-tie"].inject(Strike(ranks - 1, ranks, 4, 0.05), me) for me in range(ranks)]
+        made = [FAULTS["majority-tie"].inject(Target(ranks - 1, ranks, 4, 0.05), me) for me in range(ranks)]
         versions: list[str] = []
         for injection in made:
             weight = torch.ones(3)
@@ -193,7 +193,7 @@ def test_half_of_the_ranks_skip_and_no_version_has_a_majority() -> None:
 
 
 def test_a_repair_is_damaged_once_or_always() -> None:
-    once, always = (FAULTS[f"majority-copy-{name}"].inject(STRIKE, 2) for name in ("damaged", "always-damaged"))
+    once, always = (FAULTS[f"majority-copy-{name}"].inject(TARGET, 2) for name in ("damaged", "always-damaged"))
     for injection, expected in ((once, [0, 8, 0, 0]), (always, [0, 8, 8, 8])):
         arrived = []
         for step in (3, 4, 4, 5):
@@ -202,7 +202,7 @@ def test_a_repair_is_damaged_once_or_always() -> None:
             injection.repair(values, step)
             arrived.append(int(values[0]))
         assert arrived == expected
-    assert FAULTS["majority-copy-damaged"].inject(STRIKE, 1) == NOTHING
+    assert FAULTS["majority-copy-damaged"].inject(TARGET, 1) == NOTHING
 
 
 # -- real trainings, with responders of our own -----------------------------------------------------------------------
@@ -223,7 +223,7 @@ def setting_of(stage: int, dtype: str) -> DrillSetting:
 
 def trial_named(name: str, setting: DrillSetting) -> Trial:
     if name.startswith("healthy"):
-        return Trial(name, None, Strike(2, 4, 0), 8, response=MEAN if name == "healthy-mean" else None)
+        return Trial(name, None, Target(2, 4, 0), 8, response=MEAN if name == "healthy-mean" else None)
     return trial_of(FAULTS[name], DrillOptions(), setting)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ds_silent.config import ConfigError, RespondConfig
-from ds_silent.drill.faults.answered import MAJORITY, RETRY
 from ds_silent.drill.faults.catalogue import FAULTS
+from ds_silent.drill.faults.fault import MAJORITY, RETRY
 from ds_silent.drill.run_drill import HEALTHY, DrillOptions, trials_of
 from ds_silent.drill.setting import make_setting
 
@@ -107,9 +107,9 @@ def test_with_an_interval_the_faults_strike_later_and_trainings_are_longer() -> 
     setting = make_setting({"silent_consistency": {"interval": 5}}, 4)
     trials, _ = trials_of(options, setting)
     strikes = {trial.name: trial for trial in trials}
-    assert strikes["nan-loss"].strike.step == 105  # a measured step
+    assert strikes["nan-loss"].target.step == 105  # a measured step
     assert strikes["nan-loss"].steps == 105 + 6 * 5
-    assert strikes["learning-rate"].strike.step == 0
+    assert strikes["learning-rate"].target.step == 0
     assert [trial.name for trial in trials[:3]] == list(HEALTHY)
 
 

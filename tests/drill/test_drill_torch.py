@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from ds_silent.cli import app
 from ds_silent.config import ConfigError
-from ds_silent.drill.faults.answered import MAJORITY, RETRY
 from ds_silent.drill.faults.catalogue import FAULTS
+from ds_silent.drill.faults.fault import MAJORITY, RETRY
 from ds_silent.drill.printing import print_report
 from ds_silent.drill.run_drill import DrillOptions, Outcome, exit_code, judged, to_json, trial_of, trials_of
 from ds_silent.drill.run_trial import TrialRun, run_trial
@@ -104,7 +104,7 @@ def test_what_only_deepspeed_can_do_is_not_tried_elsewhere() -> None:
     assert ddp.why_not(FAULTS["micro-batch-missing"]) == "it takes gradient_accumulation_steps 2 in the configuration"
     two = make_setting(None, 2, framework="ddp").why_not(FAULTS["majority-tie"])
     assert two == "needs at least 3 ranks"
-    assert trial_of(FAULTS["nan-loss"], DrillOptions(), fsdp2).strike.stage == 3
+    assert trial_of(FAULTS["nan-loss"], DrillOptions(), fsdp2).target.stage == 3
 
 
 def test_the_block_may_stand_alone_or_in_a_configuration() -> None:

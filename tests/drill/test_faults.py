@@ -12,15 +12,16 @@ from torch import Tensor
 
 from ds_silent.drill.faults import inputs
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.injection import NOTHING, Batch, Shard, Strike
+from ds_silent.drill.faults.injection import NOTHING, Batch, Shard, Target
 from ds_silent.practice.model import IGNORED, PracticeModel, make_rows, warm_up
+from tests.support.pages import DOCS, ROOT
 
 KINDS = {
     *("duplicate-data", "data-order-mismatch", "low-coverage", "outlier-rank", "non-finite", "zero-gradient"),
     *("unreduced-gradient", "aggregation-error", "update-mismatch", "replica-drift"),
     *("seed-mismatch", "config-mismatch", "objective-mismatch", "initial-weights-mismatch"),
 }
-STRIKE = Strike(rank=2, ranks=4, step=3)
+TARGET = Target(rank=2, ranks=4, step=3)
 EVERYWHERE = {
     *("same-batch-everywhere", "same-batch-everywhere-without-ids", "parameter-trained-late"),
     "pass-begun-anew",
@@ -51,7 +52,9 @@ def a_batch() -> Batch:
 
 
 def test_the_catalogue_is_large_enough_and_speaks_of_known_events() -> None:
-    assert len(FAULTS) == 120
+    assert len(FAULTS) >= 120
+    for page in (ROOT / "README.md", DOCS / "README.md", DOCS / "drill.md"):
+        assert f"{len(FAULTS)} faults" in page.read_text(encoding="utf-8"), page
     assert {fault.strikes for fault in FAULTS.values()} == {
         *("data", "seed", "weights", "hyper-parameter", "environment", "gradient", "loss"),
         *("reduction", "update", "replica"),
@@ -66,34 +69,34 @@ def test_the_catalogue_is_large_enough_and_speaks_of_known_events() -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_touches_the_ranks_that_it_names_and_no_other(name: str) -> None:
     fault = FAULTS[name]
-    touched = {rank for rank in range(4) if fault.inject(STRIKE, rank) != NOTHING}
+    touched = {rank for rank in range(4) if fault.inject(TARGET, rank) != NOTHING}
     assert touched == (set(range(4)) if name in EVERYWHERE else {2, 3} if name in TWO_RANKS else {2})
 
 
 def test_who_must_be_named() -> None:
     everyone = (0, 1, 2, 3)
-    assert FAULTS["nan-loss"].expected_ranks(STRIKE) == ((2,),)
-    assert FAULTS["same-batch-pair"].expected_ranks(Strike(3, 4, 1)) == ((0, 3),)
-    assert FAULTS["same-batch-everywhere"].expected_ranks(STRIKE)[0] == everyone
-    assert FAULTS["repeated-batch"].expected_ranks(STRIKE) == ((2,),)
-    assert FAULTS["sampler-seed-one-rank"].expected_ranks(STRIKE) == ((2,), everyone)
-    two = Strike(1, 2, 1)
+    assert FAULTS["nan-loss"].expected_ranks(TARGET) == ((2,),)
+    assert FAULTS["same-batch-pair"].expected_ranks(Target(3, 4, 1)) == ((0, 3),)
+    assert FAULTS["same-batch-everywhere"].expected_ranks(TARGET)[0] == everyone
+    assert FAULTS["repeated-batch"].expected_ranks(TARGET) == ((2,),)
+    assert FAULTS["sampler-seed-one-rank"].expected_ranks(TARGET) == ((2,), everyone)
+    two = Target(1, 2, 1)
     assert FAULTS["gradient-negated"].expected_ranks(two) == ((0, 1), ())  # nobody is outvoted
     assert FAULTS["nan-loss"].expected_ranks(two) == ((1,),)  # no comparison needed
     receiver = FAULTS["aggregate-noise-one-rank"]
-    assert receiver.expected_ranks(STRIKE) == ((2,),)
-    assert receiver.expected_ranks(Strike(2, 4, 3, stage=1)) == ((),)  # nobody else holds the piece
+    assert receiver.expected_ranks(TARGET) == ((2,),)
+    assert receiver.expected_ranks(Target(2, 4, 3, stage=1)) == ((),)  # nobody else holds the piece
     owner = FAULTS["bucket-dropped"]
-    assert owner.expected_ranks(STRIKE) == ((),)
-    assert owner.expected_ranks(Strike(2, 4, 3, stage=2)) == ((), (0,), (1,), (2,), (3,))
-    assert FAULTS["division-forgotten"].expected_ranks(STRIKE) == ((),)
+    assert owner.expected_ranks(TARGET) == ((),)
+    assert owner.expected_ranks(Target(2, 4, 3, stage=2)) == ((), (0,), (1,), (2,), (3,))
+    assert FAULTS["division-forgotten"].expected_ranks(TARGET) == ((),)
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
 def rows(name: str, me: int, step: int) -> list[int]:
-    function = FAULTS[name].inject(STRIKE, me).rows
+    function = FAULTS[name].inject(TARGET, me).rows
     return rows_of(*((me, step) if function is None else function(me, step))).tolist()
 
 
@@ -109,7 +112,7 @@ def test_rows_are_the_samplers_before_the_strike_and_wrong_from_it_on(me: int) -
 
 
 def test_content_under_other_ids() -> None:
-    injection = FAULTS["same-content-other-ids"].inject(STRIKE, 2)
+    injection = FAULTS["same-content-other-ids"].inject(TARGET, 2)
     assert injection.rows is None
     assert injection.content is not None
     assert injection.content(2, 2) == (2, 2)
@@ -118,7 +121,7 @@ def test_content_under_other_ids() -> None:
 
 def test_what_a_sampler_believes() -> None:
     shards = {
-        name: [FAULTS[name].inject(STRIKE, me).shard for me in range(4)]
+        name: [FAULTS[name].inject(TARGET, me).shard for me in range(4)]
         for name in ("sampler-seed-one-rank", "sampler-seed-every-rank", "sampler-world-size-one")
     }
     told = {
@@ -132,7 +135,7 @@ def test_what_a_sampler_believes() -> None:
 
 def test_batches_are_untouched_before_the_strike() -> None:
     for name in ("no-labels", "label-noise", "other-distribution"):
-        change = FAULTS[name].inject(STRIKE, 2).batch
+        change = FAULTS[name].inject(TARGET, 2).batch
         assert change is not None
         batch = a_batch()
         assert change(batch, 2) is batch
@@ -141,7 +144,7 @@ def test_batches_are_untouched_before_the_strike() -> None:
 def test_labels_that_are_gone_or_random() -> None:
     batch = a_batch()
     learnt = batch.labels != IGNORED
-    no_labels, noise = (FAULTS[name].inject(STRIKE, 2).batch for name in ("no-labels", "label-noise"))
+    no_labels, noise = (FAULTS[name].inject(TARGET, 2).batch for name in ("no-labels", "label-noise"))
     assert no_labels is not None
     assert noise is not None
     assert bool((no_labels(batch, 3).labels == IGNORED).all())
@@ -155,8 +158,8 @@ def test_labels_that_are_gone_or_random() -> None:
 def test_the_share_of_noisy_labels_is_the_size() -> None:
     batch = a_batch()
     learnt = batch.labels != IGNORED
-    untouched = inputs.label_noise(Strike(2, 4, 1, size=0.0), 2).batch
-    some = inputs.label_noise(Strike(2, 4, 1, size=0.2), 2).batch
+    untouched = inputs.label_noise(Target(2, 4, 1, size=0.0), 2).batch
+    some = inputs.label_noise(Target(2, 4, 1, size=0.2), 2).batch
     assert untouched is not None
     assert some is not None
     assert torch.equal(untouched(batch, 1).labels, batch.labels)
@@ -170,7 +173,7 @@ def test_the_share_of_noisy_labels_is_the_size() -> None:
 def test_one_bit_of_one_weight(dtype: torch.dtype) -> None:
     model = PracticeModel().to(dtype)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    change = FAULTS["initial-weights-bit"].inject(STRIKE, 2).model
+    change = FAULTS["initial-weights-bit"].inject(TARGET, 2).model
     assert change is not None
     change(model)
     flips = sum(_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -186,13 +189,13 @@ def test_hyper_parameters_and_configuration() -> None:
     optimizer = torch.optim.AdamW(PracticeModel().parameters(), lr=1e-3, weight_decay=0.01)
     for name in ("learning-rate", "weight-decay"):
         fault = FAULTS[name]
-        change = fault.inject(Strike(2, 4, 1, fault.size), 2).optimizer
+        change = fault.inject(Target(2, 4, 1, fault.size), 2).optimizer
         assert change is not None
         change(optimizer)
     assert optimizer.param_groups[0]["lr"] == 2e-3
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.06)
     fault = FAULTS["config-value"]
-    edit = fault.inject(Strike(2, 4, 1, fault.size), 2).config
+    edit = fault.inject(Target(2, 4, 1, fault.size), 2).config
     assert edit is not None
     given = {"gradient_clipping": 1.0}
     assert edit(given)["gradient_clipping"] != 1.0
@@ -213,9 +216,9 @@ def test_torch_hands_a_hooks_result_to_the_hooks_that_came_later() -> None:
     assert parameter.grad.tolist() == [1.5] * 3
 
 
-def corrupt(name: str, gradient: Tensor, step: int, **strike: float) -> Tensor:
+def corrupt(name: str, gradient: Tensor, step: int, **target: float) -> Tensor:
     fault = FAULTS[name]
-    change = fault.inject(Strike(2, 4, 3, strike.get("size", fault.size)), 2).gradient
+    change = fault.inject(Target(2, 4, 3, target.get("size", fault.size)), 2).gradient
     assert change is not None
     change("layers.0.up.weight", gradient, 2)  # the step before, for those that remember
     return change("layers.0.up.weight", gradient, step)

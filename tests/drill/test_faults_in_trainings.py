@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import Fault
-from ds_silent.drill.faults.injection import Strike
+from ds_silent.drill.faults.injection import Target
 from ds_silent.drill.run_trial import run_trial
 from ds_silent.drill.training import Trial
 from ds_silent.sinks.jsonl import read_metrics
@@ -43,9 +43,9 @@ def train_with_each(directory: str, names: tuple[str, ...], zero_stage: int, dty
     seen = {}
     for name in ("healthy", *names):
         fault: Fault | None = FAULTS.get(name)
-        strike = Strike(2, dist.get_world_size(), 3, 1.0 if fault is None else fault.size)
+        target = Target(2, dist.get_world_size(), 3, 1.0 if fault is None else fault.size)
         folder = Path(directory, name)
-        run = run_trial(start, Trial(name, fault, strike, SHORT), folder)
+        run = run_trial(start, Trial(name, fault, target, SHORT), folder)
         records = tuple(read_metrics(folder / "metrics.jsonl")) if dist.get_rank() == 0 else ()
         seen[name] = Seen(records, run.losses)
     return seen

@@ -13,16 +13,28 @@ import torch
 
 from ds_silent.drill import faults
 from ds_silent.drill.faults import aggregate, inputs, update
-from ds_silent.drill.faults.injection import HEALTHY, NOTHING, Collective, Injection, Strike, limited
-from ds_silent.drill.faults.when import Maker, attempts, both, from_on, once, one
+from ds_silent.drill.faults.injection import (
+    HEALTHY,
+    NOTHING,
+    Collective,
+    Injection,
+    Maker,
+    Target,
+    attempts,
+    both,
+    from_on,
+    limited,
+    once,
+    one,
+)
 
-STRIKE = Strike(rank=2, ranks=4, step=3, size=4.0)
+TARGET = Target(rank=2, ranks=4, step=3, size=4.0)
 FRAMEWORKS = ("deepspeed", "ds_silent.drill.train", "ds_silent.drill.deepspeed", "ds_silent.frameworks")
 BEFORE_TRAINING = {"environment", "config", "shard", "seed", "model", "optimizer"}
 
 
 def losses(make: Maker, me: int = 2) -> list[float]:
-    change = make(STRIKE, me).loss
+    change = make(TARGET, me).loss
     return [float(torch.tensor(1.0) if change is None else change(torch.tensor(1.0), step)) for step in range(1, 6)]
 
 
@@ -31,12 +43,12 @@ def test_one_fault_at_each_moment() -> None:
     assert losses(from_on(inputs.scaled_loss)) == [1, 1, 4, 4, 4]
     assert losses(once(inputs.scaled_loss)) == [1, 1, 4, 1, 1]
     assert losses(one(once(inputs.scaled_loss)), me=1) == [1, 1, 1, 1, 1]
-    assert one(inputs.scaled_loss)(STRIKE, 1) == NOTHING
+    assert one(inputs.scaled_loss)(TARGET, 1) == NOTHING
 
 
 @pytest.mark.parametrize(("count", "hit"), [(1, [True, False, False]), (2, [True, True, False]), (None, [True] * 3)])
 def test_the_attempts_of_a_reduction(count: int | None, hit: list[bool]) -> None:
-    injection = once(attempts(partial(aggregate.weighted_contribution, 0.0), count))(STRIKE, 2)
+    injection = once(attempts(partial(aggregate.weighted_contribution, 0.0), count))(TARGET, 2)
     for step in (2, 3):
         zeroed = []
         for attempt in range(3):
@@ -49,7 +61,7 @@ def test_the_attempts_of_a_reduction(count: int | None, hit: list[bool]) -> None
 
 
 def test_two_things_at_once_and_each_at_its_moment() -> None:
-    injection = both(once(update.skipped), from_on(partial(update.damaged_repair, None)))(STRIKE, 2)
+    injection = both(once(update.skipped), from_on(partial(update.damaged_repair, None)))(TARGET, 2)
     assert injection.update is not None
     assert injection.repair is not None
     assert [injection.update(None, lambda: "ran", step) for step in (2, 3, 4)] == ["ran", None, "ran"]

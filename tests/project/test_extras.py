@@ -25,7 +25,7 @@ FINETUNE = f"sys.path.insert(0, {str(ROOT / 'launch')!r}); from train import run
 MODULE = "import runpy; runpy.run_module('ds_silent', run_name='__main__', alter_sys=True)"
 Told = tuple[int, str, str]
 """Exit code, standard output, standard error."""
-DEEPSPEED = ("frameworks/deepspeed/", "drill/train_deepspeed.py", "drill/deepspeed_config.py")
+DEEPSPEED = ("frameworks/deepspeed/", "drill/train_deepspeed.py")
 """Who may import it: its adapter and the drill's engine."""
 
 

@@ -15,11 +15,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import ds_silent
+from ds_silent.drill import training as drill_training
 from ds_silent.drill.faults.aggregate import flip_some
-from ds_silent.drill.faults.injection import Strike, add_noise
+from ds_silent.drill.faults.injection import Maker, Target, add_noise, once, one
 from ds_silent.drill.faults.update import skipped
-from ds_silent.drill.faults.when import Maker, once, one
-from ds_silent.drill.train_deepspeed import state_hash
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
 from ds_silent.practice.probe import hash_of
@@ -70,8 +69,9 @@ def trained(
 
 def state_of(engine: Any) -> str:
     """The drill's hash, and the engine's counters."""
+    held = drill_training.state_of(engine.module, engine.basic_optimizer)
     scale = getattr(engine.optimizer, "loss_scale", None) or getattr(engine.optimizer, "cur_scale", None)
-    return hash_of((state_hash(engine), engine.global_steps, engine.skipped_steps, engine.get_lr(), scale))
+    return hash_of((held, engine.global_steps, engine.skipped_steps, engine.get_lr(), scale))
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def updated(make: Maker) -> Fault:
     """A fault of the drill's that lies in the optimizer's step, at step ``FAULT``."""
 
     def fault(engine: Any, patches: Patches) -> None:
-        update = once(make)(Strike(ODD, RANKS, FAULT), dist.get_rank()).update
+        update = once(make)(Target(ODD, RANKS, FAULT), dist.get_rank()).update
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             run = partial(original, *args, **kwargs)

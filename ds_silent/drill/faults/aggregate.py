@@ -1,11 +1,10 @@
 """Make injections of what goes wrong in the reduction: what a rank puts in, the collective itself, what comes out.
 
-    injection = dropped_bucket(strike, me=2)
+    injection = dropped_bucket(target, me=2)
     injection.reduction(collective)            # runs the collective, or not, and corrupts what goes in or comes out
 
-As in :mod:`ds_silent.drill.faults.inputs`, a maker returns what goes wrong, and
-:mod:`ds_silent.drill.faults.when` says when and on whom: on all ranks what a wrong algorithm or a wrong configuration
-does, on one what its link or memory does. All of them strike behind the capture of the local gradients: the ranks' own
+Makers as in :mod:`ds_silent.drill.faults.injection`: on all ranks goes wrong what a wrong algorithm or configuration
+does, on one what its link or memory does. All of it is behind the capture of the local gradients: the ranks' own
 gradients are healthy, and only what becomes of them is wrong.
 """
 
@@ -18,22 +17,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.drill.faults.injection import Collective, Injection, Strike, add_noise, flip_bit, top_exponent_bit
+from ds_silent.drill.faults.injection import (
+    Change,
+    Collective,
+    Injection,
+    Target,
+    add_noise,
+    flip_bit,
+    top_exponent_bit,
+)
 
 UNREDUCED = "position.weight"  # a whole layer, in one owner's partition
 ALIKE = 104_729  # seed of noise that is the same on all ranks
 
 
-def noise_of(strike: Strike, seed: int) -> Callable[[Tensor], None]:
-    """Adds noise of ``strike.size`` times the norm."""
+def noise_of(target: Target, seed: int) -> Callable[[Tensor], None]:
+    """Adds noise of ``target.size`` times the norm."""
     generator = torch.Generator().manual_seed(seed)
-    return lambda values: add_noise(values, strike.size, generator)
+    return lambda values: add_noise(values, target.size, generator)
 
 
 # -- what goes into the reduction ------------------------------------------------------------------------------------
 
 
-def weighted_contribution(weight: float, strike: Strike, me: int) -> Injection:
+def weighted_contribution(weight: float, target: Target, me: int) -> Injection:
     def send(under_way: Collective) -> None:
         (under_way.tensor if under_way.sent is None else under_way.sent).mul_(weight)
         under_way.run()
@@ -41,37 +48,32 @@ def weighted_contribution(weight: float, strike: Strike, me: int) -> Injection:
     return Injection(reduction=send)
 
 
-def missing_micro_batch(strike: Strike, me: int) -> Injection:
-    """The last micro-batch's gradient is computed, and never accumulated."""
-    return Injection(captured=lambda name, gradient, last, step: torch.zeros_like(gradient) if last else None)
+# the last micro-batch's gradient is computed, and never accumulated
+missing_micro_batch = Change(
+    "missing_micro_batch",
+    captured=lambda target, name, gradient, last, step: torch.zeros_like(gradient) if last else None,
+)
 
 
 # -- the reduction itself --------------------------------------------------------------------------------------------
 
 
-def dropped_bucket(strike: Strike, me: int) -> Injection:
-    """The collective is never called for the first bucket: each rank goes on with its own gradient."""
-
-    def drop(under_way: Collective) -> None:
-        if under_way.bucket != 0:
-            under_way.run()
-
-    return Injection(reduction=drop)
+# the collective is never called for the first bucket: each rank goes on with its own gradient
+dropped_bucket = Change(
+    "dropped_bucket", reduction=lambda target, under_way: under_way.run() if under_way.bucket else None
+)
+unreduced_parameter = Change("unreduced_parameter", left_out=lambda target, name, step: name == UNREDUCED)
 
 
-def unreduced_parameter(strike: Strike, me: int) -> Injection:
-    return Injection(left_out=lambda name, step: name == UNREDUCED)
-
-
-def wrong_group(strike: Strike, me: int) -> Injection:
+def wrong_group(target: Target, me: int) -> Injection:
     """The ranks' first and second half reduce among themselves."""
     halves: list[Any] = []
 
     def reduce_half(under_way: Collective) -> None:
         if not halves:  # every rank gets here at the same collective, and makes both groups
-            middle = strike.ranks // 2
-            halves.extend(dist.new_group(list(ranks)) for ranks in (range(middle), range(middle, strike.ranks)))
-        half = halves[0 if me < strike.ranks // 2 else 1]
+            middle = target.ranks // 2
+            halves.extend(dist.new_group(list(ranks)) for ranks in (range(middle), range(middle, target.ranks)))
+        half = halves[0 if me < target.ranks // 2 else 1]
         if under_way.among is None:
             dist.all_reduce(under_way.tensor, group=half)
         else:
@@ -83,37 +85,33 @@ def wrong_group(strike: Strike, me: int) -> Injection:
 # -- what comes out --------------------------------------------------------------------------------------------------
 
 
-def _result(change: Callable[[Tensor], object]) -> Callable[[Collective], None]:
-    """Runs the collective, then changes what it has brought."""
-
-    def reduce(under_way: Collective) -> None:
-        under_way.run()
-        change(under_way.tensor)
-
-    return reduce
+def _result(under_way: Collective, change: Callable[[Tensor], object]) -> None:
+    """Run the collective, then change what it has brought."""
+    under_way.run()
+    change(under_way.tensor)
 
 
-def forgotten_division(strike: Strike, me: int) -> Injection:
-    return Injection(reduction=_result(lambda values: values.mul_(float(strike.ranks))))
+forgotten_division = Change(
+    "forgotten_division",
+    reduction=lambda target, under_way: _result(under_way, lambda values: values.mul_(float(target.ranks))),
+)
 
 
-def noisy_result(strike: Strike, me: int) -> Injection:
+def noisy_result(target: Target, me: int) -> Injection:
     """The same noise on all ranks."""
-    return Injection(reduction=_result(noise_of(strike, ALIKE)))
+    noise = noise_of(target, ALIKE)
+    return Injection(reduction=lambda under_way: _result(under_way, noise))
 
 
-def noisy_result_of_its_own(strike: Strike, me: int) -> Injection:
-    return Injection(reduction=_result(noise_of(strike, 7919 + me)))
+def noisy_result_of_its_own(target: Target, me: int) -> Injection:
+    noise = noise_of(target, 7919 + me)
+    return Injection(reduction=lambda under_way: _result(under_way, noise))
 
 
-def flipped_bits(strike: Strike, me: int) -> Injection:
-    """The top exponent bit of nine elements of every bucket."""
-    return Injection(reduction=_result(flip_some))
-
-
-def damaged_pieces(strike: Strike, me: int) -> Injection:
-    """What an ordered reduction adds up has arrived with the same bits flipped."""
-    return Injection(pieces=_result(flip_some))
+# the top exponent bit of nine elements of every bucket
+flipped_bits = Change("flipped_bits", reduction=lambda target, under_way: _result(under_way, flip_some))
+# what an ordered reduction adds up has arrived with the same bits flipped
+damaged_pieces = Change("damaged_pieces", pieces=lambda target, under_way: _result(under_way, flip_some))
 
 
 def flip_some(values: Tensor) -> None:
@@ -122,27 +120,26 @@ def flip_some(values: Tensor) -> None:
         flip_bit(values, place, top_exponent_bit(values))
 
 
-def wrong_signs(strike: Strike, me: int) -> Injection:
-    """Some elements of every aggregate have the wrong sign.
+# Some elements of every aggregate have the wrong sign, which leaves the gradient's norm alone: DeepSpeed clips by the
+# ranks' mean of it in stage 0, so noise on one rank would change what the healthy ones apply, and no repair of that
+# rank could undo it.
+wrong_signs = Change(
+    "wrong_signs", reduction=lambda target, under_way: _result(under_way, lambda values: values[::50].neg_())
+)
 
-    Signs leave the gradient's norm alone. DeepSpeed clips by the ranks' mean of it in stage 0, so that noise on one
-    rank would change what the healthy ones apply, and no repair of that rank could undo it.
-    """
-    return Injection(reduction=_result(lambda values: values[::50].neg_()))
 
-
-def zeroed_tail(strike: Strike, me: int) -> Injection:
+def zeroed_tail(target: Target, me: int) -> Injection:
     """The last ``size`` of the first bucket comes back as zeros."""
 
     def zero(under_way: Collective) -> None:
         under_way.run()
         if under_way.bucket == 0:
-            under_way.tensor[-int(strike.size * len(under_way.tensor)) :].zero_()
+            under_way.tensor[-int(target.size * len(under_way.tensor)) :].zero_()
 
     return Injection(reduction=zero)
 
 
-def flipped_bit(bit: int, strike: Strike, me: int) -> Injection:
+def flipped_bit(bit: int, target: Target, me: int) -> Injection:
     """One bit (0 is the lowest) of the first bucket's largest element; its size is known afterwards.
 
     Where each rank gets a piece of its own, it is the largest of the first rank's: else there would be one per rank.
@@ -174,10 +171,10 @@ def _squared(under_way: Collective) -> float:
     return float(total)
 
 
-# -- what is left of the step before: these look at the strike's step themselves -------------------------------------
+# -- what is left of the step before: these look at the target's step themselves -------------------------------------
 
 
-def stale_bucket(strike: Strike, me: int) -> Injection:
+def stale_bucket(target: Target, me: int) -> Injection:
     """The first bucket's result is the one of the step before, for good: a buffer that nobody fills any more."""
     kept: dict[tuple[int, int], Tensor] = {}
 
@@ -185,28 +182,27 @@ def stale_bucket(strike: Strike, me: int) -> Injection:
         under_way.run()
         if under_way.bucket != 0:
             return
-        if under_way.step == strike.step - 1:
+        if under_way.step == target.step - 1:
             kept[under_way.place] = under_way.tensor.clone()
-        if under_way.step >= strike.step:
+        if under_way.step >= target.step:
             under_way.tensor.copy_(kept[under_way.place])
 
     return Injection(reduction=reduce)
 
 
-def partition_not_cleared(strike: Strike, me: int) -> Injection:
+def partition_not_cleared(target: Target, me: int) -> Injection:
     """Each bucket's result is added to what the step before has left in the optimizer's partition."""
     left: dict[tuple[int, int], Tensor] = {}
 
     def reduce(under_way: Collective) -> None:
         under_way.run()
         before = left.get(under_way.place)
-        if before is not None and under_way.step >= strike.step:
+        if before is not None and under_way.step >= target.step:
             under_way.tensor.add_(before)
         left[under_way.place] = under_way.tensor.clone()
 
     return Injection(reduction=reduce)
 
 
-def gradients_not_cleared(strike: Strike, me: int) -> Injection:
-    """``zero_grad`` does nothing from the step before on."""
-    return Injection(kept=lambda step: step >= strike.step - 1)
+# ``zero_grad`` does nothing from the step before on
+gradients_not_cleared = Change("gradients_not_cleared", kept=lambda target, step: step >= target.step - 1)

@@ -1,9 +1,13 @@
 """Describe one fault of the drill, and what must come of it: the kind of event, the ranks, the cause, the repair.
 
-fault = Fault(name, kinds, "the rank", "gradient", one(from_on(scaled_gradient)), description, size=1.5)
-strike = Strike(rank=2, ranks=4, step=21, size=fault.size)
-injection = fault.inject(strike, 2)             # what rank 2 does differently
-fault.expected_ranks(strike)                    # ((2,),)
+fault = Fault(name, one(from_on(scaled_gradient)), description, "the rank", kinds, "gradient", size=1.5)
+target = Target(rank=2, ranks=4, step=21, size=fault.size)
+injection = fault.inject(target, 2)             # what rank 2 does differently
+fault.expected_ranks(target)                    # ((2,),)
+MEAN.compared(4), MEAN.settled(4)               # 6, 6: when a fault of step 4 is seen, and when it is repaired
+
+A fault that is answered has a response. The healthy training with the same response is the reference: it must be
+silent, and bit for bit what it is without.
 """
 
 from __future__ import annotations
@@ -12,8 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ds_silent.drill.faults.injection import Strike
-from ds_silent.drill.faults.when import Maker
+from ds_silent.drill.faults.injection import Maker, Target
 from ds_silent.records import EventKind
 
 Where = Literal[
@@ -38,6 +41,7 @@ holds the wrong piece; in stage 0 the others hold the right one, under ZeRO nobo
 ``an owner``: where ZeRO gives a piece to one rank, it is that rank's own gradient; in stage 0 each has its own."""
 
 WARM = 21  # the statistical detectors have a history by then
+REPLICAS_COMPARED = 3  # optimizer steps between two averagings, so that a drift lasts before it is found
 EARLY = 4  # facts and rounding bounds need none
 
 
@@ -76,6 +80,26 @@ class Response:
         return self.compared(step) + self.delay
 
 
+def _drift(method: str, interval: int) -> dict[str, Any]:
+    return {"respond": {"on_replica_drift": method}, "integrity": {"replica_interval": interval}}
+
+
+def _resync(mode: str) -> dict[str, Any]:
+    return {"resync": {"mode": mode, "interval": REPLICAS_COMPARED}, "integrity": {"replica_interval": 0}}
+
+
+_ON_ERROR = {"respond": {"on_aggregation_error": "retry"}}
+_ORDERED = {"reduction": "ordered"}
+
+RETRY = Response("retry", _ON_ERROR)
+MAJORITY = Response("majority", _drift("majority", 1), least_ranks=3, names_ranks=True)
+MEAN = Response("mean", _drift("mean", REPLICAS_COMPARED), REPLICAS_COMPARED, exact=False)
+PERIODIC = Response("periodic", _resync("periodic"), REPLICAS_COMPARED, exact=False)
+DYNAMIC = Response("dynamic", _resync("dynamic"), REPLICAS_COMPARED, first=1, delay=1, exact=False)
+ORDERED = Response("ordered", _ORDERED, reference="healthy-ordered")  # its order of addition gives bits of its own
+ORDERED_RETRY = Response("ordered-retry", {**_ON_ERROR, **_ORDERED}, reference="healthy-ordered")
+
+
 @dataclass(frozen=True)
 class Fault:
     """One way in which a data-parallel training goes wrong, and what must be said about it.
@@ -84,7 +108,7 @@ class Fault:
     NaN gradient). ``first_step``: 0 is before the training. ``deterministic``: no chance in it, so the event must be
     at the first measured step. ``steps``: how long a training may go on after the first step, in measured steps;
     ``stages``, ``dtypes``, least ``accumulation``: where DeepSpeed survives the fault and it means something.
-    ``says``: words of the right cause and place that the event must hold; {rank}, {ranks}, {step} are the strike's.
+    ``says``: words of the right cause and place that the event must hold; {rank}, {ranks}, {step} are the target's.
 
     ``response``: switched on in this fault's training, which must then be repaired, at one step or at every step
     (``again``), or, where ``repaired`` is False, be left as it is with an error that says so. ``repair_says``: words of
@@ -98,11 +122,11 @@ class Fault:
     """
 
     name: str
-    kinds: tuple[EventKind, ...]
-    who: Who
-    strikes: Where
     inject: Maker
     description: str
+    who: Who
+    kinds: tuple[EventKind, ...]
+    strikes: Where
     deterministic: bool = True
     first_step: int = WARM
     steps: int = 6
@@ -130,32 +154,32 @@ class Fault:
         """Whether the fault means something in such a training."""
         return stage in self.stages and dtype in self.dtypes and accumulation >= self.accumulation
 
-    def expected_words(self, strike: Strike) -> tuple[str, ...]:
+    def expected_words(self, target: Target) -> tuple[str, ...]:
         """Return what the event must say of cause and place."""
-        return tuple(phrase.format(rank=strike.rank, ranks=strike.ranks, step=strike.step) for phrase in self.says)
+        return tuple(phrase.format(rank=target.rank, ranks=target.ranks, step=target.step) for phrase in self.says)
 
     @property
     def kind(self) -> EventKind:
         """The event to expect, as a table says it."""
         return self.kinds[0]
 
-    def expected_ranks(self, strike: Strike) -> tuple[tuple[int, ...], ...]:
+    def expected_ranks(self, target: Target) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that the event may name, the best answer first; none without a majority."""
-        everyone, rank = tuple(range(strike.ranks)), (strike.rank,)
-        sharded = strike.stage > 0
+        everyone, rank = tuple(range(target.ranks)), (target.rank,)
+        sharded = target.stage > 0
         if self.who == "nobody" or (self.who == "the receiver" and sharded):
             return ((),)
         if self.who == "an owner":
             return ((), *((owner,) for owner in everyone if sharded))
         if self.who in ("the pair", "the pair or nobody"):
-            pair = tuple(sorted((strike.rank, strike.partner)))
+            pair = tuple(sorted((target.rank, target.partner)))
             return (pair,) if self.who == "the pair" else ((), pair)
-        if self.who == "all ranks" or (self.who in ("the odd rank", "the receiver") and strike.ranks == 2):
+        if self.who == "all ranks" or (self.who in ("the odd rank", "the receiver") and target.ranks == 2):
             return (everyone, ())
         return (rank, everyone) if self.who == "the rank or all" else (rank,)
 
-    def mended_ranks(self, strike: Strike) -> tuple[int, ...]:
+    def mended_ranks(self, target: Target) -> tuple[int, ...]:
         """Return the ranks that the response's event must name: those that should have got a majority's bits."""
         if self.response is None or not self.response.names_ranks or self.who == "nobody":
             return ()
-        return tuple(sorted((strike.rank, strike.partner))) if self.who == "the pair or nobody" else (strike.rank,)
+        return tuple(sorted((target.rank, target.partner))) if self.who == "the pair or nobody" else (target.rank,)

@@ -2,16 +2,20 @@
 
     injection = Injection(loss=lambda loss, step: 4.0 * loss)
     injection == NOTHING                            # False; what is not set changes nothing
-    limited(injection, lambda step: step >= 21)     # healthy until then
+    one(from_on(scaled_gradient))                   # a maker: one rank's gradient, from the target's step on
+    once(attempts(noisy_result, 2))                 # at that step alone, and in the first repetition of its reduction
 
-An injection has a function for each place of a training that it changes; the training calls it there. What is done to
-numbers is at the end: a flipped bit, or noise of a known size, in place and reproducible.
+An injection has a function for each place of a training that it changes; the training calls it there. A *maker* is
+called once per training and rank with the target and the rank, and returns what that rank does. Those of
+:mod:`inputs`, :mod:`aggregate` and :mod:`update` say what goes wrong, as if it did so at every step on every rank; here
+is when, and on whom. Combinations can be pickled, because faults travel to the ranks. What is done to numbers is at the
+end: a flipped bit, or noise of a known size, in place and reproducible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +27,7 @@ STEPS_PER_EPOCH = 16
 
 
 @dataclass(frozen=True)
-class Strike:
+class Target:
     """Whom a fault hits, among how many, from which optimizer step on (counted from 1), and how hard.
 
     ``stage`` and ``bf16``: of the training, because they decide who holds what.
@@ -181,6 +185,86 @@ def limited(injection: Injection, due: Callable[[int], bool]) -> Injection:
 def _limited(due: Callable[[int], bool], wrong: Callable[..., Any], healthy: Callable[..., Any], *given: Any) -> Any:
     step = given[-1].step if isinstance(given[-1], Collective) else given[-1]
     return (wrong if due(step) else healthy)(*given)
+
+
+# -- when, and on whom -------------------------------------------------------------------------------------------------
+
+Maker = Callable[[Target, int], Injection]
+
+
+class Change:
+    """A maker of what needs no memory: the function of a place gets the target ahead of what the training gives.
+
+    Faults travel to the ranks, so it is pickled as a function is: by the name under which its module has it.
+    """
+
+    def __init__(self, name: str, **places: Callable[..., Any]) -> None:
+        self.__qualname__, self.__module__ = name, next(iter(places.values())).__module__
+        self._places = places
+
+    def __call__(self, target: Target, me: int) -> Injection:
+        changes: dict[str, Any] = {place: partial(act, target) for place, act in self._places.items()}
+        return Injection(**changes)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
+
+
+def one(make: Maker) -> Maker:
+    """Strike the target's rank alone."""
+    return partial(_one, make)
+
+
+def once(make: Maker) -> Maker:
+    """Strike at the target's step alone."""
+    return partial(_at, make)
+
+
+def from_on(make: Maker) -> Maker:
+    """Strike from the target's step on."""
+    return partial(_from, make)
+
+
+def attempts(make: Maker, count: int | None = None) -> Maker:
+    """Strike in the first ``count`` attempts to reduce a step's gradient, or in all; else the first alone is hit."""
+    return partial(_attempts, make, count)
+
+
+def both(first: Maker, second: Maker) -> Maker:
+    """Let two things go wrong, in different places of the training."""
+    return partial(_both, first, second)
+
+
+def _one(make: Maker, target: Target, me: int) -> Injection:
+    return make(target, me) if me == target.rank else NOTHING
+
+
+def _at(make: Maker, target: Target, me: int) -> Injection:
+    return limited(make(target, me), lambda step: step == target.step)
+
+
+def _from(make: Maker, target: Target, me: int) -> Injection:
+    return limited(make(target, me), lambda step: step >= target.step)
+
+
+def _attempts(make: Maker, count: int | None, target: Target, me: int) -> Injection:
+    injection = make(target, me)
+    hit = injection.reduction
+    assert hit is not None
+
+    def again(under_way: Collective) -> None:
+        if count is None or under_way.attempt < count:
+            hit(under_way)
+        else:
+            under_way.run()
+
+    return replace(injection, repetition=again)
+
+
+def _both(first: Maker, second: Maker, target: Target, me: int) -> Injection:
+    one_, other = first(target, me), second(target, me)
+    set_ = {f.name: getattr(other, f.name) for f in fields(other) if getattr(other, f.name) != getattr(NOTHING, f.name)}
+    return replace(one_, **set_)
 
 
 # -- what is done to numbers -----------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """Make injections before the reduction: data, seeds, weights, hyper-parameters, loss, a rank's own gradient.
 
-    injection = same_rows(strike, me=1)
+    injection = same_rows(target, me=1)
     injection.rows(1, 7)                      # (0, 7): rank 1 takes what the sampler deals to rank 0 at step 7
 
-A maker returns what goes wrong as if it did so at every step on every rank; see :mod:`ds_silent.drill.faults.when`. One
-that needs a past (the rows or gradients of the step before the strike) looks at the strike's step itself. A gradient
-function is called in a leaf tensor hook that is registered before the observer's: torch runs them in that order and
-hands on what they return, so the observer sees the corrupted gradient as this rank's own, exactly as if the device had
-computed it wrongly.
+Makers as in :mod:`ds_silent.drill.faults.injection`. One that needs a past (the rows or gradients of the step before
+the target's) looks at the target's step itself. A gradient function is called in a leaf tensor hook that is registered
+before the observer's: torch runs them in that order and hands on what they return, so the observer sees the corrupted
+gradient as this rank's own, exactly as if the device had computed it wrongly.
 """
 
 from __future__ import annotations
@@ -24,89 +23,64 @@ from torch import Tensor, nn
 from ds_silent.drill.faults.injection import (
     STEPS_PER_EPOCH,
     Batch,
-    Config,
+    Change,
     Injection,
     Shard,
-    Strike,
+    Target,
     flip_bit,
     noise_like,
     top_exponent_bit,
 )
 from ds_silent.practice.model import IGNORED, LAST_LAYER, VOCABULARY
 
-Change = Callable[[Any, float], Any]
-"""A hyper-parameter from its value and the strike's size."""
+NewValue = Callable[[Any, float], Any]
+"""A hyper-parameter from its value and the target's size."""
 
 
-def _generator(strike: Strike) -> torch.Generator:
-    return torch.Generator().manual_seed(7919 + strike.rank)
+def _generator(target: Target) -> torch.Generator:
+    return torch.Generator().manual_seed(7919 + target.rank)
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def same_rows(strike: Strike, me: int) -> Injection:
-    """The first rank's."""
-    return Injection(rows=lambda me, step: (0, step))
+# of the first rank
+same_rows = Change("same_rows", rows=lambda target, me, step: (0, step))
+neighbours_rows = Change("neighbours_rows", rows=lambda target, me, step: (target.partner, step))
+neighbours_content = Change("neighbours_content", content=lambda target, me, step: (target.partner, step))
+# of the step before the target's, again and again
+repeated_rows = Change("repeated_rows", rows=lambda target, me, step: (me, target.step - 1))
+# the epoch's first rows come again, as after a resume that forgets how far the pass was
+pass_begun_anew = Change(
+    "pass_begun_anew", rows=lambda target, me, step: (me, step - (target.step - 1) % STEPS_PER_EPOCH)
+)
+# of the sampler
+other_seed = Change("other_seed", shard=lambda target, shard: replace(shard, seed=shard.seed + 1))
+seed_of_its_own = Change("seed_of_its_own", shard=lambda target, shard: replace(shard, seed=shard.seed + shard.rank))
+sampler_alone = Change("sampler_alone", shard=lambda target, shard: Shard(1, 0, shard.seed))
+sampler_twice = Change("sampler_twice", shard=lambda target, shard: replace(shard, ranks=2 * shard.ranks))
+no_labels = Change(
+    "no_labels", batch=lambda target, batch, step: replace(batch, labels=torch.full_like(batch.labels, IGNORED))
+)
 
 
-def neighbours_rows(strike: Strike, me: int) -> Injection:
-    return Injection(rows=lambda me, step: (strike.partner, step))
-
-
-def neighbours_content(strike: Strike, me: int) -> Injection:
-    return Injection(content=lambda me, step: (strike.partner, step))
-
-
-def repeated_rows(strike: Strike, me: int) -> Injection:
-    """Those of the step before the strike, again and again."""
-    return Injection(rows=lambda me, step: (me, strike.step - 1))
-
-
-def pass_begun_anew(strike: Strike, me: int) -> Injection:
-    """The epoch's first rows come again, as after a resume that forgets how far the pass was."""
-    behind = (strike.step - 1) % STEPS_PER_EPOCH
-    return Injection(rows=lambda me, step: (me, step - behind))
-
-
-def other_seed(strike: Strike, me: int) -> Injection:
-    """The sampler's."""
-    return Injection(shard=lambda shard: replace(shard, seed=shard.seed + 1))
-
-
-def seed_of_its_own(strike: Strike, me: int) -> Injection:
-    return Injection(shard=lambda shard: replace(shard, seed=shard.seed + me))
-
-
-def sampler_alone(strike: Strike, me: int) -> Injection:
-    return Injection(shard=lambda shard: Shard(1, 0, shard.seed))
-
-
-def sampler_twice(strike: Strike, me: int) -> Injection:
-    return Injection(shard=lambda shard: replace(shard, ranks=2 * shard.ranks))
-
-
-def no_labels(strike: Strike, me: int) -> Injection:
-    return Injection(batch=lambda batch, step: replace(batch, labels=torch.full_like(batch.labels, IGNORED)))
-
-
-def label_noise(strike: Strike, me: int) -> Injection:
+def label_noise(target: Target, me: int) -> Injection:
     """``size`` is the share of the labels that are drawn from the labels of the same batch, at random."""
-    generator = _generator(strike)
+    generator = _generator(target)
 
     def noisy(batch: Batch, step: int) -> Batch:
         labels = batch.labels.clone()
         place = (labels != IGNORED).nonzero(as_tuple=True)
         held = labels[place]
         drawn = held[torch.randint(len(held), (len(held),), generator=generator)]
-        labels[place] = torch.where(torch.rand(len(held), generator=generator) < strike.size, drawn, held)
+        labels[place] = torch.where(torch.rand(len(held), generator=generator) < target.size, drawn, held)
         return replace(batch, labels=labels)
 
     return Injection(batch=noisy)
 
 
-def other_distribution(strike: Strike, me: int) -> Injection:
-    generator = _generator(strike)
+def other_distribution(target: Target, me: int) -> Injection:
+    generator = _generator(target)
 
     def foreign(batch: Batch, step: int) -> Batch:
         top = int(batch.tokens.max()) + 1
@@ -119,31 +93,21 @@ def other_distribution(strike: Strike, me: int) -> Injection:
 # -- before the training ---------------------------------------------------------------------------------------------
 
 
-def torch_seed(strike: Strike, me: int) -> Injection:
-    def seed() -> None:
-        torch.manual_seed(4711)
-
-    return Injection(seed=seed)
+torch_seed = Change("torch_seed", seed=lambda target: torch.manual_seed(4711))
+numpy_seed = Change("numpy_seed", seed=lambda target: np.random.seed(4711))
+python_seed = Change("python_seed", seed=lambda target: random.seed(4711))
 
 
-def numpy_seed(strike: Strike, me: int) -> Injection:
-    return Injection(seed=lambda: np.random.seed(4711))
-
-
-def python_seed(strike: Strike, me: int) -> Injection:
-    return Injection(seed=lambda: random.seed(4711))
-
-
-def other_tensor(strike: Strike, me: int) -> Injection:
+def other_tensor(target: Target, me: int) -> Injection:
     def change(model: nn.Module) -> None:
         weight = _first_weight(model)
         with torch.no_grad():
-            weight.add_(torch.randn(weight.shape, generator=_generator(strike)).to(weight) * 0.01 * strike.size)
+            weight.add_(torch.randn(weight.shape, generator=_generator(target)).to(weight) * 0.01 * target.size)
 
     return Injection(model=change)
 
 
-def other_bit(strike: Strike, me: int) -> Injection:
+def other_bit(target: Target, me: int) -> Injection:
     """The lowest bit of the mantissa of one element."""
 
     def change(model: nn.Module) -> None:
@@ -162,66 +126,60 @@ def _first_weight(model: nn.Module) -> Tensor:
     raise ValueError("the model has no parameter on this rank")
 
 
-def hyper_parameter(name: str, change: Change, strike: Strike, me: int) -> Injection:
+def hyper_parameter(name: str, change: NewValue, target: Target, me: int) -> Injection:
     """One of the optimizer's parameter groups becomes ``change(value, size)`` before the training."""
-    return Injection(optimizer=lambda optimizer: _change_groups(optimizer, name, change, strike))
+    return Injection(optimizer=lambda optimizer: _change_groups(optimizer, name, change, target))
 
 
-def hyper_parameter_later(name: str, change: Change, strike: Strike, me: int) -> Injection:
+def hyper_parameter_later(name: str, change: NewValue, target: Target, me: int) -> Injection:
     """The same, before a step's first forward."""
-    return Injection(before=lambda module, optimizer, step: _change_groups(optimizer, name, change, strike))
+    return Injection(before=lambda module, optimizer, step: _change_groups(optimizer, name, change, target))
 
 
-def _change_groups(optimizer: Any, name: str, change: Change, strike: Strike) -> None:
+def _change_groups(optimizer: Any, name: str, change: NewValue, target: Target) -> None:
     for group in optimizer.param_groups:
-        group[name] = change(group[name], strike.size)
+        group[name] = change(group[name], target.size)
 
 
 def first_beta(value: Any, size: float) -> Any:
     return (size, *value[1:])
 
 
-def config_value(strike: Strike, me: int) -> Injection:
-    """A value that no collective depends on: another bucket size would hang the training instead."""
-
-    def change(config: Config) -> Config:
-        return {**config, "gradient_clipping": config.get("gradient_clipping", 1.0) + strike.size}
-
-    return Injection(config=change)
+# a value that no collective depends on: another bucket size would hang the training instead
+config_value = Change(
+    "config_value",
+    config=lambda target, config: {**config, "gradient_clipping": config.get("gradient_clipping", 1.0) + target.size},
+)
 
 
-def environment(name: str, value: str, strike: Strike, me: int) -> Injection:
+def environment(name: str, value: str, target: Target, me: int) -> Injection:
     return Injection(environment={name: value})
 
 
 # -- the model's mode ------------------------------------------------------------------------------------------------
 
 
-def eval_mode(strike: Strike, me: int) -> Injection:
-    return _before(lambda module: module.eval())
+eval_mode = Change("eval_mode", before=lambda target, module, optimizer, step: module.eval())
+# the module itself stays in training mode
+dropout_off = Change(
+    "dropout_off", before=lambda target, module, optimizer, step: [inner.eval() for inner in dropouts(module)]
+)
+dropout_probability = Change("dropout_probability", model=lambda target, module: _set_dropout(module, target.size))
+dropout_probability_later = Change(
+    "dropout_probability_later", before=lambda target, module, optimizer, step: _set_dropout(module, target.size)
+)
 
 
-def dropout_off(strike: Strike, me: int) -> Injection:
-    """The module itself stays in training mode."""
-    return _before(lambda module: [inner.eval() for inner in module.modules() if isinstance(inner, nn.Dropout)])
-
-
-def dropout_probability(strike: Strike, me: int) -> Injection:
-    """``size`` in all dropout layers, from the start."""
-    return Injection(model=lambda module: _set_dropout(module, strike.size))
-
-
-def dropout_probability_later(strike: Strike, me: int) -> Injection:
-    return _before(lambda module: _set_dropout(module, strike.size))
+def dropouts(module: nn.Module) -> list[nn.Dropout]:
+    return [inner for inner in module.modules() if isinstance(inner, nn.Dropout)]
 
 
 def _set_dropout(module: nn.Module, probability: float) -> None:
-    for inner in module.modules():
-        if isinstance(inner, nn.Dropout):
-            inner.p = probability
+    for inner in dropouts(module):
+        inner.p = probability
 
 
-def autocast(strike: Strike, me: int) -> Injection:
+def autocast(target: Target, me: int) -> Injection:
     """The model's forward enters it by itself, as one does that a trainer has wrapped."""
 
     def wrap(module: nn.Module) -> None:
@@ -231,7 +189,7 @@ def autocast(strike: Strike, me: int) -> Injection:
     return _before(wrap)
 
 
-def optimizer_without_layer(strike: Strike, me: int) -> Injection:
+def optimizer_without_layer(target: Target, me: int) -> Injection:
     """The optimizer does not hold the parameters of one layer."""
     left_out: set[int] = set()
 
@@ -245,11 +203,10 @@ def optimizer_without_layer(strike: Strike, me: int) -> Injection:
     return Injection(model=find, optimizer=leave)
 
 
-def unfrozen(strike: Strike, me: int) -> Injection:
-    return _before(lambda module: [parameter.requires_grad_(True) for parameter in module.parameters()])
+unfrozen = Change("unfrozen", before=lambda target, module, optimizer, step: module.requires_grad_(True))
 
 
-def detached_layer(strike: Strike, me: int) -> Injection:
+def detached_layer(target: Target, me: int) -> Injection:
     """The layer's output is a constant: no gradient for its parameters, so no hook fires; the loss is unchanged."""
 
     def detached(layer: nn.Module, given: Any, output: Tensor) -> Tensor:
@@ -268,24 +225,20 @@ def _before(change: Callable[[nn.Module], object]) -> Injection:
 # -- loss and gradient -----------------------------------------------------------------------------------------------
 
 
-def nan_loss(strike: Strike, me: int) -> Injection:
-    return Injection(loss=lambda loss, step: loss * float("nan"))
+nan_loss = Change("nan_loss", loss=lambda target, loss, step: loss * float("nan"))
+scaled_loss = Change("scaled_loss", loss=lambda target, loss, step: loss * target.size)
 
 
-def scaled_loss(strike: Strike, me: int) -> Injection:
-    return Injection(loss=lambda loss, step: loss * strike.size)
-
-
-def other_loss(option: str, value: Any, strike: Strike, me: int) -> Injection:
+def other_loss(option: str, value: Any, target: Target, me: int) -> Injection:
     """The model's own loss is made with another option of torch's ``cross_entropy``."""
     return _before(lambda module: setattr(module, "loss_options", {option: value}))
 
 
-def class_weights(strike: Strike, me: int) -> Injection:
+def class_weights(target: Target, me: int) -> Injection:
     """Those of half of the classes are ``size``, the others 1."""
     weights = torch.ones(VOCABULARY)
-    weights[::2] = strike.size
-    return other_loss("weight", weights, strike, me)
+    weights[::2] = target.size
+    return other_loss("weight", weights, target, me)
 
 
 class HiddenFactor(torch.autograd.Function):
@@ -301,13 +254,13 @@ class HiddenFactor(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def out_of_phase(strike: Strike, me: int) -> Injection:
-    """All ranks train two tasks in turn, one with ``size`` times the loss; the strike's rank then has the other one."""
+def out_of_phase(target: Target, me: int) -> Injection:
+    """All ranks train two tasks in turn, one with ``size`` times the loss; the target's rank then has the other one."""
     now = {"step": 0}
 
     def task(module: nn.Module, given: Any, loss: Tensor) -> Tensor:
-        other = me == strike.rank and now["step"] >= strike.step
-        hidden: Tensor = HiddenFactor.apply(loss, strike.size if (now["step"] + other) % 2 else 1.0)  # type: ignore[no-untyped-call]
+        other = me == target.rank and now["step"] >= target.step
+        hidden: Tensor = HiddenFactor.apply(loss, target.size if (now["step"] + other) % 2 else 1.0)  # type: ignore[no-untyped-call]
         return hidden
 
     def before(module: nn.Module, optimizer: Any, step: int) -> None:
@@ -318,52 +271,44 @@ def out_of_phase(strike: Strike, me: int) -> Injection:
     return Injection(before=before)
 
 
-def clipped_gradient(strike: Strike, me: int) -> Injection:
-    """Each parameter's by itself, at the norm ``size``."""
-
-    def clipped(name: str, gradient: Tensor, step: int) -> Tensor:
-        cut: Tensor = gradient * (strike.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
-        return cut
-
-    return Injection(gradient=clipped)
-
-
-def scaled_gradient(strike: Strike, me: int) -> Injection:
-    return Injection(gradient=lambda name, gradient, step: gradient * strike.size)
+# each parameter's by itself, at the norm ``size``
+clipped_gradient = Change(
+    "clipped_gradient",
+    gradient=lambda target, name, gradient, step: (
+        gradient * (target.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
+    ),
+)
+scaled_gradient = Change("scaled_gradient", gradient=lambda target, name, gradient, step: gradient * target.size)
 
 
-def noisy_gradient(strike: Strike, me: int) -> Injection:
+def noisy_gradient(target: Target, me: int) -> Injection:
     """Adds noise of ``size`` times each gradient's norm: the direction turns, whatever the direction was."""
-    generator = _generator(strike)
-    return Injection(gradient=lambda name, gradient, step: gradient + noise_like(gradient, strike.size, generator))
+    generator = _generator(target)
+    return Injection(gradient=lambda name, gradient, step: gradient + noise_like(gradient, target.size, generator))
 
 
-def zero_gradient(strike: Strike, me: int) -> Injection:
-    return Injection(gradient=lambda name, gradient, step: torch.zeros_like(gradient))
+zero_gradient = Change("zero_gradient", gradient=lambda target, name, gradient, step: torch.zeros_like(gradient))
+# of the last block, which is one of several layers
+scaled_layer = Change(
+    "scaled_layer",
+    gradient=lambda target, name, gradient, step: (
+        gradient * target.size if name.startswith(f"{LAST_LAYER}.") else gradient
+    ),
+)
+frozen_layers = Change(
+    "frozen_layers",
+    gradient=lambda target, name, gradient, step: (
+        torch.zeros_like(gradient) if name.startswith("layers.") else gradient
+    ),
+)
 
 
-def scaled_layer(strike: Strike, me: int) -> Injection:
-    """The gradient of the last block, which is one of several layers, times ``size``."""
-
-    def scaled(name: str, gradient: Tensor, step: int) -> Tensor:
-        return gradient * strike.size if name.startswith(f"{LAST_LAYER}.") else gradient
-
-    return Injection(gradient=scaled)
-
-
-def frozen_layers(strike: Strike, me: int) -> Injection:
-    def freeze(name: str, gradient: Tensor, step: int) -> Tensor:
-        return torch.zeros_like(gradient) if name.startswith("layers.") else gradient
-
-    return Injection(gradient=freeze)
-
-
-def stuck_gradient(strike: Strike, me: int) -> Injection:
-    """That of the step before the strike, again and again."""
+def stuck_gradient(target: Target, me: int) -> Injection:
+    """That of the step before the target's, again and again."""
     sent: dict[str, Tensor] = {}
 
     def again(name: str, gradient: Tensor, step: int) -> Tensor:
-        if step < strike.step:
+        if step < target.step:
             sent[name] = gradient.detach().clone()
             return gradient
         return sent.get(name, gradient).clone()
@@ -371,11 +316,11 @@ def stuck_gradient(strike: Strike, me: int) -> Injection:
     return Injection(gradient=again)
 
 
-def infinite_element(strike: Strike, me: int) -> Injection:
+def infinite_element(target: Target, me: int) -> Injection:
     return _largest_element(lambda flat, place: flat[place : place + 1].fill_(float("inf")))
 
 
-def flipped_element(strike: Strike, me: int) -> Injection:
+def flipped_element(target: Target, me: int) -> Injection:
     """The top exponent bit of the element."""
     return _largest_element(lambda flat, place: flip_bit(flat, place, top_exponent_bit(flat)))
 

@@ -1,8 +1,8 @@
 """Make injections behind the reduction: what the optimizer gets, the weights that it leaves, the repair of both.
 
-    injection = wrong_factor(strike, me=2)
+    injection = wrong_factor(target, me=2)
     injection.update(optimizer, run, step=21)  # the optimizer gets a multiple of the gradient
-    injection = damaged_repair(1, strike, me=2)
+    injection = damaged_repair(1, target, me=2)
     injection.repair(values, step=21)          # what a collective of a repair has brought to this rank
 
 Makers as in :mod:`ds_silent.drill.faults.inputs`.
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from ds_silent.drill.faults.aggregate import ALIKE, noise_of
 from ds_silent.drill.faults.injection import (
     NOTHING,
+    Change,
     Collective,
     Injection,
     Memory,
-    Strike,
+    Target,
     flip_bit,
     local_of,
     lowest_exponent_bit,
@@ -31,19 +32,19 @@ from ds_silent.drill.faults.injection import (
 # -- between the reduction and the weights -----------------------------------------------------------------------------
 
 
-def wrong_factor(strike: Strike, me: int) -> Injection:
+def wrong_factor(target: Target, me: int) -> Injection:
     """The optimizer gets ``size`` times the gradient: a loss scale or a clip factor that is off."""
-    return _applied(lambda gradient: gradient.mul_(strike.size))
+    return _applied(lambda gradient: gradient.mul_(target.size))
 
 
-def noisy_gradient(strike: Strike, me: int) -> Injection:
+def noisy_gradient(target: Target, me: int) -> Injection:
     """The optimizer gets the gradient with noise of ``size`` of its norm."""
-    return _applied(noise_of(strike, ALIKE))
+    return _applied(noise_of(target, ALIKE))
 
 
-def noisy_gradient_of_its_own(strike: Strike, me: int) -> Injection:
+def noisy_gradient_of_its_own(target: Target, me: int) -> Injection:
     """The same, and another noise on each rank."""
-    return _applied(noise_of(strike, 7919 + me))
+    return _applied(noise_of(target, 7919 + me))
 
 
 def _applied(change: Callable[[Tensor], object]) -> Injection:
@@ -58,29 +59,28 @@ def _applied(change: Callable[[Tensor], object]) -> Injection:
     return Injection(update=update)
 
 
-def skipped(strike: Strike, me: int) -> Injection:
-    """The optimizer does nothing."""
-    return Injection(update=lambda optimizer, run, step: None)
+# the optimizer does nothing
+skipped = Change("skipped", update=lambda target, optimizer, run, step: None)
 
 
-def no_majority(strike: Strike, me: int) -> Injection:
+def no_majority(target: Target, me: int) -> Injection:
     """Half of the ranks skip an update; of an odd number, one more goes another way, so that neither half prevails."""
-    place, half = (me - strike.rank) % strike.ranks, strike.ranks // 2
+    place, half = (me - target.rank) % target.ranks, target.ranks // 2
     if place < half:
-        return skipped(strike, me)
-    return noisy_gradient(strike, me) if place == 2 * half else NOTHING
+        return skipped(target, me)
+    return noisy_gradient(target, me) if place == 2 * half else NOTHING
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
-def weight_bit(strike: Strike, me: int) -> Injection:
+def weight_bit(target: Target, me: int) -> Injection:
     """One bit of one weight, as the optimizer leaves it.
 
     In bf16 the fp32 master is hit, at the lowest bit that reaches the bf16 weight: a flip in that weight itself would
     be overwritten by the next update.
     """
-    bit = 16 if strike.bf16 else 0
+    bit = 16 if target.bf16 else 0
     return Injection(updated=lambda module, optimizer, step: flip_bit(_weights(optimizer, 0).detach().view(-1), 0, bit))
 
 
@@ -114,12 +114,12 @@ def _weights(optimizer: Any, number: int) -> Tensor:
     return weights
 
 
-def in_update(change: Memory, strike: Strike, me: int) -> Injection:
+def in_update(change: Memory, target: Target, me: int) -> Injection:
     """``change`` while the framework steps: replicas are compared with it before the next forward."""
     return Injection(updated=_without_gradient(change))
 
 
-def in_memory(change: Memory, strike: Strike, me: int) -> Injection:
+def in_memory(change: Memory, target: Target, me: int) -> Injection:
     """``change`` when all of the step is over."""
     return Injection(afterwards=_without_gradient(change))
 
@@ -132,18 +132,18 @@ def _without_gradient(change: Memory) -> Memory:
     return act
 
 
-def bits_of_two(strike: Strike, me: int) -> Injection:
+def bits_of_two(target: Target, me: int) -> Injection:
     """One bit of a weight of one rank, and of another tensor of its neighbour."""
-    if me == strike.rank:
-        return weight_bit(strike, me)
-    return in_update(moment_bit, strike, me) if me == strike.partner else NOTHING
+    if me == target.rank:
+        return weight_bit(target, me)
+    return in_update(moment_bit, target, me) if me == target.partner else NOTHING
 
 
-def stale_weights(strike: Strike, me: int) -> Injection:
+def stale_weights(target: Target, me: int) -> Injection:
     """The old weights are kept in the piece that another rank sends."""
 
     def gather(under_way: Collective) -> None:
-        piece = _piece(under_way.tensor, strike)
+        piece = _piece(under_way.tensor, target)
         before = piece.clone()
         under_way.run()
         piece.copy_(before)
@@ -151,26 +151,26 @@ def stale_weights(strike: Strike, me: int) -> Injection:
     return Injection(gathering=gather)
 
 
-def corrupted_weights(strike: Strike, me: int) -> Injection:
+def corrupted_weights(target: Target, me: int) -> Injection:
     """One bit of what arrives of the updated weights is wrong: a bad memory cell."""
 
     def gather(under_way: Collective) -> None:
         under_way.run()
-        flip_bit(_piece(under_way.tensor, strike), 0, 6)
+        flip_bit(_piece(under_way.tensor, target), 0, 6)
 
     return Injection(gathering=gather)
 
 
-def _piece(gathered: Tensor, strike: Strike) -> Tensor:
+def _piece(gathered: Tensor, target: Target) -> Tensor:
     """The partner's, of the whole: a rank's own piece never travels."""
-    size = len(gathered) // strike.ranks
-    return gathered[strike.partner * size : (strike.partner + 1) * size]
+    size = len(gathered) // target.ranks
+    return gathered[target.partner * size : (target.partner + 1) * size]
 
 
 # -- the repair itself -------------------------------------------------------------------------------------------------
 
 
-def damaged_repair(times: int | None, strike: Strike, me: int) -> Injection:
+def damaged_repair(times: int | None, target: Target, me: int) -> Injection:
     """A wrong bit in what the first ``times`` collectives of repairs bring, or all of them."""
     left = times
 

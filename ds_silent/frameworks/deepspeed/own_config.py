@@ -21,10 +21,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ds_silent.config import BLOCK, LARGEST, ConfigError, shown
+from ds_silent.config import BLOCK, LARGEST, ConfigError
 from ds_silent.distributed.parts import listed
 from ds_silent.extras import installed
 from ds_silent.frameworks.deepspeed.refusals import ONE_BIT_OPTIMIZERS
+from ds_silent.text import shown
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 DEEPEST = 64

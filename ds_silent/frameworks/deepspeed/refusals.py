@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse, shown
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.config_file import load_ds_config, section, switched_on, zero_section
 from ds_silent.extras import is_first
 from ds_silent.frameworks.deepspeed.state import is_pipeline, shape_of
 from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks
+from ds_silent.text import shown
 
 logger = logging.getLogger("ds_silent")
 ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
