@@ -22,16 +22,14 @@ from ds_silent.capture.untrained import Unlike
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors.batch_size import BatchSizeTest, LabelTokensTest
 from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
-from ds_silent.detectors.duplicate_data import SameGradients, SameRows
+from ds_silent.detectors.duplicate_data import SameGradients, SameRows, SampledRowsTest
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_findings
-from ds_silent.detectors.order import OrderTest, SameOrderTest
+from ds_silent.detectors.order import OrderTest, RepeatTest, SameOrderTest
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.rank_comparison import RankComparison
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
-from ds_silent.detectors.repeats import RepeatTest
-from ds_silent.detectors.sampled_rows import SampledRowsTest
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord
 from ds_silent.text import TORCH, Words

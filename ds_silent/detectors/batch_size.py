@@ -118,18 +118,9 @@ class LabelTokensTest(Detector):
             "If each rank has texts of its own, do nothing, or divide the summed loss of all by all tokens. "
             "If rows are dealt at random, look at the labels there: masks, truncation, the index that is ignored."
         )
-        return Finding(
-            f"label-tokens:{','.join(map(str, ranks))}",
-            "batch-size-mismatch",
-            "info",
-            ranks,
-            "label tokens",
-            max(factor, 1.0 / factor),
-            TOKEN_RATIO,
-            message,
-            remedy,
-            int(since),
-        )
+        key, score = f"label-tokens:{','.join(map(str, ranks))}", max(factor, 1.0 / factor)
+        where, begin = "label tokens", int(since)
+        return Finding(key, "batch-size-mismatch", "info", ranks, where, score, TOKEN_RATIO, message, remedy, begin)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": [[rank, *held] for rank, held in self._steps.items()]}

@@ -1,4 +1,4 @@
-"""What every detector does, and what it says: findings, of which events are made."""
+"""What every detector does, says and remembers: findings, of which events are made, and what a resume restores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_silent.detectors.stored import Stored
+import numpy as np
+import numpy.typing as npt
+
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 
@@ -32,6 +34,31 @@ class Finding:
     family: str = ""  # findings of one are one fault, as long as they name nobody else: its explanation may vary
     log_excess: float | None = None  # where chance is judged: nats by which the evidence exceeds what is asked for
     effect: float | None = None  # how large, as a ratio to what is usual
+
+    def by_chance(self) -> Finding:
+        """Return it as one whose score and threshold are logarithms of evidence."""
+        if self.score is None or self.threshold is None:
+            return self
+        return replace(self, log_excess=self.score - self.threshold)
+
+
+class Stored:
+    """Save and restore the attributes ``_name`` of each ``name`` in ``stored``: numbers, arrays, tuples, rank -> step.
+
+    A name that an older version did not save stays as it is. An array whose values may be unknown begins as NaN.
+    """
+
+    stored: tuple[str, ...] = ()
+
+    def state_dict(self) -> Any:
+        """Return what continues it after a resume, as JSON values."""
+        return {name: _saved(getattr(self, f"_{name}")) for name in self.stored} if self.stored else None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from :meth:`state_dict`."""
+        for name in self.stored:
+            if name in state:
+                setattr(self, f"_{name}", _restored(getattr(self, f"_{name}"), state[name]))
 
 
 class Detector(Stored):
@@ -91,3 +118,37 @@ def _many(steps: float) -> str:
         return "more than a thousand trillion"
     count, power = ("one", "ten", "a hundred")[exponent % 3], _POWERS[exponent // 3]
     return f"{'a' if count == 'one' and power else count} {power}".strip()
+
+
+# -- what a resume restores --------------------------------------------------------------------------------------------
+
+
+def listed(values: npt.NDArray[Any]) -> Any:
+    """Return an array as lists, with None for what is not finite: JSON has no NaN."""
+    whole = values.astype(object)
+    whole[~np.isfinite(values)] = None
+    return whole.tolist()
+
+
+def unlisted(values: Any, unknown: float = -math.inf) -> npt.NDArray[np.float64]:
+    """Return the array of :func:`listed`, with minus infinity for None: the logarithm of no evidence."""
+    array = np.array(values, dtype=np.float64)
+    return np.where(np.isnan(array), unknown, array)
+
+
+def _saved(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return listed(value)
+    if isinstance(value, dict):
+        return sorted(value.items())
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _restored(before: Any, state: Any) -> Any:
+    if isinstance(before, np.ndarray):
+        unknown = math.nan if np.isnan(before).any() else -math.inf
+        array = unlisted(state, unknown).astype(before.dtype)
+        return array if array.ndim == before.ndim else array.reshape(-1, *before.shape[1:])
+    if isinstance(before, dict):
+        return {int(key): int(value) for key, value in state}
+    return tuple(state) if isinstance(before, tuple) else state

@@ -23,17 +23,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_silent.config import EffectsConfig
-from ds_silent.detectors.effects import SUDDEN, beyond, is_gradual, moved_alone
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.layer_evidence import LayerEvidence
 from ds_silent.detectors.own_past import OwnPast
 from ds_silent.detectors.sequential import Array, Flags
+from ds_silent.detectors.symptoms import SUDDEN, beyond, is_gradual, moved_alone
 from ds_silent.measure.evidence import LayerValues
 from ds_silent.records import Event, Score, Severity
 from ds_silent.text import named
@@ -286,20 +287,12 @@ def _finding(rank: int, flag: dict[str, Any], threshold: float, random: bool) ->
     nobody = "; with two ranks to compare nobody can say which of them is wrong" if two else ""
     of = f" of rank {rank}" if two else ""
     message = f"{whose} gradient of {where}{more}{of} {how}, since about step {flag['since']}{nobody}."
-    return Finding(
-        f"outlier-layer:{rank}",
-        "outlier-rank",
-        flag.get("severity", "warning"),
-        ranks,
-        where,
-        flag["score"],
-        threshold,
-        message,
-        remedy.replace("this rank", "one of them").replace("this host's", "both ranks'") if two else remedy,
-        flag["since"],
-        effect=None if flag["direction"] else math.exp(max(-ZERO, min(flag["shift"], ZERO))),
-        log_excess=flag["score"] - threshold,
-    )
+    if two:
+        remedy = remedy.replace("this rank", "one of them").replace("this host's", "both ranks'")
+    key, severity, score = f"outlier-layer:{rank}", flag.get("severity", "warning"), flag["score"]
+    found = Finding(key, "outlier-rank", severity, ranks, where, score, threshold, message, remedy, flag["since"])
+    effect = None if flag["direction"] else math.exp(max(-ZERO, min(flag["shift"], ZERO)))
+    return replace(found.by_chance(), effect=effect)
 
 
 def _others_moved(flag: dict[str, Any]) -> bool:

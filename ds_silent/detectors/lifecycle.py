@@ -127,22 +127,12 @@ class SettingsDetector(Detector):
 
 def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
     """Return one finding per group of settings and ranks; the event is of the step at which it was seen first."""
-    return [
-        Finding(
-            one.key,
-            one.kind,
-            one.severity,
-            one.ranks,
-            one.where,
-            None,
-            None,
-            one.message,
-            one.remedy,
-            one.since,
-            effects=(*one.effects, *effects_of_settings("config-mismatch", one.where)),
-        )
-        for one in found
-    ]
+    findings = []
+    for u in found:
+        effects = (*u.effects, *effects_of_settings("config-mismatch", u.where))
+        finding = Finding(u.key, u.kind, u.severity, u.ranks, u.where, None, None, u.message, u.remedy, u.since)
+        findings.append(replace(finding, effects=effects))
+    return findings
 
 
 # -- One event per fault -----------------------------------------------------------------------------------------------
@@ -166,6 +156,17 @@ class _Episode:
     effects: tuple[str, ...] = ()
     cause: str | None = None  # key of the fault that it follows from
     family: str = ""  # see Finding
+
+    @classmethod
+    def of(cls, finding: Finding, step: int, cause: str | None = None) -> _Episode:
+        f = finding
+        return cls(
+            *(f.kind, f.ranks, f.where, f.since, step),
+            severity=f.severity,
+            effects=f.effects,
+            cause=cause,
+            family=f.family,
+        )
 
 
 class Episodes:
@@ -195,17 +196,7 @@ class Episodes:
             episode = self._active.get(key)
             if episode is None:
                 cause = cause_of(finding, self._open(), step)
-                self._active[key] = _Episode(
-                    finding.kind,
-                    finding.ranks,
-                    finding.where,
-                    finding.since,
-                    step,
-                    severity=finding.severity,
-                    effects=finding.effects,
-                    family=finding.family,
-                    cause=None if cause is None else cause.key,
-                )
+                self._active[key] = _Episode.of(finding, step, None if cause is None else cause.key)
                 events.append(self._event(step, finding, "") if cause is None else self._follows(step, finding, cause))
                 continue
             episode.last_seen, episode.absent = step, 0
@@ -235,9 +226,8 @@ class Episodes:
                 if left is not None:
                     message += f" What it has left behind goes on: {left.kind} of {left.where}."
                     remedy = left.remedy
-                events.append(
-                    Event(step, episode.kind, "info", episode.ranks, episode.where, None, None, message, remedy)
-                )
+                one = episode
+                events.append(Event(step, one.kind, "info", one.ranks, one.where, None, None, message, remedy))
         return events
 
     def _key(self, finding: Finding) -> str:
@@ -270,17 +260,9 @@ class Episodes:
 
     def _event(self, step: int, finding: Finding, prefix: str) -> Event:
         f = finding
+        step, message = step if f.step is None else f.step, prefix + f.message
         told = Event(
-            step if f.step is None else f.step,
-            f.kind,
-            f.severity,
-            f.ranks,
-            f.where,
-            f.score,
-            f.threshold,
-            prefix + f.message,
-            f.remedy,
-            effect=f.effect,
+            step, f.kind, f.severity, f.ranks, f.where, f.score, f.threshold, message, f.remedy, effect=f.effect
         )
         return told if f.log_excess is None else with_odds(told, self._rate, f.log_excess)
 
@@ -288,7 +270,7 @@ class Episodes:
         """The event of one finding that comes alone, after the last step; none where it goes on already."""
         if finding.key in self._active:
             return []
-        self._active[finding.key] = _Episode(finding.kind, finding.ranks, finding.where, finding.since, step)
+        self._active[finding.key] = _Episode.of(finding, step)
         return [self._event(step, finding, "")]
 
     def active(self, kind: EventKind) -> bool:
