@@ -132,13 +132,7 @@ class AtOnce:
         self._runs: list[_Run | None] = [None] * len(SIDES)
 
     def step(
-        self,
-        step: int,
-        losses: Array,
-        norms: Array,
-        label_tokens: Array,
-        healthy: Flags,
-        least: int = 1,
+        self, step: int, losses: Array, norms: Array, label_tokens: Array, healthy: Flags, least: int = 1
     ) -> StandsOut | None:
         """Judge one step, and learn from it.
 

@@ -224,7 +224,7 @@ def shared_findings(
         findings = []
         for group, own in zip(found, inside, strict=True):
             share, text = said(group, own)
-            message = f"{_start(group, record.world_size)} train on the same data: {text}. {_WASTE}"
+            message = f"{named(group, record.world_size).capitalize()} train on the same data: {text}. {_WASTE}"
             findings.append(_finding(record, group, "rows", share, 0.5, message))
         return findings
     everyone = tuple(sorted(place))
@@ -318,7 +318,9 @@ def _connected(count: int, first: Ranks, second: Ranks) -> list[tuple[int, ...]]
 
 def _same(record: StepRecord, group: tuple[int, ...]) -> Finding:
     message = "{} have the same gradient and the same loss: they train on the same data, and their work is done twice."
-    return _finding(record, group, "gradient", 1.0, 1.0 - COSINE_GAP, message.format(_start(group, record.world_size)))
+    return _finding(
+        record, group, "gradient", 1.0, 1.0 - COSINE_GAP, message.format(named(group, record.world_size).capitalize())
+    )
 
 
 def groups(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -330,10 +332,6 @@ def groups(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
 def _finding(record: StepRecord, group: tuple[int, ...], where: str, score: float, limit: float, text: str) -> Finding:
     key = f"duplicate-data:{','.join(map(str, group))}"
     return Finding(key, "duplicate-data", "error", group, where, score, limit, text, _REMEDY, record.step)
-
-
-def _start(group: tuple[int, ...], world_size: int) -> str:
-    return named(group, world_size).capitalize()
 
 
 def _close(values: tuple[float, ...], pair: tuple[int, int], tolerance: float) -> bool:

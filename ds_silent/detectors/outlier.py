@@ -240,9 +240,7 @@ class OutlierTest:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; of another number of ranks nothing can be taken over."""
-        if state["ranks"] != self.ranks:
-            return
+        """Continue from :meth:`state_dict` of as many ranks."""
         self._level.load_state_dict(state)
         if state.get("change") is not None:  # older states lack what follows
             self._change = AgainstOwnPast(self.ranks, self._cap)
