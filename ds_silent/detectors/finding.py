@@ -16,7 +16,7 @@ from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a detector sees at this step. Whether it becomes an event is decided in ``lifecycle``."""
+    """Something that is wrong at this step. ``lifecycle`` decides whether it becomes an event."""
 
     key: str  # the same for the same fault at every step
     kind: EventKind
@@ -66,7 +66,7 @@ class Detector(Stored):
 
     Attributes:
         key: the name of its entry in the judge's state; empty: it remembers nothing, or writes several entries.
-        scores: what it weighed at the newest step, found or not.
+        scores: of the newest step, whether they reach their thresholds or not.
         notes: events of the newest step that are no faults.
     """
 
@@ -93,10 +93,10 @@ class Detector(Stored):
 
 
 def with_odds(event: Event, rate: float, log_excess: float) -> Event:
-    """The event with its odds, as a number and in words.
+    """Return the event with its odds, as a number and in words.
 
-    A threshold is log(1 / rate) and what does not depend on the rate; so evidence that exceeds it by x would just still
-    be told at a rate e^x times smaller.
+    A threshold is log(1 / rate) plus what does not depend on the rate. So evidence that exceeds it by x would still be
+    reported at a rate e^x times smaller.
 
     Args:
         rate: stated false alarms per million steps.
