@@ -4,19 +4,19 @@ Where rows are dealt at random, ranks are compared with each other (``comparison
 when its evidence reaches N * A, with A the mean number of steps between false alarms: then the average over the ranks
 is at least A, which under the null takes A steps or more in the mean.
 
-Where it is not known that they are, a rank may differ because its rows do. Then each rank is compared with its own past
-(``comparisons.AgainstOwnPast``), and what is so since the beginning is a note. The two share the rate. Whether what is
-found is a note or a warning is a matter of its size, see ``effects``. A change that the rank's rows may have made is
-written once, and from then on it is the rank's past.
+Where that is not known, a rank may differ because its rows do. Then each rank is also compared with its own past
+(``comparisons.AgainstOwnPast``), and a difference since the beginning is a note. The two share the rate. Whether a
+change is a note or a warning depends on its size, see ``effects``. A change that the rank's rows may have made is
+noted once, and then belongs to the rank's past.
 
-A rank so far above the others that no noise explains it is flagged at its first step, by ``at_once``, or at its third
-where its gradient is so far below; where rows are not known to be dealt at random, so far from what it was before, at
-its third. It shares the rate with the others.
+``at_once`` shares the rate too. It flags a rank at its first step if it is so far above the others that no noise
+explains it, and at its third if its gradient is so far below, or if it is so far from its own past where rows are not
+known to be dealt at random.
 
 A flagged rank leaves the comparison and the history, back to the step where its fault began. The component that
 flagged it goes on comparing it; when half of the (log) evidence has been taken back the fault has ended. Two ranks
-cannot outvote each other: both are named. Why a rank differs follows from all of its numbers, see ``likely_causes``; it
-is weighed when the rank is flagged, and its size now and then afterwards.
+cannot outvote each other: both are named. Why a rank differs follows from all of its numbers (``likely_causes``); they
+are weighed when the rank is flagged, and those of a note now and then afterwards.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class OutlierTest:
         return self._alone if self._random else self._alone + math.log(2.0)
 
     def step(self, record: StepRecord, extras: Evidence) -> list[Finding]:
-        """Findings of one step: one per flagged rank."""
+        """Return the findings of one step: one per flagged rank."""
         self.notes = ()
         self._dealt(extras.dealt == "random")
         self.weigher.recent.append(record, extras)
@@ -122,11 +122,11 @@ class OutlierTest:
         return self.standing()
 
     def standing(self) -> list[Finding]:
-        """What is flagged; also the answer at a step at which ranks cannot be compared."""
+        """Return the findings of the ranks that are flagged already, for a step at which ranks cannot be compared."""
         return [finding_of(rank, flag, bool(self._random)) for rank, flag in self._flagged.items()]
 
     def _dealt(self, random: bool) -> None:
-        """What was found under another null hypothesis counts no more."""
+        """Drop what was found under another null hypothesis."""
         if self._random is not None and random != self._random:
             self._level.forget(np.ones(self.ranks, dtype=bool))
             self._change = None
@@ -138,7 +138,7 @@ class OutlierTest:
             self._change = AgainstOwnPast(self.ranks, self._cap)
 
     def _unflagged(self, notes: bool = False) -> Flags:
-        """(N,) ranks that the others are compared with; ``notes``: those with a note of old too."""
+        """Return (N,) ranks that the others are compared with; with ``notes`` also ranks with an old note."""
         flags = [self._flagged.get(rank) for rank in range(self.ranks)]
         return np.array([flag is None or (notes and flag.severity == "info") for flag in flags])
 
@@ -200,7 +200,7 @@ class OutlierTest:
             self._change.begin_anew(self._only(rank))
 
     def _weigh_unsure(self, step: int) -> None:
-        """A change whose kind few steps did not show is weighed again with twice as many, and at last with SUDDEN."""
+        """Weigh a change of an unsure kind again with twice as many steps, and at last with SUDDEN."""
         for rank, flag in list(self._unsure.items()):
             if step - flag.since < min(2 * (flag.weighed - flag.since), SUDDEN):
                 continue
@@ -217,7 +217,7 @@ class OutlierTest:
         self._set_apart(step, apart.rank, flag, healthy)
 
     def _weigh_again(self, step: int) -> None:
-        """A note may have become a fault, as when a rank's labels are wrong and only the others learn."""
+        """Weigh old notes again: one may have become a fault, as when labels are wrong and only the others learn."""
         due = [r for r, f in self._flagged.items() if f.severity == "info" and step - f.weighed >= WEIGHED_AGAIN]
         for rank in due[:AT_MOST]:
             flag = self._flagged[rank]
