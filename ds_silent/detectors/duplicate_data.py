@@ -175,7 +175,7 @@ def chance_of_a_row(extras: Evidence, ranks: int) -> float:
 
 
 def shared_pairs(extras: Evidence) -> set[tuple[int, int]]:
-    """Pairs whose shared rows are at least half of the smaller batch, from ids.
+    """Return the pairs whose shared rows are at least half of the smaller batch, from ids.
 
     Health has two kinds of shared rows: a sampler that pads the epoch's last batch repeats at most one row per rank,
     and sampling with replacement shares about b/n of the b rows. One shared row is therefore counted only when
@@ -190,7 +190,7 @@ def shared_pairs(extras: Evidence) -> set[tuple[int, int]]:
 
 
 def by_ids(record: StepRecord, extras: Evidence, before: set[tuple[int, int]]) -> list[Finding]:
-    """Ranks with the same rows; ``before`` are the pairs of the previous measured step."""
+    """Find ranks with the same rows; ``before`` are the pairs of the previous measured step."""
     pairs = shared_pairs(extras)
     counts = extras.duplicates or {}
     sure = {pair for pair in pairs if counts[pair] > 1 or pair in before}
@@ -210,7 +210,7 @@ def shared_findings(
     pairs: Iterable[tuple[int, int]],
     said: Callable[[tuple[int, ...], list[tuple[int, int]]], tuple[float, str]],
 ) -> list[Finding]:
-    """A finding for each group of ranks with the same rows; one for all, where they are more than ``MAX_GROUPS``.
+    """Return a finding for each group of ranks with the same rows; one for all beyond ``MAX_GROUPS`` groups.
 
     Args:
         pairs: those that the groups hang together by.
@@ -238,7 +238,7 @@ def shared_findings(
 
 
 def by_gradients(record: StepRecord, directions: Array | None = None) -> list[Finding]:
-    """Ranks with the same gradient and the same loss, without ids.
+    """Find ranks with the same gradient and the same loss, without ids.
 
     Args:
         directions: (N, P) float64, of a record without cosines of pairs: see :func:`same_directions`.
@@ -268,7 +268,7 @@ def by_gradients(record: StepRecord, directions: Array | None = None) -> list[Fi
 
 
 def same_directions(directions: Array, losses: Sequence[float], norms: Sequence[float]) -> list[tuple[int, ...]]:
-    """Groups of ranks with the same gradient and loss, from a few numbers of each: any number of ranks.
+    """Return groups of ranks with the same gradient and loss, from a few numbers of each: for any number of ranks.
 
     The numbers are the unit gradient's sketch, folded once more, so that the squared distance of two ranks is that of
     their gradients, 2 (1 - cosine), times a chi-squared of P degrees of freedom over P. Of ranks that are COSINE_GAP
@@ -301,7 +301,7 @@ def same_directions(directions: Array, losses: Sequence[float], norms: Sequence[
 
 
 def _connected(count: int, first: Ranks, second: Ranks) -> list[tuple[int, ...]]:
-    """Groups of two or more of ``count`` that the pairs connect, in order of their first."""
+    """Return the groups of two or more of ``count`` that the pairs connect, in order of their first."""
     label = np.arange(count)
     while True:
         before, low = label.copy(), np.minimum(label[first], label[second])
@@ -324,7 +324,7 @@ def _same(record: StepRecord, group: tuple[int, ...]) -> Finding:
 
 
 def groups(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Connected components, each sorted, in order of their first rank."""
+    """Return the connected components, each sorted, in order of their first rank."""
     ends = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
     return _connected(int(ends.max(initial=-1)) + 1, ends[:, 0], ends[:, 1])
 

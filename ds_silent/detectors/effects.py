@@ -1,20 +1,21 @@
-"""How large an effect is, and whether it is a fault, a note, or what a rank's own data do. Pure.
+"""How large an effect is, and whether it is a fault, a note, or what a rank's own data do.
 
-    effect = effect_of(symptoms, "gradient norm", sizes, EffectContext(random=False, own_past=True))
+    effect = effect_of(symptoms, "gradient norm", sizes, EffectContext(random=False, own_past=True))     # pure
     effect.severity, effect.size, effect.of_data
+    weigher.weigh(rank, flag, healthy, comparable, random)      # the same, from what the run's ranks have sent
 
-Significance says that a difference is there, size whether anybody needs to know. Where rows are dealt at random, data
-do not make a lasting difference, and every one above a small size is a warning. Where each rank may have rows of its
-own, data make nearly all: an easier shard has another loss, another norm and another direction, and a shard that
-changes has them from one step to the next. What data do not do is
+Significance says that there is a difference, size whether it matters. Where rows are dealt at random, data make no
+lasting difference, and every one above a small size is a warning. Where each rank may have rows of its own, data make
+nearly all differences: an easier shard has another loss, another norm and another direction, and a shard that changes
+has them from one step to the next. What data do not do is
 
 * change the length of the gradient beyond what it has been, or turn it, and leave the loss as it was;
 * raise a rank's loss far above the highest that any rank has had in this run, the untrained model included;
 
 from one step to the next: what comes slowly is learnt, or forgotten.
 
-Of what is so since the beginning only a first loss beyond ``HIGH`` is more than a note, and that only where the other
-ranks are like each other: environments with rewards of 1, 10 and 100 have losses as unlike.
+A difference since the beginning is a note, but for a first loss beyond ``HIGH`` where the other ranks are like each
+other: environments with rewards of 1, 10 and 100 have losses as unlike.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Effect:
 
 
 def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectContext) -> Effect:
-    """The effect that a rank's symptoms show.
+    """Return the effect that a rank's symptoms show.
 
     Args:
         where: the statistic that was found to differ: ``loss``, ``gradient norm`` or ``gradient direction``.
@@ -107,7 +108,7 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectC
 
 
 def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_beyond: float | None) -> bool:
-    """The gradient changed, and the loss did not. A norm beside a direction that was found is as it comes."""
+    """Return whether the gradient changed and the loss did not. Beside a direction that was found no norm counts."""
     if seen.loss is None:
         return False
     if _is_longer(seen, where, sizes, norm_beyond) and _follows_norm_little(seen):
@@ -119,7 +120,7 @@ def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_b
 
 
 def _may_be_no_data(seen: Symptoms, where: str, sizes: EffectsConfig) -> bool:
-    """The norm changed by enough, and the loss by little: what else it takes is hard to see in a few steps."""
+    """Return whether the norm changed by enough and the loss by little; the rest is hard to see in a few steps."""
     if seen.loss is None or not _is_longer(seen, where, sizes, None):
         return False
     return is_plain(seen) or _follows_norm_little(seen)

@@ -64,7 +64,7 @@ class ReplicaErrors(Detector):
 
 
 def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words = TORCH) -> list[Finding]:
-    """What is wrong with this step's aggregate, and with what an optimizer applied."""
+    """Find what is wrong with this step's aggregate, and with what an optimizer applied."""
     if seen is None:
         return []
     findings, layers = [], seen.layers
@@ -84,7 +84,7 @@ def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words =
 
 
 def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
-    """The errors of this step beside what rounding explains of them, where they could be measured."""
+    """Return the errors of this step beside what rounding explains of them, where they could be measured."""
     check, applied = (None, None) if seen is None else (seen.check, seen.applied)
     scores = []
     if check is not None and check.relative_error is not None and check.rounding_bound is not None:
@@ -99,7 +99,7 @@ def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
 
 
 def notes(seen: ReductionEvidence | None, words: Words = TORCH) -> list[Event]:
-    """Once: the script changes gradients so that what is applied cannot be compared with what was reduced."""
+    """Note once that the script changes gradients, so that what is applied cannot be compared with the aggregate."""
     applied = None if seen is None else seen.applied
     if applied is None or not applied.note:
         return []
@@ -118,7 +118,7 @@ def notes(seen: ReductionEvidence | None, words: Words = TORCH) -> list[Event]:
 
 
 def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Finding]:
-    """What a comparison of the replicas says; until the next one, it stands."""
+    """Find replicas that differ in a comparison."""
     return [_drift(record, groups, drift)] if len(groups) > 1 else []
 
 
@@ -160,7 +160,7 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
 def _micro_batches(
     record: StepRecord, check: AggregateCheck, found: MicroBatches, layers: tuple[str, ...], words: Words
 ) -> Finding:
-    """What the single micro-batches' sketches tell of an error that goes on."""
+    """Name the micro-batches that did not enter once, by their own sketches, of an error that goes on."""
     count, everybody = len(found.weights[0]), record.world_size
     groups: dict[tuple[tuple[int, ...], float], list[int]] = {}  # ranks and weight -> micro-batches
     for micro_batch, off in found.off.items():
@@ -187,7 +187,7 @@ def _micro_batches(
 
 
 def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, Parts], words: Words) -> Finding:
-    """The checked slices add up to the mean or sum, and yet ranks hold different bits elsewhere."""
+    """Report ranks that hold different bits although the checked slices add up to the mean or sum."""
     groups, where = next(iter(received.values())), layers_text(tuple(received), seen.layers)
     odd = outvoted(groups)
     message = (
@@ -205,7 +205,7 @@ def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, P
 
 
 def _handed(step: int, factors: tuple[float, ...]) -> Finding:
-    """A script has scaled what came out of the reduction, and not on all ranks alike."""
+    """Report a script that has scaled the aggregate by other factors on other ranks."""
     shown = [f"{factor:.3g}" for factor in factors]
     groups = parts_of(shown)
     odd = outvoted(groups)
@@ -296,7 +296,7 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
 
 
 def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
-    """What to do about a wrong aggregate: ``ranks`` are named, and ``what`` is the kind of its cause."""
+    """Return what to do about a wrong aggregate: ``ranks`` are named, and ``what`` is the kind of its cause."""
     first = {"unreduced": words.not_reduced, "leftover": words.not_cleared}.get(what, "")
     back = "Do not trust the weights of this run since then; go back to the last checkpoint before it"
     look = ", and look at the network of the rank named" if ranks else ""
@@ -305,7 +305,7 @@ def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
 
 
 def cause_sentence(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -> str:
-    """The cause in one sentence."""
+    """Return the cause in one sentence."""
     where = layers_text(cause.layers, layers)
     if cause.kind == "scale":
         assert cause.factor is not None

@@ -58,7 +58,7 @@ class Recent:
         self._steps.append((record.step, np.array([nothing if c is None else c for c in columns], dtype=np.float64)))
 
     def symptoms(self, rank: int, others: Sequence[int], since: int, own_past: bool = False) -> Symptoms:
-        """Medians over the steps from ``since`` on that are remembered; over the newest one where none is.
+        """Return medians over the remembered steps from ``since`` on; over the newest step if none is remembered.
 
         Args:
             own_past: ratios are to what they were right before ``since``; None where that is not remembered.
@@ -101,9 +101,9 @@ class Recent:
         )
 
     def spread(self, rank: int, others: Sequence[int], since: int) -> Symptoms:
-        """How many times loss and norm are theirs, or theirs them, at a usual step since then.
+        """Return the ratio of loss and norm to the others', larger to smaller, at a usual step since then.
 
-        None where that is not FAR times as far as the others are from each other: as of fewer rows, and no fault.
+        A ratio is None unless it is FAR times as far as the others are from each other: fewer rows make less.
         """
         rows = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])
         peers, told = list(others), []
@@ -139,7 +139,7 @@ class Recent:
         return moved_alone(norm[before], norm[after], 0, range(1, 1 + len(others)), common)
 
     def _around(self, rank: int, others: Sequence[int], since: int, where: str) -> tuple[Array, Array]:
-        """A rank's less the others' median, before ``since`` and from then on, in the steps where it is known."""
+        """Return a rank's values less the others' median, before ``since`` and from then on, where they are known."""
         at, values = self._over_time(STATISTICS.index(where), [rank, *others])
         apart = values[:, 0] - np.median(values[:, 1:], axis=1)
         known = np.isfinite(apart)
@@ -157,7 +157,7 @@ class Recent:
         return _median(rows or [row[_LOSS, rank] for _, row in self._steps][-1:])
 
     def _directions(self, cosines: Array, rank: int, others: list[int]) -> tuple[float | None, float | None]:
-        """Medians of (T, N) mean cosines: the rank's own with the others, and theirs with each other."""
+        """Return medians of (T, N) mean cosines: the rank's own with the others, and theirs with each other."""
         if self._pairs:
             apart = [_apart(row, rank) for row in cosines]
             return _median([own for own, _ in apart]), _median([theirs for _, theirs in apart])
@@ -225,7 +225,7 @@ def _cosine_noise(cosines: Array, others: list[int]) -> float:
 
 
 def _constant(norms: Array, rank: int, others: list[int]) -> bool:
-    """Whether a rank's norm stays where it is over (T, N) steps while the others' do not."""
+    """Return whether a rank's norm is constant over the newest of (T, N) steps and the others' are not."""
     with np.errstate(all="ignore"):
         logs = np.log(norms[np.isfinite(norms[:, [rank, *others]]).all(axis=1)][-STEADY_STEPS:])
         spread = logs.std(axis=0) if len(logs) == STEADY_STEPS else np.full(norms.shape[1], math.nan)
@@ -234,7 +234,7 @@ def _constant(norms: Array, rank: int, others: list[int]) -> bool:
 
 
 def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, float]:
-    """The rank over the others' median, and how far a healthy rank's log ratio is from 0 after as many steps."""
+    """Return the rank over the others' median, and how far a healthy rank's log ratio is from 0 in as many steps."""
     ratios, spreads = [], []
     for row in values:
         own, theirs = row[rank], row[others]
@@ -251,7 +251,7 @@ def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, f
 def _changed(
     ratio: float | None, noise: float, before: float | None, noise_before: float
 ) -> tuple[float | None, float]:
-    """A ratio over what it was, and its noise."""
+    """Return a ratio over what it was, and its noise."""
     if ratio is None or not before:
         return None, noise
     return ratio / before, math.hypot(noise, noise_before)
