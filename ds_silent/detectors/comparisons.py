@@ -54,7 +54,7 @@ RIDGE = 1e-3  # of each covariate's own variance: collinear or constant covariat
 
 
 class Explained(Stored):
-    """y minus what the covariates explain. The coefficients of a step come from earlier steps only.
+    """Take from y what the covariates explain, with coefficients from earlier steps only, common to all ranks.
 
     Any function of (y_j, covariates_j) that is the same for all ranks keeps exchangeable ranks exchangeable, so bad
     coefficients cost power and never a false alarm. One spike must not make the coefficients: deviations are
@@ -130,14 +130,14 @@ class Strongest:
 
 
 class _Comparison:
-    """What every comparison of ranks has: its evidence, and the coefficients that explain one statistic by others."""
+    """Hold the evidence of a comparison of ranks, and the coefficients that explain one statistic by others."""
 
     def __init__(self, series: int, ranks: int, cap: float):
         self._test = SequentialTest(series, ranks, cap)
         self._explained = (Explained(1), Explained(3), Explained(2))
 
     def gain(self, series: int, component: int, rank: int) -> float:
-        """Log evidence of the newest step, whatever health allows: a change does not end because all ranks move."""
+        """Return the log evidence of the newest step without slack: a change does not end because all ranks move."""
         return float(self._test.gain[series, component, rank] + self._test.taken[series, component, rank])
 
     def forget(self, ranks: Flags) -> None:
@@ -150,7 +150,7 @@ class _Comparison:
 
 
 class AgainstOthers(_Comparison):
-    """Follows three statistics and the label tokens of each rank, as they are.
+    """Follow three statistics and the label tokens of each rank, as they are.
 
     Args:
         ranks: N, at least 2.
@@ -189,7 +189,7 @@ class AgainstOthers(_Comparison):
         self._test.forget_evidence(np.arange(self._test.ranks) == rank, LOSS_SIZE)
 
     def strongest(self, rank: int) -> Strongest:
-        """What speaks loudest against a rank; a shift that is large has a size, too, and is a shift."""
+        """Return what speaks loudest against a rank. A large shift has a large size as well, and counts as a shift."""
         evidence = self._test.log_evidence()[:, rank]
         series, size = int(np.argmax(evidence[:TOKENS])), LOSS_SIZE + int(np.argmax(evidence[LOSS_SIZE:TOKENS_SIZE]))
         spread = bool(evidence[series] < evidence[size] / 2.0)
@@ -208,7 +208,7 @@ class AgainstOthers(_Comparison):
 
 
 class AgainstOwnPast(_Comparison):
-    """Follows how the same numbers change, against each rank's own past, over several windows side by side."""
+    """Follow how the same numbers change against each rank's own past, over several windows side by side."""
 
     def __init__(self, ranks: int, cap: float):
         super().__init__(len(WINDOWS) * len(SMALLEST), ranks, cap)
@@ -240,14 +240,14 @@ class AgainstOwnPast(_Comparison):
         return np.asarray(np.logaddexp.reduce(evidence, axis=0) - math.log(len(evidence)) - tokens)
 
     def strongest(self, rank: int) -> Strongest:
-        """What speaks loudest against a rank."""
+        """Return what speaks loudest against a rank."""
         evidence = self._test.log_evidence()[:, rank].copy()
         evidence[TOKENS :: len(SMALLEST)] = -np.inf
         series = int(np.argmax(evidence))
         return Strongest(STATISTICS[series % len(SMALLEST)], series, self._test.onset(series, rank))
 
     def usual(self) -> Array:
-        """(2, N) each rank's loss and gradient norm in its newest past; NaN where not known or not positive."""
+        """Return (2, N) loss and gradient norm of each rank's newest past; NaN where not known or not positive."""
         mean = self._pasts[0].means()
         with np.errstate(over="ignore"):
             both = np.stack([mean[LOSS], np.exp(mean[NORM])])
@@ -273,13 +273,13 @@ class AgainstOwnPast(_Comparison):
 
 
 def _covariates(columns: Array, row: int) -> list[Array]:
-    """What a statistic is explained by."""
+    """Return the columns that explain a statistic."""
     loss, _, cosine, tokens = columns
     return ([tokens], [loss, tokens, cosine], [loss, tokens])[row]
 
 
 def _sizes(values: Array, healthy: Flags) -> Array:
-    """(N,) distances from the median of the other healthy values; NaN where there is none."""
+    """Return (N,) distances from the median of the other healthy values; NaN where there is none."""
     peers = healthy & np.isfinite(values)
     if peers.sum() < 2:
         return np.full_like(values, np.nan)
