@@ -1,16 +1,18 @@
-"""From the numbers of a step to what is wrong: who, since when, why, and what to do.
+"""From the numbers of a step to what is wrong: which rank, since when, why, and what to do.
 
     judge = Judge(config.detectors, interval=config.interval)      # on the writing rank
     events = judge.step(record, Evidence(...))                     # once per measured step, in order
 
-Every detector is a :class:`~ds_silent.detectors.finding.Detector`, and ``Judge`` has one list of them. They say what
-they see at this step; ``lifecycle`` makes one event of it when it starts and one when it ends.
+``Judge`` has one list of detectors, each a :class:`~ds_silent.detectors.finding.Detector`. A detector returns what is
+wrong at this step; ``lifecycle`` makes one event of it when it starts and one when it ends.
 
-``false_alarms_per_million_steps`` is shared equally by the four that judge by chance: order with repeats, outlier with
-layers, drift and the rounding bounds of ``reduction_errors``. The derivations are in ``sequential``, ``layer_evidence``
-and ``ds_silent.maths.rounding_bound``. The others state facts. Scores and thresholds of the first three are natural
-logarithms of evidence: a threshold of 16 says that chance reaches it once in e^16 steps. Their events carry the rate at
-which they would just still be told; ``judge.scores`` is what they weighed at the newest step, told or not.
+Four groups of detectors judge by chance and share ``false_alarms_per_million_steps`` equally: ``order``; the rank
+comparison, which is ``outlier`` and ``layers``; ``jump``; the rounding bounds of ``reduction_errors``. The derivations
+are in ``sequential``, ``layer_evidence`` and ``ds_silent.maths.rounding_bound``. The other detectors state facts.
+
+Scores and thresholds of the first three groups are natural logarithms of evidence: chance reaches a threshold of 16
+once in e^16 steps. Their events carry the smallest rate at which they would still be reported. ``judge.scores`` holds
+the scores of the newest step, whether reported or not.
 """
 
 from __future__ import annotations
@@ -22,16 +24,14 @@ from ds_silent.capture.untrained import Unlike
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors.batch_size import BatchSizeTest, LabelTokensTest
 from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
-from ds_silent.detectors.duplicate_data import SameGradients, SameRows
+from ds_silent.detectors.duplicate_data import SameGradients, SameRows, SampledRowsTest
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_findings
-from ds_silent.detectors.order import OrderTest, SameOrderTest
+from ds_silent.detectors.order import OrderTest, RepeatTest, SameOrderTest
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.rank_comparison import RankComparison
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
-from ds_silent.detectors.repeats import RepeatTest
-from ds_silent.detectors.sampled_rows import SampledRowsTest
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord
 from ds_silent.text import TORCH, Words
@@ -51,17 +51,18 @@ def log_steps(config: DetectorsConfig, interval: int) -> float:
 
 
 class Judge:
-    """Detectors, baselines and thresholds of one run. Touches nothing but its own state.
+    """Hold the detectors of one run.
 
     Args:
-        config: ``enabled`` is the caller's business.
+        config: the caller looks at ``enabled``.
         interval: optimizer steps between measurements; the rate is per million *optimizer* steps.
-        words: the framework's, for what is said of it.
-        alike: see :attr:`ds_silent.framework.Framework.ranks_comparable`; else no rank is compared with the others.
+        words: the framework's terms, for messages.
+        alike: whether ranks can be compared with each other, see
+            :attr:`ds_silent.framework.Framework.ranks_comparable`.
         effects: sizes below which a finding is a note; None: the defaults.
 
     Attributes:
-        scores: what those that judge by evidence weighed at the newest step.
+        scores: of the newest step, of the detectors that judge by evidence.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Judge:
         )
 
     def told(self, event: Event) -> None:
-        """Take in what the preflight has found: it goes on, and what follows from it is no second alarm."""
+        """Take in a fault that the preflight has found: its consequences are no second alarm."""
         self._episodes.told(event)
 
     def step(self, record: StepRecord, extras: Evidence) -> list[Event]:
@@ -116,7 +117,7 @@ class Judge:
         return self._episodes.update(record.step, findings) + notes
 
     def unlike(self, step: int, found: tuple[Unlike, ...]) -> list[Event]:
-        """Return what the last observation of all says of the ranks' code; nothing is judged after it."""
+        """Return the events of settings that the last observation showed to differ; no step is judged after it."""
         return [event for finding in setting_findings(found) for event in self._episodes.start(step, finding)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class Judge:
 
 
 def _without_consequences(findings: list[Finding]) -> list[Finding]:
-    """One fault, one event: a rank whose code does something else has other gradients, or none for some parameters."""
+    """Drop what follows from a setting: a rank with other code has other gradients, or none for some parameters."""
     odd = {rank for finding in findings if finding.kind == "config-mismatch" for rank in finding.ranks}
 
     def follows(finding: Finding) -> bool:

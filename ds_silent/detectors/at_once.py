@@ -1,12 +1,12 @@
-"""A rank so far above all others that one step is enough, or a few steps, or so far below that a few steps are.
+"""A rank so far above all others that one step is enough, or so far below that a few steps are.
 
     test = AtOnce(ranks=4, log_threshold=17.0)
     test.step(step, losses, norms, label_tokens, healthy)     # (N,) each; who stands out, with which odds, or None
 
 ``sequential`` assumes nothing of the distribution, and pays for it: within a step of N ranks its evidence cannot exceed
-log N, and against the pool of all ranks' history log (N + pool). A loss that is summed instead of averaged, 193 times
-that of the others, does not need a dozen steps. But a statement from one step needs a model of how far apart healthy
-ranks can be:
+log N, and with the pool of all ranks' history log (N + pool). A loss that is summed instead of averaged, 193 times that
+of the others, does not need a dozen steps. But a statement from one step needs a model of how far apart healthy ranks
+can be.
 
 **The model.** The loss and the gradient norm of a rank are positive, and the largest value among the ranks exceeds
 the next one by a factor exp(E) whose tail is no heavier than
@@ -111,7 +111,7 @@ class _Run:
 
 
 class AtOnce:
-    """Knows how far apart the ranks of a run have been.
+    """Learn how far apart the ranks of a run are, and find one that is further.
 
     Args:
         ranks: N, at least 2.
@@ -132,13 +132,7 @@ class AtOnce:
         self._runs: list[_Run | None] = [None] * len(SIDES)
 
     def step(
-        self,
-        step: int,
-        losses: Array,
-        norms: Array,
-        label_tokens: Array,
-        healthy: Flags,
-        least: int = 1,
+        self, step: int, losses: Array, norms: Array, label_tokens: Array, healthy: Flags, least: int = 1
     ) -> StandsOut | None:
         """Judge one step, and learn from it.
 
@@ -168,7 +162,7 @@ class AtOnce:
     def _judge(
         self, step: int, index: int, logs: Array, order: Ranks, label_tokens: Array, least: int
     ) -> StandsOut | None:
-        """One quantity on one side: who stands out; what does not is learnt from."""
+        """Judge one quantity on one side: return a rank that stands out, learn from all that do not."""
         quantity, sign = QUANTITIES[SIDES[index][0]], SIDES[index][1]
         rank, gap = int(order[0]), float(logs[0] - logs[1])
         excess = float(logs[0]) - max(float(logs[1]), self._highest[index]) - self._tokens_off(order, label_tokens)
@@ -198,7 +192,7 @@ class AtOnce:
         self._highest[index] = max(self._highest[index] - FORGETS[SIDES[index][0]], highest)
 
     def _spread_of(self, index: int, logs: Array) -> tuple[float, float]:
-        """SHAPE and b of what is known, and of the other ranks now."""
+        """Return SHAPE and b, from the remembered gaps and the other ranks' gaps at this step."""
         others = logs[1 : 2 + GAPS]
         gaps = -np.diff(others) * np.arange(1, len(others))
         known = self._gaps[index]
@@ -208,7 +202,7 @@ class AtOnce:
         return min(SHAPE, PER_GAP * (len(gaps) + len(known) / 2)), max(scales)
 
     def _tokens_off(self, order: Ranks, label_tokens: Array) -> float:
-        """What its number of label tokens may add to the log of a rank's value."""
+        """Return what the first rank's number of label tokens may add to the log of its value."""
         own, others = label_tokens[order[0]], label_tokens[order[1:]]
         if not own > 0.0 or not np.isfinite(others).all():
             return 0.0
@@ -232,5 +226,5 @@ class AtOnce:
 
 
 def _score(excess: float, shape: float, scale: float) -> float:
-    """Minus the log of the odds of an excess."""
+    """Return minus the log of the odds of an excess."""
     return shape * math.log1p(max(excess, 0.0) / (shape * scale)) if shape > 0.0 else 0.0

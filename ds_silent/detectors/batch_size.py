@@ -1,10 +1,10 @@
-"""Ranks that take other numbers of rows, step after step. A fact, once it is no short last batch.
+"""Ranks that take other numbers of rows or label tokens, step after step.
 
 A mean over a rank's own rows makes a row count less where there are more of them: with 8 rows on one rank and 4 on the
 others, that rank's rows have half the say. Batches that are filled by tokens differ on every rank at every step, and
-the last batch of an epoch differs once; here, ``STEPS`` measured steps in a row, all ranks but a minority take one
-number and the minority another one, the same at each step. A rank that has no more rows than it takes between two
-measured steps has a small shard of its own, whose last batch is short in each pass: that is none of it.
+the last batch of an epoch differs once. A fault is that for ``STEPS`` measured steps in a row all ranks but a minority
+take one number and the minority another one, the same at each step. A rank that takes all its rows between two measured
+steps has a small shard of its own, whose last batch is short in each pass: that is no fault.
 
 Label tokens differ on every rank at every step in health. A rank that has less than half, or more than twice, of the
 others' median at each of ``TOKEN_STEPS`` measured steps in a row is a note: where rows are dealt at random, chance does
@@ -44,7 +44,7 @@ class BatchSizeTest(Detector):
         self._since = 0
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        """At most one finding: the ranks outside the majority, or all where there is none."""
+        """Return at most one finding: of the ranks outside the majority, or of all where there is none."""
         rows = extras.rows_taken or ()
         if len(set(rows)) != 2 or min(rows) <= 0:
             self._rows, self._steps = (), 0
@@ -75,7 +75,7 @@ class BatchSizeTest(Detector):
 
 
 def _whole_shard(rank: int, extras: Evidence) -> bool:
-    """Whether the rank, whose rows are not of one pool with the others', takes all that it has at each step."""
+    """Return whether a rank with rows of its own takes all of them between two measured steps."""
     if extras.dealt == "random" or extras.passes is None or extras.own_rows is None:
         return False
     return extras.passes.distinct[rank] <= _ROOM * extras.own_rows[rank]
@@ -90,7 +90,7 @@ class LabelTokensTest(Detector):
         self._steps: dict[int, list[float]] = {}  # by rank: steps so far, the first of them, the sum of the logarithms
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        """At most one finding, of severity ``info``."""
+        """Return at most one finding, of severity ``info``."""
         tokens = np.array(extras.label_tokens or (), dtype=np.float64)
         if len(tokens) < 2 or tokens.min() <= 0:
             self._steps = {}
@@ -118,18 +118,9 @@ class LabelTokensTest(Detector):
             "If each rank has texts of its own, do nothing, or divide the summed loss of all by all tokens. "
             "If rows are dealt at random, look at the labels there: masks, truncation, the index that is ignored."
         )
-        return Finding(
-            f"label-tokens:{','.join(map(str, ranks))}",
-            "batch-size-mismatch",
-            "info",
-            ranks,
-            "label tokens",
-            max(factor, 1.0 / factor),
-            TOKEN_RATIO,
-            message,
-            remedy,
-            int(since),
-        )
+        key, score = f"label-tokens:{','.join(map(str, ranks))}", max(factor, 1.0 / factor)
+        where, begin = "label tokens", int(since)
+        return Finding(key, "batch-size-mismatch", "info", ranks, where, score, TOKEN_RATIO, message, remedy, begin)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": [[rank, *held] for rank, held in self._steps.items()]}

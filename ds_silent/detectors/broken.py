@@ -1,6 +1,6 @@
-"""Numbers that are no numbers, and gradients that are not there: looked at before anything is compared.
+"""NaN, infinite and zero values, and parameters without a gradient: judged before anything is compared.
 
-These are facts, not statistics: they are reported at the first step, and no false-alarm rate applies.
+These are facts, not statistics: they are reported at their first step, and no false-alarm rate applies.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LABELS = "Drop rows without label tokens (cut before their response, or empty).
 
 
 class BrokenNumbers(Detector):
-    """Report what is no number, and gradients that are zero."""
+    """Report values that are not finite, and gradients that are zero."""
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         return non_finite(record, evidence) + zero_gradient(record, evidence)
 
 
 class StaleParameters(Detector):
-    """Report parameters that train on other ranks, unless the model does that in health.
+    """Report parameters that get a gradient on other ranks only, unless the model is conditional.
 
     Args:
         alike: whether ranks train the same parameters at all.
@@ -57,10 +57,10 @@ class StaleParameters(Detector):
 
 
 def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
-    """A NaN or infinity in any rank's loss or gradient, or born in the aggregation.
+    """Find a NaN or infinity in a rank's loss or gradient, or one that the aggregation has made.
 
-    One fault however far it spreads: the event of its first step names where it began. An fp16 step that the dynamic
-    loss scale skipped has infinite gradients by design; there only the losses count.
+    It is one fault however far it spreads: the event of its first step names where it began. An fp16 step that the
+    dynamic loss scale skipped has infinite gradients by design; there only the losses count.
     """
     bad_loss = _indices(record.loss.per_rank, _not_finite)
     bad_gradient = set() if extras.step_skipped else _indices(record.grad_norm.per_rank, _not_finite)
@@ -89,7 +89,7 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
 
 
 def _reached(record: StepRecord, extras: Evidence) -> tuple[str, str]:
-    """What is known of the way of the value into the weights, and what to do."""
+    """Say whether the value has reached the weights, and what to do."""
     look = "Look at the rows of this step and at the layer named; lower the learning rate or the loss scale"
     if extras.update_skipped or extras.step_skipped:
         return "The optimizer skipped this step: the weights do not hold the value.", f"{look}."
@@ -104,7 +104,7 @@ def _reached(record: StepRecord, extras: Evidence) -> tuple[str, str]:
 
 
 def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
-    """A rank whose whole gradient is exactly zero."""
+    """Find ranks whose whole gradient is exactly zero."""
     zero = _zero(record, extras)
     zero -= _indices(record.loss.per_rank, _not_finite)  # told by non_finite
     if not zero:
@@ -135,10 +135,10 @@ def _unlabelled(ranks: tuple[int, ...], extras: Evidence) -> str:
 
 
 def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
-    """Parameters that train on other ranks and get no gradient on this one.
+    """Find ranks on which parameters get no gradient that get one on other ranks.
 
-    A model with conditional computation does this in health, with other ranks at other steps. ``StaleParameters`` stops
-    asking once the ranks have changed; a frozen parameter stays with its rank.
+    A model with conditional computation does this in health, on other ranks at other steps. ``StaleParameters`` stops
+    looking once the ranks have changed; a frozen parameter stays with its rank.
     """
     missing = tuple(sorted(_indices(extras.stale_parameters, lambda v: v > 0)))
     if not missing or extras.stale_parameters is None:
@@ -159,7 +159,7 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
 
 
 def _indices(values: Sequence[float] | None, bad: Callable[[Array], Array]) -> set[int]:
-    """Of the bad ones."""
+    """Return the indices of bad values."""
     return set(np.flatnonzero(bad(np.array(values or (), dtype=np.float64))).tolist())
 
 

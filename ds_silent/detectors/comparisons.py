@@ -29,14 +29,15 @@ spread, and none is followed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.explained import Explained
+from ds_silent.detectors.finding import Stored
 from ds_silent.detectors.own_past import OwnPast
-from ds_silent.detectors.sequential import LARGEST, Array, Flags, Onset, SequentialTest, others
+from ds_silent.detectors.sequential import CLIP, LARGEST, RESOLUTION, Array, Flags, Onset, SequentialTest, others
 
 STATISTICS = ("loss", "gradient norm", "gradient direction")
 LOSS, NORM, DIRECTION, TOKENS, LOSS_SIZE, NORM_SIZE, TOKENS_SIZE = range(7)
@@ -46,6 +47,76 @@ WINDOWS = (16, 128, 1024)
 """Steps that make a rank's own past: a change is seen for about as long, so small ones need the long windows."""
 SMALLEST = (0.0, 0.02, 0.01, 0.02)
 """Moves of a rank's offset that are always expected: of the loss, the log norm, the cosine, the log label tokens."""
+
+
+MEMORY = 256  # steps whose coefficients explain a statistic by others
+RIDGE = 1e-3  # of each covariate's own variance: collinear or constant covariates explain nothing
+
+
+class Explained(Stored):
+    """Take from y what the covariates explain, with coefficients from earlier steps only, common to all ranks.
+
+    Any function of (y_j, covariates_j) that is the same for all ranks keeps exchangeable ranks exchangeable, so bad
+    coefficients cost power and never a false alarm. One spike must not make the coefficients: deviations are
+    learnt up to ``CLIP`` of their own past size, and none explains more than one of that size would.
+
+    Deviations are from the peers' mean at every use: a coefficient times a level common to all ranks (a billion tokens)
+    would leave only the rounding of that product. A column whose spread is below ``RESOLUTION`` of its values has none:
+    equal numbers minus their mean leave 1e-14 of rounding, which a coefficient of 1e11 blows up to "explain" any y.
+    """
+
+    stored = ("moments", "learnt")
+
+    def __init__(self, covariates: int):
+        self._moments = np.zeros((covariates + 1, covariates + 1))  # of the covariates and, last, of y
+        self._learnt = 0
+
+    def residual(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
+        """(N,) residuals, and learn the step. A covariate that is not known everywhere is left out, on all ranks."""
+        peers = peers & np.isfinite(values)
+        x = self._deviations(values, covariates, peers)
+        if not peers.any():
+            return np.array(values)
+        result = values - self._coefficients() @ x
+        if peers.sum() >= 2:
+            y = np.clip(values[None], -LARGEST, LARGEST)
+            self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
+        return np.asarray(result)
+
+    def adjusted(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
+        """(N,) the same residuals; nothing is learnt."""
+        peers = peers & np.isfinite(values)
+        if not peers.any():
+            return np.array(values)
+        return np.asarray(values - self._coefficients() @ self._deviations(values, covariates, peers))
+
+    def _deviations(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
+        """(C, N) covariates against the peers' middle."""
+        known = np.isfinite(values)
+        columns = [c if np.isfinite(c[known]).all() else np.zeros(len(c)) for c in covariates]
+        x = np.clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
+        return self._clipped(x - _middles(x, peers)) if peers.any() else x
+
+    def _clipped(self, deviations: Array, rows: slice = slice(-1)) -> Array:
+        """(len, N), up to ``CLIP`` of the sizes learnt; as they are where nothing was learnt."""
+        size = CLIP * np.sqrt(self._moments.diagonal()[rows])[:, None]
+        return np.where(size > 0.0, np.clip(deviations, -size, size), deviations)
+
+    def _learn(self, deviations: Array) -> None:
+        centred = deviations - deviations.mean(axis=1, keepdims=True)  # clipping has moved the mean
+        self._learnt = min(self._learnt + 1, MEMORY)
+        self._moments += (centred @ centred.T / centred.shape[1] - self._moments) / self._learnt
+
+    def _coefficients(self) -> Array:
+        moments, cross = self._moments[:-1, :-1], self._moments[:-1, -1]
+        own = moments.diagonal()
+        used = own > 0.0
+        result = np.zeros(len(own))
+        if used.any():
+            scale = np.sqrt(own[used])
+            correlations = moments[np.ix_(used, used)] / np.outer(scale, scale) + RIDGE * np.eye(used.sum())
+            result[used] = np.linalg.solve(correlations, cross[used] / scale) / scale
+        return result
 
 
 @dataclass(frozen=True)
@@ -59,14 +130,14 @@ class Strongest:
 
 
 class _Comparison:
-    """What every comparison of ranks has: its evidence, and the coefficients that explain one statistic by others."""
+    """Hold the evidence of a comparison of ranks, and the coefficients that explain one statistic by others."""
 
     def __init__(self, series: int, ranks: int, cap: float):
         self._test = SequentialTest(series, ranks, cap)
         self._explained = (Explained(1), Explained(3), Explained(2))
 
     def gain(self, series: int, component: int, rank: int) -> float:
-        """Log evidence of the newest step, whatever health allows: a change does not end because all ranks move."""
+        """Return the log evidence of the newest step without slack: a change does not end because all ranks move."""
         return float(self._test.gain[series, component, rank] + self._test.taken[series, component, rank])
 
     def forget(self, ranks: Flags) -> None:
@@ -79,7 +150,7 @@ class _Comparison:
 
 
 class AgainstOthers(_Comparison):
-    """Follows three statistics and the label tokens of each rank, as they are.
+    """Follow three statistics and the label tokens of each rank, as they are.
 
     Args:
         ranks: N, at least 2.
@@ -118,7 +189,7 @@ class AgainstOthers(_Comparison):
         self._test.forget_evidence(np.arange(self._test.ranks) == rank, LOSS_SIZE)
 
     def strongest(self, rank: int) -> Strongest:
-        """What speaks loudest against a rank; a shift that is large has a size, too, and is a shift."""
+        """Return what speaks loudest against a rank. A large shift has a large size as well, and counts as a shift."""
         evidence = self._test.log_evidence()[:, rank]
         series, size = int(np.argmax(evidence[:TOKENS])), LOSS_SIZE + int(np.argmax(evidence[LOSS_SIZE:TOKENS_SIZE]))
         spread = bool(evidence[series] < evidence[size] / 2.0)
@@ -137,7 +208,7 @@ class AgainstOthers(_Comparison):
 
 
 class AgainstOwnPast(_Comparison):
-    """Follows how the same numbers change, against each rank's own past, over several windows side by side."""
+    """Follow how the same numbers change against each rank's own past, over several windows side by side."""
 
     def __init__(self, ranks: int, cap: float):
         super().__init__(len(WINDOWS) * len(SMALLEST), ranks, cap)
@@ -169,14 +240,14 @@ class AgainstOwnPast(_Comparison):
         return np.asarray(np.logaddexp.reduce(evidence, axis=0) - math.log(len(evidence)) - tokens)
 
     def strongest(self, rank: int) -> Strongest:
-        """What speaks loudest against a rank."""
+        """Return what speaks loudest against a rank."""
         evidence = self._test.log_evidence()[:, rank].copy()
         evidence[TOKENS :: len(SMALLEST)] = -np.inf
         series = int(np.argmax(evidence))
         return Strongest(STATISTICS[series % len(SMALLEST)], series, self._test.onset(series, rank))
 
     def usual(self) -> Array:
-        """(2, N) each rank's loss and gradient norm in its newest past; NaN where not known or not positive."""
+        """Return (2, N) loss and gradient norm of each rank's newest past; NaN where not known or not positive."""
         mean = self._pasts[0].means()
         with np.errstate(over="ignore"):
             both = np.stack([mean[LOSS], np.exp(mean[NORM])])
@@ -202,13 +273,13 @@ class AgainstOwnPast(_Comparison):
 
 
 def _covariates(columns: Array, row: int) -> list[Array]:
-    """What a statistic is explained by."""
+    """Return the columns that explain a statistic."""
     loss, _, cosine, tokens = columns
     return ([tokens], [loss, tokens, cosine], [loss, tokens])[row]
 
 
 def _sizes(values: Array, healthy: Flags) -> Array:
-    """(N,) distances from the median of the other healthy values; NaN where there is none."""
+    """Return (N,) distances from the median of the other healthy values; NaN where there is none."""
     peers = healthy & np.isfinite(values)
     if peers.sum() < 2:
         return np.full_like(values, np.nan)
@@ -220,3 +291,10 @@ def _sizes(values: Array, healthy: Flags) -> Array:
 def _all_equal(tokens: Array, healthy: Flags) -> bool:
     compared = tokens[healthy & np.isfinite(tokens)]
     return len(compared) > 1 and float(np.ptp(compared)) == 0.0
+
+
+def _middles(columns: Array, peers: Flags) -> Array:
+    """(C, N) means over the peers; where a column has no spread over them, its own values, which leaves 0 exactly."""
+    inside = columns[:, peers]
+    flat = np.ptp(inside, axis=1) <= RESOLUTION * np.abs(inside).max(axis=1)
+    return np.where(flat[:, None], columns, inside.mean(axis=1, keepdims=True))

@@ -3,10 +3,29 @@
 From row ids, where the training gives them: exact. From the gradients alone otherwise: equal rows on equal weights
 give the same bits, so the sketches are equal, the cosine is 1 and the losses and norms are the same. None of this is
 a matter of chance, and no false-alarm rate applies: see the two functions for what health can look like.
+
+**Where only a sample of the rows is known** (:mod:`ds_silent.exchange.row_ids`), a false-alarm rate does apply. Of a
+rank's few sampled rows at one step, one that another rank has too may be chance; the same pair again and again is none.
+Null hypothesis, for a pair of ranks: a row that one of them holds is among the other's with probability at most p, one
+by one. Shards share no row, but for the at most one per rank that fills an epoch up; ranks that draw independently of
+each other, from n rows b each, have p = b / n. An epoch is at least a step long, so p <= 1 / N; where it is known to be
+shorter, p = b / n. The alternative: they share half of their rows, or all. Each row that both hold is evidence of log(1
+/ 2p), each that only one holds of -log 2: the expectation of the ratio is at most 1. Evidence adds up over the steps
+and never falls below 0 (a pair that has shared nothing for ``FORGET`` steps begins anew), and a pair is named at
+log(mean steps between false alarms) + log(N (N - 1) / 2), for all pairs are looked at.
+
+Health, then: the rows that fill an epoch up are at most one per rank and epoch: one of the 4 that it takes, at 1,024 to
+65,536 ranks and the default rate. The power: a pair with the same rows has sent Binomial(s b, r) of them, at a rate r,
+after s steps of b rows, and is named when these are K = ceil(threshold / log(1 / 2p)):
+
+    P(named within s steps) = P(Binomial(s b, r) >= K)
+
+16,384 ranks of 8 rows send one row in 16: K = 4 and 8 steps in the mean, 96 % within 16 steps and 99.9 % within 28.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 from ds_silent.text import named
@@ -23,10 +43,10 @@ COSINE_GAP = 2.0**-16
 SAME_LOSS, SAME_NORM = 1e-6, 2.0**-8  # relative
 SLACK = 3.0  # of a squared distance that is known by a few numbers
 WINDOW = 512  # ranks of one loss that are compared with each other, nearest first
-Array = npt.NDArray[np.float64]
+MAX_GROUPS = 8  # reported one by one
+FORGET = 32  # measured steps without a shared row, after which a pair begins anew
 Ranks = npt.NDArray[np.int64]
 
-MAX_GROUPS = 8  # told one by one
 _WASTE = "Their work is done more than once."
 _REMEDY = (
     "Shard the data: a DistributedSampler (or set_epoch and rank-dependent seeds), split_dataset_by_node for "
@@ -43,7 +63,7 @@ class SameRows(Detector):
         self._pairs: set[tuple[int, int]] = set()  # of the previous measured step
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        if evidence.rows_sampled < 1.0:  # see ``sampled_rows``
+        if evidence.rows_sampled < 1.0:  # see ``SampledRowsTest``
             return []
         found = by_ids(record, evidence, self._pairs)
         self._pairs = shared_pairs(evidence)
@@ -71,8 +91,91 @@ class SameGradients(Detector):
         return by_gradients(record, evidence.directions) if self._alike and not named_before else []
 
 
+class SampledRowsTest(Detector):
+    """Follow the pairs that have shared a row lately.
+
+    Args:
+        log_threshold: log of the mean number of measured steps between false alarms.
+    """
+
+    key = "sampled_rows"
+    stored = ("ranks", "steps", "pairs", "evidence", "counts", "since")
+
+    def __init__(self, log_threshold: float):
+        self._threshold = log_threshold
+        self._start(0)
+
+    def _start(self, ranks: int) -> None:
+        self._ranks, self._steps = ranks, 0  # measured steps
+        self._pairs = np.empty(0, np.int64)  # sorted: first rank * N + second
+        self._evidence: Array = np.empty(0)
+        self._counts = np.empty((0, 3), np.int64)  # shared rows, rows of the smaller one; when the last was shared
+        self._since: dict[int, int] = {}  # of the pairs that are named
+
+    def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        """Return the findings of one step; without ids, or where all rows are known, nothing changes."""
+        if extras.rows_sampled >= 1.0 or extras.duplicates is None or extras.rows_per_rank is None:
+            return []
+        ranks, rows = record.world_size, np.array(extras.rows_per_rank)
+        if ranks != self._ranks:
+            self._start(ranks)
+        found = np.array([a * ranks + b for a, b in extras.duplicates], dtype=np.int64)
+        shared = np.array(list(extras.duplicates.values()), dtype=np.int64)
+        pairs = np.union1d(self._pairs, found)
+        evidence, counts = np.zeros(len(pairs)), np.zeros((len(pairs), 3), np.int64)
+        old, new = np.searchsorted(pairs, self._pairs), np.searchsorted(pairs, found)
+        evidence[old], counts[old] = self._evidence, self._counts
+        now = np.zeros(len(pairs), np.int64)
+        now[new] = shared
+        smaller = np.minimum(rows[pairs // ranks], rows[pairs % ranks])
+        limit = self._threshold + math.log(ranks * (ranks - 1) / 2)
+        chance = chance_of_a_row(extras, ranks)
+        evidence += now * math.log(1.0 / (2.0 * chance)) - np.maximum(smaller - now, 0) * math.log(2.0)
+        counts[:, :2] += np.stack([now, smaller], 1)
+        self._steps += 1
+        counts[now > 0, 2] = self._steps
+        kept = (evidence > 0.0) & (self._steps - counts[:, 2] <= FORGET)
+        self._pairs, self._counts = pairs[kept], counts[kept]
+        self._evidence = np.minimum(evidence[kept], limit)
+        named = self._pairs[self._evidence >= limit - 1e-9]  # the cap itself is an alarm
+        standing = set(self._pairs[self._evidence >= limit / 2].tolist())
+        since = {code: step for code, step in self._since.items() if code in standing}
+        self._since = since | {code: since.get(code, record.step) for code in named.tolist()}
+        return self._findings(record, extras)
+
+    def _findings(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+        if not self._since:
+            return []
+        codes = np.array(sorted(self._since), np.int64)
+        counts = self._counts[np.searchsorted(self._pairs, codes)]
+        pairs = list(zip((codes // self._ranks).tolist(), (codes % self._ranks).tolist(), strict=True))
+        told = {}
+        for pair, (shared, smaller, _) in zip(pairs, counts.tolist(), strict=True):
+            told[pair] = (shared / max(1, smaller), shared)
+        one_in = round(1.0 / extras.rows_sampled)
+
+        def said(group: tuple[int, ...], inside: list[tuple[int, int]]) -> tuple[float, str]:
+            share, rows = max(told[pair] for pair in inside)
+            text = (
+                f"about {share:.0%} of the rows of a rank are the same rows ({rows} shared rows were seen, of a sample "
+                f"of one row in {one_in})"
+            )
+            return share, text
+
+        return shared_findings(record, groups(pairs), pairs, said)
+
+
+def chance_of_a_row(extras: Evidence, ranks: int) -> float:
+    """p: that a row of one rank is another's too in health, at most; see the module docstring."""
+    chance = 1.0 / ranks
+    if extras.coverage is not None and extras.rows_per_rank:
+        batch = sum(extras.rows_per_rank) / extras.rows_sampled / ranks
+        chance = max(chance, batch / extras.coverage.rows)
+    return min(chance, 0.25)
+
+
 def shared_pairs(extras: Evidence) -> set[tuple[int, int]]:
-    """Pairs whose shared rows are at least half of the smaller batch, from ids.
+    """Return the pairs whose shared rows are at least half of the smaller batch, from ids.
 
     Health has two kinds of shared rows: a sampler that pads the epoch's last batch repeats at most one row per rank,
     and sampling with replacement shares about b/n of the b rows. One shared row is therefore counted only when
@@ -87,7 +190,7 @@ def shared_pairs(extras: Evidence) -> set[tuple[int, int]]:
 
 
 def by_ids(record: StepRecord, extras: Evidence, before: set[tuple[int, int]]) -> list[Finding]:
-    """Ranks with the same rows; ``before`` are the pairs of the previous measured step."""
+    """Find ranks with the same rows; ``before`` are the pairs of the previous measured step."""
     pairs = shared_pairs(extras)
     counts = extras.duplicates or {}
     sure = {pair for pair in pairs if counts[pair] > 1 or pair in before}
@@ -107,7 +210,7 @@ def shared_findings(
     pairs: Iterable[tuple[int, int]],
     said: Callable[[tuple[int, ...], list[tuple[int, int]]], tuple[float, str]],
 ) -> list[Finding]:
-    """A finding for each group of ranks with the same rows; one for all, where they are more than ``MAX_GROUPS``.
+    """Return a finding for each group of ranks with the same rows; one for all beyond ``MAX_GROUPS`` groups.
 
     Args:
         pairs: those that the groups hang together by.
@@ -121,7 +224,7 @@ def shared_findings(
         findings = []
         for group, own in zip(found, inside, strict=True):
             share, text = said(group, own)
-            message = f"{_start(group, record.world_size)} train on the same data: {text}. {_WASTE}"
+            message = f"{named(group, record.world_size).capitalize()} train on the same data: {text}. {_WASTE}"
             findings.append(_finding(record, group, "rows", share, 0.5, message))
         return findings
     everyone = tuple(sorted(place))
@@ -135,7 +238,7 @@ def shared_findings(
 
 
 def by_gradients(record: StepRecord, directions: Array | None = None) -> list[Finding]:
-    """Ranks with the same gradient and the same loss, without ids.
+    """Find ranks with the same gradient and the same loss, without ids.
 
     Args:
         directions: (N, P) float64, of a record without cosines of pairs: see :func:`same_directions`.
@@ -165,7 +268,7 @@ def by_gradients(record: StepRecord, directions: Array | None = None) -> list[Fi
 
 
 def same_directions(directions: Array, losses: Sequence[float], norms: Sequence[float]) -> list[tuple[int, ...]]:
-    """Groups of ranks with the same gradient and loss, from a few numbers of each: any number of ranks.
+    """Return groups of ranks with the same gradient and loss, from a few numbers of each: for any number of ranks.
 
     The numbers are the unit gradient's sketch, folded once more, so that the squared distance of two ranks is that of
     their gradients, 2 (1 - cosine), times a chi-squared of P degrees of freedom over P. Of ranks that are COSINE_GAP
@@ -198,7 +301,7 @@ def same_directions(directions: Array, losses: Sequence[float], norms: Sequence[
 
 
 def _connected(count: int, first: Ranks, second: Ranks) -> list[tuple[int, ...]]:
-    """Groups of two or more of ``count`` that the pairs connect, in order of their first."""
+    """Return the groups of two or more of ``count`` that the pairs connect, in order of their first."""
     label = np.arange(count)
     while True:
         before, low = label.copy(), np.minimum(label[first], label[second])
@@ -215,11 +318,13 @@ def _connected(count: int, first: Ranks, second: Ranks) -> list[tuple[int, ...]]
 
 def _same(record: StepRecord, group: tuple[int, ...]) -> Finding:
     message = "{} have the same gradient and the same loss: they train on the same data, and their work is done twice."
-    return _finding(record, group, "gradient", 1.0, 1.0 - COSINE_GAP, message.format(_start(group, record.world_size)))
+    return _finding(
+        record, group, "gradient", 1.0, 1.0 - COSINE_GAP, message.format(named(group, record.world_size).capitalize())
+    )
 
 
 def groups(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Connected components, each sorted, in order of their first rank."""
+    """Return the connected components, each sorted, in order of their first rank."""
     ends = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
     return _connected(int(ends.max(initial=-1)) + 1, ends[:, 0], ends[:, 1])
 
@@ -227,10 +332,6 @@ def groups(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
 def _finding(record: StepRecord, group: tuple[int, ...], where: str, score: float, limit: float, text: str) -> Finding:
     key = f"duplicate-data:{','.join(map(str, group))}"
     return Finding(key, "duplicate-data", "error", group, where, score, limit, text, _REMEDY, record.step)
-
-
-def _start(group: tuple[int, ...], world_size: int) -> str:
-    return named(group, world_size).capitalize()
 
 
 def _close(values: tuple[float, ...], pair: tuple[int, int], tolerance: float) -> bool:

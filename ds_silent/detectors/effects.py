@@ -1,20 +1,21 @@
-"""How large an effect is, and whether it is a fault, a note, or what a rank's own data do. Pure.
+"""How large an effect is, and whether it is a fault, a note, or what a rank's own data do.
 
-    effect = effect_of(symptoms, "gradient norm", sizes, EffectContext(random=False, own_past=True))
+    effect = effect_of(symptoms, "gradient norm", sizes, EffectContext(random=False, own_past=True))     # pure
     effect.severity, effect.size, effect.of_data
+    weigher.weigh(rank, flag, healthy, comparable, random)      # the same, from what the run's ranks have sent
 
-Significance says that a difference is there, size whether anybody needs to know. Where rows are dealt at random, data
-do not make a lasting difference, and every one above a small size is a warning. Where each rank may have rows of its
-own, data make nearly all: an easier shard has another loss, another norm and another direction, and a shard that
-changes has them from one step to the next. What data do not do is
+Significance says that there is a difference, size whether it matters. Where rows are dealt at random, data make no
+lasting difference, and every one above a small size is a warning. Where each rank may have rows of its own, data make
+nearly all differences: an easier shard has another loss, another norm and another direction, and a shard that changes
+has them from one step to the next. What data do not do is
 
 * change the length of the gradient beyond what it has been, or turn it, and leave the loss as it was;
 * raise a rank's loss far above the highest that any rank has had in this run, the untrained model included;
 
 from one step to the next: what comes slowly is learnt, or forgotten.
 
-Of what is so since the beginning only a first loss beyond ``HIGH`` is more than a note, and that only where the other
-ranks are like each other: environments with rewards of 1, 10 and 100 have losses as unlike.
+A difference since the beginning is a note, but for a first loss beyond ``HIGH`` where the other ranks are like each
+other: environments with rewards of 1, 10 and 100 have losses as unlike.
 """
 
 from __future__ import annotations
@@ -22,24 +23,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ds_silent.config import EffectsConfig
-from ds_silent.detectors.likely_causes import Symptoms
-from ds_silent.detectors.sequential import Array
+from ds_silent.detectors.comparisons import Strongest
+from ds_silent.detectors.finding import listed, unlisted
+from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, either_in_words, in_words, likely_causes
+from ds_silent.detectors.sequential import Array, Flags
+from ds_silent.detectors.symptoms import SUDDEN, Recent
 from ds_silent.records import Severity
+from ds_silent.text import Words
 
 PLAIN_SHARE = 1 / 3  # of the norm's log ratio: a loss that moved by less has not made it
 PLAIN_LOSS = math.log(1.15)  # a loss that moved by less has not turned the gradient
 TURNED = 0.5  # of the cosine that is usual: below it the gradient is turned
 HIGH = math.log(3.0)  # a loss that no rows have at the beginning, where the others' losses are alike
-SUDDEN = 64  # steps within which a change that came from one step to the next is found
-BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
-ALONE, MOST = 2.0, 7 / 8  # times as far as so many of the others
 SURE = 3.0  # standard errors of a loss's ratio
-LONGER = 64  # steps before a change against which moves are measured: the more, the less noise
 UNLIKE = 2.0  # times the others' own range, in logarithms
+HIGHEST_EVERY = 64  # steps between two looks at the highest losses so far
+FIRST = 8  # losses of each rank that are its beginning
+_OF_DATA = (
+    "this rank's rows: nothing is wrong where they are of another kind by design; else at their labels, their source, "
+    "then at code between this rank's loss and the reduction"
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class Effect:
 
 
 def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectContext) -> Effect:
-    """The effect that a rank's symptoms show.
+    """Return the effect that a rank's symptoms show.
 
     Args:
         where: the statistic that was found to differ: ``loss``, ``gradient norm`` or ``gradient direction``.
@@ -100,7 +108,7 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectC
 
 
 def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_beyond: float | None) -> bool:
-    """The gradient changed, and the loss did not. A norm beside a direction that was found is as it comes."""
+    """Return whether the gradient changed and the loss did not. Beside a direction that was found no norm counts."""
     if seen.loss is None:
         return False
     if _is_longer(seen, where, sizes, norm_beyond) and _follows_norm_little(seen):
@@ -112,7 +120,7 @@ def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_b
 
 
 def _may_be_no_data(seen: Symptoms, where: str, sizes: EffectsConfig) -> bool:
-    """The norm changed by enough, and the loss by little: what else it takes is hard to see in a few steps."""
+    """Return whether the norm changed by enough and the loss by little; the rest is hard to see in a few steps."""
     if seen.loss is None or not _is_longer(seen, where, sizes, None):
         return False
     return is_plain(seen) or _follows_norm_little(seen)
@@ -154,54 +162,157 @@ def _log(ratio: float | None) -> float:
     return abs(math.log(ratio)) if ratio is not None and 0.0 < ratio < math.inf else 0.0
 
 
-# -- over time ---------------------------------------------------------------------------------------------------------
+# -- a flagged rank ----------------------------------------------------------------------------------------------------
 
 
-def is_gradual(before: Array, after: Array) -> bool:
-    """Whether values, (T,) each, came to what they are step by step, and not from one step to the next.
+@dataclass
+class Flag:
+    """A rank that is named or noted: what differs since when, and what its numbers say."""
 
-    From BEFORE steps before the change on, a line that bends somewhere leaves smaller squares than a jump somewhere.
-    """
-    values = np.concatenate([before[-BEFORE:], after])
-    if len(values) < 2 * FEWEST:
-        return False
-    steps, bends = np.arange(len(values)), np.arange(len(values) - 1)
-    jump = np.heaviside(steps - bends[:, None] - 0.5, 0.0)
-    return _left(values, np.maximum(steps - bends[:, None], 0.0)) < _left(values, jump)
+    where: str  # the statistic
+    since: int
+    sign: int  # +1: above the others
+    component: int  # the tilt that found it, and goes on comparing
+    score: float
+    threshold: float | None = None
+    left: float = 0.0  # log evidence; at half of the threshold the fault has ended
+    series: int | None = None  # None: one step was enough
+    own_past: bool = False  # found against the rank's own past
+    spread: bool = False  # its deviations are larger, not shifted
+    weighed: int = 0  # the step of what follows
+    severity: Severity | None = None  # None: not weighed yet, its size decides
+    meaning: str = "other numbers than the others"
+    when: str | None = None  # None: since about step ``since``
+    ranks: Sequence[int] = ()
+    numbers: str = "not known"
+    why: str = ""
+    look_at: str = "this rank's rows and code"
+    effect: float | None = None
+    slight: bool = False  # see Effect
+    unsure: bool = False
 
 
-def beyond(before: Array, after: Array) -> float | None:
-    """How far the median of values, (T,) each, lies outside of what they have been.
-
-    What they have been: their medians over as many steps in a row, BEFORE at most; None where fewer are known.
-    """
-    if len(before) < BEFORE or not len(after):
-        return None
-    usual = np.median(np.lib.stride_tricks.sliding_window_view(before, min(len(after), BEFORE)), axis=1)
-    now = np.median(after)
-    return float(max(now - usual.max(), usual.min() - now, 0.0))
-
-
-def moved_alone(before: Array, after: Array, rank: int, others: Sequence[int], common: float = 0.0) -> bool:
-    """Whether a rank moved by itself, of (T, N) values that are all known: farther than all ranks did together, and
-    ALONE times as far from that as most others.
-
-    While all learn fast, each rank moves as its own rows have it. Moves are those of medians.
+class Weigher:
+    """Remember what the ranks of one run sent, and weigh those that are flagged.
 
     Args:
-        common: how far all ranks moved in another statistic.
+        ranks: N.
+        words: for the likely causes.
+        sizes: below which an effect is a note.
+
+    Attributes:
+        recent: the newest steps.
     """
-    if not len(before) or not len(after):
-        return True
-    moves = np.median(after, axis=0) - np.median(before[-LONGER:], axis=0)
-    theirs = moves[list(others)]
-    middle = float(np.median(theirs))
-    usual = np.quantile(np.abs(theirs - middle), MOST, method="higher")
-    return bool(abs(moves[rank] - middle) >= max(ALONE * usual, abs(middle), common))
 
+    def __init__(self, ranks: int, words: Words, sizes: EffectsConfig):
+        self.recent = Recent(ranks)
+        self._ranks, self._words, self._sizes = ranks, words, sizes
+        self._highest: Array = np.full((2, ranks), -np.inf)  # losses: so far, and up to some steps ago
+        self._first: Array = np.zeros((2, ranks))  # sum of each rank's first losses, and how many
 
-def _left(values: Array, shapes: Array) -> float:
-    """The least sum of squares that (K, T) shapes, each with a mean and a size of its own, leave of (T,) values."""
-    centred, shapes = values - values.mean(), shapes - shapes.mean(axis=1, keepdims=True)
-    explained = np.square(shapes @ centred) / np.square(shapes).sum(axis=1)
-    return float(np.square(centred).sum() - explained.max())
+    def remember_losses(self, step: int, loss: Array, healthy: Flags) -> None:
+        """Follow the highest losses so far, and each rank's first ones."""
+        if step % HIGHEST_EVERY == 0:
+            self._highest[1] = self._highest[0]
+        known = healthy & np.isfinite(loss)
+        early = np.isfinite(loss) & (self._first[1] < FIRST)
+        self._first[:, early] += np.stack([loss, np.ones(self._ranks)])[:, early]
+        self._highest[0, known] = np.maximum(self._highest[0], loss)[known]
+
+    def plain(self, rank: int, since: int) -> bool:
+        """Whether a rank's loss is since a step as it was before, against the others'; False where not known."""
+        others = [other for other in range(self._ranks) if other != rank]
+        return is_plain(self.recent.symptoms(rank, others, since, own_past=True))
+
+    def far(self, rank: int, found: Strongest, healthy: Flags) -> bool:
+        """Whether a rank is so far from the others as no other number of rows makes it."""
+        seen = self.recent.spread(rank, [int(r) for r in np.flatnonzero(healthy) if r != rank], found.onset.step)
+        return found.onset.sign > 0 and (seen.loss is not None or seen.norm is not None)
+
+    def weigh(self, rank: int, flag: Flag, healthy: Flags, comparable: Flags, random: bool) -> None:
+        """Complete the flag of a rank by what its numbers say since its fault began.
+
+        Args:
+            healthy: (N,) ranks that it was compared with.
+            comparable: (N,) those, and ranks with a note of old.
+            random: whether rows are dealt at random.
+        """
+        others = [other for other in np.flatnonzero(healthy).tolist() if other != rank]
+        own_past, since, recent = flag.own_past, flag.since, self.recent
+        sudden = flag.weighed - since <= SUDDEN
+        if flag.spread:
+            seen = recent.spread(rank, others, since)
+        else:
+            seen = recent.symptoms(rank, others, since, own_past)
+            sudden = sudden and not (own_past and recent.gradual(rank, others, since, flag.where))
+        context = self._context(rank, others, since, comparable, random, own_past, sudden)
+        effect = effect_of(seen, flag.where, self._sizes, context)
+        flag.severity, flag.effect = flag.severity or effect.severity, effect.size
+        flag.slight, flag.unsure = effect.slight, effect.unsure
+        self._give_reasons(rank, flag, others, seen, since, own_past, effect.of_data)
+
+    def weigh_again(
+        self, rank: int, flag: Flag, others: Sequence[int], since: int, comparable: Flags, random: bool
+    ) -> None:
+        """Make a fault of a note that has become one."""
+        seen = self.recent.symptoms(rank, others, since)
+        effect = effect_of(seen, flag.where, self._sizes, self._context(rank, others, since, comparable, random))
+        if effect.severity != "info":
+            flag.severity, flag.effect = effect.severity, effect.size
+            self._give_reasons(rank, flag, others, seen, since, False, False)
+
+    def _give_reasons(
+        self, rank: int, flag: Flag, others: Sequence[int], seen: Symptoms, since: int, own_past: bool, of_data: bool
+    ) -> None:
+        """Say what a rank's numbers mean; of two ranks the other one may be the wrong one as well."""
+        causes = likely_causes(seen, self._words)
+        numbers, why, two = in_words(seen), causes_in_words(causes), len(others) == 1
+        if two:
+            [other] = others
+            mirrored = likely_causes(self.recent.symptoms(other, [rank], since, own_past), self._words)
+            numbers, why = in_words(seen, f"rank {other}"), either_in_words({rank: causes, other: mirrored})
+            causes = (*causes[:2], *mirrored[:2])
+        look_at = _OF_DATA if of_data else "; then ".join(dict.fromkeys(cause.look_at for cause in causes))
+        look_at = look_at.replace("this rank", "each rank") if two else look_at
+        flag.ranks, flag.numbers, flag.why, flag.look_at = (
+            sorted((rank, *others)) if two else [rank],
+            numbers,
+            why,
+            look_at,
+        )
+
+    def _context(
+        self,
+        rank: int,
+        others: Sequence[int],
+        since: int,
+        comparable: Flags,
+        random: bool,
+        own_past: bool = False,
+        sudden: bool = True,
+    ) -> EffectContext:
+        others = [other for other in np.flatnonzero(comparable).tolist() if other != rank] or others
+        highest = self._highest[0, list(others)].max(initial=-np.inf)
+        if own_past:
+            highest = max(highest, self._highest[1, rank])
+        now = self.recent.loss(rank, since)
+        above = now / highest if now is not None and 0.0 < highest < math.inf else None
+        with np.errstate(all="ignore"):
+            first = np.log(self._first[0] / self._first[1])
+            theirs = first[list(others)]
+            unlike = float(first[rank] - theirs.max() - UNLIKE * np.ptp(theirs))
+        beyond = self.recent.beyond(rank, others, since, "gradient norm") if own_past else None
+        if own_past and not self.recent.norm_moved_alone(rank, others, since):
+            beyond = 0.0
+        return EffectContext(random, own_past, above, unlike if math.isfinite(unlike) else None, sudden, beyond)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"highest": listed(self._highest), "first": self._first.tolist(), "recent": self.recent.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; older states lack some of it."""
+        if "highest" in state:
+            self._first = np.array(state["first"], dtype=np.float64)
+            self._highest = unlisted(state["highest"])
+        if "recent" in state:
+            self.recent.load_state_dict(state["recent"])

@@ -1,4 +1,4 @@
-"""What every detector does, and what it says: findings, of which events are made."""
+"""What every detector does, says and remembers: findings, of which events are made, and what a resume restores."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_silent.detectors.stored import Stored
+import numpy as np
+import numpy.typing as npt
+
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a detector sees at this step. Whether it becomes an event is decided in ``lifecycle``."""
+    """Something that is wrong at this step. ``lifecycle`` decides whether it becomes an event."""
 
     key: str  # the same for the same fault at every step
     kind: EventKind
@@ -33,13 +35,38 @@ class Finding:
     log_excess: float | None = None  # where chance is judged: nats by which the evidence exceeds what is asked for
     effect: float | None = None  # how large, as a ratio to what is usual
 
+    def by_chance(self) -> Finding:
+        """Return it as one whose score and threshold are logarithms of evidence."""
+        if self.score is None or self.threshold is None:
+            return self
+        return replace(self, log_excess=self.score - self.threshold)
+
+
+class Stored:
+    """Save and restore the attributes ``_name`` of each ``name`` in ``stored``: numbers, arrays, tuples, rank -> step.
+
+    A name that an older version did not save stays as it is. An array whose values may be unknown begins as NaN.
+    """
+
+    stored: tuple[str, ...] = ()
+
+    def state_dict(self) -> Any:
+        """Return what continues it after a resume, as JSON values."""
+        return {name: _saved(getattr(self, f"_{name}")) for name in self.stored} if self.stored else None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from :meth:`state_dict`."""
+        for name in self.stored:
+            if name in state:
+                setattr(self, f"_{name}", _restored(getattr(self, f"_{name}"), state[name]))
+
 
 class Detector(Stored):
     """Judge one measured step after the other. ``Judge`` has a list of detectors, and calls them in its order.
 
     Attributes:
         key: the name of its entry in the judge's state; empty: it remembers nothing, or writes several entries.
-        scores: what it weighed at the newest step, found or not.
+        scores: of the newest step, whether they reach their thresholds or not.
         notes: events of the newest step that are no faults.
     """
 
@@ -66,10 +93,10 @@ class Detector(Stored):
 
 
 def with_odds(event: Event, rate: float, log_excess: float) -> Event:
-    """The event with its odds, as a number and in words.
+    """Return the event with its odds, as a number and in words.
 
-    A threshold is log(1 / rate) and what does not depend on the rate; so evidence that exceeds it by x would just still
-    be told at a rate e^x times smaller.
+    A threshold is log(1 / rate) plus what does not depend on the rate. So evidence that exceeds it by x would still be
+    reported at a rate e^x times smaller.
 
     Args:
         rate: stated false alarms per million steps.
@@ -91,3 +118,37 @@ def _many(steps: float) -> str:
         return "more than a thousand trillion"
     count, power = ("one", "ten", "a hundred")[exponent % 3], _POWERS[exponent // 3]
     return f"{'a' if count == 'one' and power else count} {power}".strip()
+
+
+# -- what a resume restores --------------------------------------------------------------------------------------------
+
+
+def listed(values: npt.NDArray[Any]) -> Any:
+    """Return an array as lists, with None for what is not finite: JSON has no NaN."""
+    whole = values.astype(object)
+    whole[~np.isfinite(values)] = None
+    return whole.tolist()
+
+
+def unlisted(values: Any, unknown: float = -math.inf) -> npt.NDArray[np.float64]:
+    """Return the array of :func:`listed`, with minus infinity for None: the logarithm of no evidence."""
+    array = np.array(values, dtype=np.float64)
+    return np.where(np.isnan(array), unknown, array)
+
+
+def _saved(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return listed(value)
+    if isinstance(value, dict):
+        return sorted(value.items())
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _restored(before: Any, state: Any) -> Any:
+    if isinstance(before, np.ndarray):
+        unknown = math.nan if np.isnan(before).any() else -math.inf
+        array = unlisted(state, unknown).astype(before.dtype)
+        return array if array.ndim == before.ndim else array.reshape(-1, *before.shape[1:])
+    if isinstance(before, dict):
+        return {int(key): int(value) for key, value in state}
+    return tuple(state) if isinstance(before, tuple) else state

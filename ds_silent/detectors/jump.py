@@ -74,7 +74,7 @@ class _Series:
     usual: float | None = None  # how much the level moves from block to block; None: no bets
 
     def add(self, count: int, value: float, usual: float | None) -> None:
-        """One value.
+        """Add one value.
 
         Args:
             count: values before this one, in the whole run.
@@ -94,7 +94,7 @@ class _Series:
         self.evidence = np.maximum(grown, _NOTHING).tolist()
 
     def score(self) -> float:
-        """log of the mean evidence."""
+        """Return the log of the mean evidence."""
         return float(np.logaddexp.reduce(np.array(self.evidence)) - math.log(len(_TILTS)))
 
     def jumped(self, deviations: float) -> bool:
@@ -108,7 +108,7 @@ class _Series:
 
 @dataclass
 class _Level:
-    """How much one number's level moves from block to block."""
+    """Follow how much one number's level moves from block to block."""
 
     block: list[float] = field(default_factory=list)
     last: tuple[float, float] | None = None  # median and spread of the newest whole block
@@ -126,7 +126,7 @@ class _Level:
         self.block, self.last = [], now
 
     def usual(self) -> float | None:
-        """Root mean square of the newest moves; None while too few are known."""
+        """Return the root mean square of the newest moves; None while too few are known."""
         if len(self.moves) < FEWEST:
             return None
         return math.sqrt(sum(move * move for move in self.moves) / len(self.moves))

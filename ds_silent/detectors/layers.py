@@ -12,10 +12,9 @@ What all layers of a rank share - a short batch, a scaled loss, a gradient that 
 the business of :mod:`ds_silent.detectors.outlier`. The evidence is that of :mod:`ds_silent.detectors.layer_evidence`.
 
 Where it is not known that rows are dealt at random, both statistics are taken against the rank's own past, see
-:mod:`ds_silent.detectors.own_past`: which layers a rank's own rows train is no fault. A layer that changes while the
-rank's loss changes too, or step by step, or not beyond what it has been, or no further than the same layer of other
-ranks, is written once, as a note: other rows do that, as while a layer begins to learn.
-
+:mod:`ds_silent.detectors.own_past`: which layers a rank's own rows train is no fault. A layer is noted once, as other
+rows may do it, if the rank's loss changes too, if the change comes step by step, if it stays within what the layer has
+been, or if the same layer of other ranks changes as far, as while it begins to learn.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_silent.config import EffectsConfig
-from ds_silent.detectors.effects import SUDDEN, beyond, is_gradual, moved_alone
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.layer_evidence import LayerEvidence
 from ds_silent.detectors.own_past import OwnPast
 from ds_silent.detectors.sequential import Array, Flags
+from ds_silent.detectors.symptoms import SUDDEN, beyond, is_gradual, moved_alone
 from ds_silent.measure.evidence import LayerValues
 from ds_silent.records import Event, Score, Severity
 from ds_silent.text import named
@@ -50,6 +50,25 @@ _REMEDY = (
 )
 
 _CLIPPED = "Look for clipping or scaling before the reduction on this rank, of each parameter or value by itself."
+
+
+@dataclass
+class LayerFlag:
+    """A rank that is named or noted for one of its layers."""
+
+    ranks: Sequence[int]
+    where: str  # the layer
+    direction: bool  # the direction is off; else the size
+    component: int  # the tilt that goes on comparing it
+    series: int
+    more: int  # layers that are off by half as much, or more
+    shift: float  # by how much it is off, against the rank's other layers
+    own: float  # log norm or cosine
+    others: float
+    since: int
+    score: float
+    left: float  # log evidence; at half of the threshold the fault has ended
+    severity: Severity = "warning"
 
 
 class LayerTest:
@@ -73,7 +92,7 @@ class LayerTest:
         self._random, self._turns = True, False  # how rows are dealt; whether layers have directions
         self._threshold = log_threshold + math.log(ranks)
         self._test = LayerEvidence(ranks)
-        self._flagged: dict[int, dict[str, Any]] = {}
+        self._flagged: dict[int, LayerFlag] = {}
 
     def step(
         self,
@@ -83,7 +102,7 @@ class LayerTest:
         random: bool = True,
         plain: Callable[[int, int], bool] = lambda rank, since: True,
     ) -> list[Finding]:
-        """Findings of one step: one per flagged rank.
+        """Return the findings of one step: one per flagged rank.
 
         Args:
             random: whether rows are known to be dealt at random.
@@ -116,7 +135,7 @@ class LayerTest:
         return self.standing()
 
     def standing(self) -> list[Finding]:
-        """What is flagged; also the answer at a step at which ranks cannot be compared."""
+        """Return the findings of the ranks that are flagged already, for a step at which ranks cannot be compared."""
         return [_finding(rank, flag, self._threshold, self._own is None) for rank, flag in self._flagged.items()]
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -138,14 +157,11 @@ class LayerTest:
 
     def _end(self) -> None:
         for rank, flag in list(self._flagged.items()):
-            gain = (
-                float(self._test.gain[flag["component"], flag["series"], rank])
-                if flag["series"] < self._test.series
-                else 1.0
-            )
+            known = flag.series < self._test.series
+            gain = float(self._test.gain[flag.component, flag.series, rank]) if known else 1.0
             if math.isfinite(gain):
-                flag["left"] = min(flag["left"] + math.log(max(gain, 1e-300)), self._threshold)
-            if flag["left"] < self._threshold / 2:
+                flag.left = min(flag.left + math.log(max(gain, 1e-300)), self._threshold)
+            if flag.left < self._threshold / 2:
                 del self._flagged[rank]
                 self._test.forget(np.arange(self.ranks) == rank)
                 if self._own is not None:
@@ -159,53 +175,58 @@ class LayerTest:
             return
         series, component = self._test.strongest(rank)
         direction = series >= len(names)
-        # The others' medians hold the layer that is off, so the calmest layer may have the most evidence. What was
-        # measured says which it is.
-        recent = np.nan_to_num(self._recent[direction])
-        others = np.median(recent[healthy & (np.arange(self.ranks) != rank)], axis=0)
-        shift = recent[rank] - others
-        if self._own is not None:
-            part = slice(self._directions, None) if direction else slice(self._directions)
-            moves = self._moves[part]
-            shift = moves[:, rank] - np.median(moves[:, healthy & (np.arange(self.ranks) != rank)], axis=1)
-        shift -= np.median(shift)
+        own, others, shift = self._shifts(rank, direction, healthy)
         layer = int(np.argmax(np.abs(shift)))
         where = layer + len(names) * direction
         best = self._test.strongest_tilt(where, rank)
         if self._test.evidence[best, where, rank] > 1.0:
             series, component = where, best
-        peers = [int(other) for other in np.flatnonzero(healthy)]
-        since = self._test.onset(series, component, rank)
-        flag = {
-            "ranks": peers if len(peers) == 2 else [rank],
-            "where": names[layer],
-            "direction": direction,
-            "component": component,
-            "series": series,
-            "more": int((np.abs(shift) >= np.abs(shift[layer]) / 2.0).sum()) - 1,
-            "shift": float(shift[layer]),
-            "own": float(recent[rank, layer]),
-            "others": float(others[layer]),
-            "since": since,
-            "score": float(score[rank]),
-            "left": self._threshold,
-            "severity": self._severity(float(shift[layer]), direction),
-        }
-        if self._own is not None and flag["severity"] != "info":
-            peers = np.flatnonzero(healthy & (np.arange(self.ranks) != rank)).tolist()
-            if not plain(rank, since) or self._of_rows(step, since, rank, layer, peers):
-                flag["severity"] = "info"
-        if self._own is not None and flag["severity"] == "info":
+        compared = np.flatnonzero(healthy).tolist()
+        flag = LayerFlag(
+            ranks=compared if len(compared) == 2 else [rank],
+            where=names[layer],
+            direction=direction,
+            component=component,
+            series=series,
+            more=int((np.abs(shift) >= np.abs(shift[layer]) / 2.0).sum()) - 1,
+            shift=float(shift[layer]),
+            own=float(own[layer]),
+            others=float(others[layer]),
+            since=self._test.onset(series, component, rank),
+            score=float(score[rank]),
+            left=self._threshold,
+            severity=self._severity(float(shift[layer]), direction),
+        )
+        if self._own is not None and flag.severity != "info":
+            peers = [other for other in compared if other != rank]
+            if not plain(rank, flag.since) or self._of_rows(step, flag.since, rank, layer, peers):
+                flag.severity = "info"
+        if self._own is not None and flag.severity == "info":
             self.notes = (_note(step, rank, flag, self._threshold),)
             self._own.forget(np.arange(self.ranks) == rank)
             self._test.forget(healthy)
         else:
             self._flagged[rank] = flag
             self._test.forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
-        self._test.unlearn(since)
+        self._test.unlearn(flag.since)
+
+    def _shifts(self, rank: int, direction: bool, healthy: Flags) -> tuple[Array, Array, Array]:
+        """Return (L,) newest values of a rank, the others' medians, and by how much each layer is off against the rest.
+
+        The others' medians hold the layer that is off, so that the calmest layer may have the most evidence. These say
+        which layer it is.
+        """
+        others = healthy & (np.arange(self.ranks) != rank)
+        recent = np.nan_to_num(self._recent[direction])
+        middle = np.median(recent[others], axis=0)
+        shift = recent[rank] - middle
+        if self._own is not None:
+            moves = self._moves[self._directions :] if direction else self._moves[: self._directions]
+            shift = moves[:, rank] - np.median(moves[:, others], axis=1)
+        return recent[rank], middle, shift - np.median(shift)
 
     def _severity(self, shift: float, direction: bool) -> Severity:
-        """By size alone: of ranks whose rows are dealt at random; of others as far as their rows do not explain it."""
+        """Return the severity by size alone: whether rows explain it is asked separately."""
         sizes = self._sizes
         if self._own is None:
             least = sizes.direction if direction else math.log1p(sizes.layer)
@@ -228,7 +249,7 @@ class LayerTest:
 
     @property
     def _directions(self) -> int:
-        """Where the directions begin among the series: behind the sizes of as many layers; or there are none."""
+        """Return where the directions begin among the series: behind the sizes of all layers, or at the end."""
         return (self._test.series - 1) // 2 if self._turns else self._test.series - 1
 
     # -- a resume ------------------------------------------------------------------------------------------------------
@@ -238,75 +259,65 @@ class LayerTest:
         numbers as there are layers, ranks and tilts."""
         return {
             "ranks": self.ranks,
-            "flagged": {str(rank): flag for rank, flag in self._flagged.items()},
+            "flagged": {str(rank): asdict(flag) for rank, flag in self._flagged.items()},
             "spreads": self._test.scales(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; of another number of ranks nothing can be taken over."""
-        if state["ranks"] != self.ranks:
-            return
-        self._flagged = {int(rank): dict(flag) for rank, flag in state["flagged"].items()}
+        """Continue from :meth:`state_dict` of as many ranks."""
+        self._flagged = {int(rank): LayerFlag(**flag) for rank, flag in state["flagged"].items()}
         self._test.load_scales(state["spreads"])
 
 
-def _note(step: int, rank: int, flag: dict[str, Any], threshold: float) -> Event:
-    more = f" and {flag['more']} more layer{'s' * (flag['more'] > 1)}" if flag["more"] else ""
+def _note(step: int, rank: int, flag: LayerFlag, threshold: float) -> Event:
+    more = f" and {flag.more} more layer{'s' * (flag.more > 1)}" if flag.more else ""
     message = (
-        f"Rank {rank}'s data are of another kind since about step {flag['since']}: the gradient of {flag['where']}"
+        f"Rank {rank}'s data are of another kind since about step {flag.since}: the gradient of {flag.where}"
         f"{more} changed against its other layers. Other rows on this rank look like this."
     )
     remedy = "Nothing to do if this rank's rows changed there; else look for code that treats this layer differently."
-    where, ranks = flag["where"], tuple(flag["ranks"])
-    return Event(step, "outlier-rank", "info", ranks, where, flag["score"], threshold, message, remedy)
+    where, ranks = flag.where, tuple(flag.ranks)
+    return Event(step, "outlier-rank", "info", ranks, where, flag.score, threshold, message, remedy)
 
 
-def _finding(rank: int, flag: dict[str, Any], threshold: float, random: bool) -> Finding:
-    ranks, where = tuple(flag["ranks"]), flag["where"]
+def _finding(rank: int, flag: LayerFlag, threshold: float, random: bool) -> Finding:
+    ranks, where = tuple(flag.ranks), flag.where
     two, moved = len(ranks) == 2, random and _others_moved(flag)
     others = "the other rank" if two else "the other ranks"
-    more = f" and {flag['more']} more layer{'s' * (flag['more'] > 1)}" if flag["more"] else ""
-    shift, remedy = flag["shift"], _CLIPPED if moved else _REMEDY
-    if flag["direction"]:
-        what = "agrees less" if flag["shift"] < 0 else "agrees more"
+    more = f" and {flag.more} more layer{'s' * (flag.more > 1)}" if flag.more else ""
+    shift, remedy = flag.shift, _CLIPPED if moved else _REMEDY
+    if flag.direction:
+        what = "agrees less" if flag.shift < 0 else "agrees more"
         how = (
-            f"{what} with the other ranks' mean than theirs do (cosine {flag['own']:.2f}, median of the others "
-            f"{flag['others']:.2f})"
+            f"{what} with the other ranks' mean than theirs do (cosine {flag.own:.2f}, median of the others "
+            f"{flag.others:.2f})"
         )
     elif moved:
-        whole, rest = (math.exp(x) for x in (flag["own"] - flag["others"], flag["own"] - flag["others"] - shift))
+        whole, rest = (math.exp(x) for x in (flag.own - flag.others, flag.own - flag.others - shift))
         how = f"is {whole:.2g} times what it is on {others}, and its other layers {rest:.2g} times"
-    elif flag["shift"] < -ZERO / 4:
+    elif flag.shift < -ZERO / 4:
         how = f"is nearly or exactly zero, and not on {others}"
     else:
-        what = "larger" if flag["shift"] > 0 else "smaller"
-        about = f"about {math.exp(min(flag['shift'], ZERO)):.2g} times"
+        what = "larger" if flag.shift > 0 else "smaller"
+        about = f"about {math.exp(min(flag.shift, ZERO)):.2g} times"
         how = f"is {what}, measured by its other layers, than on {others} ({about} in the newest steps)"
     whose = f"{named(ranks).capitalize()} disagree: the" if two else f"Rank {rank}'s"
     nobody = "; with two ranks to compare nobody can say which of them is wrong" if two else ""
     of = f" of rank {rank}" if two else ""
-    message = f"{whose} gradient of {where}{more}{of} {how}, since about step {flag['since']}{nobody}."
-    return Finding(
-        f"outlier-layer:{rank}",
-        "outlier-rank",
-        flag.get("severity", "warning"),
-        ranks,
-        where,
-        flag["score"],
-        threshold,
-        message,
-        remedy.replace("this rank", "one of them").replace("this host's", "both ranks'") if two else remedy,
-        flag["since"],
-        effect=None if flag["direction"] else math.exp(max(-ZERO, min(flag["shift"], ZERO))),
-        log_excess=flag["score"] - threshold,
-    )
+    message = f"{whose} gradient of {where}{more}{of} {how}, since about step {flag.since}{nobody}."
+    if two:
+        remedy = remedy.replace("this rank", "one of them").replace("this host's", "both ranks'")
+    key, severity, score = f"outlier-layer:{rank}", flag.severity, flag.score
+    found = Finding(key, "outlier-rank", severity, ranks, where, score, threshold, message, remedy, flag.since)
+    effect = None if flag.direction else math.exp(max(-ZERO, min(flag.shift, ZERO)))
+    return replace(found.by_chance(), effect=effect)
 
 
-def _others_moved(flag: dict[str, Any]) -> bool:
-    """Whether the layer is about as large as on the others, and the rank's other layers are not."""
-    whole = abs(flag["own"] - flag["others"])
-    rest = abs(flag["own"] - flag["others"] - flag["shift"])
-    return not flag["direction"] and rest > max(2.0 * whole, REST)
+def _others_moved(flag: LayerFlag) -> bool:
+    """Return whether the layer is about as large as on the others, and the rank's other layers are not."""
+    whole = abs(flag.own - flag.others)
+    rest = abs(flag.own - flag.others - flag.shift)
+    return not flag.direction and rest > max(2.0 * whole, REST)
 
 
 def _values(seen: LayerValues, label_tokens: Sequence[float] | None, ranks: int) -> Array:

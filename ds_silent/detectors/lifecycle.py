@@ -1,13 +1,14 @@
-"""One event per fault: when it starts, reminders at doubling intervals while it lasts, and one when it has ended.
+"""Make one event of a fault when it starts, reminders at doubling intervals while it lasts, and one when it has ended.
 
-What an open fault brings about by itself is no second alarm, see ``cause_of``: it has severity ``info`` while its cause
-is open. A cause that ends first says what it has left behind.
+Reminders and ends have the kind of the fault; an end has severity ``info``; ``phase`` says which it is.
+A consequence of an open fault is no second alarm: it has severity ``info`` while its cause is open, see ``cause_of``.
+When the cause ends first, its end names the consequence that goes on.
 
-A fault that comes and goes would fill the log; so each time the same one returns it must stay away twice as long as
-before to count as ended. Reminders and ends have the kind of the fault, and a ``phase``; an end has severity ``info``.
+A fault that comes and goes would fill the log. So each time it returns, it must stay away twice as long as before to
+count as ended.
 
-While a rank whose gradient is wrong outweighs all others, the error of the sum is as well a factor of the whole: an
-explanation that names nobody else is the fault that goes on.
+One wrong reduction can have another explanation at each step: while one rank's wrong gradient outweighs all others, it
+is also a factor of the whole. An explanation that names no other rank is the same fault.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, EventKind, Phase, Severity, StepRecord
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One fault, one alarm: which finding is what an open one brings about by itself.
+# One fault, one alarm: which findings follow from an open fault.
 #
-# A rank with another learning rate drifts apart from its replicas; one that skipped an update does so too; a rank
-# with another batch size has another gradient. Such an effect is still written, in full, with the severity ``info``
-# and the name of the event that it follows from. It is an alarm of its own where anything speaks against that: other
-# ranks, an earlier beginning, a graver severity, or a cause that has ended.
+# A rank with another learning rate, or one that skipped an update, drifts apart from its replicas; a rank with another
+# batch size has another gradient. Such an effect is written in full, with the severity ``info`` and the name of the
+# event that it follows from. It is an alarm of its own if anything speaks against that: other ranks, an earlier
+# beginning, a graver severity, or a cause that has ended.
 
 
 APPLIED = "applied gradient"  # the place of a finding about the optimizer's input
@@ -79,7 +80,7 @@ class OpenFault:
 
 
 def cause_of(finding: Finding, faults: Iterable[OpenFault], step: int) -> OpenFault | None:
-    """The first of the open faults that brings this finding of ``step`` about."""
+    """Return the first of the open faults from which this finding of ``step`` follows."""
     return next((fault for fault in faults if _explains(fault, finding, step)), None)
 
 
@@ -102,8 +103,11 @@ def _explains(fault: OpenFault, finding: Finding, step: int) -> bool:
 
 
 def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
-    """Settings of one rank alone that enter the update take its replica away from the others'; those of the forward
-    change its gradient, and so does a replica that has gone away."""
+    """Return what follows from a setting that differs.
+
+    A setting of the update makes the rank's replica drift; a setting of the forward changes its gradient, and so does a
+    replica that has drifted.
+    """
     place = (where or "").lower()
     if place in ELSEWHERE:
         return ("config-mismatch", "replica-drift", "outlier-rank", APPLIED)
@@ -125,22 +129,12 @@ class SettingsDetector(Detector):
 
 def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
     """Return one finding per group of settings and ranks; the event is of the step at which it was seen first."""
-    return [
-        Finding(
-            one.key,
-            one.kind,
-            one.severity,
-            one.ranks,
-            one.where,
-            None,
-            None,
-            one.message,
-            one.remedy,
-            one.since,
-            effects=(*one.effects, *effects_of_settings("config-mismatch", one.where)),
-        )
-        for one in found
-    ]
+    findings = []
+    for u in found:
+        effects = (*u.effects, *effects_of_settings("config-mismatch", u.where))
+        finding = Finding(u.key, u.kind, u.severity, u.ranks, u.where, None, None, u.message, u.remedy, u.since)
+        findings.append(replace(finding, effects=effects))
+    return findings
 
 
 # -- One event per fault -----------------------------------------------------------------------------------------------
@@ -165,9 +159,20 @@ class _Episode:
     cause: str | None = None  # key of the fault that it follows from
     family: str = ""  # see Finding
 
+    @classmethod
+    def of(cls, finding: Finding, step: int, cause: str | None = None) -> _Episode:
+        f = finding
+        return cls(
+            *(f.kind, f.ranks, f.where, f.since, step),
+            severity=f.severity,
+            effects=f.effects,
+            cause=cause,
+            family=f.family,
+        )
+
 
 class Episodes:
-    """Which faults are going on.
+    """Follow the faults that are open.
 
     Args:
         rate: stated false alarms per million steps, for the odds of events that chance may raise.
@@ -180,30 +185,20 @@ class Episodes:
         self._told: list[OpenFault] = []
 
     def told(self, event: Event) -> None:
-        """What another part of the observer has found, and goes on: later findings may follow from it."""
+        """Take in an open fault that another part of the observer has found: later findings may follow from it."""
         kind, where = event.kind, event.where
         effects = effects_of_settings(kind, where)
         self._told.append(OpenFault(f"told {kind}", kind, event.severity, event.ranks, where, event.step, effects))
 
     def update(self, step: int, findings: list[Finding]) -> list[Event]:
-        """The events of this step, given everything that is wrong at this step."""
+        """Return the events of this step, given everything that is wrong at this step."""
         events = []
         present = {self._key(finding): finding for finding in findings}
         for key, finding in present.items():
             episode = self._active.get(key)
             if episode is None:
                 cause = cause_of(finding, self._open(), step)
-                self._active[key] = _Episode(
-                    finding.kind,
-                    finding.ranks,
-                    finding.where,
-                    finding.since,
-                    step,
-                    severity=finding.severity,
-                    effects=finding.effects,
-                    family=finding.family,
-                    cause=None if cause is None else cause.key,
-                )
+                self._active[key] = _Episode.of(finding, step, None if cause is None else cause.key)
                 events.append(self._event(step, finding, "") if cause is None else self._follows(step, finding, cause))
                 continue
             episode.last_seen, episode.absent = step, 0
@@ -238,7 +233,7 @@ class Episodes:
         return events
 
     def _key(self, finding: Finding) -> str:
-        """Its own, or that of a fault that goes on and of which it is another explanation."""
+        """Return the finding's key, or that of an open fault of which it is another explanation."""
         if finding.key in self._active or not finding.family:
             return finding.key
         alike = [
@@ -247,7 +242,7 @@ class Episodes:
         return next((key for key, one in alike if one.ranks and set(finding.ranks) <= set(one.ranks)), finding.key)
 
     def _open(self) -> list[OpenFault]:
-        """What may be a cause: what was told before, then what is going on and follows from nothing itself."""
+        """Return the faults that may be causes: those of :meth:`told`, then open ones that follow from no other."""
         own = (
             OpenFault(key, one.kind, one.severity, one.ranks, one.where, one.since, one.effects)
             for key, one in self._active.items()
@@ -256,7 +251,7 @@ class Episodes:
         return [*self._told, *own]
 
     def _follows(self, step: int, finding: Finding, cause: OpenFault) -> Event:
-        """Written in full, and no second alarm."""
+        """Return the event of a consequence: in full, as an ``info``."""
         when = "the preflight" if cause.since == 0 else f"step {cause.since}"
         place = f" ({cause.where})" if cause.where else ""
         if finding.guess:
@@ -267,15 +262,16 @@ class Episodes:
 
     def _event(self, step: int, finding: Finding, prefix: str, phase: Phase = "started") -> Event:
         f = finding
+        step, message = step if f.step is None else f.step, prefix + f.message
         told = Event(
-            step if f.step is None else f.step,
+            step,
             f.kind,
             f.severity,
             f.ranks,
             f.where,
             f.score,
             f.threshold,
-            prefix + f.message,
+            message,
             f.remedy,
             effect=f.effect,
             phase=phase,
@@ -283,10 +279,10 @@ class Episodes:
         return told if f.log_excess is None else with_odds(told, self._rate, f.log_excess)
 
     def start(self, step: int, finding: Finding) -> list[Event]:
-        """The event of one finding that comes alone, after the last step; none where it goes on already."""
+        """Return the event of one finding after the last step; none if the fault is open already."""
         if finding.key in self._active:
             return []
-        self._active[finding.key] = _Episode(finding.kind, finding.ranks, finding.where, finding.since, step)
+        self._active[finding.key] = _Episode.of(finding, step)
         return [self._event(step, finding, "")]
 
     def active(self, kind: EventKind) -> bool:

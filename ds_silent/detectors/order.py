@@ -1,22 +1,32 @@
-"""Rows that come again before the epoch is over, and rows that never come.
+"""Rows that come again before the epoch is over, rows that never come, and a loader that is stuck on one rank.
 
 With one permutation shared by all ranks no row comes twice in an epoch. When each rank takes its share of its *own*
 permutation, after a fraction f of the epoch a row has been seen with probability 1 - (1 - f/N)^N: 68.5 % at the end
 with 4 ranks. Loss, norm and cosine look the same in both cases.
 
-Null hypothesis: a consumed row repeats an earlier one with probability at most ``TOLERATED`` (rows that the data hold
-twice, ids that are hashes). Evidence for a repeat rate q > TOLERATED, from m consumed rows with x repeats:
-(q/p)^x ((1-q)/(1-p))^(m-x), expectation at most 1; accumulated as in ``sequential.py`` over a grid of q > p. Where rows
+Null hypothesis: a consumed row repeats an earlier one with probability at most p. Evidence for a repeat rate q > p,
+from m consumed rows with x repeats: (q/p)^x ((1-q)/(1-p))^(m-x), expectation at most 1; accumulated as in
+``sequential`` over a grid of q > p.
+
+**Of all ranks** (:class:`OrderTest`) p is ``TOLERATED``: rows that the data hold twice, ids that are hashes. Where rows
 are known by their content only, those that the data hold several times repeat in health: p is ``TOLERATED_BY_CONTENT``,
 and what is found is a warning.
 
-The same order in every epoch although the data are shuffled: nobody calls ``sampler.set_epoch``. Told where the sampler
-says that it shuffles, or else, as a note, where the ids that the script tells are not in their own order: shards may be
-read as they were written. Data that are walked in a fixed order by design are healthy. Null hypothesis: each epoch has
-a shuffle of its own.
+**Of one rank** (:class:`RepeatTest`), the same rows just before: where an epoch ends, or is a few steps long, and where
+rows are drawn with replacement, every rank takes rows again and none is to blame. So a rank is compared with the
+others: p is the largest of what the other ranks show at this step, what they showed lately, and ``TOLERATED``. Where
+all ranks do it, p is 1 and no rank is named. To be named costs log N more.
 
-Unless the rows are dealt to all ranks from one pool, those that come again on the rank that had them are a pass over
-that rank's own shard, which may be smaller than the others': such repeats are no evidence, here nor of low coverage.
+**Ranks with rows of their own.** Unless the rows are dealt to all ranks from one pool, those that come again on the
+rank that had them are a pass over that rank's own shard, which may be smaller than the others': such repeats are no
+evidence of a wrong order, nor of low coverage. Of the n different rows that a rank has had, passes in any new order
+each bring one of the w newest with probability at most w / n: a single rank's p is at least that. A rank that is stuck
+had other rows before, and so a large n.
+
+**The same order in every epoch** although the data are shuffled (:class:`SameOrderTest`): no rank calls
+``sampler.set_epoch``. Reported where the sampler says that it shuffles, or else, as a note, where the ids that the
+script tells are not in their own order: shards may be read as they were written. Data that are walked in a fixed order
+by design are healthy. Null hypothesis: each epoch has a shuffle of its own.
 """
 
 from __future__ import annotations
@@ -28,16 +38,94 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.finding import Detector, Finding
-from ds_silent.detectors.repeats import TOLERATED, RepeatTest
+from ds_silent.detectors.finding import Detector, Finding, listed, unlisted
 from ds_silent.detectors.sequential import Array
-from ds_silent.detectors.stored import listed, unlisted
 from ds_silent.measure.evidence import Coverage, Evidence
-from ds_silent.records import Score, StepRecord
-from ds_silent.text import TORCH, Words
+from ds_silent.records import EventKind, Score, Severity, StepRecord
+from ds_silent.text import TORCH, Words, named
 
-TOLERATED_BY_CONTENT = 0.1
-_RATES = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.99])
+TOLERATED, TOLERATED_BY_CONTENT = 0.01, 0.1  # share of rows that come again in health
+_RATES = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.99])  # of all ranks
+_STUCK = np.array([0.5, 0.99])  # of one: who is stuck repeats all rows, or those of one of two workers
+_MEMORY = 64  # measured steps
+_ROOM = 1.5  # the number of different rows is an estimate
+_ROUNDING = 1e-9  # of a score at the cap of a single rate, which is an alarm
+
+
+class RepeatTest(Detector):
+    """Follow each rank's own repeats.
+
+    Args:
+        log_threshold: log of the mean number of measured steps between false alarms.
+
+    Attributes:
+        attributed: repeats of the newest step by ranks that these speak against.
+        scores: the largest of the ranks' scores at the newest step, if rows are known.
+    """
+
+    key = "repeats"
+    stored = ("evidence", "lately", "since")
+
+    def __init__(self, log_threshold: float):
+        self.attributed = 0.0
+        self._threshold = log_threshold
+        self._start(0)
+
+    def _start(self, ranks: int) -> None:
+        self._evidence: Array = np.full((ranks, len(_STUCK)), -np.inf)
+        self._lately: Array = np.zeros((2, ranks))  # repeats and rows, the older the less
+        self._since: dict[int, int] = {}  # of the ranks that are named
+
+    def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        """Return the finding of one step, if any; without ids nothing changes."""
+        self.attributed, self.scores = 0.0, ()
+        if extras.own_repeats is None or extras.own_rows is None or len(extras.own_rows) < 2:
+            return []
+        repeats, rows = np.array(extras.own_repeats, dtype=float), np.array(extras.own_rows, dtype=float)
+        ranks = len(rows)
+        if len(self._evidence) != ranks:
+            self._start(ranks)
+        self._lately = self._lately * (1.0 - 1.0 / _MEMORY) + np.stack([repeats, rows])
+        expected = np.maximum(TOLERATED, np.maximum(rate_of_others(repeats, rows), rate_of_others(*self._lately)))
+        if extras.dealt != "random" and extras.passes is not None:
+            shard = _ROOM * np.array(extras.passes.window) / np.maximum(1.0, extras.passes.distinct)
+            expected = np.maximum(expected, np.minimum(1.0, shard))
+        threshold = self._threshold + math.log(ranks)
+        p = np.minimum(expected[:, None], _STUCK)  # a rate that is expected is no evidence: q = p makes it 0
+        gain = _gain(repeats[:, None], rows[:, None], _STUCK, p)
+        self._evidence, grown = _grown(self._evidence, gain, threshold)
+        scores, uncut = _mean(self._evidence), _mean(grown)
+        nearest = int(np.argmax(uncut))
+        self.scores = (Score("repeats", float(uncut[nearest]), threshold, nearest),)
+        for rank, score in enumerate(scores.tolist()):
+            if score >= threshold - _ROUNDING:
+                self._since.setdefault(rank, record.step)
+            elif score < threshold / 2:
+                self._since.pop(rank, None)
+        self.attributed = float(repeats[(gain > 0.0).any(axis=1)].sum())
+        return [self._finding(repeats, rows, uncut, threshold)] if self._since else []
+
+    def _finding(self, repeats: Array, rows: Array, scores: Array, threshold: float) -> Finding:
+        stuck = sorted(self._since)
+        ranks, since, score = tuple(stuck), min(self._since.values()), float(scores[stuck].max())
+        share = repeats[stuck].sum() / max(1.0, rows[stuck].sum())
+        message = (
+            f"{named(ranks).capitalize()} take{'s' * (len(ranks) == 1)} the same rows again and again: {share:.0%} of "
+            "the rows of this step had been taken there just before, while other ranks go on."
+        )
+        remedy = (
+            "Look at the data loader there: a worker that died, an iterator that is made anew at each step, or a "
+            "position that does not advance."
+        )
+        key = f"repeated-rows:{','.join(map(str, ranks))}"
+        return Finding(
+            key, "data-order-mismatch", "error", ranks, "loader", score, threshold, message, remedy, since
+        ).by_chance()
+
+
+def rate_of_others(repeats: Array, rows: Array) -> Array:
+    """(N,) share of repeats among the rows of all other ranks; from few rows rather too high than too low."""
+    return np.asarray((repeats.sum() - repeats + 1.0) / (rows.sum() - rows + 1.0))
 
 
 class OrderTest(Detector):
@@ -56,9 +144,8 @@ class OrderTest(Detector):
     def __init__(self, log_threshold: float, repeats: RepeatTest | None = None):
         self._threshold, self._repeats = log_threshold, repeats
         self._evidence = np.full(len(_RATES), -np.inf)
-        self._score = -math.inf
+        self._score = -math.inf  # of the evidence before the newest step's was cut at what is needed
         self._last: Coverage | None = None
-        self._tolerated = TOLERATED
         self._mismatch_since: int | None = None
         self._own = 0.0  # rows of this epoch that came again on the rank that had them
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
@@ -71,13 +158,11 @@ class OrderTest(Detector):
         now, last = extras.coverage, self._last
         if now is None or not all(math.isfinite(v) for v in (now.epoch, now.seen, now.repeated)):
             return self._findings(record)
-        new_epoch = last is not None and now.epoch < last.epoch
-        started = last is None or new_epoch
+        started = last is None or now.epoch < last.epoch
+        begin = Coverage(0.0, 0.0, 0.0, now.rows) if last is None or started else last
         known = now.rows * now.sampled  # of the epoch: a row that is not known is no evidence
-        consumed = (now.epoch - (0.0 if started or last is None else last.epoch)) * known
-        repeated = (now.repeated - (0.0 if started or last is None else last.repeated)) * known
+        consumed, repeated = (now.epoch - begin.epoch) * known, (now.repeated - begin.repeated) * known
         self._last = now
-        self._tolerated = TOLERATED if now.told else TOLERATED_BY_CONTENT
         if consumed > 0:
             own = 0.0 if extras.dealt == "random" or extras.passes is None else repeated * (extras.passes.again or 0.0)
             self._own = own + (0.0 if started else self._own)
@@ -88,23 +173,20 @@ class OrderTest(Detector):
             self._close_epoch(record.step, now, consumed / known, self._own / known)
         return self._findings(record)
 
+    @property
+    def _tolerated(self) -> float:
+        return TOLERATED if self._last is None or self._last.told else TOLERATED_BY_CONTENT
+
     def _weigh(self, step: int, consumed: float, repeated: float) -> None:
-        p = self._tolerated
-        gain = repeated * np.log(_RATES / p) + max(consumed - repeated, 0.0) * np.log((1 - _RATES) / (1 - p))
-        gain[p >= _RATES] = -np.inf  # no alternative
-        cap = self._threshold + math.log(len(_RATES))
-        grown = np.logaddexp(0.0, self._evidence) + gain
-        self._evidence, self._score = np.minimum(grown, cap), _mean(grown)
+        gain = _gain(repeated, consumed, _RATES, self._tolerated)
+        gain[self._tolerated >= _RATES] = -np.inf  # no alternative
+        self._evidence, grown = _grown(self._evidence, gain, self._threshold)
+        self._score, score = float(_mean(grown)), float(_mean(self._evidence))
         self.scores = (Score("order", self._score, self._threshold),)
-        score = _mean(self._evidence)
-        if score >= self._threshold - 1e-9:  # the cap of a single rate, with its rounding, is an alarm
+        if score >= self._threshold - _ROUNDING:
             self._mismatch_since = self._mismatch_since or step
         elif score < self._threshold / 2:
             self._mismatch_since = None
-
-    def score(self) -> float:
-        """log of the mean evidence, before the newest step's was cut at what is needed."""
-        return self._score
 
     def _close_epoch(self, step: int, now: Coverage, share_of_step: float, own: float) -> None:
         if now.epoch + share_of_step <= 1.0 + 1e-9:  # another step fits into the epoch
@@ -114,9 +196,8 @@ class OrderTest(Detector):
         self._low = (self._low[0] if self._low else step, now.seen) if low else None
 
     def _findings(self, record: StepRecord) -> list[Finding]:
-        findings = []
-        everyone = tuple(range(record.world_size))
-        now = self._last
+        findings: list[Finding] = []
+        ranks, now = tuple(range(record.world_size)), self._last
         if self._mismatch_since is not None and now is not None:
             share = now.repeated / now.epoch if now.epoch else 0.0
             message = (
@@ -129,21 +210,11 @@ class OrderTest(Detector):
             )
             if not now.told:
                 message += " Rows are known by their content here: those that the data hold several times count too."
-            findings.append(
-                Finding(
-                    "data-order-mismatch",
-                    "data-order-mismatch",
-                    "error" if now.told else "warning",
-                    everyone,
-                    "sampler",
-                    self.score(),
-                    self._threshold,
-                    message,
-                    remedy,
-                    self._mismatch_since,
-                    log_excess=self.score() - self._threshold,
-                )
-            )
+            key: EventKind = "data-order-mismatch"
+            severity: Severity = "error" if now.told else "warning"
+            score, since = self._score, self._mismatch_since
+            found = Finding(key, key, severity, ranks, "sampler", score, self._threshold, message, remedy, since)
+            findings.append(found.by_chance())
         if self._low is not None:
             since, seen = self._low
             message = (
@@ -151,20 +222,8 @@ class OrderTest(Detector):
                 "some were repeated."
             )
             remedy = "Look at the order of the data (see data-order-mismatch) or at ranks that share rows."
-            findings.append(
-                Finding(
-                    "low-coverage",
-                    "low-coverage",
-                    "warning",
-                    everyone,
-                    "epoch",
-                    seen,
-                    1.0 - self._tolerated,
-                    message,
-                    remedy,
-                    since,
-                )
-            )
+            key, most = "low-coverage", 1.0 - self._tolerated
+            findings.append(Finding(key, key, "warning", ranks, "epoch", seen, most, message, remedy, since))
         return findings
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,7 +237,7 @@ class OrderTest(Detector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._evidence = unlisted(state["evidence"])
-        self._score = _mean(self._evidence)
+        self._score = float(_mean(self._evidence))
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]
         self._own = float(state.get("own", 0.0))
@@ -227,23 +286,24 @@ class SameOrderTest(Detector):
             f"Call sampler.set_epoch(epoch) on every rank at the start of each epoch{self._words.own_sampler}, and do "
             "not seed the loader's generator anew."
         )
-        everyone = tuple(range(record.world_size))
-        return [
-            Finding(
-                "same-order",
-                "same-order",
-                "warning" if self._promised else "info",
-                everyone,
-                "sampler",
-                self._score,
-                self._threshold,
-                message,
-                remedy,
-                self._since,
-            )
-        ]
+        key: EventKind = "same-order"
+        severity: Severity = "warning" if self._promised else "info"
+        ranks, score, since = tuple(range(record.world_size)), self._score, self._since
+        return [Finding(key, key, severity, ranks, "sampler", score, self._threshold, message, remedy, since)]
 
 
-def _mean(evidence: Array) -> float:
+def _gain(repeats: Any, rows: Any, rates: Array, expected: Any) -> Array:
+    """Log evidence of so many repeats among rows for each rate, where a share is expected."""
+    fewer = np.maximum(rows - repeats, 0.0)
+    return np.asarray(repeats * np.log(rates / expected) + fewer * np.log((1.0 - rates) / (1.0 - expected)))
+
+
+def _grown(evidence: Array, gain: Array, threshold: float) -> tuple[Array, Array]:
+    """The evidence after a step, (..., rates): cut at what is needed, so that a fault can end, and as it is."""
+    grown = np.logaddexp(0.0, evidence) + gain
+    return np.minimum(grown, threshold + math.log(evidence.shape[-1])), grown
+
+
+def _mean(evidence: Array) -> Array:
     """log of the mean over the rates."""
-    return float(np.logaddexp.reduce(evidence) - math.log(len(_RATES)))
+    return np.asarray(np.logaddexp.reduce(evidence, axis=-1) - math.log(evidence.shape[-1]))

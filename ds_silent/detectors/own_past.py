@@ -42,8 +42,8 @@ import math
 
 import numpy as np
 
+from ds_silent.detectors.finding import Stored
 from ds_silent.detectors.sequential import Array, Flags, median_of_known
-from ds_silent.detectors.stored import Stored
 
 CLIP = 4.0  # of a rank's own scale
 FEWEST = 8  # values that make a rank's mean; twice as many, of a long window an eighth, before anything is compared

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.finding import Detector, Finding
-from ds_silent.detectors.reduction_text import distrust
+from ds_silent.detectors.reduction_errors import distrust
 from ds_silent.detectors.sequential import Array, SequentialTest
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Score, StepRecord
@@ -83,35 +83,30 @@ class OwnWeightTest(Detector):
             self._test.forget_evidence(np.arange(self.ranks) != rank)
         return self.standing()
 
-    def standing(self) -> list[Finding]:
-        """What is flagged."""
-        return [self._finding(rank) for rank in self._flagged]
-
     def _mean(self, rank: int, since: int) -> tuple[float, float]:
         """By how much its weight is off, on average over the recent steps from ``since`` on, and the standard error."""
         known = [(off[rank], precision[rank]) for step, off, precision in self._recent if step >= since]
         total = max(sum(precision for _, precision in known), 1e-300)
         return sum(off * precision for off, precision in known) / total, total**-0.5
 
-    def _finding(self, rank: int) -> Finding:
-        flag = self._flagged[rank]
+    def standing(self) -> list[Finding]:
+        """What is flagged."""
+        return [self._finding(rank, flag) for rank, flag in self._flagged.items()]
+
+    def _finding(self, rank: int, flag: dict[str, Any]) -> Finding:
         message = (
             f"The gradient of rank {rank} does not count once in the aggregate since about step "
             f"{flag['since']}: {flag['numbers']}, on average over the last steps. In a single step rounding hides it."
         )
-        return Finding(
+        key, where, score, remedy = (
             f"own-weight:{rank}",
-            "aggregation-error",
-            "error",
-            (rank,),
             "aggregated gradient",
             flag["score"],
-            self._threshold,
-            message,
             distrust(self._words, (rank,)),
-            flag["since"],
-            log_excess=flag["score"] - self._threshold,
         )
+        return Finding(
+            key, "aggregation-error", "error", (rank,), where, score, self._threshold, message, remedy, flag["since"]
+        ).by_chance()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return JSON values; None where no weights have come yet."""

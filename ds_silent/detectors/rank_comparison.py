@@ -1,4 +1,4 @@
-"""Compare the ranks with each other, by their whole gradients and by their layers: one fault is one event."""
+"""Compare the ranks with each other by their whole gradients and by their layers, and report one finding per rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTED_AGAIN = 256
 
 
 class RankComparison(Detector):
-    """Name of each rank the whole gradient or a layer, whichever was seen first.
+    """Report of each rank its whole gradient or a layer, whichever was found first.
 
     Args:
         log_threshold: log of the mean number of measured steps between false alarms of each of the two.

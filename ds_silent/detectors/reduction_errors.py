@@ -6,31 +6,23 @@ Nobody is named where two ranks differ from each other and neither is more than 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import APPLIED
-from ds_silent.detectors.reduction_text import (
-    SHOWN_LAYERS,
-    cause_sentence,
-    distrust,
-    layers_text,
-    numbers_text,
-    rounded_weight,
-    versions_text,
-    who_received,
-)
-from ds_silent.distributed.parts import Parts, listed, outvoted, parts_of
+from ds_silent.distributed.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
+from ds_silent.maths.causes import Cause
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
-from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
+from ds_silent.records import Event, EventKind, Score, StepRecord
 from ds_silent.replicas.compare import Drift
 from ds_silent.text import TORCH, Words, named
 
+SHOWN_LAYERS = 3
 MANY_RANKS = 64  # above, each cause is a long sentence already: one of other layers is told
 SCALED_UNLIKE = (
     "Clip by the norm of the whole gradient, on every rank; look for code that scales or clips on some ranks only. "
@@ -72,14 +64,14 @@ class ReplicaErrors(Detector):
 
 
 def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words = TORCH) -> list[Finding]:
-    """What is wrong with this step's aggregate, and with what an optimizer applied."""
+    """Find what is wrong with this step's aggregate, and with what an optimizer applied."""
     if seen is None:
         return []
     findings, layers = [], seen.layers
     if seen.check is not None and (seen.check.wrong or (seen.repeated is not None and not seen.received)):
         findings.append(_aggregation(record, seen, seen.check, words))
         if seen.repeated:
-            findings[-1] = dataclasses.replace(findings[-1], remedy=_REPEATED)
+            findings[-1] = replace(findings[-1], remedy=_REPEATED)
         if seen.micro_batches is not None:
             findings.append(_micro_batches(record, seen.check, seen.micro_batches, layers, words))
     elif seen.handed is not None:
@@ -92,7 +84,7 @@ def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words =
 
 
 def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
-    """The errors of this step beside what rounding explains of them, where they could be measured."""
+    """Return the errors of this step beside what rounding explains of them, where they could be measured."""
     check, applied = (None, None) if seen is None else (seen.check, seen.applied)
     scores = []
     if check is not None and check.relative_error is not None and check.rounding_bound is not None:
@@ -107,7 +99,7 @@ def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
 
 
 def notes(seen: ReductionEvidence | None, words: Words = TORCH) -> list[Event]:
-    """Once: the script changes gradients so that what is applied cannot be compared with what was reduced."""
+    """Note once that the script changes gradients, so that what is applied cannot be compared with the aggregate."""
     applied = None if seen is None else seen.applied
     if applied is None or not applied.note:
         return []
@@ -126,7 +118,7 @@ def notes(seen: ReductionEvidence | None, words: Words = TORCH) -> list[Event]:
 
 
 def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Finding]:
-    """What a comparison of the replicas says; until the next one, it stands."""
+    """Find replicas that differ in a comparison."""
     return [_drift(record, groups, drift)] if len(groups) > 1 else []
 
 
@@ -160,29 +152,15 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     # what no single rule explains is another guess at each step, and yet the same fault
     guessed = cause is None or bool(cause.unexplained) or what in ("partial", "noise")
     key = "integrity unexplained" if guessed else f"integrity {what} {where}"
+    found = Finding(key, kind, "error", ranks, where, error, bound, message, distrust(words, ranks, what), record.step)
     effects = ("replica-drift",) if received else ()  # the ranks go on from different gradients
-    excess = check.log_excess
-    return Finding(
-        key,
-        kind,
-        "error",
-        ranks,
-        where,
-        error,
-        bound,
-        message,
-        distrust(words, ranks, what),
-        record.step,
-        effects=effects,
-        family="reduction",
-        log_excess=excess,
-    )
+    return replace(found, effects=effects, family="reduction", log_excess=check.log_excess)
 
 
 def _micro_batches(
     record: StepRecord, check: AggregateCheck, found: MicroBatches, layers: tuple[str, ...], words: Words
 ) -> Finding:
-    """What the single micro-batches' sketches tell of an error that goes on."""
+    """Name the micro-batches that did not enter once, by their own sketches, of an error that goes on."""
     count, everybody = len(found.weights[0]), record.world_size
     groups: dict[tuple[tuple[int, ...], float], list[int]] = {}  # ranks and weight -> micro-batches
     for micro_batch, off in found.off.items():
@@ -209,7 +187,7 @@ def _micro_batches(
 
 
 def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, Parts], words: Words) -> Finding:
-    """The checked slices add up to the mean or sum, and yet ranks hold different bits elsewhere."""
+    """Report ranks that hold different bits although the checked slices add up to the mean or sum."""
     groups, where = next(iter(received.values())), layers_text(tuple(received), seen.layers)
     odd = outvoted(groups)
     message = (
@@ -227,58 +205,25 @@ def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, P
 
 
 def _handed(step: int, factors: tuple[float, ...]) -> Finding:
-    """A script has scaled what came out of the reduction, and not on all ranks alike."""
+    """Report a script that has scaled the aggregate by other factors on other ranks."""
     shown = [f"{factor:.3g}" for factor in factors]
     groups = parts_of(shown)
     odd = outvoted(groups)
     those = "; ".join(f"{named(group, len(factors))} applied {shown[group[0]]} times" for group in groups[:4])
     message = f"Between the reduction and the step the gradient was scaled on the ranks unlike: {those} the aggregate."
-    return Finding(
-        "integrity handed",
-        "aggregation-error",
-        "error",
-        odd,
-        APPLIED,
-        None,
-        None,
-        message,
-        SCALED_UNLIKE,
-        step,
-        step=step,
-        effects=("replica-drift",),
-    )
+    key, apart = "integrity handed", ("replica-drift",)
+    found = Finding(key, "aggregation-error", "error", odd, APPLIED, None, None, message, SCALED_UNLIKE, step)
+    return replace(found, step=step, effects=apart)
 
 
 def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Finding]:
-    world_size, findings = record.world_size, []
+    world_size, findings = record.world_size, list[Finding]()
 
-    def add(
-        key: str,
-        ranks: tuple[int, ...],
-        score: float | None,
-        bound: float | None,
-        text: str,
-        remedy: str,
-        severity: Severity = "error",
-    ) -> None:
-        message, where, step = f"{text} (step {seen.step})", APPLIED, seen.step
+    def add(key: str, ranks: tuple[int, ...], score: float | None, bound: float | None, text: str, remedy: str) -> None:
+        message, step = f"{text} (step {seen.step})", seen.step
         apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
-        findings.append(
-            Finding(
-                key,
-                "aggregation-error",
-                severity,
-                ranks,
-                where,
-                score,
-                bound,
-                message,
-                remedy,
-                step,
-                step=step,
-                effects=apart,
-            )
-        )
+        found = Finding(key, "aggregation-error", "error", ranks, APPLIED, score, bound, message, remedy, step)
+        findings.append(replace(found, step=step, effects=apart))
 
     if seen.idle:
         others = "and nothing says why" if len(seen.idle) == world_size else "although others' did"
@@ -301,7 +246,8 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
             "was applied."
         )
         remedy = "Nothing to do: one step is too small each time the loss scale grows; bf16 needs no loss scale."
-        add("integrity rescaled", (), abs(ratio - 1.0), seen.tolerance, text, remedy, "info")
+        add("integrity rescaled", (), abs(ratio - 1.0), seen.tolerance, text, remedy)
+        findings[-1] = replace(findings[-1], severity="info")
     elif wrong:
         factors = [factor for rank in wrong if (factor := seen.factors[rank]) is not None]
         ratio = sum(factors) / len(factors) / seen.expected
@@ -344,3 +290,84 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
     )
     key = f"replicas {groups}"
     return Finding(key, "replica-drift", "error", odd, where, None, None, message, remedy, since)
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
+    """Return what to do about a wrong aggregate: ``ranks`` are named, and ``what`` is the kind of its cause."""
+    first = {"unreduced": words.not_reduced, "leftover": words.not_cleared}.get(what, "")
+    back = "Do not trust the weights of this run since then; go back to the last checkpoint before it"
+    look = ", and look at the network of the rank named" if ranks else ""
+    script = "Look for a hook or other code of the script that changes gradients"
+    return f"{first or script}. {back}. If that is not it, {words.another_reduction}{look}."
+
+
+def cause_sentence(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -> str:
+    """Return the cause in one sentence."""
+    where = layers_text(cause.layers, layers)
+    if cause.kind == "scale":
+        assert cause.factor is not None
+        shown = f"{cause.factor:.3g}" if abs(cause.factor - 1.0) > 0.005 else f"{cause.factor:.6g}"
+        return f"It is {shown} times the {result} in {where}."
+    if cause.kind == "weights":
+        shown = _weights(cause, cause.ranks) or "by small amounts"
+        return f"In {where} the ranks' gradients do not count once each: {shown}."
+    if cause.kind == "partial":
+        whose = named(cause.ranks or tuple(range(world_size)), world_size)
+        shown = _weights(cause, cause.ranks or tuple(range(world_size)))
+        return f"Something of the gradient of {whose} is missing or counted twice in {where} ({shown}, on average)."
+    factor = cause.factor or 0.0
+    if cause.kind == "unreduced":
+        alone = named(cause.ranks, world_size)
+        return f"In {where} it is {factor:.3g} times the gradient of {alone} alone: it was not reduced."
+    return {
+        "leftover": f"The gradients of the step before were not cleared in {where} and are in it again.",
+        "zeroed": f"It is zero in {where}.",
+        "stale": f"In {where} it is that of the step before.",
+        "partly-zeroed": f"A part of {where} is missing that holds {factor:.2%} of the gradient's squared norm.",
+        "element": f"A single element of {where}, or very few, are off, as after a bit flip.",
+        "noise": f"No factor, rank or missing piece explains the error in {where}: it looks like noise, or like "
+        "micro-batches that are missing or counted twice.",
+    }[cause.kind]
+
+
+def _weights(cause: Cause, ranks: tuple[int, ...]) -> str:
+    """Rounded, and without a negative zero."""
+    entered = [round(cause.weights[rank], 2) + 0.0 for rank in ranks]
+    if len(ranks) > SHOWN_RANKS:
+        return f"{min(entered):.2f} to {max(entered):.2f} times"
+    return ", ".join(f"rank {rank} {weight:.2f} times" for rank, weight in zip(ranks, entered, strict=True))
+
+
+def numbers_text(numbers: list[int]) -> str:
+    """Consecutive ones as a range."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return listed(numbers, SHOWN_RANKS)
+
+
+def who_received(groups: Parts, world_size: int) -> str:
+    odd = outvoted(groups)
+    if odd:
+        return f"{named(odd, world_size).capitalize()} received something else than the other {world_size - len(odd)}."
+    return f"There are {len(groups)} versions among {world_size} ranks, and none of them has a majority."
+
+
+def versions_text(groups: Parts, odd: tuple[int, ...], world_size: int) -> str:
+    if odd:
+        return f"{named(odd, world_size)} {'differs' if len(odd) == 1 else 'differ'} from the others."
+    shown = "; ".join(named(group) for group in groups[:4])
+    return f"no group of equal ones is a majority ({shown}{'; …' if len(groups) > 4 else ''})."
+
+
+def layers_text(wrong: tuple[int, ...], layers: tuple[str, ...]) -> str:
+    if len(wrong) == len(layers) > 1:
+        return f"all {len(layers)} layers"
+    return listed([layers[layer] for layer in wrong], SHOWN_LAYERS, "layers")
+
+
+def rounded_weight(weight: float) -> float:
+    """To a tenth, and without a negative zero."""
+    return round(weight, 1) + 0.0

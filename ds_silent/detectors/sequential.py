@@ -54,7 +54,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.detectors.stored import listed, unlisted
+from ds_silent.detectors.finding import Stored
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -83,7 +83,7 @@ class Onset:
     component: int  # the tilt that fits best
 
 
-class SequentialTest:
+class SequentialTest(Stored):
     """The evidence that statistics of one rank differ from the others'.
 
     Args:
@@ -95,6 +95,8 @@ class SequentialTest:
         gain: (S, components, N) log L of the newest step; 0 where nothing was compared.
         taken: (S, components, N) what the slack has taken off it.
     """
+
+    stored = ("evidence", "cusum", "onset", "pool", "pool_steps", "spreads", "spread_steps", "taken")
 
     def __init__(self, series: int, ranks: int, cap: float):
         self.series, self.ranks, self._cap = series, ranks, cap - _LOG_WEIGHTS
@@ -223,35 +225,12 @@ class SequentialTest:
 
     # -- a resume ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able: numbers, None for NaN and for minus infinity."""
-        return {
-            "evidence": listed(self._evidence),
-            "cusum": self._cusum.tolist(),
-            "onset": self._onset.tolist(),
-            "pool": listed(self._pool),
-            "pool_steps": self._pool_steps.tolist(),
-            "spreads": listed(self._spreads),
-            "spread_steps": self._spread_steps.tolist(),
-            "taken": self._taken,
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict` of the same number of ranks."""
-        evidence = unlisted(state["evidence"])
-        if evidence.shape != self._evidence.shape:  # of a version that followed less: starts empty
+        """Continue from the state of as many ranks; what a version that remembered less has written stays empty."""
+        if np.shape(state["evidence"]) != self._evidence.shape:
             return
-        self._evidence = evidence
-        self._cusum = np.array(state["cusum"], dtype=np.float64)
-        self._onset = np.array(state["onset"], dtype=np.int64)
-        pool = np.array(state["pool"], dtype=np.float64)
-        if pool.size == self._pool.size:  # else it is of a version that remembered less, and starts empty
-            self._pool[...] = pool.reshape(self._pool.shape)
-            self._pool_steps = np.array(state["pool_steps"], dtype=np.int64)
-        self._spreads = np.array(state["spreads"], dtype=np.float64)
-        steps = state.get("spread_steps", [-1] * SCALES)  # older states lack them
-        self._spread_steps = np.array(steps, dtype=np.int64)
-        self._taken = int(state["taken"])
+        pool = np.size(np.array(state["pool"], dtype=np.float64)) == self._pool.size
+        super().load_state_dict({name: value for name, value in state.items() if pool or not name.startswith("pool")})
         self._sum_pool()
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from ds_silent.detectors.comparisons import STATISTICS
-from ds_silent.detectors.effects import BEFORE, FEWEST, LONGER, beyond, is_gradual, moved_alone
+from ds_silent.detectors.finding import listed
 from ds_silent.detectors.likely_causes import SURE, Symptoms
 from ds_silent.detectors.sequential import Array
-from ds_silent.detectors.stored import listed
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 
@@ -26,6 +25,10 @@ REMEMBERED, NUMBERS = 256, 16_384  # steps; of more ranks fewer, down to 8
 KEPT, KEPT_NUMBERS = 32, 2048  # of them, in a checkpoint: it stays small
 FAR, FAR_LEAST = 3.0, math.log(1.5)  # of the others' distance from each other, and at least: less is another spread
 STEADY, STEADY_STEPS = 0.1, 3  # of the others' spread over time, a norm that is constant; over so many newest steps
+SUDDEN = 64  # steps within which a change that came from one step to the next is found
+BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
+ALONE, MOST = 2.0, 7 / 8  # times as far as so many of the others
+LONGER = 64  # steps before a change against which moves are measured: the more, the less noise
 _NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches")
 _LOSS, _NORM, _COSINE, _ROWS, _TOKENS, _MICRO = range(len(_NAMES))
 
@@ -55,7 +58,7 @@ class Recent:
         self._steps.append((record.step, np.array([nothing if c is None else c for c in columns], dtype=np.float64)))
 
     def symptoms(self, rank: int, others: Sequence[int], since: int, own_past: bool = False) -> Symptoms:
-        """Medians over the steps from ``since`` on that are remembered; over the newest one where none is.
+        """Return medians over the remembered steps from ``since`` on; over the newest step if none is remembered.
 
         Args:
             own_past: ratios are to what they were right before ``since``; None where that is not remembered.
@@ -98,9 +101,9 @@ class Recent:
         )
 
     def spread(self, rank: int, others: Sequence[int], since: int) -> Symptoms:
-        """How many times loss and norm are theirs, or theirs them, at a usual step since then.
+        """Return the ratio of loss and norm to the others', larger to smaller, at a usual step since then.
 
-        None where that is not FAR times as far as the others are from each other: as of fewer rows, and no fault.
+        A ratio is None unless it is FAR times as far as the others are from each other: fewer rows make less.
         """
         rows = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])
         peers, told = list(others), []
@@ -136,7 +139,7 @@ class Recent:
         return moved_alone(norm[before], norm[after], 0, range(1, 1 + len(others)), common)
 
     def _around(self, rank: int, others: Sequence[int], since: int, where: str) -> tuple[Array, Array]:
-        """A rank's less the others' median, before ``since`` and from then on, in the steps where it is known."""
+        """Return a rank's values less the others' median, before ``since`` and from then on, where they are known."""
         at, values = self._over_time(STATISTICS.index(where), [rank, *others])
         apart = values[:, 0] - np.median(values[:, 1:], axis=1)
         known = np.isfinite(apart)
@@ -154,7 +157,7 @@ class Recent:
         return _median(rows or [row[_LOSS, rank] for _, row in self._steps][-1:])
 
     def _directions(self, cosines: Array, rank: int, others: list[int]) -> tuple[float | None, float | None]:
-        """Medians of (T, N) mean cosines: the rank's own with the others, and theirs with each other."""
+        """Return medians of (T, N) mean cosines: the rank's own with the others, and theirs with each other."""
         if self._pairs:
             apart = [_apart(row, rank) for row in cosines]
             return _median([own for own, _ in apart]), _median([theirs for _, theirs in apart])
@@ -222,7 +225,7 @@ def _cosine_noise(cosines: Array, others: list[int]) -> float:
 
 
 def _constant(norms: Array, rank: int, others: list[int]) -> bool:
-    """Whether a rank's norm stays where it is over (T, N) steps while the others' do not."""
+    """Return whether a rank's norm is constant over the newest of (T, N) steps and the others' are not."""
     with np.errstate(all="ignore"):
         logs = np.log(norms[np.isfinite(norms[:, [rank, *others]]).all(axis=1)][-STEADY_STEPS:])
         spread = logs.std(axis=0) if len(logs) == STEADY_STEPS else np.full(norms.shape[1], math.nan)
@@ -231,7 +234,7 @@ def _constant(norms: Array, rank: int, others: list[int]) -> bool:
 
 
 def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, float]:
-    """The rank over the others' median, and how far a healthy rank's log ratio is from 0 after as many steps."""
+    """Return the rank over the others' median, and how far a healthy rank's log ratio is from 0 in as many steps."""
     ratios, spreads = [], []
     for row in values:
         own, theirs = row[rank], row[others]
@@ -248,7 +251,7 @@ def _ratio(values: Array, rank: int, others: list[int]) -> tuple[float | None, f
 def _changed(
     ratio: float | None, noise: float, before: float | None, noise_before: float
 ) -> tuple[float | None, float]:
-    """A ratio over what it was, and its noise."""
+    """Return a ratio over what it was, and its noise."""
     if ratio is None or not before:
         return None, noise
     return ratio / before, math.hypot(noise, noise_before)
@@ -264,3 +267,56 @@ def _count(values: Array, rank: int, others: list[int]) -> tuple[float | None, f
 def _median(values: Sequence[float] | Array) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return float(np.median(finite)) if finite else None
+
+
+# -- over time ---------------------------------------------------------------------------------------------------------
+
+
+def is_gradual(before: Array, after: Array) -> bool:
+    """Whether values, (T,) each, came to what they are step by step, and not from one step to the next.
+
+    From BEFORE steps before the change on, a line that bends somewhere leaves smaller squares than a jump somewhere.
+    """
+    values = np.concatenate([before[-BEFORE:], after])
+    if len(values) < 2 * FEWEST:
+        return False
+    steps, bends = np.arange(len(values)), np.arange(len(values) - 1)
+    jump = np.heaviside(steps - bends[:, None] - 0.5, 0.0)
+    return _left(values, np.maximum(steps - bends[:, None], 0.0)) < _left(values, jump)
+
+
+def beyond(before: Array, after: Array) -> float | None:
+    """How far the median of values, (T,) each, lies outside of what they have been.
+
+    What they have been: their medians over as many steps in a row, BEFORE at most; None where fewer are known.
+    """
+    if len(before) < BEFORE or not len(after):
+        return None
+    usual = np.median(np.lib.stride_tricks.sliding_window_view(before, min(len(after), BEFORE)), axis=1)
+    now = np.median(after)
+    return float(max(now - usual.max(), usual.min() - now, 0.0))
+
+
+def moved_alone(before: Array, after: Array, rank: int, others: Sequence[int], common: float = 0.0) -> bool:
+    """Whether a rank moved by itself, of (T, N) values that are all known: farther than all ranks did together, and
+    ALONE times as far from that as most others.
+
+    While all learn fast, each rank moves as its own rows have it. Moves are those of medians.
+
+    Args:
+        common: how far all ranks moved in another statistic.
+    """
+    if not len(before) or not len(after):
+        return True
+    moves = np.median(after, axis=0) - np.median(before[-LONGER:], axis=0)
+    theirs = moves[list(others)]
+    middle = float(np.median(theirs))
+    usual = np.quantile(np.abs(theirs - middle), MOST, method="higher")
+    return bool(abs(moves[rank] - middle) >= max(ALONE * usual, abs(middle), common))
+
+
+def _left(values: Array, shapes: Array) -> float:
+    """The least sum of squares that (K, T) shapes, each with a mean and a size of its own, leave of (T,) values."""
+    centred, shapes = values - values.mean(), shapes - shapes.mean(axis=1, keepdims=True)
+    explained = np.square(shapes @ centred) / np.square(shapes).sum(axis=1)
+    return float(np.square(centred).sum() - explained.max())

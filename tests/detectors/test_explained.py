@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ds_silent.detectors.explained import Explained
+from ds_silent.detectors.comparisons import Explained
 from ds_silent.detectors.outlier import OutlierTest
 from ds_silent.measure.evidence import Evidence
 from tests.support.made_records import make

@@ -10,7 +10,7 @@ import pytest
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.explained import Explained
+from ds_silent.detectors.comparisons import Explained
 from ds_silent.detectors.likely_causes import Symptoms, either_in_words, likely_causes
 from ds_silent.detectors.sequential import CLIP
 from ds_silent.measure.evidence import Evidence

@@ -12,11 +12,11 @@ import pytest
 
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.effects import HIGH, EffectContext, effect_of, moved_alone
+from ds_silent.detectors.effects import HIGH, EffectContext, effect_of
 from ds_silent.detectors.likely_causes import Symptoms
 from ds_silent.detectors.own_past import FEWEST, OwnPast
 from ds_silent.detectors.sequential import SequentialTest
-from ds_silent.detectors.symptoms import Recent
+from ds_silent.detectors.symptoms import Recent, moved_alone
 from ds_silent.measure.evidence import Evidence, LayerValues
 from ds_silent.records import Event
 from tests.support.made_records import comparison_of, make
