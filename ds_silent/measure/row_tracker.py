@@ -209,7 +209,7 @@ class RowTracker:
 
 def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
     """Coverage for the record, and what the detectors need besides the record."""
-    tokens, fired = gathered.loss.tokens, gathered.local.fired
+    fired = gathered.local.fired
     told = None
     if gathered.ids.numel():
         told = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk, context.sampling)
@@ -220,7 +220,7 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     return coverage, replace(
         of_rows,
         dealt=dealt.dealt,
-        label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
+        label_tokens=_label_tokens(gathered),
         non_finite=non_finite,
         zero_gradient=zero,
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
@@ -230,6 +230,16 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
         layers=_layer_values(gathered, context.layer_names),
         directions=_directions(gathered),
     )
+
+
+def _label_tokens(gathered: Gathered) -> tuple[int, ...] | None:
+    """Those of the batches; where a script keeps the labels from the forward, those that its loss has counted."""
+    tokens, own = gathered.loss.tokens, gathered.objective
+    if not bool((tokens > 0).any()):
+        if not on_all(own.known):
+            return None
+        tokens = own.labels
+    return tuple(int(n) for n in tokens.tolist())
 
 
 def _rows_of(sent: StepIds, first: int, end: int) -> int:
