@@ -62,7 +62,8 @@ _OF_UPDATES = (
 )
 ELSEWHERE = ("checkpoint", "optimizer step")
 """The place of an event about ranks that go on from another state, see :mod:`ds_silent.observing.lockstep`."""
-_OF_FORWARDS = ("settings of", "training mode", "autocast")
+_OF_FORWARDS = ("settings of", "training mode")
+_AUTOCAST = "autocast"  # gradients come in another order, in which ZeRO-1 and 2 fill their buckets (DeepSpeed 0.19.8)
 _HOLDINGS = "optimizer's parameters"  # what no optimizer holds is not cleared by it either
 
 
@@ -115,6 +116,8 @@ def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
         return ()
     if place.startswith(_HOLDINGS):
         return ("aggregation-error", "replica-drift", "outlier-rank", "zero-gradient", APPLIED)
+    if place == _AUTOCAST:
+        return ("outlier-rank", "replica-drift", "aggregation-error")
     if place.startswith(_OF_FORWARDS):
         return ("outlier-rank", "replica-drift")
     return ("replica-drift", "outlier-rank", APPLIED) if any(word in place for word in _OF_UPDATES) else ()
@@ -193,7 +196,8 @@ class Episodes:
     def update(self, step: int, findings: list[Finding]) -> list[Event]:
         """Return the events of this step, given everything that is wrong at this step."""
         events = []
-        present = {self._key(finding): finding for finding in findings}
+        causes_first = sorted(findings, key=lambda finding: finding.kind != "config-mismatch")
+        present = {self._key(finding): finding for finding in causes_first}
         for key, finding in present.items():
             episode = self._active.get(key)
             if episode is None:

@@ -282,7 +282,12 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
         if drift.since is not None:
             since = max(drift.since, 0)
             first = since if drift.earliest is None else drift.earliest
-            which = f"that of step {since}" if first == since else f"one of those of steps {first} to {since}"
+            if first == since:
+                which = f"that of step {since}"
+            else:
+                which = (
+                    f"one of those of steps {first} to {since}" if first else f"that of step {since} or an earlier one"
+                )
             message += f" The first update that left them apart was {which}."
     remedy = (
         "Copy a healthy rank's weights and optimizer state, or go back to a checkpoint whose hashes agree; look for "

@@ -38,6 +38,8 @@ def mixed(x: Tensor) -> Tensor:
 def signed(value: int) -> int:
     """Return the int64 of the same 64 bits."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def mixed_ids(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """Hash ids of rows: no two ids share one."""
     return mix64(np.ascontiguousarray(ids, dtype=np.int64).view(np.uint64))

@@ -182,11 +182,11 @@ def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple
 
 def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evidence:
     """Add to what is known of the rows what the detectors need of everything else, besides the record."""
-    tokens, fired = gathered.loss.tokens, gathered.local.fired
+    fired = gathered.local.fired
     non_finite, zero = _broken(gathered, context.layer_names)
     return replace(
         of_rows,
-        label_tokens=tuple(int(n) for n in tokens.tolist()) if bool((tokens > 0).any()) else None,
+        label_tokens=_label_tokens(gathered),
         non_finite=non_finite,
         zero_gradient=zero,
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
@@ -196,6 +196,16 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         layers=layer_values(gathered, context.layer_names),
         directions=_directions(gathered),
     )
+
+
+def _label_tokens(gathered: Gathered) -> tuple[int, ...] | None:
+    """Return each rank's label tokens: those of the batches; where a script keeps the labels from the forward, those that its loss has counted."""
+    tokens, own = gathered.loss.tokens, gathered.objective
+    if not bool((tokens > 0).any()):
+        if not on_all(own.known):
+            return None
+        tokens = own.labels
+    return tuple(int(n) for n in tokens.tolist())
 
 
 def _directions(gathered: Gathered) -> npt.NDArray[np.float64] | None:

@@ -39,7 +39,8 @@ ranks."""
 class Drift:
     """Where replicas differ: tensors by name, and the ranks' groups; since which step's update, if known.
 
-    With steps that are not measured the update is one of those from ``earliest`` to ``since``.
+    With steps that are not measured the update is one of those from ``earliest`` to ``since``; 0: the replicas were not
+    seen equal before.
     """
 
     names: tuple[str, ...]
@@ -196,7 +197,7 @@ class Replicas:
             return found.drift(names, None)
         if self._differ_since is None:  # the checksum that step s finds is what the update of step s - 1 has left
             agreed = [s for s in self._steps if 0 <= s < min(since)]
-            self._differ_since = min(since) - 1, max(agreed, default=min(since) - 1)
+            self._differ_since = min(since) - 1, max(agreed, default=0)
         return found.drift(names, *self._differ_since)
 
     def equal(self) -> None:

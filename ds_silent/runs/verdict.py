@@ -76,6 +76,8 @@ _SENTENCES: Mapping[str, tuple[str, str, str]] = {
                            "Gradients were not reduced"),
     "aggregation-error": ("entered the reduction wrongly", "entered the reduction wrongly",
                           "The reduced gradient is not the mean of the ranks' gradients"),
+    "objective-mismatch": ("has another loss than the rest", "have another loss than the rest",
+                           "The ranks' losses are not made alike"),
     "update-mismatch": ("does not train what it should", "do not train what they should",
                         "Parameters get a gradient that nothing applies"),
     "replica-drift": ("holds other weights than the rest", "hold other weights than the rest",

@@ -210,6 +210,44 @@ def test_health_is_silent() -> None:
         assert alarms(events) == [], case
 
 
+def _autocast_under_zero(directory: str, stage: int) -> list[dict[str, Any]]:
+    import deepspeed
+
+    rank, folder = dist.get_rank(), Path(directory, str(stage))
+    torch.manual_seed(5)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "silent_consistency": {"output_dir": str(folder), "tensorboard": False, "direction": {"sketch_size": 1024}},
+    }
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    observer = ds_silent.attach(engine)
+    assert observer is not None
+    generator = torch.Generator().manual_seed(70 + rank)
+    for step in range(1, STEPS + 1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == ODD and step >= STRIKE):
+            loss = engine(torch.randn(ROWS, WIDTH, generator=generator))
+        engine.backward(loss)
+        engine.step()
+    observer.close()
+    engine.destroy()
+    return list(read_events(folder / "events.jsonl")) if rank == 0 else []
+
+
+def test_gradients_that_autocast_puts_into_another_order_follow_from_it(tmp_path: Path) -> None:
+    """ZeRO-1 and 2 fill their buckets as the gradients come: one rank's order mixes them (DeepSpeed 0.19.8)."""
+    events = run_distributed(_autocast_under_zero, 3, (str(tmp_path), 2))[0]
+    assert [(e["kind"], e["ranks"], e["step"], e["where"]) for e in alarms(events)] == [
+        ("config-mismatch", [ODD], STRIKE, "autocast")
+    ]
+    notes = [e for e in events if e["kind"] == "aggregation-error"]
+    assert [e["step"] for e in notes] == [STRIKE]
+    assert notes[0]["message"].startswith(f"Follows from the config-mismatch of step {STRIKE} (autocast): ")
+
+
 def _under_zero(directory: str, stage: int) -> list[dict[str, Any]]:
     """Under DeepSpeed, whose base optimizer has flat copies: a counter falls behind, then a dropout changes."""
     import deepspeed
@@ -264,11 +302,18 @@ class Tagger(nn.Module):
         return nn.functional.cross_entropy(self.table(input_ids).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def _label_tokens(directory: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
+class Logits(Tagger):
+    """The script makes the loss: no forward is given the labels."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.table(input_ids).flatten(0, 1)
+
+
+def _label_tokens(directory: str, shares: tuple[float, ...], inside: bool = True) -> list[dict[str, Any]]:
     """Each rank's share of the tokens has a label."""
-    rank, folder = dist.get_rank(), Path(directory, str(shares[1]))
+    rank, folder = dist.get_rank(), Path(directory, f"{shares[1]}-{inside}")
     torch.manual_seed(5)
-    trained = DistributedDataParallel(Tagger())
+    trained = DistributedDataParallel(Tagger() if inside else Logits())
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
     observer = ds_silent.attach(trained, optimizer=optimizer, config={"output_dir": str(folder), "tensorboard": False})
     assert observer is not None
@@ -276,7 +321,10 @@ def _label_tokens(directory: str, shares: tuple[float, ...]) -> list[dict[str, A
     for _ in range(24):
         tokens = torch.randint(0, 4, (ROWS, 32), generator=generator)
         labels = tokens.masked_fill(torch.rand(ROWS, 32, generator=generator) > shares[rank], -100)
-        trained(input_ids=tokens, labels=labels).backward()
+        if inside:
+            trained(input_ids=tokens, labels=labels).backward()
+        else:
+            nn.functional.cross_entropy(trained(tokens), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
     observer.close()
@@ -285,16 +333,18 @@ def _label_tokens(directory: str, shares: tuple[float, ...]) -> list[dict[str, A
 
 
 def _with_and_without_labels(directory: str) -> list[list[dict[str, Any]]]:
-    return [_label_tokens(directory, shares) for shares in ((0.9, 0.3, 0.9), (0.9, 0.7, 0.9))]
+    third, most = (0.9, 0.3, 0.9), (0.9, 0.7, 0.9)
+    return [_label_tokens(directory, shares, inside) for shares in (third, most) for inside in (True, False)]
 
 
 def test_a_third_of_the_label_tokens_is_a_note(tmp_path: Path) -> None:
-    third, most = run_distributed(_with_and_without_labels, 3, (str(tmp_path),))[0]
-    assert [(e["kind"], e["severity"], e["ranks"], e["step"]) for e in third] == [
-        ("batch-size-mismatch", "info", [1], 20)
-    ]
-    assert 1 / 0.37 < third[0]["score"] < 1 / 0.3  # 0.3 of 0.9
-    assert most == []
+    *thirds, most, most_outside = run_distributed(_with_and_without_labels, 3, (str(tmp_path),))[0]
+    for third in thirds:
+        assert [(e["kind"], e["severity"], e["ranks"], e["step"]) for e in third] == [
+            ("batch-size-mismatch", "info", [1], 20)
+        ]
+        assert 1 / 0.37 < third[0]["score"] < 1 / 0.3  # 0.3 of 0.9
+    assert most == most_outside == []
 
 
 # -- what is a setting -----------------------------------------------------------------------------------------------

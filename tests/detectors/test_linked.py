@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ds_silent.detectors.finding import Finding
-from ds_silent.detectors.lifecycle import Episodes
+from ds_silent.detectors.lifecycle import Episodes, effects_of_settings
 from ds_silent.records import Event, EventKind, Severity, lifecycle_in
 
 PREFLIGHT = Event(0, "config-mismatch", "error", (2,), "learning rate", None, None, "lr differs.", "Start alike.")
@@ -207,3 +207,17 @@ def test_what_no_optimizer_holds_is_not_cleared_by_it() -> None:
         episodes = Episodes()
         episodes.told(replace(PREFLIGHT, where=where))
         assert [event.severity for event in episodes.update(2, [wrong])] == [severity]
+
+
+def test_the_order_of_gradients_is_another_one_under_autocast() -> None:
+    """Both are found at one step, the reduction first; a mode of the modules changes no order."""
+    wrong = finding("aggregation-error", (), "all 11 layers", 4)
+    autocast = replace(
+        finding("config-mismatch", (2,), "autocast", 4), effects=effects_of_settings("config-mismatch", "autocast")
+    )
+    assert [(one.kind, one.severity) for one in Episodes().update(4, [wrong, autocast])] == [
+        ("config-mismatch", "error"),
+        ("aggregation-error", "info"),
+    ]
+    mode = replace(autocast, effects=effects_of_settings("config-mismatch", "training mode"))
+    assert {one.severity for one in Episodes().update(4, [wrong, mode])} == {"error"}

@@ -51,6 +51,23 @@ def test_a_drift_that_lasts_names_the_same_step_at_every_comparison() -> None:
     assert run_distributed(drift_that_lasts, 2) == [[(7, 7)] * 7 + [(37, 37)]] * 2
 
 
+def drift_before_the_first_look() -> Drift | None:
+    weight = torch.full((8,), float(dist.get_rank()))  # since an update that nobody has looked at
+    replicas = Replicas([("weight", weight)], list, history=4)
+    replicas.remember(6)
+    replicas.check(6)
+    return replicas.localise(dist.group.WORLD)
+
+
+def test_where_nobody_has_seen_them_equal_no_step_is_claimed() -> None:
+    """A fault of step 3 that was looked at by step 6 was told as "the first update ... was that of step 5"."""
+    groups = ((0,), (1,))
+    for drift in run_distributed(drift_before_the_first_look, 2):
+        assert (drift.earliest, drift.since) == (0, 5)
+        (finding,) = replicas_differ(Run().record(), groups, drift)
+        assert "was that of step 5 or an earlier one." in finding.message
+
+
 def test_a_range_is_told_as_a_range() -> None:
     def message(drift: Drift) -> str:
         (finding,) = replicas_differ(Run().record(), drift.groups, drift)

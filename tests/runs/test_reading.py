@@ -8,12 +8,12 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from ds_silent.records import Event, Place, Score, Scores, to_json
+from ds_silent.records import Event, EventKind, Place, Score, Scores, to_json
 from ds_silent.runs import RunReader, read_run, verdict_of
 from ds_silent.runs.run import ReadingError, find_runs
 from ds_silent.runs.spread import Envelope, RankSpread
@@ -218,6 +218,15 @@ def test_the_healthy_verdict_says_what_was_not_checked_and_why(tmp_path: Path) -
     assert why["Rows"] == "coverage is false"
     assert why["Replicas"] == "ZeRO stage 3 has no replicas"
     assert why["Before step 1"] == "preflight is false"
+
+
+@pytest.mark.parametrize(
+    "kind", sorted({*get_args(EventKind)} - {"same-draws", "gradient-changed", "ranks-changed", "drift"})
+)
+def test_every_kind_that_is_an_alarm_has_its_own_sentence(tmp_path: Path, kind: str) -> None:
+    for ranks in ((2,), (1, 2), ()):
+        run = read_run(write(tmp_path / str(len(ranks)), events=(event(10, kind, ranks=ranks),)))
+        assert "event of the kind" not in verdict_of(run).sentence
 
 
 def test_since_when_is_what_the_message_knows(tmp_path: Path) -> None:
