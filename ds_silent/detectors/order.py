@@ -148,6 +148,7 @@ class OrderTest(Detector):
         self._last: Coverage | None = None
         self._mismatch_since: int | None = None
         self._own = 0.0  # rows of this epoch that came again on the rank that had them
+        self._anew_since: int | None = None
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
@@ -167,6 +168,8 @@ class OrderTest(Detector):
             own = 0.0 if extras.dealt == "random" or extras.passes is None else repeated * (extras.passes.again or 0.0)
             self._own = own + (0.0 if started else self._own)
             doubtful = 3.0 * now.error * known  # rows that may be a sketch's error
+            if now.anew:
+                return self._findings(record)
             if not duplicated:
                 certain = min(repeated - max(attributed, own), now.repeated * known - doubtful)
                 self._weigh(record.step, consumed, max(0.0, certain))
@@ -198,6 +201,18 @@ class OrderTest(Detector):
     def _findings(self, record: StepRecord) -> list[Finding]:
         findings: list[Finding] = []
         ranks, now = tuple(range(record.world_size)), self._last
+        self._anew_since = None if now is None or not now.anew else self._anew_since or record.step
+        if now is not None and self._anew_since is not None:
+            message = (
+                "The run resumed within an epoch and began its pass over the data anew: rows that had been trained come "
+                f"again ({100 * now.repeated:.1f} % of the epoch so far)."
+            )
+            remedy = (
+                "Skip the rows that were trained: accelerate's skip_first_batches, the Trainer without "
+                "ignore_data_skip, or a sampler or DataLoader that is resumed with its own state."
+            )
+            at, since = (ranks, "resume", now.repeated, 0.0), self._anew_since
+            findings.append(Finding("anew", "data-order-mismatch", "warning", *at, message, remedy, since))
         if self._mismatch_since is not None and now is not None:
             share = now.repeated / now.epoch if now.epoch else 0.0
             message = (
@@ -233,6 +248,7 @@ class OrderTest(Detector):
             "mismatch_since": self._mismatch_since,
             "low": self._low,
             "own": self._own,
+            "anew_since": self._anew_since,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -241,6 +257,7 @@ class OrderTest(Detector):
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]
         self._own = float(state.get("own", 0.0))
+        self._anew_since = state.get("anew_since")
         self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
 
 

@@ -139,6 +139,7 @@ class Coverage:
     error: float = 0.0  # standard error of the shares, where they come from a sketch
     told: bool = True  # by ids; else rows are known by their content, and those that the data hold twice are one
     sampled: float = 1.0  # share of the rows that are known, by which the others are estimated
+    anew: bool = False  # the run has resumed within the epoch, and begun it again from its first rows
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
 
 
 def _label_tokens(gathered: Gathered) -> tuple[int, ...] | None:
-    """Return each rank's label tokens: those of the batches; where a script keeps the labels from the forward, those that its loss has counted."""
+    """Count each rank's label tokens: its batches', or where the forward gets no labels, its loss's."""
     tokens, own = gathered.loss.tokens, gathered.objective
     if not bool((tokens > 0).any()):
         if not on_all(own.known):

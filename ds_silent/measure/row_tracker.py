@@ -9,9 +9,6 @@ they come. What is counted in rows of the whole training is then an estimate.
 
 from __future__ import annotations
 
-import base64
-import math
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +21,6 @@ from torch import Tensor
 from ds_silent.capture.loaders import Walk
 from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.row_ids import Ids, Sampling, StepIds, unpack_ids
-from ds_silent.maths.mixing import mix64
 from ds_silent.measure.coverage import (
     EpochCoverage,
     begin_alike,
@@ -36,6 +32,7 @@ from ds_silent.measure.coverage import (
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Coverage, Evidence, OrderAgain, OwnPasses
 from ds_silent.measure.record import Context, evidence_of
+from ds_silent.measure.row_history import RecentRows, SameOrder
 from ds_silent.records import CoverageStats
 
 
@@ -65,6 +62,8 @@ class RowTracker:
         self._partial = False  # rows were missed in this epoch: shares would be wrong
         self._first: npt.NDArray[np.uint64] = np.empty(0, np.uint64)  # what the epoch began with: the smallest hashes
         self._resumed = False  # the loader has not begun since then
+        self._short = False  # a pass of this run began before the one before it was over: the script wants it so
+        self._anew = False  # the run has resumed within this epoch, and begun its pass anew
 
     def step(
         self,
@@ -108,7 +107,7 @@ class RowTracker:
             part = (sent.places >= first) & (sent.places < end)
             if begins:
                 self._epoch.start_epoch()
-                self._partial, self._first = False, smallest_hashes(sent.values[part])
+                self._partial, self._anew, self._first = False, False, smallest_hashes(sent.values[part])
             self._epoch.update(sent.values[part], _rows_of(sent, first, end))
             # what a rank held in the last epoch may be another's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
@@ -134,7 +133,8 @@ class RowTracker:
         consumed = visits / rows_in_epoch
         repeated = max(0.0, consumed - seen.value)
         unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without what fills the last batch up, in health
-        coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate)
+        error, anew = seen.standard_error, self._anew
+        coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, error, walk.told, rate, anew)
         told = replace(told, seen=seen.value, repeated=repeated)
         return RowsOfStep(told, replace(evidence, coverage=coverage))
 
@@ -162,7 +162,8 @@ class RowTracker:
             many = _rows_of(sent, place, end)
             spare = own_rows * ranks if walk.watched else 0
             before = 0 if begins else self._epoch.visits - spare
-            if rows_in_epoch and not begins and epoch_is_over(before, many, rows_in_epoch, ranks):
+            counted = rows_in_epoch and not begins and not self._anew  # a pass begun anew ends with the loader
+            if rows_in_epoch and counted and epoch_is_over(before, many, rows_in_epoch, ranks):
                 left = -(-max(0, rows_in_epoch - self._epoch.visits) // ranks)
                 old = last_of_epoch(sent.values[inside], sent.places[inside] - place, self._epoch, left, own_rows)
                 if old:
@@ -174,12 +175,26 @@ class RowTracker:
                     yield True, place, place + most
                     place, begins = place + most, False
                 continue
-            # a script that goes on within the epoch makes its loader anew for that; the pass begins with its own rows
-            if begins and self._resumed and walk.starts and inside.any() and self._epoch.visits:
-                begins = begin_alike(self._first, smallest_hashes(sent.values[inside]))
+            if begins and self._epoch.visits:
+                begins = self._begins(sent.values[inside], own_rows * ranks + ranks, rows_in_epoch, walk)
             self._resumed &= not (walk.starts and place >= walk.starts[0])
             yield begins, place, end
             place, begins = end, True
+
+    def _begins(self, rows: Ids, step_rows: int, rows_in_epoch: int | None, walk: Walk) -> bool:
+        """Tell whether a new epoch begins with the pass of a loader that has just begun.
+
+        A script that resumes within an epoch makes its loader anew for the rest, so a pass is known by its rows: the
+        rest goes on with the epoch. The first rows once more are trained twice, unless the epoch was over, or passes
+        of this run are broken off anyhow.
+        """
+        over = rows_in_epoch is None or self._epoch.visits + step_rows > rows_in_epoch
+        if not (self._resumed and walk.starts and len(rows)):
+            self._short |= not over
+            return True
+        alike = begin_alike(self._first, smallest_hashes(rows))
+        self._anew |= alike and not over and not self._short
+        return alike and not self._anew
 
     def state_dict(self, unsent: bool) -> dict[str, Any]:
         """Return what continues the epoch after a resume.
@@ -193,6 +208,8 @@ class RowTracker:
             "partial": self._partial or unsent,
             "level": self._level,
             "first": self._first.tolist(),
+            "short": self._short,
+            "anew": self._anew,
             "deal": self.deal.state_dict(),
             "recent": self._recent.state_dict(),
         }
@@ -207,6 +224,7 @@ class RowTracker:
         self._partial, self._resumed = bool(state["partial"]), True
         self._level = int(state.get("level", 0))  # older versions sent all rows
         self._first = np.array(state.get("first", []), dtype=np.uint64)  # likewise
+        self._short, self._anew = bool(state.get("short", False)), bool(state.get("anew", False))
         self._order = SameOrder()
         if "deal" in state:
             self.deal.load_state_dict(state["deal"])
@@ -233,168 +251,3 @@ def _shuffles(walk: Walk, order: OrderAgain) -> bool:
     """Tell whether the same order is a fault: the sampler says that it shuffles, or the ids told are shuffled."""
     said = walk.facts.shuffles
     return (walk.told and order.shuffled) if said is None else said
-
-
-# -- rows that come again: right after their rank took them, in the order of an earlier epoch --------------------------
-
-REGISTERS = 64
-_POWERS = np.ldexp(1.0, -np.arange(64)).astype(np.float32)
-_BIAS = 0.709  # of 64 registers (Flajolet et al., HyperLogLog, 2007)
-
-
-class RecentRows:
-    """Remember each rank's newest rows, 8 bytes per row, which a resume forgets: that costs one observation. And 64
-    bytes per rank, from which the number of its different rows follows, to about 13 %.
-
-    Attributes:
-        window: rows of each rank that are remembered, those of the newest observation among them.
-    """
-
-    def __init__(self) -> None:
-        self.window: tuple[int, ...] = ()
-        self._held: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
-        self._counts: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._registers: npt.NDArray[np.uint8] = np.empty((0, REGISTERS), dtype=np.uint8)
-
-    def repeats(self, values: Ids, owners: Ids, ranks: int) -> tuple[int, ...]:
-        """Count, of each of N ``ranks``, the rows that it had taken before: among these, or in the observation before.
-
-        Args:
-            values: of all ranks, int64 (M,), the rows since the last observation, each rank's in their order.
-            owners: the rank of each.
-        """
-        ranks_of = mix64(owners.astype(np.uint64))
-        keys = mix64(np.ascontiguousarray(values).view(np.uint64) ^ ranks_of)  # another rank's visit is no repeat
-        again = np.isin(keys, self._held)
-        new = np.ones(len(keys), dtype=bool)
-        new[np.unique(keys, return_index=True)[1]] = False
-        again |= new  # a later visit within this observation
-        self._held = keys
-        rows = np.bincount(owners, minlength=ranks)
-        if len(self._registers) != ranks:
-            self._registers = np.zeros((ranks, REGISTERS), dtype=np.uint8)
-            self._counts = np.zeros(ranks, dtype=np.int64)
-        self.window = tuple((self._counts + rows).tolist())
-        self._counts = rows
-        self._note(keys, owners)
-        counts = np.bincount(owners, weights=again, minlength=ranks)
-        return tuple(int(count) for count in counts)
-
-    def _note(self, keys: npt.NDArray[np.uint64], owners: Ids) -> None:
-        register = (keys & np.uint64(REGISTERS - 1)).astype(np.int64)
-        _, exponent = np.frexp((keys >> np.uint64(11)).astype(np.float64))  # exactly: 53 bits
-        zeros = (53 - exponent + 1).astype(np.uint8)  # leading ones of them, from 1
-        np.maximum.at(self._registers, (owners, register), zeros)
-
-    @property
-    def distinct(self) -> tuple[float, ...]:
-        """Estimate it of each rank, of the rows that were sent."""
-        registers = self._registers
-        estimate = _BIAS * REGISTERS**2 / _POWERS[registers].sum(1)
-        empty = (registers == 0).sum(1)
-        few = (estimate <= 2.5 * REGISTERS) & (empty > 0)
-        counted = REGISTERS * np.log(REGISTERS / np.maximum(empty, 1))
-        return tuple(np.where(few, counted, estimate).tolist())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return JSON values: how many different rows each rank has had."""
-        packed = zlib.compress(self._registers.tobytes())
-        return {"ranks": len(self._registers), "distinct": base64.b64encode(packed).decode("ascii")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: it is damaged.
-        """
-        try:
-            packed = zlib.decompress(base64.b64decode(state["distinct"], validate=True))
-            registers = np.frombuffer(packed, dtype=np.uint8).reshape(int(state["ranks"]), REGISTERS)
-        except (TypeError, ValueError, zlib.error) as error:
-            raise ValueError(f"the number of each rank's rows in the checkpoint cannot be read ({error})") from error
-        self._registers, self._counts = registers.copy(), np.zeros(len(registers), dtype=np.int64)
-
-
-WINDOW = 64
-FEWEST = 8
-"""Rows of a rank in a pass, where nobody knows how many an epoch has."""
-
-
-class SameOrder:
-    """Tell whether one rank's rows come in the order of an earlier epoch, as of a sampler nobody tells of a new one.
-
-    The first rows of the run are kept, 64 or as many as come before the first of them comes again. Where the same rows
-    follow in the same order, a fresh shuffle of n rows would have had the chance 1 / (n (n - 1) ... (n - L + 1)). A
-    resume begins anew.
-    """
-
-    def __init__(self) -> None:
-        self._first: Ids = np.empty(0, np.int64)
-        self._whole = False  # nothing is added to _first any more
-        self._tail: Ids = np.empty(0, np.int64)  # rows that may be the beginning of a pass
-        self._place, self._last = 0, 0  # rows up to here; where the last pass began
-        self._alike, self._odds = 0, 0.0
-        self._begun = False
-
-    def step(self, ids: Ids, rows_in_epoch: int | None, ranks: int, begun: bool) -> OrderAgain | None:
-        """Take in one rank's rows of an observation.
-
-        Args:
-            ids: int64 (rows,), in the order in which they were taken.
-            begun: the loader was seen to begin anew with one of them.
-
-        Returns:
-            None where nothing is known yet, or nothing new.
-        """
-        self._begun = (self._begun or begun) and len(self._first) > 0
-        while not self._whole and len(ids):
-            ids = self._collect(ids, rows_in_epoch, ranks)
-        if not self._whole:
-            return None
-        length, told = len(self._first), None
-        stream = np.concatenate([self._tail, ids])
-        start = self._place - len(self._tail)
-        for place in np.flatnonzero(stream[: max(0, len(stream) - length + 1)] == self._first[0]).tolist():
-            again = bool(np.array_equal(stream[place : place + length], self._first))
-            told = self._passed(again, start + place, rows_in_epoch, ranks) or told
-        self._place += len(ids)
-        self._tail = stream[max(0, len(stream) - length + 1) :]
-        return told
-
-    def _collect(self, ids: Ids, rows_in_epoch: int | None, ranks: int) -> Ids:
-        """Collect the first rows of the run; return what comes after them."""
-        if not len(self._first):
-            self._last, self._first = self._place, ids[:1]
-            self._place += 1
-            return ids[1:]
-        room = ids[: WINDOW - len(self._first)]
-        again = np.flatnonzero(room == self._first[0])
-        end = int(again[0]) if len(again) else len(room)
-        self._first = np.concatenate([self._first, room[:end]])
-        self._place += end
-        if len(again) and not self._is_pass(self._place, rows_in_epoch, ranks):
-            self._first = self._first[:0]  # a row that the data hold twice is no beginning to know a pass by
-        self._whole = len(self._first) == WINDOW or (bool(len(again)) and len(self._first) > 0)
-        return ids[end:]
-
-    def _is_pass(self, place: int, rows_in_epoch: int | None, ranks: int) -> bool:
-        """Tell whether a pass over the data may have ended between the last one's beginning and this place."""
-        if rows_in_epoch is None:
-            return self._begun or place - self._last >= FEWEST
-        return self._begun or 2 * (place - self._last) * ranks >= rows_in_epoch
-
-    def _passed(self, again: bool, place: int, rows_in_epoch: int | None, ranks: int) -> OrderAgain | None:
-        if not self._is_pass(place, rows_in_epoch, ranks):
-            return None  # rows that come again within an epoch: not the order is at fault
-        rows, length = (place - self._last) * ranks, len(self._first)
-        self._last, self._begun = place, False
-        shuffled = bool((np.diff(self._first) < 0).any())
-        if not again:
-            self._alike, self._odds = 0, 0.0
-            return OrderAgain(False, 0.0, rows, shuffled)
-        of = max(rows_in_epoch or rows, length)
-        self._alike += 1
-        self._odds += sum(math.log(of - k) for k in range(length))
-        # a pass that was broken off early may have been a trial before the training
-        whole = rows_in_epoch is not None and 2 * rows >= rows_in_epoch
-        return OrderAgain(True, self._odds, rows, shuffled) if whole or self._alike > 1 else None

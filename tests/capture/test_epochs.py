@@ -159,28 +159,70 @@ def test_the_same_order_by_design_is_healthy(told: bool) -> None:
             assert judge.step(StepRecord(step + 1, 0, None, 2), evidence) == []
 
 
+def resumed(deal: Deal) -> None:
+    """Go on as another process does, with what a checkpoint holds."""
+    state = json.loads(json.dumps(deal.tracker.state_dict(False)))
+    judged = json.loads(json.dumps(deal.judge.state_dict()))
+    deal.tracker, deal.judge = RowTracker(), Judge(DetectorsConfig())
+    deal.tracker.load_state_dict(state)
+    deal.judge.load_state_dict(judged)
+
+
 def test_a_resume_within_an_epoch_goes_on() -> None:
-    """The loader is made anew for the rest of the epoch, or for the whole of it."""
-    for rest in (True, False):
+    """The loader is made anew for the rest of the epoch."""
+    deal = Deal(160, 2, 4, 1, True, True, True)
+    deal.epoch(0, limit=10)
+    order = [list(iter(sampler)) for sampler in deal.samplers]
+    resumed(deal)
+    data: Any = list(range(160))
+    whole, deal.loaders = deal.loaders, [DataLoader(data, 4, sampler=one[40:]) for one in order]
+    deal.epoch(None)
+    assert deal.said[-1].coverage.seen == 1.0
+    deal.loaders = whole
+    for epoch in range(1, 4):
+        deal.epoch(epoch)
+    assert deal.events == []
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("rows", "limit"), [(240, 13), (32, 5), (160, 10)])
+def test_a_resume_that_begins_the_pass_anew_trains_rows_twice(rows: int, limit: int, told: bool) -> None:
+    """It is a fact at the first step after the resume, and it ends with the epoch."""
+    deal = Deal(rows, 2, 2, 1, True, True, told)
+    deal.epoch(0, limit=limit)
+    resumed(deal)
+    deal.epoch(0, limit=3)
+    twice = 3 * 4 / rows
+    last = deal.said[-1].coverage
+    assert (last.seen, last.repeated) == (pytest.approx(limit * 4 / rows), pytest.approx(twice))
+    (event,) = deal.events
+    assert (event.step, event.kind, event.severity, event.ranks, event.where) == (
+        limit + 1,
+        "data-order-mismatch",
+        "warning",
+        (0, 1),
+        "resume",
+    )
+    assert "skip_first_batches" in event.remedy
+    resumed(deal)  # once more, now with the rest of another epoch before it
+    deal.epoch(1)
+    deal.epoch(2)
+    deal.epoch(3)
+    assert [event.severity for event in deal.events if event.where == "resume"] == ["warning", "info"]
+
+
+def test_a_resume_where_an_epoch_is_over_begins_the_next_one() -> None:
+    """Without a shuffle the first rows come again, as they should; so they do where every pass is broken off."""
+    for limit, passes in ((10**9, 1), (10**9, 2), (6, 2), (6, 3)):
         deal = Deal(160, 2, 4, 1, True, True, True)
-        deal.epoch(0, limit=10)
-        state = json.loads(json.dumps(deal.tracker.state_dict(False)))
-        judged = json.loads(json.dumps(deal.judge.state_dict()))
-        order = [list(iter(sampler)) for sampler in deal.samplers]
-        deal.tracker, deal.judge = RowTracker(), Judge(DetectorsConfig())
-        deal.tracker.load_state_dict(state)
-        deal.judge.load_state_dict(judged)
-        if rest:
-            data: Any = list(range(160))
-            whole, deal.loaders = deal.loaders, [DataLoader(data, 4, sampler=one[40:]) for one in order]
-            deal.epoch(None)
-            assert deal.said[-1].coverage.seen == 1.0
-            deal.loaders = whole
-        else:
-            deal.epoch(0)
-        for epoch in range(1, 4):
-            deal.epoch(epoch)
-        assert deal.events == []
+        for sampler in deal.samplers:
+            sampler.shuffle = False
+        for _ in range(passes):
+            deal.epoch(0, limit=limit)
+        resumed(deal)
+        deal.epoch(0, limit=limit)
+        assert [event for event in deal.events if event.kind != "same-order"] == []
+        assert deal.said[-1].coverage.repeated == 0.0
 
 
 @pytest.mark.parametrize("limit", [2, 3, 4, 6])

@@ -12,7 +12,7 @@ from ds_silent.detectors import Judge
 from ds_silent.detectors.order import RepeatTest, rate_of_others
 from ds_silent.measure.coverage import EpochCoverage
 from ds_silent.measure.evidence import Coverage, Evidence
-from ds_silent.measure.row_tracker import RecentRows
+from ds_silent.measure.row_history import RecentRows
 from ds_silent.records import Event, StepRecord
 from tests.support.ids_by_rank import by_rank
 

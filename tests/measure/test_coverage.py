@@ -17,7 +17,8 @@ import torch
 from ds_silent.exchange.row_ids import Ids, pack_ids
 from ds_silent.maths.statistics import expected_coverage
 from ds_silent.measure.coverage import ALL_PAIRS, EpochCoverage, SharedRows, epoch_is_over, shared_rows
-from ds_silent.measure.row_tracker import RecentRows, RowsOfStep, RowTracker
+from ds_silent.measure.row_history import RecentRows
+from ds_silent.measure.row_tracker import RowsOfStep, RowTracker
 from finetune.sampler import Plan, ResumableSampler, step_positions
 from tests.support.ids_by_rank import by_rank
 

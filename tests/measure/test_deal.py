@@ -12,7 +12,7 @@ import torch
 
 from ds_silent.capture.loaders import Deal
 from ds_silent.measure.deal import SLOTS, DealFollower, RowOwners
-from ds_silent.measure.row_tracker import RecentRows
+from ds_silent.measure.row_history import RecentRows
 from tests.support.ids_by_rank import by_rank
 
 Deals = Iterator[list[Any]]
