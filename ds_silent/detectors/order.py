@@ -204,8 +204,8 @@ class OrderTest(Detector):
         self._anew_since = None if now is None or not now.anew else self._anew_since or record.step
         if now is not None and self._anew_since is not None:
             message = (
-                "The run resumed within an epoch and began its pass over the data anew: rows that had been trained come "
-                f"again ({100 * now.repeated:.1f} % of the epoch so far)."
+                "The run resumed within an epoch and began its pass over the data anew: rows that had been trained "
+                f"come again ({100 * now.repeated:.1f} % of the epoch so far)."
             )
             remedy = (
                 "Skip the rows that were trained: accelerate's skip_first_batches, the Trainer without "

@@ -1,7 +1,7 @@
 """Where the records of one engine go: agreed by all ranks, and never a directory that holds those of another.
 
     home = RunDirectory.open(config, group, device, monitor_write)      # a collective
-    home.settle(done=12, samples=768, records=None, once=unguarded)       # a collective, at the first step
+    home.settle(done=12, samples=768, records=None, collective=unguarded)       # a collective, at the first step
     home.directory                                                      # on every rank
 
 The first engine of a process writes to ``output_dir``, the second to ``output_dir/engine-2``. A directory that holds

@@ -45,7 +45,7 @@ logger = logging.getLogger("ds_silent")
 
 
 class StepLoop:
-    """The steps of one training.
+    """The steps of one training. The guard runs each moment, from :meth:`before_reduction` to :meth:`after_update`.
 
     Attributes:
         observing: False from the step on at which all ranks stop.
@@ -93,8 +93,6 @@ class StepLoop:
     def measures(self, step: int) -> bool:
         """Whether ``step`` is measured; the same answer on every rank."""
         return self.observing and step % self._config.interval == 0
-
-    # -- the moments of a step, in order; the guard runs each ------------------------------------------------------
 
     def before_reduction(self, *args: Any, **kwargs: Any) -> bool:
         """Called at the end of every backward; at the boundary, before the reduction (where overlapped: while)."""
