@@ -28,7 +28,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import deepspeed.comm
@@ -39,8 +39,8 @@ from torch import Tensor
 
 import ds_silent
 from ds_silent.config import BLOCK, ConfigError
+from ds_silent.config_file import section
 from ds_silent.drill.faults.injection import Batch, Injection
-from ds_silent.drill.setting import DrillSetting, section
 from ds_silent.drill.training import (
     LARGEST_BUCKET,
     LEARNING_RATE,
@@ -51,6 +51,9 @@ from ds_silent.drill.training import (
 )
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
+
+if TYPE_CHECKING:
+    from ds_silent.drill.setting import DrillSetting
 
 
 class EngineHooks(Hooks):
@@ -262,11 +265,11 @@ def ds_config_of(
     """
     notes = [f"{key}: not part of the drill" for key in given if key not in (*KEPT, *SILENT)]
     config = {key: given[key] for key in KEPT if key in given and given[key] != "auto"}
-    zero, dropped = _zero(given.get("zero_optimization"), stage)
+    zero, dropped = _zero(section(given, "zero_optimization"), stage)
     dtype, note = _dtype(given, dtype)
     config |= {
         "zero_optimization": zero,
-        "bf16": {**section(given.get("bf16")), "enabled": dtype == "bf16"},
+        "bf16": {**section(given, "bf16"), "enabled": dtype == "bf16"},
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro_batch * accumulation * ranks,
@@ -279,9 +282,8 @@ def ds_config_of(
     return config, dtype, [*notes, *dropped, *note]
 
 
-def _zero(given: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:
+def _zero(zero: Mapping[str, Any], stage: int | None) -> tuple[dict[str, Any], list[str]]:
     """Leave out "auto", offloading (which needs compilers and moves no number) and buckets of a large model's size."""
-    zero = section(given)
     offloaded = [key for key in zero if "offload" in key]
     kept: dict[str, Any] = {k: v for k, v in zero.items() if v != "auto" and k not in offloaded}
     for key, value in kept.items():
@@ -303,6 +305,6 @@ def _zero(given: Any, stage: int | None) -> tuple[dict[str, Any], list[str]]:
 def _dtype(given: Mapping[str, Any], asked: str | None) -> tuple[str, list[str]]:
     if asked is not None:
         return asked, []
-    if section(given.get("fp16")).get("enabled") is True:
+    if section(given, "fp16").get("enabled") is True:
         return "bf16", ["fp16: computed in bf16, because DeepSpeed has no fp16 on the CPU"]
-    return ("bf16" if section(given.get("bf16")).get("enabled") is True else "fp32"), []
+    return ("bf16" if section(given, "bf16").get("enabled") is True else "fp32"), []
