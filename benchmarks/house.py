@@ -23,8 +23,8 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ds_silent"
 FLOORS = (
-    *("text", "json_form", "records", "metrics", "extras", "device", "patches", "destination"),
-    *("config_errors", "config", "config_file", "maths"),
+    *("text", "json_form", "records", "metrics", "extras", "device", "patches"),
+    *("config", "maths"),
     *("distributed", "kernels"),
     *("exchange", "replicas", "framework"),
     *("ordered", "sinks", "alerts", "runs"),

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ds_silent.frameworks.attach import attach, observe
     from ds_silent.frameworks.ddp import attach_ddp
     from ds_silent.frameworks.deepspeed.attach_deepspeed import initialize
-    from ds_silent.frameworks.fingerprint import Fingerprint, fingerprint
     from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
+    from ds_silent.frameworks.weight_fingerprint import Fingerprint, fingerprint
     from ds_silent.observing.observe import observer_of
     from ds_silent.observing.observer import Observer
     from ds_silent.records import Event, StepRecord
@@ -48,7 +48,7 @@ __version__ = VERSION
 _MODULES = {
     "ConfigError": "config",
     "Event": "records",
-    "Fingerprint": "frameworks.fingerprint",
+    "Fingerprint": "frameworks.weight_fingerprint",
     "Observer": "observing.observer",
     "SilentConsistencyConfig": "config",
     "SinkError": "sinks",
@@ -56,7 +56,7 @@ _MODULES = {
     "attach_ddp": "frameworks.ddp",
     "attach_megatron": "frameworks.megatron.megatron_framework",
     "attach": "frameworks.attach",
-    "fingerprint": "frameworks.fingerprint",
+    "fingerprint": "frameworks.weight_fingerprint",
     "initialize": "frameworks.deepspeed.attach_deepspeed",
     "observe": "frameworks.attach",
     "observer_of": "observing.observe",

@@ -64,7 +64,7 @@ def check(
     # Inside the command, because they import torch: `ds-silent --help` need not wait for that.
     from ds_silent.commands.forecast import forecast_lines
     from ds_silent.config import ConfigError, parse
-    from ds_silent.config_file import load_ds_config
+    from ds_silent.config.block_file import load_ds_config
     from ds_silent.distributed.places import read_groups
     from ds_silent.extras import installed, missing_sentence
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken

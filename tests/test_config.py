@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_silent.config import ConfigError, EffectsConfig, SilentConsistencyConfig, find_block, parse
-from ds_silent.config_file import load_ds_config
+from ds_silent.config.block_file import load_ds_config
 
 NAN = float("nan")
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from ds_silent.destination import Form
+from ds_silent.config.destination import Form
 from ds_silent.distributed.parts import SHOWN_RANKS, listed, ranks_of
 from ds_silent.records import Event, Severity
 from ds_silent.text import one_line

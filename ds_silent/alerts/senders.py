@@ -35,7 +35,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ds_silent.alerts.message import Alert, payload, plain_text
-from ds_silent.destination import TRACKERS, Destination, Form, Mail
+from ds_silent.config.destination import TRACKERS, Destination, Form, Mail
 
 Send = Callable[[Alert], None]
 TRY, MOST_TRIES = "ds_silent alert", 32

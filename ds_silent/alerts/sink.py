@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ds_silent.alerts.message import Alert, alert_of, reaches, summary_of
 from ds_silent.alerts.senders import NotSent, Send, sender_of, why_of
 from ds_silent.config import BLOCK, AlertConfig, ConfigError, SilentConsistencyConfig, parse
-from ds_silent.destination import TRACKERS, Destination, WrongDestination, resolve
+from ds_silent.config.destination import TRACKERS, Destination, WrongDestination, resolve
 from ds_silent.extras import installed
 from ds_silent.records import Event, Severity, StepRecord, from_json, lifecycle_in
 from ds_silent.sinks.base import Sink

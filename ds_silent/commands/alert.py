@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ds_silent.alerts.message import Alert
 from ds_silent.alerts.senders import NotSent, sender_of
 from ds_silent.alerts.sink import usable
-from ds_silent.destination import TRACKERS, Destination, WrongDestination
+from ds_silent.config.destination import TRACKERS, Destination, WrongDestination
 from ds_silent.text import one_line
 
 SENT, NOT_SENT, WRONG = 0, 1, 2

@@ -14,10 +14,10 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.config_errors import about, block_type, is_list
+from ds_silent.config.errors import about, block_type, is_list
 from ds_silent.text import shown
 
-BEGIN = "<!-- the table: `make docs` writes it from ds_silent/config.py -->"
+BEGIN = "<!-- the table: `make docs` writes it from ds_silent/config/__init__.py -->"
 END = "<!-- end of the table -->"
 BOUNDS = (
     ("^true or false$", "boolean"),

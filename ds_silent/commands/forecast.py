@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from ds_silent.capture.batch_rows import id_capacity
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
-from ds_silent.config_errors import about
-from ds_silent.config_file import section, switched_on, zero_section
-from ds_silent.destination import masked
+from ds_silent.config.block_file import section, switched_on, zero_section
+from ds_silent.config.destination import masked
+from ds_silent.config.errors import about
 from ds_silent.exchange.layout import (
     LAYERS_TOGETHER,
     WORDS,

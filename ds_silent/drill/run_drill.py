@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_silent.config import ConfigError
-from ds_silent.config_file import load_ds_config
+from ds_silent.config.block_file import load_ds_config
 from ds_silent.drill.faults.fault import ORDERED, WARM, Fault, Response
 from ds_silent.drill.faults.injection import Target
 from ds_silent.drill.run_trial import TrialRun, prepare, run_trial

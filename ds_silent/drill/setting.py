@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
-from ds_silent.config_errors import about
+from ds_silent.config.errors import about
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import Fault, Response
 from ds_silent.drill.megatron_issues import PUBLIC

@@ -39,7 +39,7 @@ from torch import Tensor
 
 import ds_silent
 from ds_silent.config import BLOCK, ConfigError
-from ds_silent.config_file import section
+from ds_silent.config.block_file import section
 from ds_silent.drill.faults.injection import Batch, Injection
 from ds_silent.drill.training import (
     LARGEST_BUCKET,

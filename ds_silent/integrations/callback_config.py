@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
-from ds_silent.config_file import load_ds_config
-from ds_silent.destination import is_secret
+from ds_silent.config.block_file import load_ds_config
+from ds_silent.config.destination import is_secret
 from ds_silent.frameworks.attach import attach
 from ds_silent.observing.observe import Given, given_block, observer_of, say_alone
 from ds_silent.observing.observer import Observer

@@ -29,7 +29,7 @@ from ds_silent.alerts.sink import refuse_unusable_alerts
 from ds_silent.capture.loaders import data_facts, deal_item, deal_of, dealt_by_all
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, WriterError, parse
-from ds_silent.config_file import load_ds_config, name_of
+from ds_silent.config.block_file import load_ds_config, name_of
 from ds_silent.distributed.parts import listed
 from ds_silent.distributed.places import SHOWN_HOSTS, PlaceBoard, Places, read_groups
 from ds_silent.exchange.layout import GATHER_LIMIT
@@ -38,7 +38,7 @@ from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import Hash
 from ds_silent.observing import start
 from ds_silent.observing.observer import IdleObserver, Observer
-from ds_silent.observing.run_directory import RunDirectory
+from ds_silent.observing.records_directory import RunDirectory
 from ds_silent.observing.start import refuse_metrics_without_library, refuse_too_many_ranks
 from ds_silent.preflight.comparison import compare
 from ds_silent.preflight.inventory import Training, local_items, sampler_facts

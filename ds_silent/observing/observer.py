@@ -19,7 +19,7 @@ from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.places import Places
 from ds_silent.observing.recorder import Recorder
-from ds_silent.observing.run_directory import RunDirectory
+from ds_silent.observing.records_directory import RunDirectory
 from ds_silent.observing.step_loop import StepLoop, moments_of
 from ds_silent.records import Event, StepRecord
 from ds_silent.sinks.scalars import scalars

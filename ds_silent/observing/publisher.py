@@ -24,7 +24,7 @@ from ds_silent.exchange.whole_model import WholeModel
 from ds_silent.measure.record import Context
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.recorder import Recorder
-from ds_silent.observing.run_directory import RunDirectory
+from ds_silent.observing.records_directory import RunDirectory
 from ds_silent.records import Seconds
 from ds_silent.replicas.compare import Drift, ReplicaChecks
 from ds_silent.respond.responder import Responder

@@ -35,7 +35,7 @@ from ds_silent.framework import Moments
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.publisher import make_publisher, model_of
-from ds_silent.observing.run_directory import RunDirectory
+from ds_silent.observing.records_directory import RunDirectory
 from ds_silent.records import Event
 from ds_silent.replicas.compare import ReplicaChecks
 from ds_silent.respond.responder import Responder

@@ -1,6 +1,6 @@
 """Where the records go: JSON lines, TensorBoard and the console by a thread, and DeepSpeed's own monitor.
 
-sinks = open_files("runs/my-run", tensorboard=True)      # on rank 0 only; ds_silent.observing.run_directory opens all
+sinks = open_files("runs/my-run", tensorboard=True)  # on rank 0; ds_silent.observing.records_directory opens all
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_silent.config import BLOCK, find_block, parse
-from ds_silent.config_file import load_ds_config
+from ds_silent.config.block_file import load_ds_config
 from ds_silent.device import kind
 from finetune.settings import CONFIGS, Settings, UserError
 

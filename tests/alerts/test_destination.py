@@ -10,7 +10,7 @@ import pytest
 
 from ds_silent.alerts.sink import refuse_unusable_alerts
 from ds_silent.config import ConfigError, SilentConsistencyConfig, parse
-from ds_silent.destination import WrongDestination, masked, parse_destination, resolve
+from ds_silent.config.destination import WrongDestination, masked, parse_destination, resolve
 from ds_silent.observing.start import _compared
 
 SECRET = "s3cr3t-T0k3n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_silent.destination import masked_in_log
+from ds_silent.config.destination import masked_in_log
 from tests.support.distributed import run_distributed
 
 SECRET = "s3cr3t-T0k3n"

@@ -13,7 +13,7 @@ import pytest
 from ds_silent.alerts.senders import NotSent, sender_of
 from ds_silent.alerts.sink import Alerts
 from ds_silent.config import AlertConfig
-from ds_silent.destination import parse_destination
+from ds_silent.config.destination import parse_destination
 from tests.alerts.servers import SECRET, an_alert, mail_server
 from tests.sinks.example_records import event
 from tests.support.distributed import wait_for
@@ -59,7 +59,7 @@ def test_a_password(password: str, why: str | None) -> None:
 
 
 def test_a_password_is_not_sent_in_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_silent.destination._LOOPBACK", ())
+    monkeypatch.setattr("ds_silent.config.destination._LOOPBACK", ())
     with mail_server(authenticator=authenticator, auth_require_tls=False) as server:
         send = sender_of(parse_destination(f"smtp://me:{SECRET}@127.0.0.1:{server.port}/a@example.org"), 5.0)
         with pytest.raises(NotSent, match="a password is not sent without"):

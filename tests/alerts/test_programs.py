@@ -16,7 +16,7 @@ import pytest
 
 from ds_silent.alerts.message import Alert
 from ds_silent.alerts.senders import NotSent, sender_of
-from ds_silent.destination import parse_destination
+from ds_silent.config.destination import parse_destination
 from tests.alerts.servers import SECRET, an_alert, drips, http_server
 
 

@@ -18,7 +18,7 @@ from ds_silent.alerts.message import Alert, alert_of, payload, plain_text
 from ds_silent.alerts.senders import NotSent, sender_of
 from ds_silent.alerts.sink import Alerts, Delivery
 from ds_silent.config import AlertConfig
-from ds_silent.destination import parse_destination
+from ds_silent.config.destination import parse_destination
 from ds_silent.records import Event
 from tests.alerts.servers import FINE, SECRET, an_alert, closes, drips, hangs, http_server, mail_server, slow, status
 from tests.sinks.example_records import event, full_record

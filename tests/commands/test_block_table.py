@@ -1,4 +1,4 @@
-"""The table in ``docs/block.md`` is what ``ds_silent/config.py`` says, key by key."""
+"""The table in ``docs/block.md`` is what ``ds_silent/config/__init__.py`` says, key by key."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_responses_of_the_configuration_are_left_to_trainings_of_their_own() -> 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("ds_*.json")), ids=lambda path: path.name)
 def test_every_shipped_configuration_can_be_drilled(path: Path) -> None:
-    from ds_silent.config_file import load_ds_config
+    from ds_silent.config.block_file import load_ds_config
 
     setting = make_setting(load_ds_config(path), 4)
     assert '"auto"' not in json.dumps(setting.config)

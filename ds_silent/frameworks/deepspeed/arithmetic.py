@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from ds_silent.config_file import load_ds_config
+from ds_silent.config.block_file import load_ds_config
 from ds_silent.frameworks.deepspeed.reduction import whole_on_every_rank
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
-from ds_silent.config_file import load_ds_config
-from ds_silent.destination import masked_in_log
+from ds_silent.config.block_file import load_ds_config
+from ds_silent.config.destination import masked_in_log
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.refusals import has_optimizer, refuse_unsupported_config, refuse_unsupported_engine

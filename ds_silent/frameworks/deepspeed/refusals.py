@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
-from ds_silent.config_file import load_ds_config, section, switched_on, zero_section
+from ds_silent.config.block_file import load_ds_config, section, switched_on, zero_section
 from ds_silent.extras import is_first
 from ds_silent.frameworks.deepspeed.state import is_pipeline, shape_of
 from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from ds_silent.destination import MUST, WrongDestination, masked, parse_destination
+from ds_silent.config.destination import MUST, WrongDestination, masked, parse_destination
 from ds_silent.text import shown
 
 OF_A_FIELD = ("must", "secret", "power_of_two", "writer", "check", "drill")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ds_silent.alerts.sink import Alerts
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.destination import WrongDestination
+from ds_silent.config.destination import WrongDestination
 from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.runs.summary import RunSummary
 from ds_silent.sinks import Background, FanOut, Sink, SinkError, open_files

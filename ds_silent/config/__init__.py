@@ -1,6 +1,6 @@
 """The ``silent_consistency`` block of a ``ds_config``: what may stand in it, and one sentence for what may not.
 
-    ds_config = load_ds_config("ds_config.json")     # ds_silent.config_file
+    ds_config = load_ds_config("ds_config.json")     # ds_silent.config.block_file
     config = parse(ds_config)                        # None when the block is absent or "enabled": false
 
 Every mistake is a :class:`ConfigError` with one sentence that names the key, the bound, the value and the remedy.
@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from ds_silent.config_errors import OF_A_FIELD, about, checked_keys, plain, value_error
-from ds_silent.destination import MUST, environment_name, parse_destination
+from ds_silent.config.destination import MUST, environment_name, parse_destination
+from ds_silent.config.errors import OF_A_FIELD, about, checked_keys, plain, value_error
 from ds_silent.text import shown
 
 BLOCK = "silent_consistency"
