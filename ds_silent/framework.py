@@ -51,7 +51,7 @@ class Moments:
     pre_backward: Callable[..., object]  # (root, own=False) what a backward begins with; own: it reaches the model
     on_loss_scaled: Callable[..., object]  # (factor, gradient) of the loss: their product is the gradients' scale
     on_gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated
-    post_backward: Callable[..., bool | None]  # (*anything) before a reduction; whether exact products are due
+    post_backward: Callable[..., bool | None]  # (*anything) a backward has ended; whether exact products are due
     post_reduction: Callable[..., object]  # (again=False): the aggregate is there, and the script has not seen it yet
     pre_update: Callable[..., object]  # (*anything): once per step, between the reduction and the first optimizer
     pre_optimizer_step: Callable[..., object]  # (optimizer, args, kwargs) each time one begins to apply the aggregate

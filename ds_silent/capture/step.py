@@ -75,7 +75,7 @@ class StepMoments:
         came: whether a gradient has come, or a reduction has begun, since the last step.
         aggregate: this rank's share of it.
         forwards: rows and losses of the micro-batches.
-        last_applied: what the optimizer used in the step before.
+        last_applied: what the optimizer used in the last measured step.
         scale: the factor on the step's gradients, as the gradient of its loss says it.
         gram: this rank's part of the exact inner products.
     """
@@ -181,16 +181,19 @@ class StepMoments:
 
     def end_step(self) -> None:
         """Forget the step that was taken; an internal error stays until all ranks have read it."""
-        self.last_applied = Applied()
-        if self.measured and not self.skipped and self._framework.observes_applied:
-            left_out = self._framework.counts.left_out
-            compared = self._guard.local(self.aggregate.compare_applied, self._applied, left_out)
-            self.last_applied = compared or Applied()
+        if self.measured:  # steps that are not measured leave it for the next observation
+            self.last_applied = self._compare_applied()
         self.aggregate.start_step()
         self._local.start_step()
         self.forwards.end_step()
         self._start_step()
         self._local.micro_batches.start_step()
+
+    def _compare_applied(self) -> Applied[float | Tensor]:
+        if self.skipped or not self._framework.observes_applied:
+            return Applied()
+        left_out = self._framework.counts.left_out
+        return self._guard.local(self.aggregate.compare_applied, self._applied, left_out) or Applied()
 
     @property
     def skipped(self) -> bool:

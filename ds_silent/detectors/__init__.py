@@ -75,7 +75,7 @@ class Judge:
     ):
         self.scores = Scores(0, ())
         rate, steps = config.false_alarms_per_million_steps, log_steps(config, interval)
-        half = steps + math.log(2.0)  # the order and the repeats share one quarter of the rate
+        half = steps + math.log(2.0)  # order and repeats share a quarter of the rate; so do whole gradients and layers
         seldom = steps + math.log(1000.0)  # for a thousandth of the rate it takes one or two steps, or rows, more
         repeats = RepeatTest(half)
         self._episodes = Episodes(rate)

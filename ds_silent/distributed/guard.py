@@ -9,9 +9,9 @@
 recorded results.
 
 * **local**: the first error is kept and logged once. From then on this rank skips its local parts, and its next
-  observation says "failed". Every rank reads that one measured step later, and all stop observing together.
+  observation says "failed". Every rank reads that at its next step, and all stop observing together.
 * **collective**: every rank makes the same calls in the same order. In a second run a call returns what it returned in
-  the first, so this rank reaches the collectives that its peers wait in, and none is made twice.
+  the first, so this rank reaches the collectives that its peers wait in. One that has returned is not made again.
 * **agreed**: the same for a value without a collective, where the block itself changes what the value follows from.
   :attr:`CollectiveGuard.state` needs no such call: a second run begins with the state that the first began with.
 * **cleanup**: what is tried also after a failure, such as removing a hook.

@@ -1,1 +1,1 @@
-"""Exchange, by one collective per measured step, what each rank knows; all know it one step later."""
+"""Exchange what each rank knows of a measured step: one collective up to 16 ranks, two above; read one step later."""

@@ -63,7 +63,7 @@ class Local(Generic[T]):
     seen: T = _0  # 1 when it was captured whole
     norm_seen: T = _0  # 1 when ``squared`` is the exact one; else norms come from the sketch, on all ranks
     gram_seen: T = _0  # 1 when the exact inner products were exchanged at this step
-    squared: T = _0  # norm
+    squared: T = _0  # squared norm of the gradient
     leftover_squared: T = _0  # of what an earlier step left in the gradients
     micro_squared: T = _0  # sum over micro-batches of squared norms, where each is reduced on its own
     fired: T = _0  # trainable parameters that got a gradient

@@ -31,7 +31,7 @@ whose variance proxies v_b sum up to V, the sum of all u^2 |P|^2. By Hsu, Kakade
 How V spreads over the buckets follows from the partial sums' own sketches, whose squares estimate it (a few outliers
 too many, which errs to the safe side): one huge element makes one bucket hold nearly everything, and the bound widens
 accordingly. exp(-t) is the stated rate of false alarms per step. Nothing here was fitted to measurements; measured
-rounding is below (docs/numerics.md).
+rounding stays below the bound (docs/numerics.md).
 
 **The sketch's own rounding.** Each of the T columns of the table adds up n = D / T elements of random signs in fp32, so
 the partial sums have mean square n/2 of the elements': u_fp32^2 (n/2 + 8) |x|^2 for a vector x, of which the last term

@@ -1,4 +1,4 @@
-"""Compare what the optimizers applied with what came out of the reduction, one measurement later."""
+"""Compare what the optimizers applied with what came out of the reduction, when the next measured step is read."""
 
 from __future__ import annotations
 

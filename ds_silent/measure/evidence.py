@@ -1,7 +1,7 @@
 """What is known of a step's reduction, of what the optimizer made of it, and of the replicas: for detectors, responses.
 
-seen = audit.examine(gathered)           # ReductionCheck: of one observation, before the optimizer runs
-stats, evidence = audit.step(gathered, drift, told)
+seen = checker.examine(gathered)         # ReductionCheck: of one observation, before the optimizer runs
+stats, evidence = checker.step(gathered, drift, told)
 """
 
 from __future__ import annotations

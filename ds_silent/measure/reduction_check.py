@@ -1,10 +1,10 @@
 """From what all ranks sent to what is known of the reduction, the optimizer's input and the replicas.
 
-    audit = ReductionChecker(layout, arithmetic, clip, log_rate)        # on every rank: each may examine
-    stats, findings = audit.step(gathered, drift)            # once per gathered step, in order
+    checker = ReductionChecker(layout, arithmetic, clip, log_rate)      # on every rank: each may examine
+    stats, evidence = checker.step(gathered, drift)          # once per gathered step, in order
 
-What the optimizer applied is known one measurement later than the rest: it is compared with the aggregate of the step
-that it belongs to.
+What the optimizer applied travels with the next measured step's observation. It is compared with the aggregate of the
+step that it belongs to.
 """
 
 from __future__ import annotations

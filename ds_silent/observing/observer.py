@@ -1,6 +1,7 @@
 """Give a training script its handle of the observation.
 
-    backward -> capture -> Observation -> exchange -> measure -> judge -> respond -> sinks
+    backward -> capture -> Observation -> exchange -> respond                    every rank, before the update
+                                                  \\-> measure -> judge -> sinks  the writing rank
 
 :mod:`ds_silent.observing.step_loop` is that line, one step in the order of time.
 """

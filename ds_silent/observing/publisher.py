@@ -108,7 +108,7 @@ class Publisher:
         return on_any(known.wishes.stop)
 
     def wishes(self) -> Wishes[float | Tensor]:
-        """Return what this rank wants of all ranks; the last two on the writing rank."""
+        """Return what this rank wants of all ranks; to stop and to diagnose on the writing rank only."""
         compare, self._replicas.wanted = self._replicas.wanted or self.recorder.take_parted(), False
         stop, diagnose = self.recorder.ends is not None, self.recorder.wants_micro_batches
         return Wishes(float(stop), float(diagnose), float(compare))

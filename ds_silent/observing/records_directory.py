@@ -134,7 +134,7 @@ class RunDirectory:
             done: optimizer steps behind the engine, 0 for a new training.
             samples: rows behind it, over all ranks.
             records: the :meth:`identity` in the checkpoint, if an observer's state came with it.
-            once: see :mod:`ds_silent.distributed.guard`.
+            collective: see :mod:`ds_silent.distributed.guard`.
         """
         self._stepped = True
         if not collective(lambda: self._undecided):

@@ -95,7 +95,7 @@ class StepLoop:
         return self.observing and step % self._config.interval == 0
 
     def before_reduction(self, *args: Any, **kwargs: Any) -> bool:
-        """Called at the end of every backward; at the boundary, before the reduction (where overlapped: while)."""
+        """End a backward: at the boundary before the reduction, or after it where it overlaps with the backward."""
         self._capture.moments.keep_for_retry(*args, **kwargs)
         due = self._micro_batch_ended()
         if due and self._config.reduction != "ordered":  # that one makes them as it reduces
