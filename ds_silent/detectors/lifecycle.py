@@ -81,8 +81,9 @@ class OpenFault:
 
 
 def cause_of(finding: Finding, faults: Iterable[OpenFault], step: int) -> OpenFault | None:
-    """Return the first of the open faults from which this finding of ``step`` follows."""
-    return next((fault for fault in faults if _explains(fault, finding, step)), None)
+    """Return the open fault that began first, of those from which this finding of ``step`` follows."""
+    causes = (fault for fault in faults if _explains(fault, finding, step))
+    return min(causes, key=lambda fault: fault.since, default=None)
 
 
 def _explains(fault: OpenFault, finding: Finding, step: int) -> bool:
