@@ -83,8 +83,8 @@ class LocalSettings:
         framework: knows which gradients are reduced and which parameters optimizers hold; None if nothing does.
 
     Attributes:
-        draws: None until the first training forward has ended; then a hash of the generators that it drew from, 0 if
-            it drew from none.
+        draws: None until the first training forward has ended; then a hash of the states of the generators that it
+            drew from, 0 if it drew from none.
         autocast: of this rank's forwards.
         objective: what this rank's backwards begin with.
     """

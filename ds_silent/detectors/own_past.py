@@ -130,7 +130,7 @@ class OwnPast(Stored):
         return np.asarray(np.sqrt(np.maximum(self._walks - NOISE_OF_WALK * self._walk_noise, 0.0)))
 
     def _expected(self, level: Array) -> Array:
-        """Return (S,) how far offsets may move in health: as before, faster if all ranks do, at once if all do."""
+        """Return (S,) how far offsets may move in health: as before, faster if all move faster, at once if all jump."""
         walk = WALKS * self._walk()
         usual = np.maximum(np.sqrt(self._level_moves), RESOLUTION)
         now = self._beyond_noise(self._level[0], self.window)
