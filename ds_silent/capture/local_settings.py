@@ -1,14 +1,14 @@
-"""What this rank's code does while it trains: hyper-parameters, optimizers, modes, modules, autocast, loss.
+"""Read what this rank trains with: hyper-parameters, optimizers, modes, modules, autocast, loss.
 
     local = LocalSettings(module, optimizers, framework)
     local.look_at_modes()          # at the first gradient of a measured step
     local.code(step)               # hashes, between the reduction and the optimizer
-    local.items(step, ...)         # what is compared where the ranks' hashes differ
+    local.items(step, ...)         # what ranks compare when their hashes differ
 
-Modes are looked at when the gradients come, not when a forward runs: an evaluation between two steps leaves no trace,
-whatever it forgets, and a rank that trains in evaluation mode cannot hide.
+Modes are read when gradients come, not in the forward: an evaluation between two steps leaves no trace, and a rank that
+trains in evaluation mode cannot hide.
 
-A further setting needs a line in :class:`_Look`, :meth:`LocalSettings.code` and :meth:`LocalSettings.items`, a field of
+A new setting needs a line in :class:`_Look`, :meth:`LocalSettings.code` and :meth:`LocalSettings.items`, a field of
 :class:`ds_silent.exchange.observation.Code`, and a place in ``GROUPS`` of :mod:`ds_silent.capture.settings_check`.
 """
 
@@ -51,9 +51,9 @@ HYPER_PARAMETERS = {
     "momentum": "momentum",
     **{name: name for name in ("eps", "alpha", "rho", "dampening", "nesterov", "amsgrad", "maximize", "max_grad_norm")},
 }
-"""What param_groups may hold and every rank must share. Other entries may be an optimizer's own state, of its shard."""
+"""Entries of param_groups that all ranks must share. Others may be an optimizer's own state, of its shard."""
 EXACT = 1 << 24  # whole numbers below it are exact in fp32
-_REMEMBERED = 4  # measured steps: an observation is read one or two steps later
+_REMEMBERED = 4  # measured steps; an observation is read one or two steps later
 _ON_DEVICE = "on the device"
 _TRAINING, _TRAINABLE = attrgetter("training"), attrgetter("requires_grad")
 
@@ -65,27 +65,27 @@ class _Look:
     hyper_parameters: tuple[tuple[Any, ...], ...]  # by parameter group, in the order of HYPER_PARAMETERS
     holdings: Holdings
     on_device: tuple[Tensor, ...]
-    counter: float  # the largest of the optimizers', and 1; 0 where they count on a device, or not at all
+    counter: float  # the optimizers' largest, plus 1; 0 if they count on a device or not at all
     modes: bytes  # one per module
     trainable: bytes  # one per parameter
     settings: tuple[list[Any], ...]  # of modules
     autocast: tuple[str, ...]
-    missed: Missed  # of the trainable ones
-    objective: tuple[str, Any, float] = ("", (), 0.0)  # for people, its structure and its number
+    missed: Missed  # trainable parameters
+    objective: tuple[str, Any, float] = ("", (), 0.0)  # text for people, structure, factor
 
 
 class LocalSettings:
-    """One rank's settings.
+    """Follow one rank's settings.
 
     Args:
         module: the model.
         optimizers: the torch optimizers that step, read anew each time.
-        framework: knows which gradients are reduced and which parameters optimizers hold; None where none does.
+        framework: knows which gradients are reduced and which parameters optimizers hold; None if nothing does.
 
     Attributes:
-        draws: None until the first training forward has been looked at; then a hash of the random numbers that it
-            drew, 0 when it drew none.
-        autocast: of its forwards.
+        draws: None until the first training forward has ended; then a hash of the states of the generators that it
+            drew from, 0 if it drew from none.
+        autocast: of this rank's forwards.
         objective: what this rank's backwards begin with.
     """
 
@@ -99,45 +99,45 @@ class LocalSettings:
         self._names_by_id = {id(p): name for name, p in module.named_parameters()}
         self._numbers = Numbers(module)
         self.autocast = Autocast()
-        self._sizes: list[int] = []  # of the optimizers' groups, as ``_holdings`` found them
+        self._sizes: list[int] = []  # of the optimizers' groups when ``_holdings`` was read
         self._holdings: Holdings = ()
         self._modes = self._trainable = b""
         self._looks: dict[int, _Look] = {}
-        self._hashes: dict[str, tuple[Any, float]] = {}  # of what was hashed last
+        self._hashes: dict[str, tuple[Any, float]] = {}  # the newest value of each, and its hash
         self.draws: float | None = None
         self.objective = LocalObjective()
         self._state: tuple[bytes, ...] = ()
 
     def ignore_untrained(self) -> None:
-        """Look no more for parameters that nothing trains: what a rank's optimizer lacks is reported already."""
+        """Stop looking for parameters that nothing trains: they are reported already."""
         self._untrained = None
 
     def missed_at(self, step: int) -> Missed:
-        """Return what nothing reduces or trains here; nothing where the step is forgotten."""
+        """Return the parameters that nothing reduces or trains here; nothing if ``step`` is forgotten."""
         look = self._looks.get(step)
         return NOTHING if look is None else look.missed
 
     def look_at_modes(self) -> None:
-        """Look at the modes while the gradients come. 10,000 modules of one parameter each take 2 ms."""
+        """Read the modes while gradients come. 10,000 modules of one parameter each take 2 ms."""
         self._modes = bytes(map(_TRAINING, self._modules))
         self._trainable = bytes(map(_TRAINABLE, self._parameters))
         self._numbers.look()
 
     def before_forward(self) -> None:
-        """Note autocast as a training forward begins, and of the first one the generators."""
+        """Note autocast when a training forward begins, and the generators before the first."""
         self.autocast.before_forward(self._parameters[0].device.type if self._parameters else "cpu")
         if self.draws is None:
             self._state = _generators()
 
     def after_forward(self) -> None:
-        """Find the generators that were used: their state has changed."""
+        """Find the generators that were used, whose state has changed."""
         self.autocast.after_forward()
         if self.draws is None and self._state:
             used = [before for before, now in zip(self._state, _generators(), strict=True) if before != now]
             self.draws, self._state = short_hash(used) if used else 0.0, ()
 
     def code(self, step: int) -> Code[float | Tensor]:
-        """Hash the settings of ``step``, between its reduction and its optimizer; device values are not waited for."""
+        """Hash the settings of ``step``, between its reduction and its optimizer, without waiting for a device."""
         if not self._modes:
             self.look_at_modes()
         look = self._look()
@@ -148,7 +148,7 @@ class LocalSettings:
         if look.on_device:
             values = torch.stack([value.detach().float().reshape(()) for value in look.on_device])
             on_device = (values * torch.arange(1, 1 + len(values), device=values.device)).sum()
-            on_device = on_device.nan_to_num(nan=-1.0)  # compared by its size
+            on_device = on_device.nan_to_num(nan=-1.0)  # NaN never equals NaN
         return Code(
             hyper_parameters=self._hashed("hyper_parameters", (look.hyper_parameters, look.holdings)),
             device_hyper_parameters=on_device,
@@ -162,11 +162,11 @@ class LocalSettings:
         )
 
     def items(self, step: int, asked: bool, structural: bool) -> list[Item]:
-        """Return what is compared when the ranks differ, as it was at ``step``; as many on every rank.
+        """Return the items to compare when ranks differ, as they were at ``step``; equally many on every rank.
 
         Args:
-            asked: whether the objectives are asked about.
-            structural: whether they differ in more than numbers.
+            asked: whether to compare the objectives.
+            structural: whether objectives differ in more than numbers.
         """
         look = self._looks.get(step) or self._look()
 
@@ -223,15 +223,15 @@ class LocalSettings:
 
 
 def _generators() -> tuple[bytes, ...]:
-    """Return the states of torch's generators, which both live on the host; nothing where a device hides its own."""
+    """Return the states of torch's generators, both on the host; nothing if a device hides its state."""
     try:
         return tuple(state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), generator_state()))
-    except Exception:  # a note is not worth an internal error
+    except Exception:  # the note is not worth an internal error
         return ()
 
 
 def _plain(value: Any, on_device: list[Tensor]) -> Any:
-    """Return something that compares by value. A tensor on a device is kept apart: reading it would wait."""
+    """Return a copy that compares by value. Device tensors are kept apart: reading one would wait."""
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value.tolist()
@@ -244,7 +244,7 @@ def _plain(value: Any, on_device: list[Tensor]) -> Any:
 
 
 def _joined(values: Sequence[Any]) -> str:
-    """Join to one value where all parameter groups that have one agree, else all of them."""
+    """Return the one value if all parameter groups that have it agree, else all values."""
     texts = [json.dumps(value) for value in values if value is not None]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"
 
@@ -256,21 +256,20 @@ def _listed(values: Sequence[Tensor]) -> str:
 # -- autocast ----------------------------------------------------------------------------------------------------------
 
 _TRACES = (
-    "_enter_autocast"  # of torch.amp.autocast_mode (2.4 to 2.13): what torch.compile calls, and puts into its code
+    "_enter_autocast"  # of torch.amp.autocast_mode (2.4 to 2.13): torch.compile calls it, also from its compiled code
 )
 
 
 class Autocast:
-    """Follow under which autocast one rank's training forwards run: on or off, and the dtype.
+    """Follow the autocast of one rank's training forwards: on or off, and the dtype.
 
-    A script enters autocast around the forward, and so it is on when the forward begins. A trainer or a model may enter
-    it within: there the first one counts that switches it on, because a later one may depend on the rows. In a compiled
-    model nobody enters it but who traces it, once and again as shapes change: then only what is on as the forward
-    begins counts.
+    A script enters autocast around the forward, so it is on when the forward begins. A trainer or model may enter it
+    inside: then the first entry that switches it on counts, because a later one may depend on the rows. In a compiled
+    model only tracing enters it, again whenever shapes change: then only the state when the forward begins counts.
     """
 
     def __init__(self) -> None:
-        self._device = ""  # of the forward under way; empty outside of one
+        self._device = ""  # of the current forward; empty outside
         self._found: dict[str, None] = {}
         self._now: str | None = None
         self._last: tuple[str, ...] = ()
@@ -278,13 +277,13 @@ class Autocast:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Return every state of the forwards since the last call, sorted; where there was none, those of before."""
+        """Return all states of the forwards since the last call, sorted; without a forward, the earlier ones."""
         if self._found:
             self._last, self._found = tuple(sorted(self._found)), {}
         return self._last
 
     def connect(self, patches: Patches, local: Callable[..., object]) -> None:
-        """Listen to what is entered; ``local``: the guard of :mod:`ds_silent.distributed.guard`."""
+        """Listen to every entry; ``local``: the guard of :mod:`ds_silent.distributed.guard`."""
         patches.behind_method(torch.autocast, "__enter__", partial(local, self._entered))
 
     def before_forward(self, device: str) -> None:
@@ -304,7 +303,7 @@ class Autocast:
 
 
 def _autocast_of(device: str) -> str | None:
-    """Return the dtype; None where it is off, or this type of device has no autocast."""
+    """Return autocast's dtype; None if it is off or this device type has none."""
     try:
         enabled = torch.is_autocast_enabled(device)
         return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if enabled else None

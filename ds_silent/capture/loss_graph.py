@@ -1,12 +1,12 @@
-"""What autograd has recorded between a loss and the tensor that backward begins with.
+"""Read what autograd has recorded between a loss and the root, the tensor that backward begins with.
 
-    terms = losses_in(root)                      # the losses of torch's own that root is made of, and the way to each
-    comes_of(root, made_by(loss))                # root is a forward's loss, or made of it, and not only by the way
-    is_share(root, made_by(loss), parts=4)       # a script has divided it by the number of micro-batches
+    terms = losses_in(root)                      # torch's losses that root is made of, and the way to each
+    comes_of(root, made_by(loss))                # root is a forward's loss, or computed from it
+    is_share(root, made_by(loss), parts=4)       # the script has divided it by the number of micro-batches
     is_a_mean(loss)                              # the function that made it took the mean
 
-Where nothing is known (a fused loss, a compiled one, more than ``NODES`` operations) nothing is guessed. What a script
-has packed with hooks of its own (checkpoints, tensors that were moved to the host) is not unpacked.
+Where the graph shows nothing (a fused or compiled loss, more than ``NODES`` operations) nothing is guessed. Tensors
+that a script's own hooks have packed (checkpoints, tensors moved to the host) are not unpacked.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NODES = 64  # that are looked at, from the root down
-BELOW = 12  # between a sum or a mean and the losses of single labels that it adds up
+NODES = 64  # nodes that are read, from the root down
+BELOW = 12  # nodes between a sum or mean and the per-label losses that it adds up
 NEAR = 16  # between a forward's loss and the root: a division, a cast, the sum with another loss
 MEAN, SUM, EACH = 1.0, 2.0, 3.0
-"""What a term makes of its labels; EACH: a sum whose addends were weighed one by one."""
+"""How a term reduces its labels; EACH: a sum whose addends have weights of their own."""
 _REDUCTIONS = ("none", "mean", "sum")
 _LOSSES = ("Loss", "Entropy", "Margin")
 _PLAIN = (
@@ -32,26 +32,26 @@ _PLAIN = (
     "Transpose T Permute Slice Detach"
 )
 _NEUTRAL = frozenset(_PLAIN.split())
-"""Operations that multiply nothing: how many there are may depend on the data."""
+"""Operations that multiply nothing; their number may depend on the data."""
 _OTHERS = "Mul Div Neg Sub Rsub Pow Exp Index MaskedSelect MaskedFill Where Abs Clamp"
 _ELEMENTWISE = _NEUTRAL | frozenset(_OTHERS.split())
 _NARROWER = {torch.float64: torch.tensor(0.0), torch.int64: torch.tensor(0, dtype=torch.int32)}
-_OWN = "MulBackward1"  # by a number that a function of torch's was given, as its label smoothing: of no rows
+_OWN = "MulBackward1"  # by an argument of a torch function, such as label smoothing; independent of rows
 _HOOKS_SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # since torch 2.7
 
 
 @dataclass(slots=True)
 class Term:
-    """A loss, on one way from the root to it. ``kind`` is 0 where nobody knows what it makes of its labels."""
+    """Describe a loss and one way from the root to it. ``kind`` is 0 if its reduction is unknown."""
 
     node: Any
     kind: float
     averaged: bool
-    names: tuple[str, ...]  # of the operations on the way, without their numbers
-    shown: tuple[str, ...]  # with them
+    names: tuple[str, ...]  # of the operations on the way, without numbers
+    shown: tuple[str, ...]  # the same with numbers
     factor: float  # product of the script's own numbers on the way
-    labels: int | Tensor | None = None  # None: as many as weights come in, or not known
-    weights: Tensor | None = None  # one number of the weights of its classes
+    labels: int | Tensor | None = None  # None: as many as weights come in, or unknown
+    weights: Tensor | None = None  # one number for all class weights
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _Way:
 
 
 def losses_in(root: Tensor) -> list[Term] | None:
-    """:func:`terms_of`; None where a release of torch's has other nodes: what is not known ends no observation."""
+    """Return :func:`terms_of`; None where a torch release has other nodes, which must not end the observation."""
     try:
         return terms_of(root)
     except Exception:
@@ -89,7 +89,7 @@ def losses_in(root: Tensor) -> list[Term] | None:
 
 
 def terms_of(root: Tensor) -> list[Term] | None:
-    """Return the losses that ``root`` is made of, the nearest first; None where they are too far or too many."""
+    """Return the losses that ``root`` is made of, nearest first; None if they are too far or too many."""
     waiting, found = deque([_Way(root.grad_fn, root.output_nr)]), list[Term]()
     for _ in range(NODES):
         if not waiting:
@@ -105,13 +105,13 @@ def terms_of(root: Tensor) -> list[Term] | None:
             found.append(Term(None, 0.0, False, (*way.names, name), (*way.shown, name), way.factor))
         elif operation in ("Mean", "Sum") and math.prod(sizes := way.node._saved_self_sym_sizes) != 1:
             found += _added_up(way, name, math.prod(sizes))
-        elif name != "torch::autograd::AccumulateGrad":  # of a single number that is learned: a weight, and no loss
+        elif name != "torch::autograd::AccumulateGrad":  # a learned scalar is a weight, not a loss
             waiting.extend(way.through(name, operation).on())
     return None
 
 
 def _added_up(way: _Way, name: str, count: int) -> list[Term]:
-    """Return what a sum or a mean adds up: losses of single labels where they are near, else the script's numbers."""
+    """Return what a sum or mean adds up: per-label losses if they are near, else the script's own numbers."""
     mean = name.startswith("Mean")
     start = _Way(way.node, way.place, (*way.names, name), (*way.shown, name), way.factor)
     waiting, losses, end = deque(start.on()), list[Term](), None
@@ -133,15 +133,15 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
     if losses:
         return losses
     end = end or start
-    # a mask multiplies: how many are added up is not known
+    # a mask multiplies: the number of addends is unknown
     labels = None if not mean and "MulBackward0" in end.shown[len(start.shown) :] else count
     return [Term(way.node, MEAN if mean else SUM, mean, end.names, end.shown, end.factor, labels)]
 
 
 def _loss(way: _Way, name: str) -> Term | None:
-    """Read a loss of torch's own; None where the node is none."""
+    """Read a loss of torch; None if the node is not one."""
     node = way.node
-    if not any(word in name for word in _LOSSES):  # an attribute that is not there costs more than its name
+    if not any(word in name for word in _LOSSES):  # reading a missing attribute costs more than the name
         return None
     reduction = getattr(node, "_saved_reduction", None)
     if not isinstance(reduction, int):
@@ -153,7 +153,7 @@ def _loss(way: _Way, name: str) -> Term | None:
         ignored -= 2**64 if ignored >= 2**63 else 0
         said += [f"ignore_index {ignored}"] if ignored != -100 else []
         if reduction == 1 and _saved(node, "weight") is None:
-            labels = _saved(node, "total_weight")  # of 1 each: counted already
+            labels = _saved(node, "total_weight")  # each label weighs 1: torch has counted them
         else:
             target = _saved(node, "target")
             labels = None if target is None else (target != ignored).sum()
@@ -188,18 +188,18 @@ def _one_number(weights: Tensor) -> Tensor:
 
 
 def _saved(node: Any, which: str) -> Any:
-    """Return what a node has kept; None where it has not, or where somebody's hooks have packed it."""
+    """Return a tensor that a node has saved; None if it saved none, or if hooks have packed it."""
     raw = getattr(node, f"_raw_saved_{which}", None)
     if raw is not None:
         if _HOOKS_SHOWN and raw.unpack_hook is not None:
             return None
-        if not _HOOKS_SHOWN and which not in ("other", "self"):  # the single number of an operation is never packed
+        if not _HOOKS_SHOWN and which not in ("other", "self"):  # an operation's scalar is never packed
             return None
     return getattr(node, f"_saved_{which}", None)
 
 
 def _number_of(node: Any, operation: str) -> float | None:
-    """Return what the script multiplies by: a number of Python's, and no tensor."""
+    """Return the Python number by which the script multiplies; None for a tensor."""
     if operation in ("Neg", "Rsub"):
         return -1.0
     if operation not in ("Mul", "Div"):
@@ -208,7 +208,7 @@ def _number_of(node: Any, operation: str) -> float | None:
         value = _saved(node, which)
         if isinstance(value, Tensor):
             narrower = _NARROWER.get(value.dtype) if value.dim() == 0 and value.device.type == "cpu" else None
-            # a number of Python's yields to a tensor's type, another tensor of no dimension does not
+            # a Python number yields to a tensor's dtype, another scalar tensor does not
             if narrower is None or torch.result_type(value, narrower) is value.dtype:
                 continue
             value = value.item()
@@ -221,21 +221,21 @@ def _number_of(node: Any, operation: str) -> float | None:
 # -- the way back to a forward's loss ----------------------------------------------------------------------------------
 
 Made = tuple[int, int]
-"""What made a tensor: the number of the operation, in this thread, and which of its outputs the tensor is."""
+"""The operation that made a tensor: its number in this thread, and which output the tensor is."""
 
 
 def made_by(loss: Tensor | None) -> Made | None:
-    """Name what made a loss; it keeps no graph alive."""
+    """Identify the operation that made a loss, without keeping the graph alive."""
     made = None if loss is None else loss.grad_fn
     return None if loss is None or made is None else (int(made._sequence_nr()), loss.output_nr)
 
 
 def comes_of(root: Tensor, made: Made | None) -> bool:
-    """Tell whether ``root`` is what :func:`made_by` has named, or made of it by a few operations on single numbers.
+    """Tell whether ``root`` is the loss of :func:`made_by`, or made of it by a few operations on scalars.
 
-    A model may return a loss by the way that nobody trains on: TRL's DPO and GRPO give it labels for the sake of its
-    logarithms of probabilities. Where the wrapper's output goes through a node with several outputs (that of
-    DistributedDataParallel looking for unused parameters), the one that leads to the root is followed.
+    A model may return a loss that nobody trains on: TRL's DPO and GRPO pass labels to get log probabilities. If the
+    wrapper's output passes a node with several outputs (DistributedDataParallel's search for unused parameters), only
+    the output that leads to the root is followed.
     """
     waiting: deque[tuple[Any, int]] = deque([] if root.grad_fn is None else [(root.grad_fn, root.output_nr)])
     for _ in range(NEAR):
@@ -257,12 +257,12 @@ def is_share(root: Tensor, made: Made | None, parts: int) -> bool:
     (inner, place), divisor = node.next_functions[0], getattr(node, "_saved_other", None)
     if inner is None or (inner._sequence_nr(), place) != made or not isinstance(divisor, Tensor):
         return False
-    # a number of Python's lies on the host; another is not waited for
+    # a Python number lies on the host; do not wait for a device tensor
     return divisor.numel() == 1 and divisor.device.type == "cpu" and float(divisor) == parts
 
 
 def is_a_mean(loss: Tensor) -> bool:
-    """Tell whether the first loss of torch's in the graph, near its root, took the mean; not where there is none."""
+    """Tell whether the first torch loss near the root took the mean; False if there is none."""
     waiting = [loss.grad_fn]
     for _ in range(NEAR):
         node = waiting.pop(0) if waiting else None
@@ -274,7 +274,7 @@ def is_a_mean(loss: Tensor) -> bool:
 
 
 def _made_of(node: Any, place: int) -> list[tuple[Any, int]]:
-    """Return what output ``place`` of a node was made of; a wrapper with several outputs keeps them apart."""
+    """Return the inputs of output ``place`` of a node; a wrapper with several outputs keeps them apart."""
     inner, outputs = node.next_functions, getattr(node, "_input_metadata", ())
     if 1 < len(outputs) == len(inner):
         inner = inner[place : place + 1]
@@ -282,6 +282,6 @@ def _made_of(node: Any, place: int) -> list[tuple[Any, int]]:
 
 
 def _elements(node: Any, place: int) -> int:
-    """Count the elements of output ``place`` of a node; 1 where it does not say."""
-    outputs = getattr(node, "_input_metadata", ())  # of the gradients that come in: its outputs' shapes
+    """Count the elements of output ``place`` of a node; 1 if unknown."""
+    outputs = getattr(node, "_input_metadata", ())  # of the incoming gradients: the outputs' shapes
     return math.prod(outputs[place].shape) if len(outputs) > place else 1

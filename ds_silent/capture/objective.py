@@ -1,24 +1,23 @@
 """How much each label counts, on this rank and in comparison with the others.
 
     objective = LocalObjective()
-    objective.begins(root)               # as a backward begins: its graph is read, its loss hooked
-    objective.reached = True             # at a gradient of the model: that backward was the training's
+    objective.begins(root)               # as a backward begins: reads its graph, hooks its loss
+    objective.reached = True             # at a gradient of the model: this backward trains it
     objective.text, objective.structure  # of the step so far
-    objective.numbers()                  # an Observation's part; nothing was waited for
+    objective.numbers()                  # an Observation's part; without waiting for the device
     same = same.of(known)                # SameObjective, once per observation, in order; the same on every rank
-    same.parts                           # ranks by their objective, where they differ; None where they do not
+    same.parts                           # ranks grouped by objective; None where all agree
 
-A loss of torch's own knows its reduction, and a hook on it gets the gradient that flows in: what each label, or the
-mean of them, is multiplied by until it reaches the root. Between the two lie a few operations on single numbers. Those
-with a number of Python's are a part of the script, and the same on all ranks; those with a tensor depend on data.
+A loss function of torch stores its reduction. A hook on it gets the gradient that flows in: the factor by which each
+label, or the labels' mean, enters the root. Between loss and root lie a few operations on scalars. An operation with a
+Python number belongs to the script and is the same on all ranks; one with a tensor depends on data.
 :mod:`ds_silent.capture.loss_graph` reads both.
 
-Another loss, another reduction, another chain of operations is a fact at its first step. Another number between loss
-and root is one, too, where it multiplies a mean by a simple ratio (1/4, 2, 193): a script has forgotten something or
-done it twice. Else a number may come of a rank's rows, as a count of them does: it differs in health where it goes with
-a count that is known (labels) or changes from step to step; so it must stay as it is for ``UNCHANGED`` micro-batches.
-Ranks that differ now and then, each time anew, do so by design (a task drawn by each rank): after ``MOST_TURNS`` of
-them only what stays is told.
+Another loss, reduction or chain of operations is a fault at its first step. So is another factor on a mean, if it is a
+simple ratio of the others' (1/4, 2, 193): the script left something out or did it twice. Any other factor may come from
+a rank's rows, such as their count. Healthy factors follow a known count (of labels) or change from step to step, so a
+difference is reported only after ``UNCHANGED`` micro-batches without a change. Ranks that differ now and then, each
+time anew, do so by design (each rank draws a task): after ``MOST_TURNS`` differences only a lasting one is reported.
 """
 
 from __future__ import annotations
@@ -39,32 +38,32 @@ from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.observation import Objective as Numbers
 from ds_silent.maths.fingerprint import short_hash
 
-MOST_LOSSES = 8  # of one backward that are hooked
+MOST_LOSSES = 8  # hooked losses of one backward
 UNCHANGED = 8  # micro-batches
 MOST_TURNS = 3
-LARGEST = 64  # numerator or denominator of a simple ratio, but for powers of two
-NEAR = 1e-5  # of two numbers of fp32 that are one
+LARGEST = 64  # numerator or denominator of a simple ratio; powers of two may be larger
+NEAR = 1e-5  # relative difference of fp32 numbers that count as equal
 
 Weighed = tuple[Tensor, Tensor, Tensor, Tensor | float]
-"""Of one term's labels: sum, smallest and largest of their weights, and how many."""
+"""One term's labels: sum, smallest and largest of their weights, and their number."""
 
 
 @dataclass
 class _Backward:
-    """Hold one backward, until it is known whether it was the training's."""
+    """Hold one backward until it is known whether it trains this model."""
 
     terms: list[Term] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     flows: list[tuple[Term, Tensor]] = field(default_factory=list)
     each: list[Weighed] = field(default_factory=list)
-    known: bool = True  # all that flows in was understood
+    known: bool = True  # whether every gradient that flows in was understood
 
 
 class LocalObjective:
     """Follow one rank's objective over the micro-batches of a step.
 
     Attributes:
-        reached: whether the backward under way has brought the model a gradient.
+        reached: whether the current backward has brought the model a gradient.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ class LocalObjective:
         self._class_weights: float | Tensor = 0.0
 
     def begins(self, root: Any, own: bool = False) -> None:
-        """Read what a backward begins with, before anything of it has run; ``own``: it surely reaches the model."""
+        """Read the root of a backward before the backward runs; ``own``: it surely reaches the model."""
         self._settle()
         self.reached = own
         self._under_way = one = _Backward()
@@ -103,7 +102,7 @@ class LocalObjective:
 
     @property
     def text(self) -> str:
-        """Describe what backward begins with, for people; empty where it is not known."""
+        """Describe the root of backward for people; empty if unknown."""
         self._settle()
         if not self._readable:
             return ""
@@ -112,19 +111,19 @@ class LocalObjective:
 
     @property
     def structure(self) -> tuple[tuple[str, ...], ...]:
-        """Return the same without its numbers; empty where it is not known."""
+        """Return the names of the operations, without their numbers; empty if unknown."""
         self._settle()
         return tuple(sorted(self._texts)) if self._readable else ()
 
     @property
     def factor(self) -> float:
-        """Multiply the script's own numbers between root and loss; 0 where they are not known, or not one all step."""
+        """Multiply the script's own factors between root and loss; 0 if unknown or not constant over the step."""
         self._settle()
         low, high = min(self._factors, default=0.0), max(self._factors, default=0.0)
         return high if self._readable and math.isclose(low, high, rel_tol=1e-6) else 0.0
 
     def numbers(self) -> Numbers[float | Tensor]:
-        """Return the numbers of the step's backwards; device values stay there."""
+        """Return the numbers of the step's backwards; device values stay on the device."""
         self._settle()
         own: dict[str, float | Tensor] = {
             "factor": self.factor,
@@ -151,7 +150,7 @@ class LocalObjective:
         self._under_way, self.reached = None, False
 
     def _settle(self) -> None:
-        """End the backward under way; one that brought no gradient was another model's."""
+        """End the current backward; one that brought no gradient trained another model."""
         one, counts = self._under_way, self.reached
         self._drop()
         if one is None or not counts:
@@ -159,11 +158,11 @@ class LocalObjective:
         self._count += 1
         main = next((term for term in one.terms if term.kind), one.terms[0] if one.terms else None)
         if main is None or not math.isfinite(main.factor) or main.factor == 0.0:
-            self._readable = self._known = False  # nothing is learned of such a loss: a script's way to skip rows
+            self._readable = self._known = False  # a script skips rows with such a loss
             return
         same = [term for term in one.terms if term.names == main.names]
         self._texts[main.names] = " > ".join(main.shown)
-        # several means are added up; of several sums each label counts alone
+        # several means add up; with several sums each label counts once
         self._factors.append(sum(t.factor for t in same) / (1 if main.kind == MEAN else len(same)))
         self._reduction = MEAN if main.averaged else main.kind
         self._others |= {term.shown for term in one.terms if term.names != main.names}
@@ -173,12 +172,12 @@ class LocalObjective:
         self._weighed += [*(each for each in weighed if each is not None), *one.each]
 
 
-def _compiled() -> bool:  # its nodes take no hooks
+def _compiled() -> bool:  # the nodes of a compiled backward take no hooks
     return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
 
 
 def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) -> None:
-    """Take what flows into a loss. This hook runs inside the backward, which must not end by it."""
+    """Take the gradient that flows into a loss. The hook runs inside the backward, which it must not end."""
     try:
         gradient = gradients[0]
         if type(gradient) is not Tensor:
@@ -192,7 +191,7 @@ def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) 
 
 
 def _of_each(weights: Tensor) -> Weighed:
-    """Sum up weights that flow in for each label; one that has none counts nothing."""
+    """Sum up the labels' weights; a label with weight 0 counts nothing."""
     weights = weights.float()
     there = weights != 0.0
     low = torch.where(there, weights, math.inf).min()
@@ -201,8 +200,8 @@ def _of_each(weights: Tensor) -> Weighed:
 
 
 def _of_all(term: Term, flow: Tensor) -> Weighed | None:
-    """Sum up the weights where one number flows in for all labels."""
-    if term.labels is None or type(term.labels) not in (int, Tensor):  # one that is shared out says a part
+    """Sum up the weights when one number flows in for all labels."""
+    if term.labels is None or type(term.labels) not in (int, Tensor):  # a sharded tensor holds only a part
         return None
     flow = flow.float().reshape(())
     labels = term.labels.float() if isinstance(term.labels, Tensor) else float(term.labels)
@@ -219,21 +218,21 @@ _Pattern = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class SameObjective:
-    """Hold what is known of whether the ranks train for the same objective.
+    """Hold the evidence on whether all ranks train for the same objective.
 
     Attributes:
-        parts: ranks by objective, the largest part first; None where they do not differ, or nobody can say.
-        structural: whether the operations differ, and not only their numbers.
+        parts: ranks by objective, the largest part first; None if they agree or it is unknown.
+        structural: whether the operations differ, not only their numbers.
     """
 
     parts: Parts | None = None
     structural: bool = False
-    pattern: _Pattern = ()  # of the newest difference
-    unchanged: int = 0  # micro-batches since it is so
+    pattern: _Pattern = ()  # the newest difference
+    unchanged: int = 0  # micro-batches since it began
     turns: int = 0  # differences so far
 
     def of(self, known: Gathered) -> SameObjective:
-        """Return what is known with one observation more."""
+        """Return the evidence with one observation more."""
         chains = known.code.objective.tolist()
         if not all(chains):
             return replace(self, parts=None, pattern=(), unchanged=0)
@@ -253,7 +252,7 @@ class SameObjective:
 
 
 def _numbers(known: Gathered) -> list[tuple[float, ...]]:
-    """Return the numbers of each rank; nothing to compare where a rank's are not known or were several."""
+    """Return each rank's numbers; equal ones on all ranks if any rank's factor is unknown or not constant."""
     own = known.objective
     columns = (own.factor.tolist(), own.others.tolist(), own.class_weights.tolist())
     if not all(columns[0]):
@@ -262,7 +261,7 @@ def _numbers(known: Gathered) -> list[tuple[float, ...]]:
 
 
 def _representatives(values: Sequence[tuple[float, ...]]) -> list[int]:
-    """Return the place of the first value that each is, but for rounding."""
+    """Return for each value the place of the first that equals it up to rounding."""
     found: list[tuple[float, ...]] = []
     places = []
     for value in values:
@@ -278,7 +277,7 @@ def _near(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _explained(known: Gathered) -> bool:
-    """Tell whether the numbers go with the ranks' counts of labels: each label counts alike, or each rank's mean."""
+    """Tell whether the factors follow the ranks' label counts: each label counts alike, or each rank's mean."""
     own = known.objective
     if len(set(own.others.tolist())) > 1 or len(set(own.class_weights.tolist())) > 1:
         return False
@@ -293,13 +292,13 @@ def _explained(known: Gathered) -> bool:
 
 
 def _ratios(values: Sequence[tuple[float, ...]], parts: Parts) -> _Pattern:
-    """Return each rank's number in units of the largest part: a factor that changes on all ranks alike is none."""
+    """Return each rank's factor relative to the largest part's: a change that all ranks share cancels."""
     reference = values[parts[0][0]]
     return tuple((round(value[0] / reference[0], 4), *value[1:]) for value in values)
 
 
 def _simple(values: Sequence[tuple[float, ...]], parts: Parts) -> bool:
-    """Tell whether every other factor is a small multiple or fraction; the loss's other terms have it, too."""
+    """Tell whether every other factor is a small multiple or fraction; other terms may differ with it."""
     reference = values[parts[0][0]]
     for part in parts[1:]:
         ratio = values[part[0]][0] / reference[0]

@@ -1,22 +1,22 @@
-"""One rank whose loss, gradient norm or direction is not like the others', or not like its own past any more.
+"""Find a rank whose loss, gradient norm or direction differs from the others', or from its own past.
 
-Where rows are dealt at random, ranks are compared with each other (``comparisons.AgainstOthers``). Rank r is flagged
-when its evidence reaches N * A, with A the mean number of steps between false alarms: then the average over the ranks
-is at least A, which under the null takes A steps or more in the mean.
+If rows are dealt at random, ranks are compared with each other (``comparisons.AgainstOthers``). Rank r is flagged when
+its evidence reaches N * A, with A the mean number of steps between false alarms: then the average over the ranks is at
+least A, which under the null hypothesis takes A steps or more in the mean.
 
-Where that is not known, a rank may differ because its rows do. Then each rank is also compared with its own past
-(``comparisons.AgainstOwnPast``), and a difference since the beginning is a note. The two share the rate. Whether a
-change is a note or a warning depends on its size, see ``effects``. A change that the rank's rows may have made is
+If the deal is not known, a rank may differ because its rows do. Then each rank is also compared with its own past
+(``comparisons.AgainstOwnPast``), and a difference since the beginning is a note. Both tests share the rate. The size
+of a change decides whether it is a note or a warning, see ``effects``. A change that the rank's rows may have caused is
 noted once, and then belongs to the rank's past.
 
-``at_once`` shares the rate too. It flags a rank at its first step if it is so far above the others that no noise
-explains it, and at its third if its gradient is so far below, or if it is so far from its own past where rows are not
+``at_once`` shares the rate too. It flags a rank at its first step if the rank is so far above the others that no noise
+explains it; at its third if its gradient is so far below, or if the rank is so far from its own past and rows are not
 known to be dealt at random.
 
 A flagged rank leaves the comparison and the history, back to the step where its fault began. The component that
-flagged it goes on comparing it; when half of the (log) evidence has been taken back the fault has ended. Two ranks
-cannot outvote each other: both are named. Why a rank differs follows from all of its numbers (``likely_causes``); they
-are weighed when the rank is flagged, and those of a note now and then afterwards.
+flagged it goes on comparing it; the fault ends when half of the (log) evidence is lost. Two ranks cannot outvote each
+other: both are named. The cause follows from all of a rank's numbers (``likely_causes``), which are weighed when the
+rank is flagged, and again now and then for a note.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, StepRecord
 from ds_silent.text import TORCH, Words, named
 
-AT_ONCE_SHARE = 1 / 16  # of the rate: what it finds is far beyond any threshold, and the others' delay hardly grows
-WEIGHED_AGAIN, AT_MOST = 32, 8  # steps after which a note's size is looked at again; of so many ranks in one step
-BEGINNING = 64  # steps; a rank that differs since then has always done so
+AT_ONCE_SHARE = 1 / 16  # of the rate: its findings are far beyond any threshold, and the others hardly slow down
+WEIGHED_AGAIN, AT_MOST = 32, 8  # steps until a note's size is weighed again; ranks weighed in one step
+BEGINNING = 64  # steps; a rank that began to differ within them has always differed
 _MEANING = {
     ("loss", 1): "a higher loss than {against} (given its tokens)",
     ("loss", -1): "a lower loss than {against} (given its tokens)",
@@ -64,9 +64,9 @@ class OutlierTest:
         ranks: N, at least 2.
         log_threshold: log A of the mean number of measured steps between false alarms of this detector.
         words: for the likely causes.
-        sizes: below which a finding is a note.
-        scores: the largest score of the ranks compared at the newest step; and what ``at_once`` saw.
-        notes: of the newest step: changes that the rank's rows may have made.
+        sizes: effects below which a finding is a note.
+        scores: at the newest step, the largest of the ranks' scores and those of ``at_once``.
+        notes: at the newest step, changes that rows may have caused.
     """
 
     def __init__(self, ranks: int, log_threshold: float, words: Words = TORCH, sizes: EffectsConfig | None = None):
@@ -75,16 +75,16 @@ class OutlierTest:
         self.ranks = ranks
         self._alone = log_threshold - math.log1p(-AT_ONCE_SHARE) + math.log(ranks)  # threshold of one comparison
         self._random: bool | None = None  # how rows are dealt, at the newest step
-        cap = 2.0 * self._threshold  # room for a rank whose tokens, by chance, were odd just before its fault
+        cap = 2.0 * self._threshold  # room for a rank whose tokens were odd by chance just before its fault
         self._cap, self._level = cap, AgainstOthers(ranks, cap)
         self._change: AgainstOwnPast | None = None  # only where rows are not known to be dealt at random
         self._log_at_once = log_threshold - math.log(AT_ONCE_SHARE)
         self._at_once = AtOnce(ranks, self._log_at_once)
-        self._usual = deque([np.full((2, ranks), np.nan)] * LASTING, maxlen=LASTING)  # of the steps before a run
-        self.weigher = Weigher(ranks, words, sizes or EffectsConfig())  # why a rank differs, and by how much
+        self._usual = deque([np.full((2, ranks), np.nan)] * LASTING, maxlen=LASTING)  # [0]: before a run of odd steps
+        self.weigher = Weigher(ranks, words, sizes or EffectsConfig())  # finds why a rank differs, and by how much
         self._began = 0  # the first step
         self._flagged: dict[int, Flag] = {}
-        self._unsure: dict[int, Flag] = {}  # changes that are notes so far
+        self._unsure: dict[int, Flag] = {}  # changes that may yet become warnings
 
     @property
     def _threshold(self) -> float:
@@ -104,7 +104,7 @@ class OutlierTest:
             losses, lengths = np.stack([loss, norms]) / usual
             apart = self._at_once.step(record.step, losses, lengths, tokens, healthy, least)
             self.scores = self._at_once.scores
-            if apart is not None:  # before anything is learnt from it
+            if apart is not None:  # before anything learns from it
                 self._flag_at_once(apart, record.step, healthy)
             columns = np.stack([loss, np.log(norms), _column(record.direction.per_rank, self.ranks), np.log(tokens)])
             healthy = self._unflagged()
@@ -122,11 +122,11 @@ class OutlierTest:
         return self.standing()
 
     def standing(self) -> list[Finding]:
-        """Return the findings of the ranks that are flagged already, for a step at which ranks cannot be compared."""
+        """Return the findings of ranks flagged already, for a step at which ranks cannot be compared."""
         return [finding_of(rank, flag, bool(self._random)) for rank, flag in self._flagged.items()]
 
     def _dealt(self, random: bool) -> None:
-        """Drop what was found under another null hypothesis."""
+        """Drop findings under another null hypothesis."""
         if self._random is not None and random != self._random:
             self._level.forget(np.ones(self.ranks, dtype=bool))
             self._change = None
@@ -138,7 +138,7 @@ class OutlierTest:
             self._change = AgainstOwnPast(self.ranks, self._cap)
 
     def _unflagged(self, notes: bool = False) -> Flags:
-        """Return (N,) ranks that the others are compared with; with ``notes`` also ranks with an old note."""
+        """Return (N,) which ranks others are compared with; ``notes``: include ranks with an old note."""
         flags = [self._flagged.get(rank) for rank in range(self.ranks)]
         return np.array([flag is None or (notes and flag.severity == "info") for flag in flags])
 
@@ -169,7 +169,7 @@ class OutlierTest:
             return
         found = test.strongest(rank)
         if not self._random and not own_past and found.onset.step > self._began + BEGINNING:
-            test.forget(self._only(rank))  # since when it began, its own past was another: see there
+            test.forget(self._only(rank))  # its past differs since then: AgainstOwnPast decides
             return
         if found.spread and not self.weigher.far(rank, found, healthy):
             self._level.forget_sizes(rank)
@@ -183,7 +183,7 @@ class OutlierTest:
     def _set_apart(self, step: int, rank: int, flag: Flag, healthy: Flags) -> None:
         """Weigh the flag, and take the rank out of the history since its fault began.
 
-        A change that rows may have made is the rank's past, as soon as that is sure; everything else goes on.
+        A change that rows may have caused joins the rank's past once it is sure; any other stays flagged.
         """
         flag.weighed, flag.left = step, self._threshold
         self.weigher.weigh(rank, flag, healthy, self._unflagged(notes=True), bool(self._random))
@@ -200,7 +200,7 @@ class OutlierTest:
             self._change.begin_anew(self._only(rank))
 
     def _weigh_unsure(self, step: int) -> None:
-        """Weigh a change of an unsure kind again with twice as many steps, and at last with SUDDEN."""
+        """Weigh a change of unsure kind again after twice as many steps, and last after SUDDEN."""
         for rank, flag in list(self._unsure.items()):
             if step - flag.since < min(2 * (flag.weighed - flag.since), SUDDEN):
                 continue
@@ -217,7 +217,7 @@ class OutlierTest:
         self._set_apart(step, apart.rank, flag, healthy)
 
     def _weigh_again(self, step: int) -> None:
-        """Weigh old notes again: one may have become a fault, as when labels are wrong and only the others learn."""
+        """Weigh old notes again: one may become a fault, as with wrong labels, when only the others learn."""
         due = [r for r, f in self._flagged.items() if f.severity == "info" and step - f.weighed >= WEIGHED_AGAIN]
         for rank in due[:AT_MOST]:
             flag = self._flagged[rank]
@@ -262,14 +262,14 @@ def _column(values: Sequence[float] | None, ranks: int) -> Array:
 
 
 def meaning_of(found: Strongest, own_past: bool) -> str:
-    """Return what a lasting difference is, and since when."""
+    """Describe a lasting difference, and since when."""
     meaning = _SPREAD if found.spread else _MEANING[found.statistic, found.onset.sign]
     meaning = meaning.format(where=found.statistic, **(_OWN_PAST if own_past else _OTHERS))
     return f"{meaning}, since about step {found.onset.step}"
 
 
 def at_once_in_words(apart: StandsOut, step: int, random: bool) -> tuple[str, str]:
-    """Return what a difference is that no noise explains, and when it was."""
+    """Describe a difference that no noise explains, and when it was."""
     when = "at this step" if apart.since == step else f"since step {apart.since}"
     against = "than all others" if random else "than before"
     size = "larger" if apart.sign > 0 else "smaller"
@@ -277,7 +277,7 @@ def at_once_in_words(apart: StandsOut, step: int, random: bool) -> tuple[str, st
 
 
 def message_of(rank: int, flag: Flag, random: bool) -> str:
-    """Return the sentences of a flagged rank.
+    """Return a flagged rank's sentences.
 
     Args:
         random: whether rows are dealt at random.
@@ -306,7 +306,7 @@ def message_of(rank: int, flag: Flag, random: bool) -> str:
 
 
 def note_of(step: int, rank: int, flag: Flag, random: bool) -> Event:
-    """Return the note of a change that the rank's rows may have made."""
+    """Return the note of a change that the rank's rows may have caused."""
     message, remedy = message_of(rank, flag, random), f"Look at {flag.look_at}."
     ranks, score, threshold = tuple(flag.ranks), flag.score, flag.threshold
     return Event(step, "outlier-rank", "info", ranks, flag.where, score, threshold, message, remedy)

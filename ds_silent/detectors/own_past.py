@@ -1,39 +1,39 @@
-"""Each rank's statistics against the rank's own past: what is left is a change, whatever rows the rank has.
+"""Compare each rank's statistics with its own past: what is left is a change, whatever rows the rank has.
 
     past = OwnPast(series=4, ranks=8, window=128, smallest=smallest)
-    moved = past.moved(values)                     # (S, N) less each rank's own mean; what explains it is taken out
-    deviations, slack = past.step(moved, values, healthy)     # (S, N) each; the step is learnt
+    moved = past.moved(values)                     # (S, N) less each rank's own mean; then subtract what explains it
+    deviations, slack = past.step(moved, values, healthy)     # (S, N) each; learns the step
 
-**The model.** Where each rank has rows of its own, the value of a rank at step n is
+**The model.** If each rank has rows of its own, the value of a rank at step n is
 
     x_rn = c_n + a_rn + s_r e_rn
 
-with a level c common to all ranks, an offset a_r that the rank's rows make and that moves as the model learns them, a
-scale s_r of its own, and noise e that is exchangeable over ranks and time. Nothing is said of a_r but how fast it
-moves. With m_r the mean of the rank's own last values (weights fall by 1 - 1/W per step, W the window) the difference
-to its own past, and to what the others do at the same time,
+with a level c common to all ranks, an offset a_r that comes from the rank's rows and moves as the model learns them, a
+scale s_r of its own, and noise e that is exchangeable over ranks and time. Only the speed of a_r is assumed. With m_r
+the mean of the rank's own last values (weights fall by 1 - 1/W per step, W the window) the difference from its own
+past, and from what the others do at the same time,
 
     y_rn = (x_rn - m_r) - median over the ranks of (x_jn - m_j)
 
-is s_r e_rn plus the offset's move since then. A rank's offset is expected to go on as it did, or to stand still: both
-lie in [0, b_r], with b_r the mean of y_r over as long a time. Offsets that walk at random move by chance as far as the
-ranks' do in this run: ``WALKS`` standard deviations of b_j, beyond what noise makes of b_j. Where all ranks learn
-faster than they did, offsets may move faster, too: as much faster as the level's move over the window is larger than
-it used to be, and no further than the level. A move of the level from one step to the next is another thing, as a
-mixture that changes on all ranks: it changes each of them by another amount, and so all of it is allowed for as long
-as the window sees it. So the null hypothesis is
+is s_r e_rn plus the offset's move since then. A rank's offset is expected to go on as before or to stand still: both
+moves lie in [0, b_r], with b_r the mean of y_r over the same window. Offsets that walk at random move by chance as far
+as the ranks' do in this run: ``WALKS`` standard deviations of b_j, beyond the part that noise gives b_j. If all ranks
+learn faster than before, offsets may move faster too: by the ratio of the level's move over the window to its usual
+move, and no further than the level. A jump of the level from one step to the next, as when the data mixture changes on
+all ranks, changes each rank by another amount: so all of it is allowed as long as the window sees it. So the null
+hypothesis is
 
     |y_rn - b_r / 2 - s_r e_rn| <= slack_r = |b_r| / 2 + walk + min(walk (l / l_usual - 1)+, l) + jump + smallest
 
-with l the size of the level's move over the window, l_usual its usual size, jump the largest that the newest steps
-differed from those before them. What is tested is (y_r - b_r / 2) / s_r beside slack_r / s_r.
+with l the size of the level's move over the window, l_usual its usual size, jump the largest difference of the newest
+steps from those before. The test gets (y_r - b_r / 2) / s_r and slack_r / s_r.
 :class:`~ds_silent.detectors.sequential.SequentialTest` takes the slack off every bet. That is exact for shifts within
-half of it, whatever the other ranks' are; up to the whole of it where the others' have no common sign. A shift that
-lasts is absorbed by m_r after W steps: so several windows are followed side by side, short ones for what is large.
+half of the slack, whatever the other ranks' shifts are; within all of it if the others' have no common sign. m_r
+absorbs a lasting shift after W steps: so several windows run side by side, short ones for large shifts.
 
-A value further than ``CLIP`` of the rank's own scale is learnt as if it lay there, so that one spike is not the past.
-The scale is that of which a share ``OUTSIDE`` of the values lies outside, and it follows by their number, not by their
-size: a change must not become the measure of itself.
+A value beyond ``CLIP`` scales of its rank is learnt as ``CLIP`` scales, so that one spike does not become the past. The
+scale is that which a share ``OUTSIDE`` of the values exceeds. It follows their number, not their size: a change must
+not set the scale that measures it.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from ds_silent.detectors.finding import Stored
 from ds_silent.detectors.sequential import Array, Flags, median_of_known
 
 CLIP = 4.0  # of a rank's own scale
-FEWEST = 8  # values that make a rank's mean; twice as many, of a long window an eighth, before anything is compared
-SCALE = 64  # values at least that make a rank's scale
+FEWEST = 8  # values for a rank's mean; a comparison needs twice as many, and an eighth of a long window
+SCALE = 64  # fewest values for a rank's scale
 OUTSIDE = 0.3173  # of normal values, beyond one standard deviation
-NEWEST, NEAR = 4, 16  # steps whose means differ where all ranks move at once
+NEWEST, NEAR = 4, 16  # steps whose means differ if all ranks move at once
 WALKS = 3.0  # standard deviations of offsets that walk at random
-WALK_MEMORY = 4  # windows that show how far they walk
+WALK_MEMORY = 4  # windows that show how far offsets walk
 NOISE_OF_WALK = 1.5  # times the variance that noise alone gives a drift
 CHI_SQUARED = 0.455  # median of the square of a normal value
-PRIOR = 8.0  # values that the ranks' typical scale counts as in each rank's own
+PRIOR = 8.0  # values that the typical scale counts as in each rank's own
 RESOLUTION = 1e-6  # relative differences that are rounding
-SURE = 3.0  # standard errors: a move of the level below is not one
+SURE = 3.0  # standard errors; smaller moves of the level do not count
 
 
 class OwnPast(Stored):
-    """The past of each rank, over one window.
+    """Follow each rank's past over one window.
 
     Args:
         series: S, statistics that are followed side by side.
         ranks: N.
         window: W, steps.
-        smallest: (S,) moves of an offset that are always expected.
+        smallest: (S,) moves of an offset that are always allowed.
     """
 
     stored = (
@@ -86,23 +86,23 @@ class OwnPast(Stored):
         self._levels = np.zeros(series)
 
     def means(self) -> Array:
-        """(S, N) mean of each rank's own past; NaN where there is none."""
+        """Return (S, N) the mean of each rank's past; NaN without one."""
         return np.where(self._count > 0, self._mean, np.nan)
 
     def moved(self, values: Array) -> Array:
-        """(S, N) values less the mean of each rank's own past; NaN where that is too short."""
+        """Return (S, N) values less the mean of each rank's past; NaN if it is short."""
         return np.where(self._count >= FEWEST, values - self._mean, np.nan)
 
     def step(self, moved: Array, values: Array, healthy: Flags) -> tuple[Array, Array]:
         """Compare one step, then learn it.
 
         Args:
-            moved: (S, N) of :meth:`moved`, less what is explained by other statistics.
-            values: (S, N) as they are; NaN where not known.
-            healthy: (N,) ranks that are not set apart: the others' past stands still.
+            moved: (S, N) of :meth:`moved`, less what other statistics explain.
+            values: (S, N) as they are; NaN if unknown.
+            healthy: (N,) ranks that are not set apart; the past of the others stands still.
 
         Returns:
-            (S, N) deviations in units of each rank's own scale, NaN where its past is too short or its value not known;
+            (S, N) deviations in units of each rank's own scale, NaN if its past is too short or its value unknown;
             (S, N) slack in the same units, at least 0.
         """
         known = np.isfinite(moved)
@@ -118,7 +118,7 @@ class OwnPast(Stored):
         return deviations, np.where(compared, slack / scale, 0.0)
 
     def _scales(self, values: Array, peers: Flags) -> Array:
-        """(S, N) each rank's own, drawn to the ranks' typical one while few values are known."""
+        """Return (S, N) each rank's scale, near the ranks' typical one while values are few."""
         typical = median_of_known(np.where(peers & (self._count > 0), self._square, np.nan))[:, None]
         count = np.maximum(self._count, 1.0)
         square = (count * self._square + PRIOR * typical) / (count + PRIOR)
@@ -126,12 +126,11 @@ class OwnPast(Stored):
         return np.asarray(np.maximum(np.sqrt(square), floor))
 
     def _walk(self) -> Array:
-        """(S,) standard deviation of the ranks' drifts, beyond what the noise of their values makes."""
+        """Return (S,) the standard deviation of the ranks' drifts, less what noise explains."""
         return np.asarray(np.sqrt(np.maximum(self._walks - NOISE_OF_WALK * self._walk_noise, 0.0)))
 
     def _expected(self, level: Array) -> Array:
-        """(S,) how far offsets may move by themselves: as they did, faster where all ranks move faster, and at once
-        where all move at once."""
+        """Return (S,) how far offsets may move in health: as before, faster if all move faster, at once if all jump."""
         walk = WALKS * self._walk()
         usual = np.maximum(np.sqrt(self._level_moves), RESOLUTION)
         now = self._beyond_noise(self._level[0], self.window)
@@ -139,11 +138,11 @@ class OwnPast(Stored):
         return np.asarray(walk + np.clip(walk * (now / usual - 1.0), 0.0, now) + jump)
 
     def _beyond_noise(self, move: Array, steps: int) -> Array:
-        """(S,) size of a mean over so many steps of the level's moves, less what noise makes of it."""
+        """Return (S,) the size of the level's mean move over ``steps``, less what noise explains."""
         return np.asarray(np.maximum(np.abs(move) - SURE * np.sqrt(self._level_square) / math.sqrt(2.0 * steps), 0.0))
 
     def _learn_noise(self, off: Array, level: Array, scale: Array, peers: Flags) -> None:
-        """How each rank scatters and drifts, and how far the level of all ranks moves."""
+        """Learn each rank's scatter and drift, and how far the common level moves."""
         clipped = np.clip(off, -CLIP * scale, CLIP * scale)
         rest = np.square(off - self._drift)
         rate = 1.0 / np.maximum(self._count - FEWEST + 1.0, 1.0)
@@ -174,7 +173,7 @@ class OwnPast(Stored):
         self._level_moves = followed(self._level_moves, squares, rate_of)
 
     def _learn_mean(self, values: Array, healthy: Flags, limit: Array) -> None:
-        """Each rank's mean, of values no further than ``limit`` from where the others moved."""
+        """Learn each rank's mean, with values clipped to ``limit`` around the others' move."""
         known = np.isfinite(values) & healthy
         moved = np.where(known, values - self._mean, np.nan)
         level = median_of_known(np.where(self._count > 0, moved, np.nan))[:, None]
@@ -185,7 +184,7 @@ class OwnPast(Stored):
         self._count = np.where(known, np.minimum(self._count + 1.0, max(self.window, SCALE)), self._count)
 
     def forget(self, ranks: Flags) -> None:
-        """Begin anew for these ranks: what they do now is what they will be compared with."""
+        """Begin anew for these ranks: their next values become their past."""
         for past in (self._mean, self._drift, self._square, self._count):
             past[:, ranks] = 0.0
 

@@ -1,13 +1,13 @@
 """Run the observing collective: what each rank knows of one step, every rank knows one step later.
 
     exchange = make_exchange(layout, group, device)
-    exchange.post(step, observation, guard) # asynchronous; the same call on every rank, whatever happened there
-    arrived = exchange.collect(guard.collective)  # at the next step's boundary: no waiting in practice
+    exchange.post(step, observation, guard) # asynchronous; every rank calls it, even after a failure
+    arrived = exchange.collect(guard.collective)  # at the next step's boundary: in practice without waiting
 
-Of few ranks one all-gather brings everybody's sketch. Of more the cost per rank must not grow with N * k: sums of
-sketches go through one all-reduce, and only what each rank says of itself is gathered. All buffers are fp32, the only
-reduction is SUM, and sizes depend on the configuration alone, so a rank that failed still takes part: with a row that
-says "failed" and was ready from the beginning, because packing the observation may be what broke.
+With few ranks one all-gather brings every rank's sketch. With more, the cost per rank must not grow with N * k: one
+all-reduce sums the sketches, and only what each rank says of itself is gathered. All buffers are fp32, the only
+reduction is SUM, and sizes depend on the configuration alone. So a failed rank still takes part: it sends a row that
+says "failed", made in advance because packing the observation may be what broke.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Exchange(ABC):
         self._mine = torch.zeros(layout.row, device=device)
         self._failed = failed_rows(layout.row, device)
         self._rows = make_rows(layout, group, device)
-        self._step: int | None = None  # that was posted last and is not yet collected
+        self._step: int | None = None  # posted last and not yet collected
 
     def post(self, step: int, observation: Observation, guard: CollectiveGuard) -> None:
-        """Start the collectives of ``step``; again, where its reduction was repeated. Every rank calls this alike."""
+        """Start the collectives of ``step``, again if its reduction was repeated. Every rank calls this."""
         failed = float(observation.status.failed)
-        if failed == LEFT:  # what was sent last may still be read
+        if failed == LEFT:  # the row sent last may still be read
             self._mine = torch.empty_like(self._mine)
         mine = guard.local(self._pack, observation)
         if mine is None:
@@ -70,7 +70,7 @@ class Exchange(ABC):
         self._rows.start(mine, failed == LEFT, collective)
 
     def collect(self, collective: CollectiveCall) -> Arrived | None:
-        """Return what was posted last and not yet collected, or None."""
+        """Return the observation posted last; None if it was collected."""
         if collective(lambda: self._step) is None:
             return None
         arrived = collective(self.peek)
@@ -79,18 +79,18 @@ class Exchange(ABC):
 
     @abstractmethod
     def peek(self) -> Arrived:
-        """Wait for what was posted last and return it, without collecting it."""
+        """Wait for the observation posted last; return it without collecting it."""
 
     def in_full(self, collective: CollectiveCall) -> Arrived:
-        """Do as :meth:`peek`, with what ranks otherwise send with the next observation; for that, a collective."""
+        """Return :meth:`peek` with what ranks otherwise send one observation later; may run a collective."""
         return collective(self.peek)
 
     def under_way(self) -> list[Arrived]:
-        """Return all that is not collected yet, without a further collective, and without collecting it."""
+        """Return all not yet collected, without a further collective and without collecting it."""
         return [] if self._step is None else [self.peek()]
 
     def _kept(self, landed: Tensor) -> Tensor:
-        return landed.clone() if self._rank == 0 else landed  # it writes, perhaps behind the next observation
+        return landed.clone() if self._rank == 0 else landed  # rank 0 may write it after the next observation
 
 
 class GatherExchange(Exchange):
@@ -118,30 +118,30 @@ class GatherExchange(Exchange):
 
 
 class ConstantSizeExchange(Exchange):
-    """Send, above the gather limit, sums of sketches by one all-reduce, and what each rank says of itself.
+    """Above the gather limit, send sums of sketches by one all-reduce, and what each rank says of itself.
 
     One NaN would poison a sum for all ranks, so a rank without a finite sketch adds zeros, and its ``sketch_squared``
-    says so; the mean of all is then NaN, as it must be.
+    says so; the mean of all is then set to NaN.
 
-    What a rank can say of itself only where it knows the sums - its cosine with the rest, the weight with which its
-    gradient entered the aggregate - travels with its next observation, so that records come one measurement later.
+    Some numbers need the sums: a rank's cosine with the rest, and the weight with which its gradient entered the
+    aggregate. A rank sends them with its next observation, so records come one measurement later.
 
-    **A rank's own weight.** Let the aggregate be the sum of w_r (total / N) g_r, with w_r = 1 where all is right. Then
+    **A rank's own weight.** Let the aggregate be the sum of w_r (total / N) g_r, with w_r = 1 in health. Then
 
         error = aggregate - total * mean = sum of (w_r - 1) (total / N) g_r + noise
 
-    and with o_r, what is left of g_r without the direction of the mean (in which a wrong factor for all ranks lies, and
-    which all ranks share),
+    and with o_r, the part of g_r without the mean's direction (which all ranks share, and in which a factor that is
+    wrong for all ranks lies),
 
         w_r - 1 = (N / total) <error, o_r> / |o_r|^2.
 
-    A sketch keeps inner products: where the error is the sum of others' terms and of rounding, <error, o_r> is 0 with a
+    A sketch keeps inner products: if the error comes only from other ranks and rounding, <error, o_r> is 0 with a
     standard error of |error| |o_r| / sqrt(k). So every rank finds by itself whether it is missing, counted twice or
     scaled, and no sketch has to be gathered (:func:`ds_silent.maths.causes.own_weights`).
     """
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0):
-        """``total``: sum of the ranks' weights in the aggregate, 1 for a mean."""
+        """Set up the buffers; ``total``: sum of the ranks' weights, 1 for a mean."""
         super().__init__(layout, group, device)
         self._total = total
         self._sums = torch.zeros(sum(layout.sums), device=device)
@@ -151,15 +151,15 @@ class ConstantSizeExchange(Exchange):
         self._own = torch.zeros(layout.size, device=device)
         self._own_layers = torch.zeros(layout.late_layers, layout.layer_size, device=device)
         self._sums_copy = HostCopy(self._sums)
-        self._incomplete: Arrived | None = None  # lacks what the ranks say of themselves late
-        self._late = torch.zeros(1 + layout.late, device=device)  # what this rank says of that observation
+        self._incomplete: Arrived | None = None  # lacks the ranks' late numbers
+        self._late = torch.zeros(1 + layout.late, device=device)  # this rank's late numbers
 
     def _start(self, mine: Tensor, failed: float, collective: CollectiveCall) -> None:
         self._sums_copy.start(collective(lambda: self._add_up(failed)))
         super()._start(mine, failed, collective)
 
     def _add_up(self, failed: float) -> dist.Work | None:
-        """Start the all-reduce as the last statement: what raises here raises before it, and is run again."""
+        """Start the all-reduce, as the last statement: an error comes before it, so this can run again."""
         if self._layout.failures:
             place, digit = digit_of(failed, self._rank)
             self._failures.zero_()
@@ -167,13 +167,13 @@ class ConstantSizeExchange(Exchange):
         return dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)  # type: ignore[no-any-return]
 
     def _pack(self, observation: Observation) -> Tensor:
-        """Fill the buffers and return this rank's row. Where it raises, no rank reads the sums."""
+        """Fill the buffers and return this rank's row. If this raises, no rank reads the sums."""
         layout = self._layout
         scalars, pair = torch.split(self._mine, [layout.scalars, layout.pairs])
         pack_scalars(layout, observation, scalars)
         *_, probes, late = torch.split(scalars, layout.scalar_parts)
         if self._incomplete is not None:
-            if self._step is None:  # else the buffers are those of a reduction that is repeated
+            if self._step is None:  # else the buffers belong to a repeated reduction
                 self._late = self._find_late()
             scalars[_COSINE].copy_(self._late[0])
             late.copy_(self._late[1:])
@@ -184,7 +184,7 @@ class ConstantSizeExchange(Exchange):
         usable = torch.isfinite(norm * norm) & (norm > 0.0)
         if layout.size:
             folded = fold(self._own, layout.units)
-            direction = folded / folded.norm()  # of length 1 as it is sent: two equal ones have a cosine of 1
+            direction = folded / folded.norm()  # length 1 as sent: equal ones have cosine 1
             self._units.copy_(direction)
             probes.copy_(fold(direction, layout.probes))
         if layout.pairs:
@@ -206,13 +206,13 @@ class ConstantSizeExchange(Exchange):
         return self._mine
 
     def _find_late(self) -> Tensor:
-        """Find what this rank says of the step whose sums have come, from the buffers of that step, on the device.
+        """Compute this rank's late numbers of the step whose sums have come, on the device, from its buffers.
 
         Returns:
-            fp32 (1 + layout.late,): its cosine with the rest; weight - 1, what that is known by; the layers' cosines.
+            fp32 (1 + layout.late,): cosine with the rest; weight - 1 and its |o_r|^2; the layers' cosines.
         """
         own, total = self._own, self._sum
-        rest = total - own  # of a rank that added zeros: NaN, as its own sketch is
+        rest = total - own  # NaN if this rank's sketch is, though it added zeros
         found = [(torch.dot(own, rest) / (own.norm() * rest.norm()))[None]]
         if self._layout.late:
             squared = torch.dot(total, total)
@@ -228,12 +228,12 @@ class ConstantSizeExchange(Exchange):
         return torch.cat(found)
 
     def collect(self, collective: CollectiveCall) -> Arrived | None:
-        """Return the record before the last posted one: what the ranks found late came with the last."""
+        """Return the record before the last: its late numbers came with the last."""
         if collective(lambda: self._step) is None:
             return None
         newest = collective(self.peek)
         complete = collective(lambda: self._incomplete)
-        if on_any(newest.known.status.failed):  # at once: some rank may not be there for another
+        if on_any(newest.known.status.failed):  # at once: some rank may not post again
             self._incomplete = self._step = None
             return newest
         self._incomplete, self._step = newest, None
@@ -247,7 +247,7 @@ class ConstantSizeExchange(Exchange):
         if layout.failures:
             failed = failures_in(sums[-layout.failures :].double(), self._ranks)
             known = replace(known, status=replace(known.status, failed=failed))
-            if on_any(failed):  # then the rows may never come
+            if on_any(failed):  # the rows may never come
                 return Arrived(known, None)
             self._rows.passed_on()
             if not self._rows.brings_all:
@@ -264,7 +264,7 @@ class ConstantSizeExchange(Exchange):
         return newest if newest.make is None else Arrived(newest.known, lambda: _with_late(newest.all, late))
 
     def _with_sums(self, known: Gathered, sums: Tensor, rows: Tensor) -> Gathered:
-        """``rows``: (N, layout.row)."""
+        """Add the sums; ``rows``: (N, layout.row)."""
         layout = self._layout
         units, total, aggregate, layers, layer_aggregates, gram, _ = torch.split(sums, layout.sums)
         scalars, pairs = torch.split(rows, [layout.scalars, layout.pairs], dim=1)
@@ -287,7 +287,7 @@ class ConstantSizeExchange(Exchange):
         return with_sums(gathered, aggregate, gram, directions)
 
     def under_way(self) -> list[Arrived]:
-        """Return all not collected yet, without a further collective; the last lacks what ranks find late."""
+        """Return all not yet collected, without a further collective; the last lacks its late numbers."""
         earlier, newest = self._incomplete, None if self._step is None else self.peek()
         if earlier is not None and newest is not None:
             earlier = _completed(earlier, newest)
@@ -295,7 +295,7 @@ class ConstantSizeExchange(Exchange):
 
 
 def _completed(record: Arrived, later: Arrived) -> Arrived:
-    """Complete a record with what came with the observation after it."""
+    """Complete a record with the late numbers of the next observation."""
     if record.make is None or later.make is None:
         return record
     return Arrived(record.known, lambda: _with_late(record.all, _late_in(later.all)))
@@ -315,7 +315,7 @@ def _with_late(record: Gathered, late: Late) -> Gathered:
 
 
 def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0) -> Exchange:
-    """Make the exchange that the layout is for. ``total``: sum of the ranks' weights in the aggregate."""
+    """Make the layout's exchange. ``total``: sum of the ranks' weights in the aggregate."""
     if layout.gathers:
         return GatherExchange(layout, group, device)
     return ConstantSizeExchange(layout, group, device, total)

@@ -1,22 +1,22 @@
-"""The moments of a training loop that a script writes itself: torch's forward, backward and optimizer.
+"""Find the moments of a loop that the script writes itself: torch's forward, backward and optimizer.
 
 class MyFramework(TorchFramework):       # an adapter: see DDPFramework and FSDP2Framework
     ...
 
-No object of such a loop knows what an optimizer step is, so the steps are counted here: one begins to end when the
-first optimizer is about to step, and has ended when all have, or when the next training forward comes.
+No object of such a loop knows what an optimizer step is, so the steps are counted here: a step begins to end when the
+first optimizer is about to step, and ends when all have stepped or the next training forward comes.
 
-* **backward**: ``torch.autograd.backward``, which ``Tensor.backward`` looks up when it is called. Its outermost call
-  begins and ends a micro-batch: a reentrant checkpoint's calls lie inside, and whatever overlaps with a backward is
-  done behind it (DDP, FSDP2). Where it does not begin with a loss that the forward gave, its root is one: the step's
-  gradient is that of the roots' sum, so they are shares of the step's loss.
-* **forward**: the outermost one; a module may call itself, as Lightning's training step calls its own ``forward``.
-* **step**: hooks of the optimizers. One that is given a closure runs forward and backward itself, so it begins to apply
-  when the closure has returned; each call of it is a step. A GradScaler leaves its optimizer out without a word where
-  it finds infinities: that step is a skipped one. A reduced gradient that ``zero_grad`` clears before any optimizer
-  has stepped was a step that the script leaves out: it ends there, so that no rank waits for the observation of one
-  that goes on. It was none where nobody had cleared what the step before has applied: no script means to step with
-  that, so the backward was another module's, through this one (a GAN's generator), and is dropped from the observation.
+* **backward**: ``torch.autograd.backward``, which ``Tensor.backward`` looks up at each call. The outermost call begins
+  and ends a micro-batch: a reentrant checkpoint's calls lie inside, and what overlaps with a backward is done when it
+  returns (DDP, FSDP2). If the root does not come from the forward's loss, the root is a loss: the step's gradient is
+  that of the roots' sum, so the roots are shares of the step's loss.
+* **forward**: the outermost call; a module may call itself, as Lightning's training step calls its own ``forward``.
+* **step**: hooks of the optimizers. An optimizer that gets a closure runs forward and backward itself, so it begins to
+  apply when the closure returns; each call of the closure is a step. A GradScaler that finds infinities does not call
+  its optimizer: that step is skipped. If ``zero_grad`` clears a reduced gradient before any optimizer has stepped, the
+  script leaves a step out: it ends there, so that no rank waits for another's observation. But if nobody had cleared
+  the gradient that the last step applied, there was no step: the backward was another module's, through this one (a
+  GAN's generator), and is dropped from the observation.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ds_silent.patches import Patches
 
 
 class TorchLoop:
-    """See the module docstring.
+    """Follow one loop; see the module docstring.
 
     Args:
         counts: of the steps; a GradScaler or the script may leave one out.
-        synchronises: whether the backward under way is the step's last or only one, whose gradients are reduced.
-        reduces_in_backward: the aggregate is there as the backward ends; else whoever reduces calls
+        synchronises: whether the current backward reduces its gradients: the step's last or only one.
+        reduces_in_backward: the aggregate is there when the backward ends; else the reducer calls
             :meth:`reduction_ended`.
     """
 
@@ -63,22 +63,22 @@ class TorchLoop:
     ):
         self._module, self._optimizers, self._counts, self._patches = module, list(optimizers), counts, patches
         self._synchronises, self._reduces_in_backward = synchronises, reduces_in_backward
-        self._rows = 0  # of the step under way
-        self._rows_behind = 0  # of them: whose backward has come, or never will
-        self._forwards = 0  # of calls under way, one inside the other
+        self._rows = 0  # of the current step
+        self._rows_behind = 0  # those whose backward has come, or never will
+        self._forwards = 0  # depth of nested forward calls
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
-        self._unscaled: Tensor | None = None  # what the GradScaler has scaled last
-        self._forward_loss: Made | None = None  # of the newest forward, where it gave one
-        self._open = False  # gradients have come in the backward under way
+        self._unscaled: Tensor | None = None  # the GradScaler's last input
+        self._forward_loss: Made | None = None  # of the newest forward, if any
+        self._open = False  # the current backward has brought gradients
         self._stepped: set[int] | None = None  # optimizers, while a step ends
         self._accumulated = False  # a backward has come since the last step
         self._reduced = False  # and its gradients were reduced
-        self._uncleared = False  # the gradients still hold what the last step has applied
+        self._uncleared = False  # gradients still hold what the last step applied
         self._boundary = False
 
     def is_boundary(self) -> bool:
-        """Tell whether the micro-batch under way is reduced."""
+        """Tell whether the current micro-batch is reduced."""
         return self._boundary if self._open else self._synchronises()
 
     def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
@@ -153,14 +153,14 @@ class TorchLoop:
                 self._moments.post_reduction()
 
     def reduction_ended(self) -> None:
-        """Look at the result of a reduction that the script, or its trainer, runs behind the backward."""
+        """Take the result of a reduction that the script or its trainer runs after the backward."""
         if self._depth == 0 and self._reduced and self._stepped is None:
             self._moments.post_reduction(again=True)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Look behind the closure; torch takes the arguments that a step pre-hook returns."""
+        """Wait for the closure's end; torch uses the arguments that a step pre-hook returns."""
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._applies(optimizer, args, kwargs)
@@ -193,13 +193,13 @@ class TorchLoop:
                 self._ended()
 
     def _module_clearing(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Follow ``zero_grad`` of a module: of ours, or of one around it."""
+        """Follow ``zero_grad`` of our module or of one around it."""
         if module is self._module or any(inner is self._module for inner in module.modules()):
             self._clearing()
         return original(module, *args, **kwargs)
 
     def _clearing(self, *args: Any, **kwargs: Any) -> None:
-        """End a step that no optimizer has begun, or drop what was never to be one: its gradients go."""
+        """End a step that no optimizer began, or drop a backward that was no step: its gradients go."""
         if self._stepped is None and self._accumulated and self._uncleared:
             self._drop()
         elif self._stepped is None and self._reduced:
@@ -244,16 +244,16 @@ def rows_in(args: Any, kwargs: Any) -> int:
 
 
 class TorchFramework(Framework):
-    """One training whose script writes the loop; by default every rank holds the whole model, as under DDP.
+    """Adapt a training whose script writes the loop; by default every rank holds the whole model, as under DDP.
 
-    Each rank answers for a share of the aggregate, and the shares make up the whole, once.
+    Each rank answers for a share of the aggregate; together the shares cover it once.
 
     Args:
         module, parameters, group, optimizers, device: see :class:`ds_silent.framework.Framework`.
         rows: of a micro-batch.
         accumulation: micro-batches per step.
         synchronises, reduces_in_backward: see :class:`TorchLoop`.
-        checks: what comes out of the reduction should be what :meth:`arithmetic` says, but for rounding.
+        checks: whether the reduction's result should be what :meth:`arithmetic` says, up to rounding.
     """
 
     def __init__(
@@ -283,12 +283,12 @@ class TorchFramework(Framework):
     # -- where the aggregate lies ----------------------------------------------------------------------------------
 
     def share(self) -> list[Slice]:
-        """Return what of the aggregate this rank answers for: an N-th, where every rank holds all of it."""
+        """Return this rank's share of the aggregate: an N-th if every rank holds all of it."""
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         return nth_share(self.numels, rank, ranks, [row_of(parameter) for parameter in self.parameters])
 
     def values(self, gradient: Tensor | None, piece: Slice) -> Tensor | None:
-        """Return a piece of a parameter's gradient: a view, as far as there can be one."""
+        """Return a piece of a parameter's gradient, as a view if possible."""
         return cut(gradient, piece)
 
     def stop_checking(self) -> None:

@@ -1,16 +1,16 @@
-"""Whether the rows are dealt to the ranks at random and anew, or each rank takes its own again.
+"""Find out whether rows are dealt to the ranks at random in each epoch, or each rank takes its own again.
 
     follower = DealFollower()
-    follower.take(values, owners, ranks)                              # the rows of an observation, where they are known
+    follower.take(values, owners, ranks)                              # the rows of an observation, if known
     follower.step(words, deal, samples, step_rows, rows_in_epoch)     # DataDealt("random", by="...")
 
-*By the samplers*, from the first step on: only what all ranks say alike counts. Each has sent a hash of the order that
-its sampler deals (:class:`Deal`), and one that has sent none, or another one, makes it unknown. A sampler's order is
-new until as many rows were taken by it as an epoch has; where it goes on after that, each rank gets the rows it had.
+*By the samplers*, from the first step on: all ranks must say the same. Each sends a hash of the order that its sampler
+deals (:class:`Deal`); if one sends none or another, the deal is unknown. A sampler's order is new until an epoch's rows
+were taken by it; if it goes on after that, each rank gets the rows it had.
 
-*By the rows*, once they come again: these decide, whatever the samplers say. Of a random deal two rows that a rank
-takes one after the other were with the same rank before with probability 1/N, of shards always; and where whole files
-go from rank to rank always too, though no row stays. See :class:`RowOwners`.
+*By the rows*, once they come again: they decide, whatever the samplers say. Two rows that a rank takes one after the
+other were with one rank before with probability 1/N if the deal is random; with shards always, and also if whole files
+go from rank to rank, though no row stays. See :class:`RowOwners`.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from ds_silent.records import DataDealt
 
 SLOTS = 1 << 14
 LOG_ERROR = math.log(1e8)
-"""A wrong decision by the rows comes at most once in 10^8 pairs of rows, or rows."""
+"""A wrong decision by the rows comes at most once in 10^8 pairs or rows."""
 IN_BLOCKS = 1 / 8
-"""A deal is random where fewer pairs than this share, beyond chance, come together again."""
+"""A deal is random if, beyond chance, fewer than this share of pairs come together again."""
 _UNLIKE = "the ranks' samplers are not the same"
 _ALWAYS, _MOSTLY = 0.99, 0.75
 
 
 class DealFollower:
-    """On the writing rank.
+    """Follow the deal, on the writing rank.
 
     Attributes:
-        newest: what is known at the newest step.
-        declared: what the user says of it, which stands; None: nothing.
-        own_again: of the rows of the newest observation that had come before, the share that the same rank had taken
-            then; None where none had.
+        newest: the deal as known at the newest step.
+        declared: the deal as the user states it, which stands; None: not stated.
+        own_again: among the newest observation's rows that came before, the share that the same rank had taken; None
+            without such rows.
     """
 
     def __init__(self) -> None:
         self.newest = DataDealt()
         self.declared: DataDealt | None = None
-        self._word = 0.0  # of all samplers, and the rows that had been taken when it came
+        self._word = 0.0  # of all samplers; ``_since``: rows taken when it came
         self._since = 0
         self._rows = RowOwners()
 
@@ -60,15 +60,15 @@ class DealFollower:
         return self._rows.own_again
 
     def take(self, values: Ids, owners: Ids, ranks: int) -> None:
-        """The rows of all ranks, or a sample of them, and the rank of each, each rank's in their order."""
+        """Take in all ranks' rows or a sample of them, each row's rank; each rank's in order."""
         self._rows.step(values, owners, ranks)
 
     def step(self, words: Tensor, deal: Deal, samples: int, step_rows: int, rows_in_epoch: int | None) -> DataDealt:
         """Take in one measured step.
 
         Args:
-            words: (N,), each rank's.
-            deal: what this rank's own sampler says.
+            words: (N,) hash from each rank.
+            deal: what this rank's sampler says.
             samples: rows that all ranks have taken, with this step's ``step_rows``.
         """
         said = self._by_samplers(words, deal, samples, step_rows, rows_in_epoch)
@@ -120,23 +120,23 @@ class LikelihoodRatio:
     decided: bool = False
 
     def add(self, gain: float) -> None:
-        """What was decided ends when half of it is lost."""
+        """Add ``gain``; a decision ends when half its evidence is lost."""
         self.log = min(LOG_ERROR, max(0.0, self.log + gain))
         self.decided = self.log >= LOG_ERROR - 1e-9 or (self.decided and self.log >= LOG_ERROR / 2)
 
 
 class RowOwners:
-    """Which rank took a row last, of a sample of the rows in constant memory: 12 bytes for each of SLOTS.
+    """Remember which rank took a row last, for a sample of rows in constant memory: 12 bytes for each of SLOTS.
 
-    Rows are kept whose 64-bit hash starts with m zero bits, where m grows with the data; each has one place, and may
-    be lost to another. A row that comes again in the observation after the one in which it came is left out, and so is
-    everything until rows have come again on most ranks: a loader that is stuck, or that goes to and fro between a few
-    batches, makes no shards of the others' rows.
+    Rows are kept whose 64-bit hash starts with m zero bits, where m grows with the data; each has one slot, which
+    another row may take. A row that comes again in the very next observation is left out, and so is every row until
+    rows have come again on most ranks: a loader that is stuck, or goes to and fro between a few batches, does not show
+    that the others' rows are shards.
 
-    Pairs are of rows that a rank took one after the other, no row in two of them. With x of M pairs that were with one
-    rank before, r = 1/N and q = r + (1 - r) IN_BLOCKS, the evidence for a random deal is (r/q)^x ((1-r)/(1-q))^(M-x):
-    against any deal of which at least q come together again its expectation is at most 1. The evidence that rows stay
-    with their rank, or go from rank to rank in blocks, is (0.99/0.75)^x (0.01/0.25)^(M-x), of rows or of pairs.
+    A pair is two rows that a rank took one after the other; no row is in two pairs. If x of M pairs were with one rank
+    before, with r = 1/N and q = r + (1 - r) IN_BLOCKS, the evidence for a random deal is (r/q)^x ((1-r)/(1-q))^(M-x):
+    under any deal with a share of at least q its expectation is at most 1. The evidence that rows stay with their
+    rank, or go from rank to rank in blocks, is (0.99/0.75)^x (0.01/0.25)^(M-x), of rows or of pairs.
 
     Attributes:
         random, own, blocks: the evidence for each.
@@ -152,9 +152,9 @@ class RowOwners:
         self._ranks, self._level, self._count = ranks, 0, 0
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
         self._owners = np.full(SLOTS, -1, dtype=np.int32)  # -1: nothing is here
-        self._came = np.zeros(SLOTS, dtype=np.int64)  # in which observation
-        self._begun = np.zeros(ranks, dtype=bool)  # of which ranks rows have come again
-        self._single = np.full(ranks, -1, dtype=np.int64)  # who had each rank's newest row that has no partner yet
+        self._came = np.zeros(SLOTS, dtype=np.int64)  # observation's number
+        self._begun = np.zeros(ranks, dtype=bool)  # ranks whose rows have come again
+        self._single = np.full(ranks, -1, dtype=np.int64)  # earlier owner of each rank's newest unpaired row
 
     def step(self, values: Ids, owners: Ids, ranks: int) -> None:
         """Take in the rows of an observation; see :meth:`DealFollower.take`."""
@@ -195,7 +195,7 @@ class RowOwners:
         self.blocks.add(_log_ratio(same, len(whole), _ALWAYS, _MOSTLY))
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values; at most 0.15 MB of text."""
+        """Return JSON values, at most 0.15 MB of text."""
         kept = np.flatnonzero(self._owners >= 0)
         return {
             "ranks": self._ranks,
@@ -224,7 +224,7 @@ class RowOwners:
         self.random, self.own, self.blocks = random, own, blocks
         places = (hashes & np.uint64(SLOTS - 1)).astype(np.int64)
         self._hashes[places], self._owners[places] = hashes, owners
-        self._count = 1  # what was kept came before the observation that comes next but one
+        self._count = 1  # kept rows count as older than the last observation
 
 
 def _log_ratio(count: int, of: int, rate: float, against: float) -> float:

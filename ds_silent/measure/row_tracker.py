@@ -1,10 +1,10 @@
-"""Which rows the ranks took: how much of the epoch, who had them before, and whether they come again.
+"""Follow the rows that the ranks take: the share of the epoch, who had them before, and whether they come again.
 
 rows = RowTracker()
 coverage, evidence = row_evidence(gathered, rows, context)      # on the writing rank, in the order of the steps
 
-Of many ranks a sample of the rows is known, see :mod:`ds_silent.exchange.row_ids`: the same ones wherever and whenever
-they come. What is counted in rows of the whole training is then an estimate.
+With many ranks only a sample of the rows is sent (:mod:`ds_silent.exchange.row_ids`): a row is always in it or never.
+Counts of rows in the whole training are then estimates.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ds_silent.records import CoverageStats
 
 
 class RowsOfStep(NamedTuple):
-    """What the ids of one observation say. Counts per rank and pair are of the rows that were sent."""
+    """Hold what the ids of one observation say. Counts per rank and pair cover the sent rows only."""
 
     coverage: CoverageStats
-    evidence: Evidence  # what it says of the rows
+    evidence: Evidence  # only its part about rows
 
 
 WALK_UNKNOWN = Walk()
@@ -50,7 +50,7 @@ class RowTracker:
     """Follow the rows of the current epoch over all ranks; constant memory, see :class:`EpochCoverage`.
 
     Attributes:
-        deal: how they come to the ranks.
+        deal: how rows come to the ranks.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class RowTracker:
         self._epoch = EpochCoverage()
         self._recent = RecentRows()
         self._order = SameOrder()
-        self._level = 0  # of the sample that the epoch was made from
+        self._level = 0  # sampling level of the epoch's rows
         self._partial = False  # rows were missed in this epoch: shares would be wrong
         self._first: npt.NDArray[np.uint64] = np.empty(0, np.uint64)  # what the epoch began with: the smallest hashes
-        self._resumed = False  # the loader has not begun since then
-        self._short = False  # a pass of this run began before the one before it was over: the script wants it so
-        self._anew = False  # the run has resumed within this epoch, and begun its pass anew
+        self._resumed = False  # resumed, and the loader has not begun since
+        self._short = False  # a pass began before the last was over: the script wants it so
+        self._anew = False  # the run resumed within this epoch and began its pass anew
 
     def step(
         self,
@@ -77,15 +77,15 @@ class RowTracker:
 
         Args:
             own_rows: rows per rank of the measured step itself, the last ones sent.
-            rows_in_epoch: None when not known: then ``repeated`` is a share of the visits, and the others are not told.
+            rows_in_epoch: None if unknown: then ``repeated`` is a share of the visits, and the others are None.
             walk: how the first rank's rows came to it.
             sampling: which rows are sent; None: all.
 
         Returns:
-            None when a rank sent no ids.
+            None if a rank sent no ids.
         """
         sent, level = unpack_ids(ids, sampling), 0 if sampling is None else sampling.level
-        if level != self._level:  # another number of ranks since the checkpoint: other rows are known
+        if level != self._level:  # the number of ranks changed since the checkpoint: other rows are sampled
             self._epoch.start_epoch()
             self._partial, self._level = self._partial or self._resumed, level
         if int(sent.taken.min()) <= 0:
@@ -109,7 +109,7 @@ class RowTracker:
                 self._epoch.start_epoch()
                 self._partial, self._anew, self._first = False, False, smallest_hashes(sent.values[part])
             self._epoch.update(sent.values[part], _rows_of(sent, first, end))
-            # what a rank held in the last epoch may be another's in this one
+            # a row of one rank's last epoch may be another rank's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count
             pairs.update({(a, b): count for a, b, count in found.pairs})
@@ -132,14 +132,14 @@ class RowTracker:
         seen = self._epoch.seen(rows_in_epoch)
         consumed = visits / rows_in_epoch
         repeated = max(0.0, consumed - seen.value)
-        unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without what fills the last batch up, in health
+        unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without healthy padding of the last batch
         error, anew = seen.standard_error, self._anew
         coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, error, walk.told, rate, anew)
         told = replace(told, seen=seen.value, repeated=repeated)
         return RowsOfStep(told, replace(evidence, coverage=coverage))
 
     def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
-        """Follow the order of the first rank's rows. Those of a sample come in the same order again too."""
+        """Follow the order of the first rank's rows. A sample of rows repeats its order too."""
         known = None if rows_in_epoch is None else max(1, round(rows_in_epoch * sent.rate))
         found = self._order.step(sent.values[sent.owners == 0], known, len(sent.taken), begun)
         return None if found is None else replace(found, rows=round(found.rows / sent.rate))
@@ -147,10 +147,10 @@ class RowTracker:
     def _parts(
         self, sent: StepIds, own_rows: int, rows_in_epoch: int | None, walk: Walk
     ) -> Iterator[tuple[bool, int, int]]:
-        """Cut the rows by epochs: whether one begins with this part, and from which place of each rank to which.
+        """Cut the rows by epochs; yield whether an epoch begins with the part, and each rank's first and end place.
 
-        Where the loader was seen, it says itself where its passes begin; else the rows are counted. A script that keeps
-        its batches reads the loader once only: so rows are counted there too, but only once a whole step is too many.
+        If the loader was seen, it says where its passes begin; else the rows are counted. A script that keeps its
+        batches reads the loader only once: so rows are counted there too, but a whole step must be too many.
         """
         ranks = len(sent.taken)
         starts = [start for start in walk.starts if start > 0]
@@ -162,7 +162,7 @@ class RowTracker:
             many = _rows_of(sent, place, end)
             spare = own_rows * ranks if walk.watched else 0
             before = 0 if begins else self._epoch.visits - spare
-            counted = rows_in_epoch and not begins and not self._anew  # a pass begun anew ends with the loader
+            counted = rows_in_epoch and not begins and not self._anew  # a pass that began anew ends with the loader
             if rows_in_epoch and counted and epoch_is_over(before, many, rows_in_epoch, ranks):
                 left = -(-max(0, rows_in_epoch - self._epoch.visits) // ranks)
                 old = last_of_epoch(sent.values[inside], sent.places[inside] - place, self._epoch, left, own_rows)
@@ -182,11 +182,11 @@ class RowTracker:
             place, begins = end, True
 
     def _begins(self, rows: Ids, step_rows: int, rows_in_epoch: int | None, walk: Walk) -> bool:
-        """Tell whether a new epoch begins with the pass of a loader that has just begun.
+        """Tell whether the pass that a loader has just begun starts a new epoch.
 
-        A script that resumes within an epoch makes its loader anew for the rest, so a pass is known by its rows: the
-        rest goes on with the epoch. The first rows once more are trained twice, unless the epoch was over, or passes
-        of this run are broken off anyhow.
+        A script that resumes within an epoch makes a loader for the rest. The pass's rows decide: other rows continue
+        the epoch. The epoch's first rows again mean rows trained twice, unless the epoch was over or this run breaks
+        off its passes anyway.
         """
         over = rows_in_epoch is None or self._epoch.visits + step_rows > rows_in_epoch
         if not (self._resumed and walk.starts and len(rows)):
@@ -200,8 +200,8 @@ class RowTracker:
         """Return what continues the epoch after a resume.
 
         Args:
-            unsent: rows of steps since the last observation wait on the ranks; a checkpoint does not hold them, so
-                after a resume the shares of this epoch are not known.
+            unsent: rows since the last observation wait on the ranks; the checkpoint lacks them, so after a resume
+                this epoch's shares are unknown.
         """
         return {
             "epoch": self._epoch.state_dict(),
@@ -232,7 +232,7 @@ class RowTracker:
 
 
 def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
-    """Return the coverage for the record, and what the detectors need besides the record."""
+    """Return the record's coverage, and what detectors need besides the record."""
     found = None
     if gathered.ids.numel():
         found = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk, context.sampling)
@@ -243,11 +243,11 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
 
 
 def _rows_of(sent: StepIds, first: int, end: int) -> int:
-    """Count the rows of all ranks from one place to another, whether or not they were sent."""
+    """Count all ranks' rows from one place to another, sent or not."""
     return int((np.minimum(sent.looked, end) - np.minimum(sent.looked, first)).sum())
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:
-    """Tell whether the same order is a fault: the sampler says that it shuffles, or the ids told are shuffled."""
+    """Tell whether a repeated order is a fault: the sampler says that it shuffles, or the script's ids are shuffled."""
     said = walk.facts.shuffles
     return (walk.told and order.shuffled) if said is None else said

@@ -2,13 +2,13 @@
 
     found = compare(items, bits, group)          # a collective: every rank calls it at the same step
     found.equal, found.apart                     # False, (3,): positions of the tensors that differ
-    found.parts                                  # (((0, 1, 3), (2,)),): of each of them, ranks with the same bits
+    found.parts                                  # (((0, 1, 3), (2,)),): for each, ranks with the same bits
     found.outvoted                               # (2,): ranks outside of a tensor's majority
 
-What travels are checksums (:mod:`ds_silent.kernels.checksums`), 64 bits of everything first. Whether all ranks have
-the same is asked by one all-reduce of 16 bytes. When they differ, the same is asked of each tensor, and every rank's
-checksums are gathered of those alone that differ: 8 bytes per rank and tensor, of as many as ``MIB`` MiB hold or
-``FEWEST`` tensors. Where more differ, one checksum of all the others says which ranks hold the same of them.
+Ranks exchange checksums (:mod:`ds_silent.kernels.checksums`), first one of 64 bits over everything: one all-reduce of
+16 bytes tells whether all ranks agree. If not, each tensor is compared in the same way, and checksums are gathered
+only of tensors that differ: 8 bytes per rank and tensor, for as many as ``MIB`` MiB hold, at least ``FEWEST``. If more
+differ, one checksum of all the others tells which ranks hold the same.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from ds_silent.kernels.checksums import Bits, Items, combined
 from ds_silent.records import Event
 
 MIB, FEWEST = 4, 32
-"""4 MiB hold 65,536 tensors of 8 ranks, 8,192 of 64 and 512 of 1,024; never fewer than 32, which are 4 MiB of 16,384
-ranks."""
+"""4 MiB hold 65,536 tensors with 8 ranks, 8,192 with 64, 512 with 1,024; 32 tensors take 4 MiB with 16,384 ranks."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Where replicas differ: tensors by name, and the ranks' groups; since which step's update, if known.
+    """Hold where replicas differ: tensors by name, the ranks' groups, and since which step's update, if known.
 
-    With steps that are not measured the update is one of those from ``earliest`` to ``since``; 0: the replicas were not
-    seen equal before.
+    If steps between were not measured, the update is one from ``earliest`` to ``since``; 0: the replicas were never
+    seen equal.
     """
 
     names: tuple[str, ...]
@@ -53,15 +52,15 @@ class Drift:
 class Comparison:
     """Hold the result of a comparison of the replicas; the same on every rank.
 
-    Where too many tensors differ to ask about each, the ``parts`` of the last ones are those of all of them together:
-    who is in one part holds the same of each.
+    If too many tensors differ to ask about each, the last ones share their ``parts``: ranks in one part hold the same
+    bits of all of them.
 
     Attributes:
-        groups: ranks that hold the same of everything.
+        groups: ranks whose replicas are equal.
         apart: positions of the tensors that differ.
-        parts: of each of them, which ranks hold the same bits.
-        right: the checksum of the bits that more than half of the ranks hold; None without such a majority.
-        comparable: False when ranks do not even hold the same number of tensors.
+        parts: for each of them, which ranks hold the same bits.
+        right: for each, the checksum that more than half of the ranks hold; None without a majority.
+        comparable: False if ranks do not even hold the same number of tensors.
     """
 
     groups: Parts
@@ -76,22 +75,22 @@ class Comparison:
 
     @property
     def outvoted(self) -> tuple[int, ...]:
-        """Ranks outside of a tensor's majority. Of whole replicas there may be none, and no rank is named without."""
+        """Return the ranks outside a tensor's majority; whole replicas need not have one."""
         different = {id(parts): parts for parts in self.parts}.values()
         return tuple(sorted({rank for parts in different for rank in outvoted(parts)}))
 
     def drift(self, names: Sequence[str], since: int | None, earliest: int | None = None) -> Drift:
-        """With the names of all tensors, and the steps whose update may have left the difference."""
+        """Make the drift, with all tensors' names and the steps whose update may be at fault."""
         return Drift(tuple(names[place] for place in self.apart), self.groups, since, earliest)
 
 
 def compare(items: Items, bits: Bits, group: dist.ProcessGroup) -> Comparison:
-    """Compare the ranks' replicas. A collective of 32 bytes per rank; see the module where they differ."""
+    """Compare the ranks' replicas. A collective of 32 bytes per rank; more if they differ, see the module."""
     return compare_checksums(bits(items), group)
 
 
 def compare_checksums(values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Comparison:
-    """:func:`compare`, from the checksums of this rank's tensors: int64 (n,). A collective."""
+    """Compare by the checksums of this rank's tensors, int64 (n,). A collective."""
     whole = combined(values)
     same, comparable = equal_on_all(
         torch.stack((whole, torch.full_like(whole, len(values)))), group, collective
@@ -121,35 +120,35 @@ def _of_majority(parts: Parts, column: npt.NDArray[np.int64]) -> int | None:
 
 
 def _told_by(rank: int, values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall) -> list[int | None]:
-    """Checksums that one rank has. The others add zeros, and int32 carries the halves unchanged."""
+    """Return one rank's checksums. The others add zeros; int32 carries the halves unchanged."""
     own = values if dist.get_rank(group) == rank else torch.zeros_like(values)
-    halves = collective(lambda: own.contiguous().view(torch.int32).clone())  # run again, the buffer that was reduced
+    halves = collective(lambda: own.contiguous().view(torch.int32).clone())  # a rerun needs unreduced values
     collective(lambda: dist.all_reduce(halves, op=dist.ReduceOp.SUM, group=group))
     return list(halves.cpu().view(torch.int64).tolist())
 
 
 def equal_on_all(values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
-    """Which of these int64 (n,) all ranks have alike: bool (n,) on the host. A collective of 16 bytes each."""
+    """Return which of the int64 (n,) all ranks share: bool (n,) on the host. A collective of 16 bytes each."""
     return same_on_all(values.contiguous().view(torch.int32).view(-1, 2), group, collective).all(1)
 
 
 def gathered(values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Tensor:
-    """(n,) int64 of every rank, (N, n) on the host; travels as int32, which every backend has."""
+    """Gather every rank's int64 (n,) as (N, n) on the host; sent as int32, which every backend has."""
     flat = values.contiguous().reshape(-1)
     return gather_on_host(flat.view(torch.int32), group, collective).view(torch.int64)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Since when do replicas differ? Their checksums are remembered at every step and compared now and then: the first step
-# after which they differed follows, or a few steps in which that one is.
+# Since when do replicas differ? Checksums are remembered at every step and compared now and then. This gives the first
+# step after which they differed, or a few steps around it.
 
 
 class Replicas:
-    """Checksums of one rank's replica.
+    """Keep checksums of one rank's replica.
 
     Args:
         parameters: names and tensors that are remembered.
-        others: called at a comparison: names and tensors of everything else that is replicated then.
+        others: called at a comparison; gives names and tensors of all else that is replicated.
         history: how many steps are remembered.
     """
 
@@ -160,17 +159,17 @@ class Replicas:
         self._history = torch.zeros(max(1, history), len(self._parameters), dtype=torch.int64, device=device)
         self._steps = [-1] * len(self._history)
         self._newest = -1  # slot
-        self._differ_since: tuple[int, int] | None = None  # as found first: later, no equal checksum is remembered
+        self._differ_since: tuple[int, int] | None = None  # as first found: later no equal checksum is left
         self._checked: tuple[int, list[str], Tensor] | None = None
 
     def remember(self, step: int) -> None:
-        """Keep the checksums of the parameters as optimizer step ``step`` finds them."""
+        """Keep the parameters' checksums as optimizer step ``step`` finds them."""
         self._newest = (self._newest + 1) % len(self._steps)
         self._history[self._newest] = self._bits(self._parameters)
         self._steps[self._newest] = step
 
     def check(self, step: int) -> Tensor:
-        """int64 () checksum of everything that is replicated. :meth:`remember` was called for this step."""
+        """Return the int64 () checksum of all that is replicated; call :meth:`remember` first."""
         others = list(self._others())
         rest = [self._bits_of_others(others).to(self._history.device)] if others else []
         values = torch.cat((self._history[self._newest], *rest))
@@ -178,11 +177,11 @@ class Replicas:
         return combined(values)
 
     def weights(self) -> str:
-        """Checksum of the parameters as they are now, as 16 hexadecimal digits. Waits for the device."""
+        """Return the parameters' present checksum, 16 hexadecimal digits. Waits for the device."""
         return f"{int(combined(self._bits(self._parameters))) & 0xFFFFFFFFFFFFFFFF:016x}"
 
     def localise(self, group: dist.ProcessGroup, collective: CollectiveCall = unguarded) -> Drift | None:
-        """The tensors that differ at the last :meth:`check`; None where the ranks do not even have the same tensors.
+        """Find the tensors that differ at the last :meth:`check`; None if ranks hold unlike numbers of tensors.
 
         A collective: every rank calls it at the same step.
         """
@@ -195,33 +194,33 @@ class Replicas:
         since = [s for s, bad in zip(self._steps, different.tolist(), strict=True) if bad and 0 <= s <= step]
         if not since:
             return found.drift(names, None)
-        if self._differ_since is None:  # the checksum that step s finds is what the update of step s - 1 has left
+        if self._differ_since is None:  # step s finds what the update of step s - 1 left
             agreed = [s for s in self._steps if 0 <= s < min(since)]
             self._differ_since = min(since) - 1, max(agreed, default=0)
         return found.drift(names, *self._differ_since)
 
     def equal(self) -> None:
-        """They are, at the last :meth:`check`."""
+        """Note that replicas agree: forget the old difference."""
         self._differ_since = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# When the replicas are compared, and whether the weights are those of the checkpoint that was loaded. Whether anything
-# is compared depends on the step, on checkpoints, which all ranks write together, and on what all ranks have read: a
-# rank that alone was asked (a resume) asks the others first, with its next observation.
+# When are replicas compared, and are the weights those of the loaded checkpoint? A comparison depends on the step, on
+# checkpoints, which all ranks write together, and on what all ranks have read: a rank that alone was asked (by a
+# resume) asks the others first, with its next observation.
 
 
 REMEMBERED = 10
-"""Times between two comparisons of the replicas at which checksums are remembered, to find the first bad step by."""
+"""How often checksums are remembered between two comparisons, to find the first bad step."""
 
 
 class ReplicaChecks:
-    """One rank's part.
+    """Decide when this rank compares its replica.
 
     Attributes:
-        due: compare at the next opportunity, whatever the interval says; the same on every rank.
-        wanted: this rank wants all ranks to compare.
-        after_updates: a response compares them there, and not the observations.
+        due: compare next time, whatever the interval says; the same on every rank.
+        wanted: this rank wants all to compare.
+        after_updates: a response compares after updates; observations do not.
     """
 
     def __init__(
@@ -237,19 +236,19 @@ class ReplicaChecks:
         self._every, self._interval, self._group = config.integrity.replica_interval, config.interval, group
         compares = bool(self._every and parameters)
         self._replicas = Replicas(parameters, others, history=REMEMBERED + 2) if compares else None
-        self._loaded: str | None = None  # checksum in the checkpoint that was loaded
+        self._loaded: str | None = None  # checksum in the loaded checkpoint
 
     def take_due(self) -> bool:
-        """Whether a comparison is due; it is not any more."""
+        """Tell whether a comparison is due, and clear it."""
         due, self.due = self.due, False
         return due
 
     def capture(self, step: int, scheduled: int) -> Tensor | None:
-        """The replica's checksum where it is to be compared; remember it on the way there.
+        """Return the replica's checksum if a comparison is due; remember it between comparisons.
 
         Args:
-            step: the framework's own, by which it is remembered.
-            scheduled: the same on every rank.
+            step: the framework's own, as the key.
+            scheduled: the step that ranks agree on.
         """
         if self._replicas is None or self.after_updates:
             return None
@@ -259,11 +258,11 @@ class ReplicaChecks:
         return self._replicas.check(step) if due else None
 
     def _passed(self, step: int, every: int) -> bool:
-        """Whether a multiple of ``every`` lies behind the last measured step, and not behind this one."""
+        """Tell whether a multiple of ``every`` lies after the last measured step, up to this one."""
         return step // every != (step - self._interval) // every
 
     def differ(self, gathered: Gathered) -> bool:
-        """Whether the replicas were compared and hold different bits."""
+        """Tell whether replicas were compared and differ."""
         if self._replicas is None or gathered.hashes is None or not on_all(gathered.reduced.replica_seen):
             return False
         differ = bool((gathered.hashes[:, 0] != gathered.hashes[0, 0]).any())
@@ -272,24 +271,24 @@ class ReplicaChecks:
         return differ
 
     def localise(self, collective: CollectiveCall) -> Drift | None:
-        """The tensors that differ, where :meth:`differ`. A collective."""
+        """Find the tensors that differ, after :meth:`differ`. A collective."""
         assert self._replicas is not None
         return self._replicas.localise(self._group, collective)
 
     def weights(self) -> str | None:
-        """Checksum of the weights, for a checkpoint; None where they are not replicated or not compared."""
+        """Return the weights' checksum, for a checkpoint; None if they are not replicated or compared."""
         return None if self._replicas is None else self._replicas.weights()
 
     def loaded(self, weights: str | None) -> None:
-        """A checkpoint was loaded that held this checksum."""
+        """Note the checksum in the loaded checkpoint."""
         self._loaded = weights
         if self.after_updates:
-            self.wanted = True  # this rank alone may have been asked: all hear of it first
+            self.wanted = True  # only this rank may have been asked: tell all first
         else:
             self.due = True
 
     def verify(self, step: int) -> Event | None:
-        """Once after a resume: the weights that ``step`` starts from. The comparison speaks for the other ranks."""
+        """Check, once after a resume, the weights that ``step`` starts from; the comparison covers other ranks."""
         due, self._loaded = self._loaded, None
         if due is None or self._replicas is None:
             return None
