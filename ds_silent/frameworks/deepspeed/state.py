@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
@@ -25,6 +27,17 @@ from ds_silent.kernels.checksums import Items, Replica
 def join() -> None:
     """Make DeepSpeed use the gloo process group that is there, without a word."""
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def load_operator() -> None:
+    """Load DeepSpeed's communication operator of the CPU, so that processes forked from this one need not look for it.
+
+    Where it cannot be built, a rank that joins says so itself.
+    """
+    with suppress(Exception):
+        builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+        if builder is not None and builder.is_compatible():
+            builder.load(verbose=False)
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
