@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from types import TracebackType
 
@@ -36,6 +37,7 @@ class MissingExtra(ImportError):
     """A package is not installed; the message is one sentence that names the extra which brings it."""
 
 
+@cache  # reading it takes 7 ms, and each run asks for several
 def version_of(package: str) -> str | None:
     """Return that of an installed package; None without it, or where it is imported from a directory of sources."""
     try:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from demo_report import (
     sharded_sentence,
     table_of,
 )
+from tests.support.interpreter import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -176,7 +176,7 @@ def demonstrate(tmp_path: Path, how: str, *options: str) -> subprocess.Completed
     script.write_text(RANKS_THAT.replace("HOW", how))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'launch'}", "COLUMNS": "80"}
     return subprocess.run(
-        [sys.executable, str(script), *options],
+        [interpreter(), str(script), *options],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -233,9 +233,9 @@ def oracle_step(
         for name, parameter in copy.named_parameters():
             if parameter.grad is not None:
                 sums[name] += parameter.grad.double().flatten() / scale
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (sum(losses) / len(losses), sums))
-    if dist.get_rank():
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((sum(losses) / len(losses), sums), gathered)
+    if gathered is None:
         return {}
     samples = ROWS * len(gathered) * (1 if case.no_sync else case.accumulation)
     return oracle([loss for loss, _ in gathered], [grads for _, grads in gathered], step, samples)

@@ -14,6 +14,7 @@ applies it. Importing this imports no DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -209,6 +210,19 @@ def join() -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def load_operator() -> None:
+    """Load DeepSpeed's communication operator of the CPU, so that processes forked from this one need not look for it.
+
+    Where it cannot be built, a rank that joins says so itself.
+    """
+    with suppress(Exception):
+        from deepspeed.accelerator import get_accelerator
+
+        builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+        if builder is not None and builder.is_compatible():
+            builder.load(verbose=False)
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
