@@ -33,7 +33,7 @@ LEFT_BY_ROUNDING = 0.5  # where rounding is larger than that, a rule must at lea
 INDEPENDENT = 1e-6  # smallest over largest eigenvalue of the ranks' Gram matrix, below which nobody can be told apart
 OUTSTANDING = 0.5  # of the largest score, by the ranks' own account
 STANDARD_ERRORS, LEAST_SHARE = 6.0, 0.1  # by which a rank's weight must be off to be spoken of
-ALONE = 0.25  # of the largest weight that is off, the next one's beside which one rank is still named
+BY_CHANCE = 3.0  # standard errors within which the other ranks' weights must be, where one rank is named
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _shape(pieces: Pieces, layers: tuple[int, ...]) -> Cause:
 def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | None:
     """Something of the gradients is missing: the error's regression on them is not zero, and leaves a rest.
 
-    A rank is named where it is the only one, and every other's weight is a small share of its own: what is gone of
+    A rank is named where it is the only one, and the others' weights are as their noise explains: what is gone of
     several can hide behind what is left of the others, and what is wrong of all alike is no rank's noise.
     """
     gram = distinct_gram(local)
@@ -267,8 +267,8 @@ def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | N
     off = (weights.abs() > (STANDARD_ERRORS * standard_errors).clamp(min=LEAST_SHARE)).nonzero().flatten().tolist()
     if not off:
         return None
-    first, second = weights.abs().topk(2).values.tolist() if ranks > 2 else (0.0, 0.0)
-    blamed = tuple(off) if len(off) == 1 and second < ALONE * first else ()
+    doubtful = weights.abs() > (BY_CHANCE * standard_errors).clamp(min=LEAST_SHARE)
+    blamed = tuple(off) if ranks > 2 and int(doubtful.sum()) == 1 else ()
     return Cause("partial", layers, None, blamed, tuple((weights + 1.0).tolist()))
 
 
