@@ -185,8 +185,8 @@ def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _step_of(training: Any) -> int | None:
     observer = observer_of(training) if hasattr(training, "__dict__") else None
-    if observer is not None and observer.last_record is not None:
-        return observer.last_record.step
+    if observer is not None:
+        return observer.step
     steps = getattr(training, "global_steps", None)
     return steps if isinstance(steps, int) else None
 

@@ -85,6 +85,11 @@ class Observer:
         return {} if self.last_record is None else dict(scalars(self.last_record))
 
     @property
+    def step(self) -> int | None:
+        """Optimizer steps taken so far, on every rank; None in a single process, where nothing is observed."""
+        return self._capture.framework.step - 1
+
+    @property
     def closed(self) -> bool:
         """Whether :meth:`close` has run."""
         return self._closed
@@ -201,6 +206,7 @@ class IdleObserver(Observer):
     shuffles: bool | None = None
     output_dir = ""
     last_record = None
+    step = None
     closed = False
 
     def __init__(self, output_dir: str):

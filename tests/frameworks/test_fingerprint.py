@@ -172,6 +172,25 @@ def test_shards_of_fsdp2_have_the_fingerprint_of_the_whole() -> None:
         assert {name: plain.differs(one) for name, one in rank.items()} == {"ddp": [], "rows": [], "columns": []}
 
 
+def observed(directory: str) -> list[int | None]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(Model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steps = [ds_silent.fingerprint(model).step]
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+        for _ in range(3):
+            model(torch.arange(8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(ds_silent.fingerprint(model).step)
+    return steps
+
+
+def test_the_step_is_the_observers_on_every_rank(tmp_path: Path) -> None:
+    assert run_distributed(observed, 2, (str(tmp_path),)) == [[None, 1, 2, 3]] * 2
+
+
 def partitioned() -> tuple[Any, ...]:
     import deepspeed
 
