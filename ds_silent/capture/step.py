@@ -76,6 +76,7 @@ class StepMoments:
         aggregate: this rank's share of it.
         forwards: rows and losses of the micro-batches.
         last_applied: what the optimizer used in the last measured step.
+        unpublished: the step under way gets no record, with which what is applied could be compared.
         scale: the factor on the step's gradients, as the gradient of its loss says it.
         gram: this rank's part of the exact inner products.
     """
@@ -97,7 +98,7 @@ class StepMoments:
         self._start_step()
 
     def _start_step(self) -> None:
-        self.came = self._reducing = self._applied = False
+        self.came = self._reducing = self._applied = self.unpublished = False
         self._settings.objective.start()
         self.scale: Tensor | None = None
         self.gram: Tensor | None = None
@@ -190,7 +191,7 @@ class StepMoments:
         self._local.micro_batches.start_step()
 
     def _compare_applied(self) -> Applied[float | Tensor]:
-        if self.skipped or not self._framework.observes_applied:
+        if self.skipped or self.unpublished or not self._framework.observes_applied:
             return Applied()
         left_out = self._framework.counts.left_out
         return self._guard.local(self.aggregate.compare_applied, self._applied, left_out) or Applied()

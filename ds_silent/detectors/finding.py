@@ -45,10 +45,12 @@ class Finding:
 class Stored:
     """Save and restore the attributes ``_name`` of each ``name`` in ``stored``: numbers, arrays, tuples, rank -> step.
 
-    A name that an older version did not save stays as it is. An array whose values may be unknown begins as NaN.
+    A name that an older version did not save stays as it is. What JSON cannot hold becomes minus infinity, the
+    logarithm of no evidence; in the arrays of ``unknown`` NaN.
     """
 
     stored: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     def state_dict(self) -> Any:
         """Return what continues it after a resume, as JSON values."""
@@ -58,7 +60,8 @@ class Stored:
         """Continue from :meth:`state_dict`."""
         for name in self.stored:
             if name in state:
-                setattr(self, f"_{name}", _restored(getattr(self, f"_{name}"), state[name]))
+                missing = math.nan if name in self.unknown else -math.inf
+                setattr(self, f"_{name}", _restored(getattr(self, f"_{name}"), state[name], missing))
 
 
 class Detector(Stored):
@@ -144,10 +147,9 @@ def _saved(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _restored(before: Any, state: Any) -> Any:
+def _restored(before: Any, state: Any, missing: float) -> Any:
     if isinstance(before, np.ndarray):
-        unknown = math.nan if np.isnan(before).any() else -math.inf
-        array = unlisted(state, unknown).astype(before.dtype)
+        array = unlisted(state, missing).astype(before.dtype)
         return array if array.ndim == before.ndim else array.reshape(-1, *before.shape[1:])
     if isinstance(before, dict):
         return {int(key): int(value) for key, value in state}

@@ -41,7 +41,7 @@ import numpy as np
 from ds_silent.detectors.finding import Detector, Finding, listed, unlisted
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Coverage, Evidence
-from ds_silent.records import EventKind, Score, Severity, StepRecord
+from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.text import TORCH, Words, named
 
 TOLERATED, TOLERATED_BY_CONTENT = 0.01, 0.1  # share of rows that come again in health
@@ -148,14 +148,13 @@ class OrderTest(Detector):
         self._last: Coverage | None = None
         self._mismatch_since: int | None = None
         self._own = 0.0  # rows of this epoch that came again on the rank that had them
-        self._anew_since: int | None = None
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """Return the findings of one step. Ranks that share rows now explain repeats by that alone."""
         duplicated = any(finding.kind == "duplicate-data" for finding in before)
         attributed = 0.0 if self._repeats is None else self._repeats.attributed
-        self.scores = ()
+        self.scores, self.notes = (), ()
         now, last = extras.coverage, self._last
         if now is None or not all(math.isfinite(v) for v in (now.epoch, now.seen, now.repeated)):
             return self._findings(record)
@@ -168,7 +167,9 @@ class OrderTest(Detector):
             own = 0.0 if extras.dealt == "random" or extras.passes is None else repeated * (extras.passes.again or 0.0)
             self._own = own + (0.0 if started else self._own)
             doubtful = 3.0 * now.error * known  # rows that may be a sketch's error
-            if now.anew:
+            if now.anew is not None:  # all rows of this pass may come again
+                if last is None or last.anew is None:
+                    self.notes = (_begun_anew(record, now, now.anew),)
                 return self._findings(record)
             if not duplicated:
                 certain = min(repeated - max(attributed, own), now.repeated * known - doubtful)
@@ -201,18 +202,6 @@ class OrderTest(Detector):
     def _findings(self, record: StepRecord) -> list[Finding]:
         findings: list[Finding] = []
         ranks, now = tuple(range(record.world_size)), self._last
-        self._anew_since = None if now is None or not now.anew else self._anew_since or record.step
-        if now is not None and self._anew_since is not None:
-            message = (
-                "The run resumed within an epoch and began its pass over the data anew: rows that had been trained "
-                f"come again ({100 * now.repeated:.1f} % of the epoch so far)."
-            )
-            remedy = (
-                "Skip the rows that were trained: accelerate's skip_first_batches, the Trainer without "
-                "ignore_data_skip, or a sampler or DataLoader that is resumed with its own state."
-            )
-            at, since = (ranks, "resume", now.repeated, 0.0), self._anew_since
-            findings.append(Finding("anew", "data-order-mismatch", "warning", *at, message, remedy, since))
         if self._mismatch_since is not None and now is not None:
             share = now.repeated / now.epoch if now.epoch else 0.0
             message = (
@@ -248,7 +237,6 @@ class OrderTest(Detector):
             "mismatch_since": self._mismatch_since,
             "low": self._low,
             "own": self._own,
-            "anew_since": self._anew_since,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -257,8 +245,20 @@ class OrderTest(Detector):
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]
         self._own = float(state.get("own", 0.0))
-        self._anew_since = state.get("anew_since")
         self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
+
+
+def _begun_anew(record: StepRecord, now: Coverage, severity: Severity) -> Event:
+    message = (
+        "The run resumed within an epoch and began its pass over the data anew: rows that had been trained come again "
+        f"(so far {100 * now.repeated:.1f} % of an epoch, up to {100 * now.seen:.1f} %)."
+    )
+    remedy = (
+        "Skip the rows that were trained: accelerate's skip_first_batches, the Trainer without ignore_data_skip, or a "
+        "sampler or DataLoader that is resumed with its own state. If each pass is cut short on purpose, do nothing."
+    )
+    ranks = tuple(range(record.world_size))
+    return Event(record.step, "data-order-mismatch", severity, ranks, "resume", now.repeated, 0.0, message, remedy)
 
 
 class SameOrderTest(Detector):

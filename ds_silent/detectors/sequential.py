@@ -97,6 +97,7 @@ class SequentialTest(Stored):
     """
 
     stored = ("evidence", "cusum", "onset", "pool", "pool_steps", "spreads", "spread_steps", "taken")
+    unknown = ("pool", "spreads")
 
     def __init__(self, series: int, ranks: int, cap: float):
         self.series, self.ranks, self._cap = series, ranks, cap - _LOG_WEIGHTS

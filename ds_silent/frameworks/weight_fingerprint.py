@@ -5,8 +5,8 @@
     trained == served or trained.differs(served)                # ["model.layers.3.mlp.up_proj.weight", ...]
 
 Only hashes are compared. Equal weights have equal fingerprints whatever the sharding, the wrapper's prefix of a name,
-the dtype that holds the values exactly, a tied weight that is named once or twice, and weights that are stored as one
-(query, key and value; gate and up).
+the dtype (bf16 or fp16 values in fp32), a tied weight that is named once or twice, and weights that are stored as one,
+one behind the other (query, key and value; gate and up). Weights of other names are matched by their values alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from ds_silent.observing.observe import observer_of
 
 FORMAT = 1
 MOST_PARTS = 3  # of a weight that is stored as one: query, key and value
+MOST_CANDIDATES = 12  # of one module
+DEEPEST = 4  # mappings in one another, of a file
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NESTED = ("module", "model", "state_dict", "model_state_dict")  # keys under which a file holds its weights
 
@@ -77,7 +79,8 @@ class Fingerprint:
         changed = [name for name, own in self.tensors.items() if not own.same(other.tensors.get(name, own))]
         here = {name: own for name, own in self.tensors.items() if name not in other.tensors}
         there = {name: own for name, own in other.tensors.items() if name not in self.tensors}
-        here, there = _unmatched(here, other.tensors), _unmatched(there, self.tensors)
+        here, there = _untied(here, self.tensors), _untied(there, other.tensors)
+        here, there = _unmatched(here, there), _unmatched(there, here)
         for fused, parts in ((here, there), (there, here)):
             for name, whole in list(fused.items()):
                 for part in _parts_of(whole, parts):
@@ -121,6 +124,12 @@ def fingerprint(weights: Any, step: int | None = None) -> Fingerprint:
     return Fingerprint(tensors, own_step if step is None else step)
 
 
+def _untied(alone: dict[str, WeightHash], own: Mapping[str, WeightHash]) -> dict[str, WeightHash]:
+    """Leave out second names of weights that the same side also has under a name that both sides have."""
+    shared = {(each.hash, each.numel) for name, each in own.items() if name not in alone}
+    return {name: each for name, each in alone.items() if (each.hash, each.numel) not in shared}
+
+
 def _unmatched(own: dict[str, WeightHash], other: Mapping[str, WeightHash]) -> dict[str, WeightHash]:
     values = {(each.hash, each.numel) for each in other.values()}
     return {name: each for name, each in own.items() if (each.hash, each.numel) not in values}
@@ -132,7 +141,7 @@ def _parts_of(whole: WeightHash, candidates: Mapping[str, WeightHash]) -> tuple[
     for name, each in candidates.items():
         if whole.shape and each.shape[1:] == whole.shape[1:] and each.shape[0] < whole.shape[0]:
             modules.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
-    for names in modules.values():
+    for names in (names for names in modules.values() if len(names) <= MOST_CANDIDATES):
         for count in range(2, MOST_PARTS + 1):
             for chosen in permutations(names, count):
                 pieces = [(candidates[name].hash, candidates[name].numel) for name in chosen]
@@ -145,10 +154,15 @@ def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightHash]:
     found: dict[str, WeightHash] = {}
     for name, tensor in tensors:
         with _whole(tensor) as whole:
-            plain = _plain(name)
-            plain = name if plain in found else plain
-            found[plain] = WeightHash(weight_hash(whole), tuple(whole.shape), str(whole.dtype).split(".")[-1])
-    return found
+            found[name] = WeightHash(weight_hash(whole), tuple(whole.shape), str(whole.dtype).split(".")[-1])
+    empty = [name for name, each in found.items() if not each.numel]
+    if 2 * len(empty) > len(found):
+        raise ValueError(
+            f"ds_silent.fingerprint found no values in {len(empty)} of {len(found)} weights, such as {empty[0]}: of a "
+            "model that is sharded give the engine or model itself, on every rank, or a checkpoint of whole weights"
+        )
+    plain = {_plain(name): each for name, each in found.items()}
+    return plain if len(plain) == len(found) else found
 
 
 @contextmanager
@@ -200,7 +214,12 @@ def _of_path(path: Path) -> Fingerprint:
     files = _files(path)
     tensors: dict[str, WeightHash] = {}
     for file in files:
-        tensors |= _hashes(_read(file))
+        of_file = _hashes(_read(file))
+        if twice := sorted(tensors.keys() & of_file):
+            raise ValueError(
+                f"{twice[0]} is in several files of {path}: each holds a part of the model, so give one file"
+            )
+        tensors |= of_file
     if not tensors:
         raise ValueError(f"{path} holds no weights")
     return Fingerprint(tensors, _step_in(path))
@@ -240,11 +259,12 @@ def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _innermost(held: Any) -> Mapping[str, Any]:
-    while isinstance(held, Mapping) and not any(isinstance(value, Tensor) for value in held.values()):
-        inner = next((held[key] for key in _NESTED if isinstance(held.get(key), Mapping)), None)
-        if inner is None:
-            return {}
-        held = inner
+    """Return the mapping that holds the weights: that below one of the usual keys, else the outermost."""
+    for _ in range(DEEPEST):
+        inner = next(
+            (held[key] for key in _NESTED if isinstance(held, Mapping) and isinstance(held.get(key), Mapping)), None
+        )
+        held = held if inner is None else inner
     return held if isinstance(held, Mapping) else {}
 
 
@@ -257,7 +277,7 @@ def _step_in(path: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     for prefix in ("checkpoint-", "global_step", "step-", "step_"):
-        if folder.name.startswith(prefix) and folder.name[len(prefix) :].isdigit():
+        if folder.name.startswith(prefix) and folder.name[len(prefix) :].isdecimal():
             return int(folder.name[len(prefix) :])
     return None
 
@@ -271,6 +291,6 @@ def _saved(path: Path) -> Fingerprint:
             str(name): WeightHash(int(digest, 16), tuple(map(int, shape)), str(dtype))
             for name, (digest, shape, dtype) in held["tensors"].items()
         }
-        return Fingerprint(tensors, held["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Fingerprint(tensors, None if held["step"] is None else int(held["step"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a fingerprint that ds_silent wrote: {error}") from error

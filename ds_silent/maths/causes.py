@@ -33,7 +33,7 @@ LEFT_BY_ROUNDING = 0.5  # where rounding is larger than that, a rule must at lea
 INDEPENDENT = 1e-6  # smallest over largest eigenvalue of the ranks' Gram matrix, below which nobody can be told apart
 OUTSTANDING = 0.5  # of the largest score, by the ranks' own account
 STANDARD_ERRORS, LEAST_SHARE = 6.0, 0.1  # by which a rank's weight must be off to be spoken of
-BY_CHANCE = 3.0  # standard errors within which the other ranks' weights must be, where one rank is named
+BY_CHANCE, MUCH = 3.0, 0.4  # standard errors, and share of the largest: below one of them others' weights are noise
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,8 @@ def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | N
     off = (weights.abs() > (STANDARD_ERRORS * standard_errors).clamp(min=LEAST_SHARE)).nonzero().flatten().tolist()
     if not off:
         return None
-    doubtful = weights.abs() > (BY_CHANCE * standard_errors).clamp(min=LEAST_SHARE)
-    blamed = tuple(off) if ranks > 2 and int(doubtful.sum()) == 1 else ()
+    doubtful = weights.abs() > (BY_CHANCE * standard_errors).clamp(min=MUCH * float(weights.abs().max()))
+    blamed = tuple(off) if ranks > 2 and int(doubtful.sum()) == len(off) == 1 else ()
     return Cause("partial", layers, None, blamed, tuple((weights + 1.0).tolist()))
 
 

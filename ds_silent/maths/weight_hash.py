@@ -50,7 +50,7 @@ def joined(*pieces: tuple[int, int]) -> int:
 def _mixed(values: Tensor) -> Tensor:
     """int64 words of a block, mixed: every bit of an element reaches the lower bits, and no small change cancels."""
     if values.is_complex():
-        values = torch.view_as_real(values).reshape(-1)
+        return _mixed(values.real) * _signed(MIX[0]) + _mixed(values.imag)
     if values.dtype.is_floating_point:
         wide = values if values.dtype == torch.float64 else values.float()
         words = wide.contiguous().view(torch.int64 if wide.dtype == torch.float64 else torch.int32).long()

@@ -18,7 +18,7 @@ from ds_silent.distributed.parts import Parts
 from ds_silent.maths.causes import Cause, OwnWeights
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
-from ds_silent.records import Dealt, Repair
+from ds_silent.records import Dealt, Repair, Severity
 from ds_silent.replicas.compare import Drift
 
 
@@ -139,7 +139,7 @@ class Coverage:
     error: float = 0.0  # standard error of the shares, where they come from a sketch
     told: bool = True  # by ids; else rows are known by their content, and those that the data hold twice are one
     sampled: float = 1.0  # share of the rows that are known, by which the others are estimated
-    anew: bool = False  # the run has resumed within the epoch, and begun it again from its first rows
+    anew: Severity | None = None  # a resumed run has begun the epoch again from its first rows; how grave that is
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Coverage, Evidence, OrderAgain, OwnPasses
 from ds_silent.measure.record import Context, evidence_of
 from ds_silent.measure.row_history import RecentRows, SameOrder
-from ds_silent.records import CoverageStats
+from ds_silent.records import CoverageStats, Severity
 
 
 class RowsOfStep(NamedTuple):
@@ -63,7 +63,7 @@ class RowTracker:
         self._first: npt.NDArray[np.uint64] = np.empty(0, np.uint64)  # what the epoch began with: the smallest hashes
         self._resumed = False  # resumed, and the loader has not begun since
         self._short = False  # a pass began before the last was over: the script wants it so
-        self._anew = False  # the run resumed within this epoch and began its pass anew
+        self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
 
     def step(
         self,
@@ -107,7 +107,7 @@ class RowTracker:
             part = (sent.places >= first) & (sent.places < end)
             if begins:
                 self._epoch.start_epoch()
-                self._partial, self._anew, self._first = False, False, smallest_hashes(sent.values[part])
+                self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
             self._epoch.update(sent.values[part], _rows_of(sent, first, end))
             # a row of one rank's last epoch may be another rank's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
@@ -133,7 +133,10 @@ class RowTracker:
         consumed = visits / rows_in_epoch
         repeated = max(0.0, consumed - seen.value)
         unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without healthy padding of the last batch
-        error, anew = seen.standard_error, self._anew
+        error: float = seen.standard_error
+        anew: Severity | None = None
+        if self._before_anew:
+            anew = "warning" if walk.facts.shuffles else "info"  # else passes may be cut, and this be the next one
         coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, error, walk.told, rate, anew)
         told = replace(told, seen=seen.value, repeated=repeated)
         return RowsOfStep(told, replace(evidence, coverage=coverage))
@@ -161,10 +164,10 @@ class RowTracker:
             inside = (sent.places >= place) & (sent.places < end)
             many = _rows_of(sent, place, end)
             spare = own_rows * ranks if walk.watched else 0
-            before = 0 if begins else self._epoch.visits - spare
-            counted = rows_in_epoch and not begins and not self._anew  # a pass that began anew ends with the loader
-            if rows_in_epoch and counted and epoch_is_over(before, many, rows_in_epoch, ranks):
-                left = -(-max(0, rows_in_epoch - self._epoch.visits) // ranks)
+            visits = self._epoch.visits - self._before_anew
+            before = 0 if begins else visits - spare
+            if rows_in_epoch and not begins and epoch_is_over(before, many, rows_in_epoch, ranks):
+                left = -(-max(0, rows_in_epoch - visits) // ranks)
                 old = last_of_epoch(sent.values[inside], sent.places[inside] - place, self._epoch, left, own_rows)
                 if old:
                     yield False, place, place + old
@@ -176,25 +179,33 @@ class RowTracker:
                     place, begins = place + most, False
                 continue
             if begins and self._epoch.visits:
-                begins = self._begins(sent.values[inside], own_rows * ranks + ranks, rows_in_epoch, walk)
+                begins = self._begins(sent.values[inside], own_rows * ranks, rows_in_epoch, walk)
             self._resumed &= not (walk.starts and place >= walk.starts[0])
             yield begins, place, end
             place, begins = end, True
 
     def _begins(self, rows: Ids, step_rows: int, rows_in_epoch: int | None, walk: Walk) -> bool:
-        """Tell whether the pass that a loader has just begun starts a new epoch.
+        """Tell whether a new epoch begins with the pass of a loader that has just begun.
 
-        A script that resumes within an epoch makes a loader for the rest. The pass's rows decide: other rows continue
-        the epoch. The epoch's first rows again mean rows trained twice, unless the epoch was over or this run breaks
-        off its passes anyway.
+        A script that resumes within an epoch makes its loader anew for the rest, so a pass is known by its rows: the
+        rest continues the epoch. The epoch's first rows again are trained twice, unless no whole step of it was left,
+        or this run breaks off its passes anyway.
+
+        Args:
+            rows: the first ones of the pass.
+            step_rows: of all ranks.
         """
-        over = rows_in_epoch is None or self._epoch.visits + step_rows > rows_in_epoch
+        visits, known = self._epoch.visits, rows_in_epoch is not None and not self._partial
+        over = not known or visits - self._before_anew + step_rows > (rows_in_epoch or 0)
         if not (self._resumed and walk.starts and len(rows)):
-            self._short |= not over
+            self._short |= not over and visits > 2 * step_rows
             return True
         alike = begin_alike(self._first, smallest_hashes(rows))
-        self._anew |= alike and not over and not self._short
-        return alike and not self._anew
+        if not known or over or self._short:
+            return alike or known
+        if alike:
+            self._before_anew = visits
+        return False
 
     def state_dict(self, unsent: bool) -> dict[str, Any]:
         """Return what continues the epoch after a resume.
@@ -209,7 +220,7 @@ class RowTracker:
             "level": self._level,
             "first": self._first.tolist(),
             "short": self._short,
-            "anew": self._anew,
+            "before_anew": self._before_anew,
             "deal": self.deal.state_dict(),
             "recent": self._recent.state_dict(),
         }
@@ -224,7 +235,7 @@ class RowTracker:
         self._partial, self._resumed = bool(state["partial"]), True
         self._level = int(state.get("level", 0))  # older versions sent all rows
         self._first = np.array(state.get("first", []), dtype=np.uint64)  # likewise
-        self._short, self._anew = bool(state.get("short", False)), bool(state.get("anew", False))
+        self._short, self._before_anew = bool(state.get("short", False)), int(state.get("before_anew", 0))
         self._order = SameOrder()
         if "deal" in state:
             self.deal.load_state_dict(state["deal"])

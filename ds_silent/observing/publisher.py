@@ -99,7 +99,7 @@ class Publisher:
             guard.agreed(capture.kept.ask)
         self.recorder.unlike = capture.settings_check.agree(arrived, capture.group, capture.device, guard)
         parting = parting_of(known, capture.settings_check.differing)
-        if parting != self._parting:  # it begins or ends
+        if guard.agreed(lambda: parting != self._parting):  # it begins or ends
             self._replicas.due = True
         self._parting = parting
         drift = self._replicas.localise(guard.collective) if self._replicas.differ(known) else None

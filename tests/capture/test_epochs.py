@@ -27,6 +27,7 @@ class Deal:
         self, rows: int, ranks: int, batch: int, accumulation: int, drop_last: bool, watched: bool, told: bool
     ):
         self.rows, self.ranks, self.watched, self.told = rows, ranks, watched, told
+        self.facts = DataFacts(rows, True)
         self.accumulation, self.own_rows = accumulation, batch * accumulation
         data: Any = list(range(rows))
         self.samplers = [DistributedSampler(data, num_replicas=ranks, rank=r, seed=3) for r in range(ranks)]
@@ -56,7 +57,7 @@ class Deal:
         sent = torch.stack([pack_ids(torch.cat([m[r] for _, m in taken]), capacity) for r in range(self.ranks)])
         places = np.cumsum([0] + [len(m[0]) for _, m in taken])
         starts = tuple(int(p) for p, (first, _) in zip(places, taken, strict=False) if first)
-        walk = Walk(DataFacts(self.rows, True), starts if self.watched else (), self.watched, self.told)
+        walk = Walk(self.facts, starts if self.watched else (), self.watched, self.told)
         told = self.tracker.step(sent.double(), self.own_rows, self.rows, walk)
         assert told is not None
         self.said.append(told)
@@ -204,25 +205,45 @@ def test_a_resume_that_begins_the_pass_anew_trains_rows_twice(rows: int, limit: 
         "resume",
     )
     assert "skip_first_batches" in event.remedy
-    resumed(deal)  # once more, now with the rest of another epoch before it
-    deal.epoch(1)
-    deal.epoch(2)
-    deal.epoch(3)
-    assert [event.severity for event in deal.events if event.where == "resume"] == ["warning", "info"]
-
-
-def test_a_resume_where_an_epoch_is_over_begins_the_next_one() -> None:
-    """Without a shuffle the first rows come again, as they should; so they do where every pass is broken off."""
-    for limit, passes in ((10**9, 1), (10**9, 2), (6, 2), (6, 3)):
-        deal = Deal(160, 2, 4, 1, True, True, True)
-        for sampler in deal.samplers:
-            sampler.shuffle = False
-        for _ in range(passes):
-            deal.epoch(0, limit=limit)
-        resumed(deal)
-        deal.epoch(0, limit=limit)
-        assert [event for event in deal.events if event.kind != "same-order"] == []
+    resumed(deal)  # once more, and the rest of the same pass
+    order = [list(iter(sampler)) for sampler in deal.samplers]
+    data: Any = list(range(rows))
+    whole, deal.loaders = deal.loaders, [DataLoader(data, 2, sampler=one[6:]) for one in order]
+    deal.epoch(None)
+    assert deal.said[-1].coverage.seen == 1.0
+    deal.loaders = whole
+    for epoch in (1, 2, 3):
+        deal.epoch(epoch)
         assert deal.said[-1].coverage.repeated == 0.0
+    assert deal.events == [event]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_resume_where_an_epoch_is_over_begins_the_next_one(shuffle: bool) -> None:
+    """Without a shuffle the first rows come again, as they should; so they do where every pass is broken off."""
+    for rows, limit, passes in ((160, 10**9, 1), (163, 10**9, 2), (160, 6, 2), (160, 6, 3)):
+        deal = Deal(rows, 2, 4, 1, True, True, True)
+        for sampler in deal.samplers:
+            sampler.shuffle = shuffle
+        for epoch in range(passes):
+            deal.epoch(epoch, limit=limit)
+        resumed(deal)
+        for epoch in range(passes, passes + 3):
+            deal.epoch(epoch, limit=limit)
+            assert deal.said[-1].coverage.repeated == 0.0
+        assert [event for event in deal.events if event.kind != "same-order"] == []
+
+
+def test_a_first_pass_that_was_cut_short_may_be_meant_where_nothing_is_shuffled() -> None:
+    deal = Deal(160, 2, 4, 1, True, True, True)
+    for sampler in deal.samplers:
+        sampler.shuffle = False
+    deal.facts = DataFacts(160, False)
+    deal.epoch(0, limit=6)
+    resumed(deal)
+    for _ in range(3):
+        deal.epoch(0, limit=6)
+    assert [(event.severity, event.where) for event in deal.events] == [("info", "resume")]
 
 
 @pytest.mark.parametrize("limit", [2, 3, 4, 6])

@@ -67,6 +67,17 @@ def test_healthy_ranks_are_silent() -> None:
         assert Run(ranks, seed=ranks).steps(400) == []
 
 
+def test_what_a_state_does_not_know_is_unknown_where_it_was_known_before() -> None:
+    random, early, late = np.random.default_rng(3), SequentialTest(1, 4, cap=40.0), SequentialTest(1, 4, cap=40.0)
+    for test, steps in ((early, 3), (late, 80)):
+        for step in range(steps):
+            test.step(step, random.standard_normal((1, 4)), np.ones(4, dtype=bool))
+    late.load_state_dict(early.state_dict())
+    for own, restored in ((early._spreads, late._spreads), (early._pool, late._pool)):
+        assert np.isnan(own).any()
+        assert np.array_equal(own, restored, equal_nan=True)
+
+
 @pytest.mark.parametrize("ranks", [4, 1024, 1025, 3000])
 def test_every_number_of_ranks_has_a_history_and_resumes_with_it(ranks: int) -> None:
     random, test = np.random.default_rng(ranks), SequentialTest(1, ranks, cap=40.0)

@@ -82,6 +82,35 @@ def test_names_of_wrappers_tied_and_fused_weights_and_wider_types_make_no_differ
     ]
 
 
+def test_other_tensors_of_a_checkpoint_and_complex_ones_and_many_alike_are_no_trouble() -> None:
+    state = dict(Model().state_dict())
+    own = ds_silent.fingerprint(state)
+    assert ds_silent.fingerprint({"model": state, "rng_state": torch.get_rng_state()}) == own
+    loop: dict[str, Any] = {}
+    loop["model"] = loop
+    with pytest.raises(ValueError, match="no weights"):
+        ds_silent.fingerprint(loop)
+    angles = torch.view_as_complex(torch.randn(40_000, 2))
+    turned = angles.clone()
+    turned[39_999] = turned[39_999].conj()
+    assert ds_silent.fingerprint({"freqs": angles}).differs(ds_silent.fingerprint({"freqs": turned})) == ["freqs"]
+    many = {f"net.{i}.weight": torch.full((4, 3), float(i)) for i in range(200)}
+    other = {f"net.{i}.weight": value for i, value in enumerate([torch.full((8, 3), -1.0), *list(many.values())[1:]])}
+    assert ds_silent.fingerprint(many).differs(ds_silent.fingerprint(other)) == ["net.0.weight"]
+    placeholders = {name: torch.empty(0) for name in state}
+    with pytest.raises(ValueError, match="give the engine or model itself"):
+        ds_silent.fingerprint(placeholders)
+
+
+def test_parts_of_a_model_in_several_files_are_refused(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        torch.save(
+            {"module": {"up.weight": torch.full((2, 2), float(rank))}}, tmp_path / f"mp_rank_0{rank}_model_states.pt"
+        )
+    with pytest.raises(ValueError, match=r"up\.weight is in several files"):
+        ds_silent.fingerprint(tmp_path)
+
+
 def test_a_name_that_only_one_side_has_is_a_difference() -> None:
     smaller = dict(Model().state_dict())
     del smaller["blocks.0.v_proj.bias"]

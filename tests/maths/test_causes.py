@@ -129,6 +129,14 @@ def test_a_rank_whose_weight_only_stands_first_is_not_named() -> None:
     assert (cause.kind, cause.ranks) == ("partial", ())
 
 
+def test_where_all_ranks_are_a_tenth_short_the_first_of_them_is_not_named() -> None:
+    short = torch.tensor((-0.104, -0.097, -0.096, -0.098), dtype=torch.float64)
+    error = short @ WHOLE / RANKS
+    for layer_noise in (normal(8, LAYERS, SMALL), normal(9, LAYERS, SMALL)):
+        cause = explained(LOCAL.mean(0) + 0.1 * layer_noise, error=error + 0.001 * normal(7, LARGE))
+        assert (cause.kind, cause.ranks) == ("partial", ())
+
+
 def test_a_rule_that_only_helps_noise_below_rounding_explains_nothing() -> None:
     noisy = LOCAL.mean(0) + 0.06 * normal(9, LAYERS, SMALL)
     error = noisy - LOCAL.mean(0)
