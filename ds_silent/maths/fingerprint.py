@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.device import generator_state
-from ds_silent.maths.mixing import GOLDEN, keys_of
+from ds_silent.maths.mixing import GOLDEN, keys_of, signed
 
 Hash = tuple[int, int]
 
@@ -125,13 +125,9 @@ def _words(flat: Tensor) -> Iterator[Tensor]:
 @lru_cache(maxsize=8)
 def _keys(device: torch.device) -> tuple[Tensor, Tensor]:
     """int64 (KEYS,) odd keys with distinct lower halves, and (DEVICE_ROWS + 1,) powers of the odd row multiplier."""
-    powers = [_signed(pow(GOLDEN, exponent, 1 << 64)) for exponent in range(DEVICE_ROWS + 1)]
+    powers = [signed(pow(GOLDEN, exponent, 1 << 64)) for exponent in range(DEVICE_ROWS + 1)]
     return keys_of(KEYS, first=0).to(device), torch.tensor(powers, dtype=torch.int64, device=device)
 
 
 def _joined(pair: Hash) -> int:
-    return _signed((pair[1] & _MASK) << 32 | (pair[0] & _MASK))
-
-
-def _signed(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+    return signed((pair[1] & _MASK) << 32 | (pair[0] & _MASK))

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ds_silent.maths.mixing import GOLDEN, MIX
+from ds_silent.maths.mixing import GOLDEN, MIX, signed
 
 BLOCK = 1 << 16  # elements hashed at once: 512 KB of int64, which stay in a CPU's cache
 _MASK = (1 << 64) - 1
@@ -50,14 +50,14 @@ def joined(*pieces: tuple[int, int]) -> int:
 def _mixed(values: Tensor) -> Tensor:
     """int64 words of a block, mixed: every bit of an element reaches the lower bits, and no small change cancels."""
     if values.is_complex():
-        return _mixed(values.real) * _signed(MIX[0]) + _mixed(values.imag)
+        return _mixed(values.real) * signed(MIX[0]) + _mixed(values.imag)
     if values.dtype.is_floating_point:
         wide = values if values.dtype == torch.float64 else values.float()
         words = wide.contiguous().view(torch.int64 if wide.dtype == torch.float64 else torch.int32).long()
     else:
         words = values.long()
-    words = (words + 1) * _signed(MIX[0])
-    words = (words ^ ((words >> 32) & 0xFFFFFFFF)) * _signed(MIX[1])
+    words = (words + 1) * signed(MIX[0])
+    words = (words ^ ((words >> 32) & 0xFFFFFFFF)) * signed(MIX[1])
     return words ^ ((words >> 32) & 0xFFFFFFFF)
 
 
@@ -66,13 +66,9 @@ def _powers(device: torch.device) -> Tensor:
     """int64 (BLOCK,): P^i mod 2^64, by doubling."""
     powers = torch.ones(1, dtype=torch.int64)
     while len(powers) < BLOCK:
-        powers = torch.cat((powers, powers * _signed(_power(len(powers)))))
+        powers = torch.cat((powers, powers * signed(_power(len(powers)))))
     return powers.to(device)
 
 
 def _power(exponent: int) -> int:
     return pow(_MULTIPLIER, exponent, 1 << 64)
-
-
-def _signed(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

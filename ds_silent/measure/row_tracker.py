@@ -133,11 +133,10 @@ class RowTracker:
         consumed = visits / rows_in_epoch
         repeated = max(0.0, consumed - seen.value)
         unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without healthy padding of the last batch
-        error: float = seen.standard_error
         anew: Severity | None = None
         if self._before_anew:
             anew = "warning" if walk.facts.shuffles else "info"  # else passes may be cut, and this be the next one
-        coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, error, walk.told, rate, anew)
+        coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate, anew)
         told = replace(told, seen=seen.value, repeated=repeated)
         return RowsOfStep(told, replace(evidence, coverage=coverage))
 
