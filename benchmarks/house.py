@@ -28,7 +28,7 @@ FLOORS = (
     *("distributed", "kernels"),
     *("exchange", "replicas", "framework"),
     *("ordered", "sinks", "alerts", "runs"),
-    *("preflight", "capture", "measure", "detectors", "respond"),
+    *("preflight", "rules", "capture", "measure", "detectors", "respond"),
     "observing",
     *("frameworks", "__init__", "integrations"),
     *("practice", "commands", "drill", "numerics"),

@@ -44,6 +44,8 @@ EventKind = Literal[
     "unreduced-gradient",
     "aggregation-error",
     "update-mismatch",
+    "weights-mismatch",
+    "batch-suspect",
     "gradient-changed",
     "replica-drift",
     "drift",

@@ -1,0 +1,50 @@
+"""A rule checks one promise on one rank, and says which breaches of it this rank has found.
+
+    class Rates(Rule):
+        def breaches(self) -> tuple[Breach, ...]: ...
+
+Every rank has the same rules. Their breaches travel as one hash with each observation; where it changes, the ranks ask
+each other for the words, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_silent.records import EventKind, Severity
+
+
+@dataclass(frozen=True)
+class Breach:
+    """Describe a promise that this rank has found broken; two ranks that found the same have equal ``key``.
+
+    Attributes:
+        key: the same for the same fault on every rank and at every step; no number that changes.
+        where: what is meant, for people: a parameter, a group, a field of the batch.
+        message: one sentence or two, without the ranks: these are added where not all have it.
+        since: the step at which it was found first.
+        effects: kinds of findings that it brings about by itself, see :mod:`ds_silent.detectors.lifecycle`.
+    """
+
+    key: str
+    kind: EventKind
+    severity: Severity
+    where: str
+    message: str
+    remedy: str
+    since: int
+    effects: tuple[str, ...] = ()
+
+
+class Rule:
+    """Check one promise on this rank."""
+
+    def breaches(self) -> tuple[Breach, ...]:
+        """Return what is broken by now, between the reduction and the optimizer of a step.
+
+        It must not wait for a device. What is over is not returned any more; what a step cannot tell stays as it was.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove hooks, if it has any."""
