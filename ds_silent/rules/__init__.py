@@ -1,1 +1,1 @@
-"""Rules that need no other rank: what a configuration, a framework or an optimizer's name promises, and what happens."""
+"""Rules that need no other rank: what a configuration, a framework or an optimizer promises, and what happens."""

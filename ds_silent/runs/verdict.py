@@ -80,7 +80,7 @@ _SENTENCES: Mapping[str, tuple[str, str, str]] = {
                            "The ranks' losses are not made alike"),
     "update-mismatch": ("does not train what it should", "do not train what they should",
                         "Parameters are not trained as they are meant to be"),
-    "weights-mismatch": ("computes with other weights than those it trains", "compute with other weights than those they train",
+    "weights-mismatch": ("computes with other weights than it trains", "compute with other weights than they train",
                          "The weights in use are not those that are trained"),
     "batch-suspect": ("gets batches that cannot be meant so", "get batches that cannot be meant so",
                       "The batches cannot be meant so"),
