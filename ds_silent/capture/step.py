@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.capture.batch_rows import RowIds, id_capacity
+from ds_silent.capture.breaches import BreachCheck
 from ds_silent.capture.forwards import Forwards
 from ds_silent.capture.loaders import LoaderWatch, Walk
 from ds_silent.capture.local_gradient import LocalGradient, sample_of
@@ -45,6 +46,7 @@ from ds_silent.framework import Framework, Moments, layers_of
 from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
 from ds_silent.patches import Patches
+from ds_silent.rules.every import rules_of
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,7 @@ class StepCapture:
         aggregate = ReducedGradient(self._local, framework.peers.in_norm if framework.peers else None)
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework.words)
+        self.breach_check = BreachCheck(rules_of(framework, config), framework)
         forwards = Forwards(framework.module, self.rows, self.loaders, self.settings)
         parts = (self._local, aggregate, forwards, self.settings)
         self.moments = StepMoments(framework, self.guard, *parts, keep)
@@ -274,6 +277,7 @@ class StepCapture:
         """Put the framework's hooks in place."""
         self._patches.add(self.loaders.connect())
         self.settings.autocast.connect(self._patches, self.guard.local)
+        self.breach_check.connect(self._patches)
         self.framework.connect(moments)
 
     def close(self, ended: bool) -> None:
@@ -321,7 +325,8 @@ class StepCapture:
     def _observed(self, replica: Tensor | None) -> Observation:
         moments, local = self.moments, self._local
         scale, hashes = self.framework.scale(moments.scale), self._hashes(replica)
-        code, objective = self.settings.code(self.step), self.settings.objective.numbers()
+        code = replace(self.settings.code(self.step), breaches=self.breach_check.code(self.step))
+        objective = self.settings.objective.numbers()
         loss = moments.forwards.observed(scale)
         sketches, squares = moments.aggregate.take_local()
         self._before = Observation(

@@ -258,6 +258,9 @@ class SilentConsistencyConfig(_Block):
     preflight: bool = _switch(True)
     """Before step 1: do the ranks agree on what must agree?"""
 
+    rules: bool = _switch(True)
+    """Check what needs no other rank: what the optimizer does, its rates, what a batch says of itself."""
+
     detectors: DetectorsConfig = _inner(DetectorsConfig)
     effects: EffectsConfig = _inner(EffectsConfig)
     integrity: IntegrityConfig = _inner(IntegrityConfig)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ds_silent.capture.breaches import KEY
 from ds_silent.capture.untrained import Unlike
 from ds_silent.detectors.finding import Detector, Finding, with_odds
 from ds_silent.measure.evidence import Evidence
@@ -135,7 +136,7 @@ def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
     """Return one finding per group of settings and ranks; the event is of the step at which it was seen first."""
     findings = []
     for u in found:
-        effects = (*u.effects, *effects_of_settings("config-mismatch", u.where))
+        effects = u.effects if u.key.startswith(KEY) else (*u.effects, *effects_of_settings("config-mismatch", u.where))
         finding = Finding(u.key, u.kind, u.severity, u.ranks, u.where, None, None, u.message, u.remedy, u.since)
         findings.append(replace(finding, effects=effects))
     return findings

@@ -97,7 +97,8 @@ class Publisher:
             return False
         if on_any(known.wishes.diagnose):
             guard.agreed(capture.kept.ask)
-        self.recorder.unlike = capture.settings_check.agree(arrived, capture.group, capture.device, guard)
+        asking = arrived, capture.group, capture.device, guard
+        self.recorder.unlike = (*capture.settings_check.agree(*asking), *capture.breach_check.agree(*asking))
         parting = parting_of(known, capture.settings_check.differing)
         if guard.agreed(lambda: parting != self._parting):  # it begins or ends
             self._replicas.due = True
@@ -136,7 +137,8 @@ class Publisher:
         if known.step > self._written:
             self._write(arrived, None, wait=self._replicas.differ(known))
         if closed and self.recorder.writes:  # no rank is asked any more what it is that differs
-            self.recorder.end_unlike(self._capture.settings_check.unasked(arrived), known.step)
+            unlike = self._capture.settings_check.unasked(arrived), self._capture.breach_check.unasked(arrived)
+            self.recorder.end_unlike(sum(unlike, ()), known.step)
 
     def _note_same_draws(self, known: Gathered) -> None:
         """Report once that the ranks' first forwards drew the same random numbers."""

@@ -204,10 +204,11 @@ class EveryRank:
         gathered: Hashes = gather_on_host(self._sent(own), self._group, self._collective).numpy()
         return gathered
 
-    def texts(self, own: Sequence[str], speakers: Sequence[int]) -> list[str]:
-        """What rank ``speakers[i]`` has as its i-th text."""
+    def texts(self, own: Sequence[str], speakers: Sequence[int], size: int = TEXT_BYTES) -> list[str]:
+        """What rank ``speakers[i]`` has as its i-th text, of ``size`` bytes at most."""
         me = dist.get_rank(self._group)
-        said = np.stack([_text_slot(text if me == rank else "") for text, rank in zip(own, speakers, strict=True)])
+        pairs = zip(own, speakers, strict=True)
+        said = np.stack([_text_slot(text if me == rank else "", size) for text, rank in pairs])
         slots = self._collective(lambda: self._sent(said))  # run again, the buffer that was reduced
         self._collective(
             lambda: dist.all_reduce(slots, op=dist.ReduceOp.SUM, group=self._group)
@@ -218,9 +219,9 @@ class EveryRank:
         return torch.from_numpy(numbers).to(self._device)
 
 
-def _text_slot(text: str) -> Hashes:
-    data = text.encode("utf-8", "replace")[:TEXT_BYTES]
-    return np.frombuffer(data.ljust(TEXT_BYTES, b"\0"), dtype="<i4").astype(np.int32)
+def _text_slot(text: str, size: int) -> Hashes:
+    data = text.encode("utf-8", "replace")[:size]
+    return np.frombuffer(data.ljust(size, b"\0"), dtype="<i4").astype(np.int32)
 
 
 def lists_of(items: Sequence[Item]) -> list[Item]:

@@ -1,16 +1,20 @@
-"""A rule checks one promise on one rank, and says which breaches of it this rank has found.
+"""A rule checks one promise on one rank, and returns the breaches of it that this rank has found.
 
     class Rates(Rule):
+        def connect(self, patches, safely): ...
         def breaches(self) -> tuple[Breach, ...]: ...
 
 Every rank has the same rules. Their breaches travel as one hash with each observation; where it changes, the ranks ask
-each other for the words, once.
+each other for the words, once (:mod:`ds_silent.capture.breaches`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from ds_silent.patches import Patches
 from ds_silent.records import EventKind, Severity
 
 
@@ -37,14 +41,14 @@ class Breach:
 
 
 class Rule:
-    """Check one promise on this rank."""
+    """Check one promise on this rank. What raises in a rule ends that rule on this rank, and nothing else."""
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Register the rule's own hooks; each calls ``safely(function, *arguments)``, which may return None."""
 
     def breaches(self) -> tuple[Breach, ...]:
-        """Return what is broken by now, between the reduction and the optimizer of a step.
+        """Return what is broken by now, between the reduction and the optimizer of a measured step.
 
         It must not wait for a device. What is over is not returned any more; what a step cannot tell stays as it was.
         """
         raise NotImplementedError
-
-    def close(self) -> None:
-        """Remove hooks, if it has any."""

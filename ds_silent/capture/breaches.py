@@ -1,0 +1,165 @@
+"""What this rank's rules find, and how all ranks learn of it.
+
+    check = BreachCheck(rules, framework)
+    check.connect(patches)
+    check.code(step)                             # of this rank's breaches, 0 for none: one number of an observation
+    check.agree(arrived, group, device, guard)   # on all ranks alike, once per gathered observation
+
+While the ranks' numbers stay as they are, nothing is exchanged. Where one is new, all ranks have read so, and those
+that found the same let their first rank speak: its breaches travel as JSON text. That is a collective of two calls,
+``MOST_QUESTIONS`` times per run at most.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_silent.capture.untrained import Unlike
+from ds_silent.distributed.guard import CollectiveGuard
+from ds_silent.distributed.parts import parts_of_numbers
+from ds_silent.exchange.collectives import Arrived, gather_on_host
+from ds_silent.framework import Framework
+from ds_silent.maths.fingerprint import short_hash
+from ds_silent.patches import Patches
+from ds_silent.preflight.comparison import EveryRank
+from ds_silent.rules.rule import Breach, Rule
+from ds_silent.text import named
+
+logger = logging.getLogger("ds_silent")
+MOST_QUESTIONS = 64  # per run
+SPEAKERS, TEXT_BYTES = 4, 8192  # of one question
+KEY = "rule:"
+"""How the keys of what rules find begin."""
+_REMEMBERED = 4  # measured steps; an observation is read one or two steps later
+
+
+class BreachCheck:
+    """Hold this rank's rules, and what all ranks know of each other's breaches."""
+
+    def __init__(self, rules: Sequence[Rule], framework: Framework):
+        self._rules, self._framework = list(rules), framework
+        self._found: dict[int, tuple[Breach, ...]] = {}  # by step
+        self._asked: tuple[float, ...] = ()
+        self._answer: tuple[Unlike, ...] = ()
+        self._questions = 0
+
+    def connect(self, patches: Patches) -> None:
+        """Let each rule register its hooks."""
+        for rule in list(self._rules):
+            self._safely(rule, rule.connect, patches, partial(self._safely, rule))
+
+    def code(self, step: int) -> float:
+        """Return a short hash of this rank's breaches at ``step``; 0 where there are none."""
+        broken = [self._safely(rule, rule.breaches) or () for rule in list(self._rules)]
+        self._found[step] = found = tuple(breach for breaches in broken for breach in breaches)
+        while len(self._found) > _REMEMBERED:
+            del self._found[min(self._found)]
+        return short_hash(sorted(breach.key for breach in found)) if found else 0.0
+
+    def _safely(self, rule: Rule, function: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Run a part of a rule; one that raises is no rule any more."""
+        if rule not in self._rules:
+            return None
+        try:
+            return function(*arguments, **keywords)
+        except Exception as error:
+            self._rules.remove(rule)
+            kind = type(rule).__name__
+            logger.warning("ds_silent: the rule %s is not checked any more: %s: %s", kind, type(error).__name__, error)
+            return None
+
+    def agree(
+        self, arrived: Arrived, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard
+    ) -> tuple[Unlike, ...]:
+        """Return what rules have found, with the ranks that found it.
+
+        Every rank calls it with the same observations, at the same step: where the ranks' numbers are others than
+        before, it is a collective that waits.
+        """
+        codes = guard.agreed(lambda: self._news(arrived))
+        if codes is not None:
+            self._asked, self._questions = codes, self._questions + any(codes)
+            self._answer = ()
+            if any(codes) and self._questions <= MOST_QUESTIONS:
+                self._answer = self._ask(arrived.step, group, device, guard)
+        return self._answer
+
+    def _news(self, arrived: Arrived) -> tuple[float, ...] | None:
+        codes = tuple(arrived.known.code.breaches.tolist())
+        return None if codes == self._asked else codes
+
+    def _ask(
+        self, step: int, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard
+    ) -> tuple[Unlike, ...]:
+        own = guard.local(self._at, step) or ()
+        code = guard.local(short_hash, sorted(breach.key for breach in own)) if own else 0.0
+        mine = torch.tensor([int(code or 0.0)], dtype=torch.int32).to(device)
+        codes = gather_on_host(mine, group, guard.collective).reshape(-1).long()
+        parts = [part for part in parts_of_numbers(codes.numpy()) if codes[part[0]] != 0][:SPEAKERS]
+        if not parts:
+            return ()
+        text = guard.local(_text_of, own) or "[]"
+        spoken = EveryRank(group, device, guard.collective).texts(
+            [text] * len(parts), [part[0] for part in parts], TEXT_BYTES
+        )
+        return guard.local(_unlike, spoken, parts, len(codes)) or ()
+
+    def _at(self, step: int) -> tuple[Breach, ...]:
+        return self._found.get(step, ())
+
+    def unasked(self, arrived: Arrived) -> tuple[Unlike, ...]:
+        """Return what this rank knows by itself, where the ranks come together no more; nothing that is told."""
+        codes = self._news(arrived)
+        own = self._at(arrived.step)
+        if not codes or not own:
+            return ()
+        everybody = len(set(codes)) == 1
+        ranks = () if everybody else (dist.get_rank(self._framework.group),)
+        return tuple(_one(breach, ranks, dist.get_world_size(self._framework.group)) for breach in own)
+
+
+def _text_of(breaches: Sequence[Breach]) -> str:
+    """Write as many of the breaches as there is room for."""
+    kept = [{**asdict(breach), "message": breach.message[:1000], "remedy": breach.remedy[:1000]} for breach in breaches]
+    while len(text := json.dumps(kept)) > TEXT_BYTES:
+        kept.pop()
+    return text
+
+
+def _unlike(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_size: int) -> tuple[Unlike, ...]:
+    """Word what the first rank of each part has said of it."""
+    breaches: dict[str, Breach] = {}
+    ranks: dict[str, set[int]] = {}
+    for text, part in zip(spoken, parts, strict=True):
+        for told in json.loads(text):
+            breach = Breach(**{**told, "effects": tuple(told["effects"])})
+            breaches.setdefault(breach.key, breach)
+            ranks.setdefault(breach.key, set()).update(part)
+    return tuple(
+        _one(breach, () if len(ranks[key]) == world_size else tuple(sorted(ranks[key])), world_size)
+        for key, breach in breaches.items()
+    )
+
+
+def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
+    """Add the ranks that found it; none where all have."""
+    message = f"On {named(ranks, world_size)}: {breach.message}" if ranks else breach.message
+    return Unlike(
+        key=KEY + breach.key,
+        ranks=ranks,
+        where=breach.where,
+        message=message,
+        remedy=breach.remedy,
+        since=breach.since,
+        kind=breach.kind,
+        severity=breach.severity,
+        effects=breach.effects,
+    )

