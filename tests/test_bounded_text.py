@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from ds_silent.capture.breaches import text_of, unlike_of
 from ds_silent.capture.settings_check import same_draws, unlike
 from ds_silent.capture.untrained import Missed, reported
 from ds_silent.config import DetectorsConfig
@@ -37,6 +38,7 @@ from ds_silent.preflight.items import check_item, item_of
 from ds_silent.records import Event, EventKind, Place, Repair, to_json
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.repair_event import repair_event
+from ds_silent.rules.rule import Breach
 from ds_silent.sinks.console import event_line
 from ds_silent.sinks.files import written_event
 from ds_silent.sinks.tensorboard import event_markdown
@@ -144,7 +146,11 @@ def from_conduct(ranks: int) -> list[Finding]:
     found = [
         one for part in parts for one in unlike({"hyper_parameters": part, "trainable": part, "objective": part}, 6)
     ]
-    return setting_findings((*found, *reported(Missed(every, every), 6)))
+    kinds: tuple[EventKind, ...] = ("weights-mismatch", "batch-suspect")
+    rules = [Breach(f"{kind}{VALUE}", kind, "error", every[0] * 3, VALUE * 9, VALUE * 9, 6) for kind in kinds]
+    half = tuple(range(0, ranks, 2)), tuple(range(1, ranks, 2))
+    breaches = unlike_of([text_of(rules), text_of(rules[1:])], half, ranks)
+    return setting_findings((*found, *reported(Missed(every, every), 6), *breaches))
 
 
 def from_the_preflight(ranks: int) -> list[Event]:

@@ -106,11 +106,11 @@ class BreachCheck:
         parts = [part for part in parts_of_numbers(codes.numpy()) if codes[part[0]] != 0][:SPEAKERS]
         if not parts:
             return ()
-        text = guard.local(_text_of, own) or "[]"
+        text = guard.local(text_of, own) or "[]"
         spoken = EveryRank(group, device, guard.collective).texts(
             [text] * len(parts), [part[0] for part in parts], TEXT_BYTES
         )
-        return guard.local(_unlike, spoken, parts, len(codes)) or ()
+        return guard.local(unlike_of, spoken, parts, len(codes)) or ()
 
     def _at(self, step: int) -> tuple[Breach, ...]:
         return self._found.get(step, ())
@@ -126,15 +126,18 @@ class BreachCheck:
         return tuple(_one(breach, ranks, dist.get_world_size(self._framework.group)) for breach in own)
 
 
-def _text_of(breaches: Sequence[Breach]) -> str:
+def text_of(breaches: Sequence[Breach]) -> str:
     """Write as many of the breaches as there is room for."""
-    kept = [{**asdict(breach), "message": breach.message[:1000], "remedy": breach.remedy[:1000]} for breach in breaches]
+    kept = [
+        {**asdict(one), "where": one.where[:100], "message": one.message[:800], "remedy": one.remedy[:400]}
+        for one in breaches
+    ]
     while len(text := json.dumps(kept)) > TEXT_BYTES:
         kept.pop()
     return text
 
 
-def _unlike(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_size: int) -> tuple[Unlike, ...]:
+def unlike_of(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_size: int) -> tuple[Unlike, ...]:
     """Word what the first rank of each part has said of it."""
     breaches: dict[str, Breach] = {}
     ranks: dict[str, set[int]] = {}

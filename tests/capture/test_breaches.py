@@ -104,7 +104,6 @@ def test_breaches_become_events_with_their_ranks_and_their_end(tmp_path: Path) -
     assert watched == run_distributed(train, 3, (tmp_path, None)), "a rule that breaks changes no weight"
 
 
-
 def test_the_block_switches_rules_off() -> None:
     from ds_silent.config import SilentConsistencyConfig
     from ds_silent.rules.every import rules_of
