@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_graph import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.framework import Framework, Moments, Part, Peers, StepCounts
+from ds_silent.framework import Framework, Moments, Part, Peers, Promise, StepCounts
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.reduction import (
@@ -121,6 +121,8 @@ class Losses:
         forward's loss is the true one. So it is where both divide, as Lightning and DeepSpeed do.
         """
         divides = kwargs.get("scale_wrt_gas", True)
+        steps = int(self._engine.gradient_accumulation_steps())
+        moments.on_loss_handed(loss, Promise("engine.backward", steps) if divides else None)
         if divides and is_share(loss, self._forward_loss, self._micro_batches):
             self._say_divided_twice()
         elif divides:
@@ -128,8 +130,8 @@ class Losses:
         elif not comes_of(loss, self._forward_loss):
             moments.on_loss_share(loss)
         if self.scaled and loss.requires_grad:
-            steps = self._engine.gradient_accumulation_steps() if divides else 1
-            loss.register_hook(partial(moments.on_loss_scaled, steps))  # type: ignore[no-untyped-call]
+            times = steps if divides else 1
+            loss.register_hook(partial(moments.on_loss_scaled, times))  # type: ignore[no-untyped-call]
 
     def _say_divided_twice(self) -> None:
         """Say it once: it is alike on all ranks, so that no comparison of them shows it."""
