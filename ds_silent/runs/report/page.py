@@ -153,6 +153,7 @@ def _part(number: int, view: PlotContext) -> dict[str, Any]:
         "notes": [row for row in rows if row.severity == "info"],
         "preflight": tables.preflight_of(run),
         "repairs": tables.repairs_of(run),
+        "objective": tables.objective_of(run),
         "matrices": heat.matrices(view),
         "block": json.dumps(block, indent=1, default=str)[:20_000] if block else "",
         "problems": run.problems,
