@@ -54,6 +54,7 @@ class Term:
     factor: float  # product of the script's own numbers on the way
     labels: int | Tensor | None = None  # None: as many as weights come in, or unknown; EACH: a mask of those that count
     weights: Tensor | None = None  # one number for all class weights
+    by_hand: bool = False  # the script's own mean or sum; a minus before it belongs to what it adds up, as in -log p
 
 
 @dataclass(slots=True)
@@ -138,7 +139,7 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
     # a mask multiplies or replaces, also within a script's own function: how many labels it leaves is unknown
     masked = not _MASKS.isdisjoint(end.shown[len(start.shown) :]) or isinstance(end.node, BackwardCFunction)
     labels = None if masked else count
-    return [Term(way.node, MEAN if mean else SUM, mean, end.names, end.shown, end.factor, labels)]
+    return [Term(way.node, MEAN if mean else SUM, mean, end.names, end.shown, end.factor, labels, by_hand=True)]
 
 
 def _loss(way: _Way, name: str) -> Term | None:

@@ -185,7 +185,8 @@ def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) 
         elif term.kind == EACH:
             one.each.append(_of_each(gradient.detach(), term.labels))
         else:
-            one.flows.append((term, gradient.detach()))
+            flow = gradient.detach()
+            one.flows.append((term, flow.abs() if term.by_hand else flow))
     except Exception:
         one.known = False
 

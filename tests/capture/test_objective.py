@@ -96,7 +96,8 @@ READ: dict[str, tuple[Callable[[Tensor], Tensor], tuple[float, float, float, flo
         lambda x: _Two.apply(F.cross_entropy(x, TARGETS), F.cross_entropy(x, TARGETS, reduction="sum"))[1],
         (4, 1, 1, 4),
     ),
-    "negative": (lambda x: -x.log_softmax(1).gather(1, TARGETS.clamp(0)[:, None]).mean(), (-1, -1 / 6, -1 / 6, 6)),
+    "negative": (lambda x: -x.log_softmax(1).gather(1, TARGETS.clamp(0)[:, None]).mean(), (1, 1 / 6, 1 / 6, 6)),
+    "negative of a loss": (lambda x: -F.cross_entropy(x, TARGETS), (-1, -1 / 4, -1 / 4, 4)),
 }
 
 
