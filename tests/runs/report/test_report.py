@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 from dataclasses import replace
@@ -79,7 +80,7 @@ def objective_of(directory: Path, *found: tuple[float, float, float] | None) -> 
     page = (directory / "report.html").read_text(encoding="utf-8")
     section = page[page.index('id="h-objective"') :]
     section = section[section.index("gradient.</p>") + len("gradient.") : section.index("</section>")]
-    return re.sub(r"<[^>]+>", "", section).strip()
+    return html.unescape(re.sub(r"<[^>]+>", "", section)).strip()
 
 
 def test_the_objective_is_a_sentence(tmp_path: Path) -> None:
