@@ -27,8 +27,8 @@ from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
 from ds_silent.detectors.duplicate_data import SameGradients, SameRows, SampledRowsTest
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.jump import JumpTest
+from ds_silent.detectors.label_weights import LabelWeightsTest
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_findings
-from ds_silent.detectors.objective import ObjectiveTest
 from ds_silent.detectors.order import OrderTest, RepeatTest, SameOrderTest
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.rank_comparison import RankComparison
@@ -87,7 +87,7 @@ class Judge:
             ReplicaErrors(),
             BatchSizeTest(words),
             SettingsDetector(),
-            ObjectiveTest(),
+            LabelWeightsTest(),
             StaleParameters(alike),
             SameRows(),
             SampledRowsTest(steps),

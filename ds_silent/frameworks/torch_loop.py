@@ -98,8 +98,7 @@ class TorchLoop:
         scaler = torch.amp.GradScaler
         patches.wrap_method(scaler, "scale", self._scale)
         patches.wrap_method(scaler, "step", self._scaler_step)
-        if "accelerate" in sys.modules:
-            patches.wrap_method(sys.modules["accelerate"].Accelerator, "backward", self._accelerated)
+        follow_accelerate(patches, moments)
         patches.also(self._forget)
 
     def _forget(self) -> None:
@@ -136,12 +135,6 @@ class TorchLoop:
             self._depth -= 1
             if self._depth == 0:
                 self._backward_ended()
-
-    def _accelerated(self, original: Callable[..., Any], accelerator: Any, loss: Any, **kwargs: Any) -> Any:
-        """Follow a loss that accelerate divides; by 1 where a script or a Trainer accumulates itself (1.0 to 1.15)."""
-        steps = int(accelerator.gradient_accumulation_steps)
-        self._moments.on_loss_handed(loss, Promise("accelerator.backward", steps) if steps > 1 else None)
-        return original(accelerator, loss, **kwargs)
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
         if not self._open:
@@ -250,6 +243,18 @@ def rows_in(args: Any, kwargs: Any) -> int:
     """Count the rows of a micro-batch: the first dimension of the first tensor that has one."""
     tensors, _ = batch_tensors(args, kwargs)
     return next((int(tensor.shape[0]) for tensor in tensors if tensor.ndim), 0)
+
+
+def follow_accelerate(patches: Patches, moments: Moments) -> None:
+    """Follow losses that accelerate divides; by 1 where a script or a Trainer accumulates itself (1.0 to 1.15)."""
+
+    def backward(original: Callable[..., Any], accelerator: Any, loss: Any, **kwargs: Any) -> Any:
+        steps = int(accelerator.gradient_accumulation_steps)
+        moments.on_loss_handed(loss, Promise("accelerator.backward", steps) if steps > 1 else None)
+        return original(accelerator, loss, **kwargs)
+
+    if hasattr(sys.modules.get("accelerate"), "Accelerator"):
+        patches.wrap_method(sys.modules["accelerate"].Accelerator, "backward", backward)
 
 
 class TorchFramework(Framework):

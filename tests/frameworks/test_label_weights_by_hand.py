@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.detectors.objective import STEPS
+from ds_silent.detectors.label_weights import STEPS
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 

@@ -36,7 +36,7 @@ class Multiple(NamedTuple):
     ranks: int
 
 
-class ObjectiveTest(Detector):
+class LabelWeightsTest(Detector):
     """Judge the sum of the weights, and where it is promised their spread."""
 
     key = "objective"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants
-from ds_silent.detectors.objective import STEPS, Multiple, ObjectiveTest, multiple_of
+from ds_silent.detectors.label_weights import STEPS, LabelWeightsTest, Multiple, multiple_of
 from ds_silent.framework import Promise
 from ds_silent.measure.evidence import Evidence, LabelWeights
 from ds_silent.records import Event
@@ -132,7 +132,7 @@ def test_a_short_window_ends_nothing() -> None:
 
 
 def test_a_note_survives_a_checkpoint() -> None:
-    made, test, other = Run(ranks=3), ObjectiveTest(), ObjectiveTest()
+    made, test, other = Run(ranks=3), LabelWeightsTest(), LabelWeightsTest()
     evidence = Evidence(label_weights=weights(4.0, ()))
     for _ in range(STEPS - 1):
         test.step(made.record(), evidence)
