@@ -60,10 +60,9 @@ class LabelWeightsTest(Detector):
     def _judged(self, record: StepRecord, weights: LabelWeights) -> Finding | None:
         total, count, ranks = abs(float(weights.totals.mean())), max(weights.backwards), record.world_size
         multiple = multiple_of(total, count, ranks)
-        since = record.step if self._open is None else self._open.since
         if multiple is not None and _is_broken(multiple, weights, ranks):
             message = f"{_sentence(total, multiple, count, ranks)} {_promised(weights, count)}"
-            return _finding("sum", message, _remedy(total), total, since)
+            return _finding("sum", message, _remedy(total), total, record.step)
         if total > 0.0 and _near(total, 1.0) and weights.by_items and weights.reductions == {SUM}:
             spread = float(weights.largest.max() / weights.smallest.min())
             if not (spread <= 1.0 + NEAR or _each_its_own(weights)):
@@ -72,7 +71,7 @@ class LabelWeightsTest(Detector):
                     "loss was given num_items_in_batch, the number of labels of the whole step."
                 )
                 remedy = "Divide the sum over the labels by num_items_in_batch, and by no count of a micro-batch's own."
-                return _finding("spread", message, remedy, spread, since)
+                return _finding("spread", message, remedy, spread, record.step)
         self._note(record, total, multiple, weights, count)
         return None
 
@@ -129,7 +128,7 @@ def _is_broken(multiple: Multiple, weights: LabelWeights, ranks: int) -> bool:
 
 def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: int) -> bool:
     """Tell whether the script's own numbers are those that the multiple is made of."""
-    if not _is_mean(weights) or 0 not in multiple:
+    if not _is_mean(weights):
         return False
     constants, times = weights.constants, abs(weights.constants.times)
     if multiple.ranks > 0:  # twice a loss may be meant

@@ -64,6 +64,7 @@ SILENT = {
     "a short window of a loop": weights(0.5, backwards=frozenset({2})),
     "windows that are not alike": weights(0.25, backwards=frozenset({2, 4}), promise=ENGINE),
     "a mean, and nothing known of why": weights(4.0, (4.0,)),
+    "a quarter in another way": weights(0.25, (4.0, 2.0, 2.0)),
     "four times by hand": weights(4.0, times=4.0),
     "the items of each rank": weights(
         1.0,
@@ -82,6 +83,7 @@ NOTED = {
     "divided twice": (weights(0.25, (4.0, 4.0)), "divided by the 4 micro-batches twice"),
     "divided by the ranks": (weights(1 / 3, (4.0, 3.0)), "divided by the 3 ranks"),
     "multiplied by the ranks": (weights(3.0, times=3.0), "multiplied by the 3 ranks"),
+    "both at once": (weights(1 / 12, (4.0, 4.0, 3.0)), "twice, and they are divided by the 3 ranks"),
     "by the ranks, beside a promise of another": (weights(1 / 3, (3.0,), promise=ENGINE, wrapper=0.25), "3 ranks"),
 }
 
