@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.practice.probe import ROWS, hash_of
+from ds_silent.practice.probe import LENGTH, ROWS, hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.frameworks.test_oracle import chunks as in_parts
 from tests.support.distributed import run_distributed
@@ -120,3 +120,53 @@ def check(record: dict[str, Any], shape: Shape, ranks: int) -> None:
 
 def is_fault(event: dict[str, Any]) -> bool:
     return event["severity"] != "info" or event["kind"] == "gradient-changed"
+
+
+MICRO_BATCHES = 3
+
+
+def train_with_own_loss(directory: str) -> None:
+    """On every rank: losses that the schedule divides by the micro-batches, and losses that the script has divided."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for times in (1, MICRO_BATCHES):
+        with parallel(1, 1, None):
+            chunks, optimizer, _ = build_gpt(1, 1, None, MegatronCase(accumulation=MICRO_BATCHES))
+
+            def forward_step(data: Any, model: Any, times: int = times) -> tuple[Any, Any]:
+                tokens = torch.randint(0, 50, (ROWS, LENGTH), generator=generator)
+                mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+
+                def loss_function(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+                    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+                    return loss / times, {}
+
+                return model(tokens, torch.arange(LENGTH).expand(ROWS, LENGTH), mask), loss_function
+
+            block = {"output_dir": f"{directory}/{times}", "tensorboard": False}
+            with ds_silent.observe(chunks, optimizer, config=block, accumulation=MICRO_BATCHES):
+                for _ in range(STEPS):
+                    get_forward_backward_func()(
+                        forward_step_func=forward_step,
+                        data_iterator=None,
+                        model=chunks,
+                        num_microbatches=MICRO_BATCHES,
+                        seq_length=LENGTH,
+                        micro_batch_size=ROWS,
+                        forward_only=False,
+                    )
+                    optimizer.step()
+                    chunks[0].zero_grad_buffer()
+
+
+def test_a_loss_that_the_schedule_and_the_script_divide_is_told_at_its_first_step(tmp_path: Path) -> None:
+    run_distributed(train_with_own_loss, 2, (str(tmp_path),), timeout=200)
+    for times in (1, MICRO_BATCHES):
+        records = list(read_metrics(tmp_path / str(times) / "metrics.jsonl"))
+        assert [record["objective"]["weight_sum"] for record in records] == pytest.approx([1 / times] * STEPS, rel=1e-5)
+        told = [event for event in read_events(tmp_path / str(times) / "events.jsonl") if is_fault(event)]
+        assert [(e["kind"], e["severity"], e["step"]) for e in told] == (
+            [] if times == 1 else [("objective-mismatch", "warning", 1)]
+        )
+        assert times == 1 or "Megatron-core's schedule promises the mean" in told[0]["message"]
