@@ -182,7 +182,7 @@ def mistakes(update: Update, old: Elements, seen: Tensor, unit: float) -> Iterat
     known = change.abs() > 4.0 * error
     if bool(known.any()):
         factor = float((moved[known] / change[known]).median())
-        if _FACTORS[0] < factor < _FACTORS[1]:
+        if _FACTORS[0] < factor < _FACTORS[1] and f"{factor:.3g}" != "1":
             # the factor itself is as uncertain as the best known element
             doubt = float((error[known] / change[known].abs()).min()) * max(1.0, factor)
             words = f"the rate is {factor:.3g} times the group's"
@@ -212,7 +212,7 @@ def variants(update: Update) -> Iterator[tuple[str, Update]]:
         for value in _BETA1:
             if value != update.beta1:
                 yield f"{momentum} is {value:g} instead of {update.beta1:g}", replace(update, beta1=value)
-    if update.kind in ("Adam", "Lion"):
+    if update.kind == "Adam":  # Lion's has no part in this step's weights
         for value in _BETA2:
             if value != update.beta2:
                 yield f"beta2 is {value:g} instead of {update.beta2:g}", replace(update, beta2=value)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +126,29 @@ def every_form() -> Iterator[Any]:
 def test_torch_does_what_the_formulas_say(make: Make, dtype: torch.dtype) -> None:
     script = Script(make, dtype)
     assert script.run() == []
+    assert not script.judged._whole, "something was judged"
+
+
+BUILT = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "nowhere"))
+OF_DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {
+    "fused_adam": ("FusedAdam", {"adam_w_mode": True}),
+    "cpu_adam": ("DeepSpeedCPUAdam", {"adamw_mode": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changed", [{}, {"mode": False}, {"bias_correction": False}, {"betas": (0.5, 0.6)}], ids=str)
+@pytest.mark.parametrize("name", OF_DEEPSPEED)
+def test_deepspeeds_kernels_do_what_the_formulas_say(name: str, changed: dict[str, Any], dtype: torch.dtype) -> None:
+    if not (BUILT / name / f"{name}.so").is_file():
+        pytest.skip(f"{name} is not built, which takes minutes")
+    import deepspeed.ops.adam
+
+    kind, own = OF_DEEPSPEED[name]
+    mode = dict.fromkeys(own, changed.get("mode", True))
+    settings = {key: value for key, value in changed.items() if key != "mode"}
+    script = Script(by(getattr(deepspeed.ops.adam, kind), lr=1e-3, weight_decay=0.1, **mode, **settings), dtype)
+    assert script.run(12) == []
     assert not script.judged._whole, "something was judged"
 
 
