@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,6 +118,16 @@ class StepCounts:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from :meth:`state_dict`."""
         self.taken, self.rows = int(state["step"]) - 1, int(state["rows"])
+
+
+Origin = Literal["yours", "default", "framework"]
+
+
+class Setting(NamedTuple):
+    """A value that a training runs with, and where it comes from; one that the framework computed is its own."""
+
+    value: Any
+    origin: Origin
 
 
 @dataclass
@@ -248,6 +258,14 @@ class Framework:
     def optimizers(self) -> list[Any]:
         """Return the ``torch.optim`` optimizers at the bottom."""
         return self._optimizers
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what the framework itself runs with, by name; see :mod:`ds_silent.rules.settings_in_force`."""
+        return {}
+
+    def schedulers(self) -> list[Any]:
+        """Return the schedulers of the learning rates; none where the framework does not know them."""
+        return []
 
     def parameter_groups(self) -> list[list[Tensor]] | None:
         """Return the model's own parameters by the groups of the optimizers: the same lists until they change."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
+from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
+from ds_silent.rules.update import UpdateRule
 
 
 def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule]:
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    return []
+    return [UpdateRule(framework, config.interval), RateRule(framework)]

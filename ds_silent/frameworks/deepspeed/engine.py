@@ -21,8 +21,9 @@ from torch import Tensor
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_graph import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.framework import Framework, Moments, Part, Peers, Promise, StepCounts
+from ds_silent.framework import Framework, Moments, Part, Peers, Promise, Setting, StepCounts
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
+from ds_silent.frameworks.deepspeed.engine_settings import settings_of
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.reduction import (
     KeptGradients,
@@ -246,6 +247,12 @@ class DeepSpeedFramework(Framework):
 
     def optimizers(self) -> list[Any]:
         return base_optimizers(self._engine)
+
+    def settings(self) -> dict[str, Setting]:
+        return settings_of(self._engine)
+
+    def schedulers(self) -> list[Any]:
+        return [] if self._engine.lr_scheduler is None else [self._engine.lr_scheduler]
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         return replicated_parameters(self._engine), lambda: replicated_state(self._engine)
