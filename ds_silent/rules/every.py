@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
+from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.rule import Rule
 
 
@@ -11,4 +12,4 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    return []
+    return [BatchContents(framework)]
