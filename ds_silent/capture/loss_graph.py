@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 NODES = 64  # nodes that are read, from the root down
 BELOW = 12  # nodes between a sum or mean and the per-label losses that it adds up
@@ -35,6 +36,7 @@ _NEUTRAL = frozenset(_PLAIN.split())
 """Operations that multiply nothing; their number may depend on the data."""
 _OTHERS = "Mul Div Neg Sub Rsub Pow Exp Index MaskedSelect MaskedFill Where Abs Clamp"
 _ELEMENTWISE = _NEUTRAL | frozenset(_OTHERS.split())
+_MASKS = frozenset(("MulBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"))
 _NARROWER = {torch.float64: torch.tensor(0.0), torch.int64: torch.tensor(0, dtype=torch.int32)}
 _OWN = "MulBackward1"  # by an argument of a torch function, such as label smoothing; independent of rows
 _HOOKS_SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # since torch 2.7
@@ -50,8 +52,9 @@ class Term:
     names: tuple[str, ...]  # of the operations on the way, without numbers
     shown: tuple[str, ...]  # the same with numbers
     factor: float  # product of the script's own numbers on the way
-    labels: int | Tensor | None = None  # None: as many as weights come in, or unknown
+    labels: int | Tensor | None = None  # None: as many as weights come in, or unknown; EACH: a mask of those that count
     weights: Tensor | None = None  # one number for all class weights
+    by_hand: bool = False  # the script's own mean or sum; a minus before it belongs to what it adds up, as in -log p
 
 
 @dataclass(slots=True)
@@ -133,9 +136,10 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
     if losses:
         return losses
     end = end or start
-    # a mask multiplies: the number of addends is unknown
-    labels = None if not mean and "MulBackward0" in end.shown[len(start.shown) :] else count
-    return [Term(way.node, MEAN if mean else SUM, mean, end.names, end.shown, end.factor, labels)]
+    # a mask multiplies or replaces, also within a script's own function: how many labels it leaves is unknown
+    masked = not _MASKS.isdisjoint(end.shown[len(start.shown) :]) or isinstance(end.node, BackwardCFunction)
+    labels = None if masked else count
+    return [Term(way.node, MEAN if mean else SUM, mean, end.names, end.shown, end.factor, labels, by_hand=True)]
 
 
 def _loss(way: _Way, name: str) -> Term | None:
@@ -156,7 +160,8 @@ def _loss(way: _Way, name: str) -> Term | None:
             labels = _saved(node, "total_weight")  # each label weighs 1: torch has counted them
         else:
             target = _saved(node, "target")
-            labels = None if target is None else (target != ignored).sum()
+            labels = None if target is None else target != ignored
+            labels = labels.sum() if reduction and labels is not None else labels
     elif reduction:
         inner, place = node.next_functions[0]
         labels = None if inner is None else math.prod(inner._input_metadata[place].shape)
@@ -167,7 +172,8 @@ def _loss(way: _Way, name: str) -> Term | None:
     said += [words for words, _ in weights]
     said += [f"{which} {getattr(node, f'_saved_{which}'):g}" for which in _SHAPES.get(operation, ())]
     name = f"{name} ({', '.join(said)})"
-    kind = (EACH, MEAN, SUM)[reduction]
+    unknown = name.startswith("NllLoss") and not reduction and labels is None  # which labels are ignored
+    kind = 0.0 if unknown else (EACH, MEAN, SUM)[reduction]
     number = _one_number(weights[0][1]) if weights else None
     return Term(node, kind, reduction == 1, (*way.names, name), (*way.shown, name), way.factor, labels, number)
 

@@ -183,16 +183,19 @@ def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) 
         if type(gradient) is not Tensor:
             one.known = False
         elif term.kind == EACH:
-            one.each.append(_of_each(gradient.detach()))
+            one.each.append(_of_each(gradient.detach(), term.labels))
         else:
-            one.flows.append((term, gradient.detach()))
+            flow = gradient.detach()
+            one.flows.append((term, flow.abs() if term.by_hand else flow))
     except Exception:
         one.known = False
 
 
-def _of_each(weights: Tensor) -> Weighed:
-    """Sum up the labels' weights; a label with weight 0 counts nothing."""
+def _of_each(weights: Tensor, labels: int | Tensor | None) -> Weighed:
+    """Sum up the labels' weights; one that is ignored, or has weight 0, counts nothing."""
     weights = weights.float()
+    if isinstance(labels, Tensor):
+        weights = weights * labels
     there = weights != 0.0
     low = torch.where(there, weights, math.inf).min()
     high = torch.where(there, weights, -math.inf).max()
