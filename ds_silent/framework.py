@@ -143,6 +143,15 @@ class Peers:
         return compared(self.duplicates, step)
 
 
+@dataclass(frozen=True)
+class WeightCopy:
+    """Hold low-precision weights, and the fp32 masters that they are rounded from: flat, of the same elements."""
+
+    name: str
+    weights: Tensor
+    masters: Tensor
+
+
 class Framework:
     """One training of one framework. Every rank asks the same at the same steps. Making one is a collective."""
 
@@ -157,6 +166,7 @@ class Framework:
     aggregate_replicated = False  # every rank holds the whole aggregated gradient where it accumulates
     observes_applied = False  # :meth:`applied` can tell
     promise: Promise | None = None  # of a trainer around it; a wrapper of the backward has its own
+    forwards_alone = False  # no other rank takes part in a forward of the module
     clip = 0.0  # largest norm of the applied gradient; 0 is none
     peers: Peers | None = None  # where several data-parallel groups share the model
     wrapper: object = None  # the DistributedDataParallel that is this training's
@@ -274,6 +284,10 @@ class Framework:
     def reduced_ids(self) -> Set[int] | None:
         """Return ``id`` of each parameter whose gradient is reduced; None: of all that have one, or not known."""
         return None
+
+    def copies(self) -> list[WeightCopy]:
+        """Return the low-precision weights that this rank rounds from masters, as they are between two updates."""
+        return []
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Return parameters that every rank holds whole, and a function that names all else that is replicated."""
