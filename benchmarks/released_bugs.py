@@ -5,10 +5,11 @@
     python benchmarks/released_bugs.py --json found.json
 
 Each row names a release in which something is wrong and, where there is one, a release in which it is right. Releases
-are laid over the environment, each package in a folder of its own below build/released-bugs. Both train the same six
-steps on two gloo ranks, observed and not. The number is computed by hand (released_bugs_deepspeed.py, _trainer.py and _rows.py): the wrong release
-must be wrong by it, with and without ds_silent alike, the right one right and silent. The exit status is 0 only then,
-and where each row is told as it says: by an event of that kind at that step, or not told, with the reason.
+are laid over the environment, each package in a folder of its own below build/released-bugs. Both train a few steps on
+two gloo ranks, observed and not. The number is computed by hand in released_bugs_deepspeed.py, _trainer.py and
+_rows.py: the wrong release must be wrong by it, with and without ds_silent alike, the right one right and silent. The
+exit status is 0 only then, and where each row is told as it says: by an event of that kind, at the first wrong step or
+before it; or not at all, with the reason.
 """
 
 from __future__ import annotations

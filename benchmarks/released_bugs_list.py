@@ -57,15 +57,6 @@ DEEPSPEED = (
         given={"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
     ),
     Bug(
-        "bf16 without ZeRO divides by a loss scale that no loss was multiplied by",
-        "DeepSpeed issue 7837",
-        "accumulated",
-        ("deepspeed==0.18.3",),
-        (),
-        "aggregation-error",
-        given={"config": {"bf16": {"enabled": True}}, "accumulation": 1},
-    ),
-    Bug(
         "scale_wrt_gas=False divides all the same",
         "DeepSpeed pull 7724",
         "accumulated",
