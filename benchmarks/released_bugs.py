@@ -49,6 +49,7 @@ class Run:
     observed: Found | None
     alone: Found | None
     events: tuple[dict[str, Any], ...] = ()
+    objective: dict[str, Any] | None = None  # of the first record
     failure: str = ""
 
     @property
@@ -108,9 +109,13 @@ def _both(bug: Bug, directory: Path) -> Run:
             frames = "".join(traceback.format_exception(error)[-4:])
             return Run(None, None, failure=f"{type(error).__name__}: {error}\n{frames}"[:3000])
         dist.barrier()
-    events = directory / "observed" / "silent" / "events.jsonl"
-    lines = events.read_text().splitlines() if events.exists() else []
-    return Run(found["observed"], found["alone"], tuple(json.loads(line) for line in lines))
+    events, records = (_lines(directory / "observed" / "silent" / f"{name}.jsonl") for name in ("events", "metrics"))
+    objective = records[0].get("objective") if records else None
+    return Run(found["observed"], found["alone"], tuple(events), objective)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # -- outside ----------------------------------------------------------------------------------------------------------
@@ -136,7 +141,7 @@ def runs_of(release: Sequence[str], names: Sequence[str]) -> dict[str, Run]:
 
 def _run_from(read: dict[str, Any]) -> Run:
     numbers = [Found(tuple(one["errors"]), one["number"]) if one else None for one in (read["observed"], read["alone"])]
-    return Run(numbers[0], numbers[1], tuple(read["events"]), read["failure"])
+    return Run(numbers[0], numbers[1], tuple(read["events"]), read["objective"], read["failure"])
 
 
 def verdict_on_wrong(bug: Bug, run: Run) -> str:
@@ -167,6 +172,8 @@ def verdict_on_right(run: Run) -> str:
 def row(release: Sequence[str], run: Run, verdict: str, reason: str = "") -> str:
     """The release, its number, and what was told."""
     lines = [f"  {', '.join(release) or 'this environment'}: {run.alone.number if run.alone else ''} {verdict}"]
+    if run.objective is not None and run.objective["known"]:
+        lines.append(f"    the record's objective: the step's labels weigh {run.objective['weight_sum']:.4g} together")
     for event in [one for one in run.events if one["severity"] != "info"][:3]:
         lines.append(f"    step {event['step']}, {event['kind']} ({event['severity']}): {event['message']}")
     if run.told is None and reason:

@@ -88,7 +88,7 @@ def continued(watch: Watch) -> Found:
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE), loader)
     observer = None
     if watch.block is not None:
-        observer = ds_silent.attach(accelerator, optimizer=optimizer, config=watch.block, loader=loader)
+        observer = ds_silent.attach(model, optimizer=optimizer, config=watch.block, loader=loader)
     passes: list[list[int]] = [[], []]
 
     def train(batch: dict[str, Any], own: list[int]) -> None:

@@ -77,14 +77,14 @@ def llama(kind: str = "Llama", **given: Any) -> Any:
     return getattr(transformers, f"{kind}{head}")(config(vocab_size=VOCABULARY, **sizes, **tokens, **given))
 
 
-def uneven_rows(count: int) -> list[dict[str, Any]]:
-    """Rows of 4 to 30 tokens, the same on every rank. A row's first label is predicted from nothing: it is ignored."""
+def uneven_rows(count: int, first: bool) -> list[dict[str, Any]]:
+    """Rows of 4 to 30 tokens, the same on every rank. A row's first label is predicted from nothing: kept or not."""
     import torch
 
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(4, 31, (count,), generator=generator).tolist()
     rows = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    return [{"input_ids": row, "labels": [-100, *row[1:]]} for row in rows]
+    return [{"input_ids": row, "labels": [row[0] if first else -100, *row[1:]]} for row in rows]
 
 
 @dataclass
@@ -153,7 +153,9 @@ def token_mean(plain: Any, batches: Sequence[dict[str, Any]], smoothing: float, 
     return mean_over_ranks(gradient) / mean_over_ranks(labels)
 
 
-def trained(watch: Watch, family: str, kind: str = "", model_given: Any = None, **given: Any) -> Any:
+def trained(
+    watch: Watch, family: str, kind: str = "", model_given: Any = None, first: bool = False, **given: Any
+) -> Any:
     """Train by the Trainer or TRL's SFTTrainer on rows of unequal lengths.
 
     Returns the model, its copy in float64, the weights around each step, and each step's batches.
@@ -164,7 +166,7 @@ def trained(watch: Watch, family: str, kind: str = "", model_given: Any = None, 
     steps: list[tuple[Any, Any]] = []
     model = llama(family, **(model_given or {}))
     plain = copy.deepcopy(model).double()
-    collator, rows = Collator(), uneven_rows(2 * 2 * 4 * STEPS)
+    collator, rows = Collator(), uneven_rows(2 * 2 * 4 * STEPS, first)
     shared = {"data_collator": collator, "callbacks": [*watch.callbacks(), weights_at_steps(model, steps)]}
     if kind == "SFT":
         import datasets
@@ -202,7 +204,7 @@ def routers(watch: Watch) -> Found:
     coefficient = 0.5
     given = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     _, plain, steps, batches = trained(
-        watch, "Mixtral", model_given={**given, "router_aux_loss_coef": coefficient, "router_jitter_noise": 0.0}
+        watch, "Mixtral", model_given={**given, "router_aux_loss_coef": coefficient, "experts_implementation": "eager"}
     )
     names = [name for name, _ in plain.named_parameters()]
     gates = [place for place, name in enumerate(names) if name.endswith("gate.weight")]
