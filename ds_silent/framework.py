@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,16 @@ class StepCounts:
         self.taken, self.rows = int(state["step"]) - 1, int(state["rows"])
 
 
+Origin = Literal["yours", "default", "framework"]
+
+
+class Setting(NamedTuple):
+    """A value that a training runs with, and where it comes from; one that the framework computed is its own."""
+
+    value: Any
+    origin: Origin
+
+
 @dataclass
 class Peers:
     """Ranks of other groups, which hold the rest of the model, or the same once more."""
@@ -131,6 +141,15 @@ class Peers:
     def compare(self, step: int) -> Iterable[Event]:
         """Compare ranks of several groups as a step begins; on every rank, and none waits."""
         return compared(self.duplicates, step)
+
+
+@dataclass(frozen=True)
+class WeightCopy:
+    """Hold low-precision weights, and the fp32 masters that they are rounded from: flat, of the same elements."""
+
+    name: str
+    weights: Tensor
+    masters: Tensor
 
 
 class Framework:
@@ -147,6 +166,7 @@ class Framework:
     aggregate_replicated = False  # every rank holds the whole aggregated gradient where it accumulates
     observes_applied = False  # :meth:`applied` can tell
     promise: Promise | None = None  # of a trainer around it; a wrapper of the backward has its own
+    forwards_alone = False  # no other rank takes part in a forward of the module
     clip = 0.0  # largest norm of the applied gradient; 0 is none
     peers: Peers | None = None  # where several data-parallel groups share the model
     wrapper: object = None  # the DistributedDataParallel that is this training's
@@ -249,6 +269,14 @@ class Framework:
         """Return the ``torch.optim`` optimizers at the bottom."""
         return self._optimizers
 
+    def settings(self) -> dict[str, Setting]:
+        """Return what the framework itself runs with, by name; see :mod:`ds_silent.rules.settings_in_force`."""
+        return {}
+
+    def schedulers(self) -> list[Any]:
+        """Return the schedulers of the learning rates; none where the framework does not know them."""
+        return []
+
     def parameter_groups(self) -> list[list[Tensor]] | None:
         """Return the model's own parameters by the groups of the optimizers: the same lists until they change."""
         return None
@@ -256,6 +284,10 @@ class Framework:
     def reduced_ids(self) -> Set[int] | None:
         """Return ``id`` of each parameter whose gradient is reduced; None: of all that have one, or not known."""
         return None
+
+    def copies(self) -> list[WeightCopy]:
+        """Return the low-precision weights that this rank rounds from masters, as they are between two updates."""
+        return []
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Return parameters that every rank holds whole, and a function that names all else that is replicated."""

@@ -270,6 +270,8 @@ class TorchFramework(Framework):
         checks: whether the reduction's result should be what :meth:`arithmetic` says, up to rounding.
     """
 
+    forwards_alone = True
+
     def __init__(
         self,
         module: nn.Module,

@@ -34,6 +34,8 @@ EVERYWHERE = {
         "aggregate-flip-lowest-bit",
         *(f"aggregate-flip-byte-{byte}" for byte in range(4)),
     ),
+    *("decay-left-out", "bias-correction-left-out", "update-applied-twice", "rate-doubled-in-the-step"),
+    "tensor-not-stepped",
     *("retry-burst", "retry-burst-twice", "retry-burst-always", "retry-bucket-dropped"),
 }
 TWO_RANKS = {"majority-two-ranks", "majority-tie"}

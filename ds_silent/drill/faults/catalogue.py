@@ -28,6 +28,7 @@ from ds_silent.drill.faults.fault import (
     Fault,
     Where,
 )
+from ds_silent.drill.faults.formulas import FORMULA_FAULTS
 from ds_silent.drill.faults.injection import Maker, attempts, both, from_on, once, one
 from ds_silent.records import EventKind
 
@@ -395,5 +396,5 @@ _ANSWERED = (
 )
 # fmt: on
 
-_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_REDUCTION, *_UPDATE, *_ANSWERED)
+_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_REDUCTION, *_UPDATE, *FORMULA_FAULTS, *_ANSWERED)
 FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _ALL}

@@ -21,8 +21,10 @@ from torch import Tensor
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_graph import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.framework import Framework, Moments, Part, Peers, Promise, StepCounts
+from ds_silent.framework import Framework, Moments, Part, Peers, Promise, Setting, StepCounts, WeightCopy
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
+from ds_silent.frameworks.deepspeed.engine_settings import settings_of
+from ds_silent.frameworks.deepspeed.masters import masters_of
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.reduction import (
     KeptGradients,
@@ -157,6 +159,7 @@ class DeepSpeedFramework(Framework):
         self._engine, self._shape = engine, shape_of(engine)
         self.words = WORDS if self._shape.meshed is None else OF_A_MESH
         self.ranks_comparable = self._shape.alike
+        self.forwards_alone = self._shape.plain and engine.zero_optimization_stage() < 3
         self.numels = [numel_of(p) for p in self.parameters]
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.micro_batch_rows = int(engine.train_micro_batch_size_per_gpu())
@@ -246,6 +249,15 @@ class DeepSpeedFramework(Framework):
 
     def optimizers(self) -> list[Any]:
         return base_optimizers(self._engine)
+
+    def settings(self) -> dict[str, Setting]:
+        return settings_of(self._engine)
+
+    def schedulers(self) -> list[Any]:
+        return [] if self._engine.lr_scheduler is None else [self._engine.lr_scheduler]
+
+    def copies(self) -> list[WeightCopy]:
+        return masters_of(self._engine)
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         return replicated_parameters(self._engine), lambda: replicated_state(self._engine)

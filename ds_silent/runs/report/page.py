@@ -152,6 +152,7 @@ def _part(number: int, view: PlotContext) -> dict[str, Any]:
         "events": [row for row in rows if row.severity != "info"],  # that disturb
         "notes": [row for row in rows if row.severity == "info"],
         "preflight": tables.preflight_of(run),
+        "settings": tables.settings_of(run),
         "repairs": tables.repairs_of(run),
         "objective": tables.objective_of(run),
         "matrices": heat.matrices(view),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -121,6 +122,19 @@ def facts_of(view: PlotContext) -> tuple[tuple[str, str], ...]:
         ("started", text(of(facts, "started"), 40).replace("T", " ").replace("+00:00", " UTC")),
     )
     return tuple((name, value) for name, value in pairs if value)
+
+
+def settings_of(run: RunRecords) -> tuple[tuple[str, str, str], ...]:
+    """Return what the training runs with: name, value, and whose it is; of an older run nothing."""
+    settings = run.facts.get("settings")
+    if not isinstance(settings, dict):
+        return ()
+    rows = []
+    for name, one in list(settings.items())[:MOST_ROWS]:
+        value, origin = of(one, "value"), text(of(one, "from"), 20)
+        said = text(value, 200) if isinstance(value, str) else text(json.dumps(value, default=str), 200)
+        rows.append((text(name, 120), said, origin))
+    return tuple(rows)
 
 
 def preflight_of(run: RunRecords) -> dict[str, Any] | None:
