@@ -282,8 +282,7 @@ class _Hooks:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return a rank's own part of a tensor."""
-    whole = tensor.detach()
-    part: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 

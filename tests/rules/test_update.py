@@ -77,7 +77,8 @@ class Script:
         self.judged = rule
         patches.undo()
         assert not self.optimizer._optimizer_step_pre_hooks
-        assert not self.optimizer._optimizer_step_post_hooks
+        left = self.optimizer._optimizer_step_post_hooks.values()
+        assert not [hook for hook in left if hook.__module__.startswith("ds_silent")]
         return found
 
 
@@ -310,7 +311,15 @@ class OwnStep(torch.optim.AdamW):
 
 def hooked(model: nn.Module) -> torch.optim.Optimizer:
     """The script's own hooks change gradient and weight."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def shift(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01)
+
+    optimizer.register_step_post_hook(shift)
+    return optimizer
 
 
 def add_hooks(script: Script, step: int) -> None:
@@ -368,7 +377,12 @@ def broken(script: Script, step: int) -> None:
 
 
 def closed(optimizer: torch.optim.Optimizer, step: int) -> None:
-    optimizer.step(lambda: 0.0)
+    def again() -> float:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(-2.0)
+        return 0.0
+
+    optimizer.step(again)
 
 
 def scaled() -> Callable[[torch.optim.Optimizer, int], object]:
