@@ -424,7 +424,7 @@ CONTROLS: dict[str, Callable[[], Script]] = {
     "infinite, none": lambda: Script(PLAIN, change=broken),
     "closure": lambda: Script(PLAIN, step=closed),
     "scaler": lambda: Script(PLAIN, step=scaled()),
-    "scaler, fused": lambda: Script(with_form(PLAIN, fused=True, foreach=None), step=scaled()),
+    "scaler, fused": lambda: Script(by(torch.optim.SGD, lr=0.1, fused=True), step=scaled()),
     "resumed": lambda: Script(PLAIN, change=restarted),
     "rmsprop": lambda: Script(by(torch.optim.RMSprop, lr=1e-3)),
     "rate in a tensor": lambda: Script(by(torch.optim.AdamW, lr=torch.tensor(1e-3), foreach=False)),
