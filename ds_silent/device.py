@@ -110,6 +110,28 @@ def pinned(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype).pin_memory()
 
 
+class ReadLater:
+    """Bring a few numbers to the host without waiting for the device; :attr:`ready` asks whether they are there."""
+
+    def __init__(self, values: Tensor):
+        self._device, self._event = values, None
+        self._host = values
+        if values.device.type != "cpu":
+            self._host = pinned(values)
+            self._host.copy_(values, non_blocking=True)
+            self._event = module_of(values.device.type).Event()
+            self._event.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the numbers are there; it never waits."""
+        return self._event is None or bool(self._event.query())
+
+    def numbers(self) -> list[float]:
+        """Return them, once they are there."""
+        return list(self._host.tolist())
+
+
 class SideStream:
     """A stream of a device beside that of the training, and an event at the end of what was put on it."""
 

@@ -48,6 +48,7 @@ class Moments:
     post_forward: Callable[..., object]  # (module, args, output): a loss, where nothing else gives one
     on_loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins
     on_loss_share: Callable[..., object]  # (loss) one that was divided: the shares of a step add up to its loss
+    on_loss_handed: Callable[..., object]  # (loss, promise) to a wrapper, which makes the root of its backward of it
     pre_backward: Callable[..., object]  # (root, own=False) what a backward begins with; own: it reaches the model
     on_loss_scaled: Callable[..., object]  # (factor, gradient) of the loss: their product is the gradients' scale
     on_gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated
@@ -59,6 +60,19 @@ class Moments:
     post_step: Callable[[], object]  # (): the optimizers have run, the counters have advanced
     pre_checkpoint: Callable[..., object]  # (*anything)
     close: Callable[..., object]  # (*anything): the training is over
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Who promises that a step's gradient is the mean of its losses, over the micro-batches and the ranks.
+
+    Attributes:
+        by: the function, for messages.
+        micro_batches: the number that it divides by, whatever came; 0: by as many as came.
+    """
+
+    by: str
+    micro_batches: int = 0
 
 
 @dataclass
@@ -129,6 +143,15 @@ class Peers:
         return compared(self.duplicates, step)
 
 
+@dataclass(frozen=True)
+class WeightCopy:
+    """Hold low-precision weights, and the fp32 masters that they are rounded from: flat, of the same elements."""
+
+    name: str
+    weights: Tensor
+    masters: Tensor
+
+
 class Framework:
     """One training of one framework. Every rank asks the same at the same steps. Making one is a collective."""
 
@@ -142,6 +165,8 @@ class Framework:
     hook_sees_full_gradient = True  # at the boundary: what is accumulated and what a hook gets make the local gradient
     aggregate_replicated = False  # every rank holds the whole aggregated gradient where it accumulates
     observes_applied = False  # :meth:`applied` can tell
+    promise: Promise | None = None  # of a trainer around it; a wrapper of the backward has its own
+    forwards_alone = False  # no other rank takes part in a forward of the module
     clip = 0.0  # largest norm of the applied gradient; 0 is none
     peers: Peers | None = None  # where several data-parallel groups share the model
     wrapper: object = None  # the DistributedDataParallel that is this training's
@@ -259,6 +284,10 @@ class Framework:
     def reduced_ids(self) -> Set[int] | None:
         """Return ``id`` of each parameter whose gradient is reduced; None: of all that have one, or not known."""
         return None
+
+    def copies(self) -> list[WeightCopy]:
+        """Return the low-precision weights that this rank rounds from masters, as they are between two updates."""
+        return []
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Return parameters that every rank holds whole, and a function that names all else that is replicated."""

@@ -35,6 +35,7 @@ def test_the_design_s_own_block_is_accepted() -> None:
                 "coverage": True,
                 "preflight": True,
                 "rules": True,
+                "probe": False,
                 "detectors": {"enabled": True, "false_alarms_per_million_steps": 1.0},
                 "integrity": {"aggregation": True, "replica_interval": 100},
                 "respond": {"on_aggregation_error": "report", "on_replica_drift": "report"},
@@ -125,6 +126,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("coverage", 0, "must be true or false"),
     ("preflight", "on", "must be true or false"),
     ("rules", 1, "must be true or false"),
+    ("probe", "yes", "must be true or false"),
     ("detectors.enabled", [], "must be true or false"),
     ("detectors.dealt", "unknown", 'must be null, "random" or "own-shard"'),
     *(

@@ -8,7 +8,6 @@ same, which is seen in what autograd has recorded. What is observed is the mean.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.loss_graph import is_a_mean
 from ds_silent.exchange.observation import Loss
+from ds_silent.rules.language_models import shifts_labels
 
 
 class Forwards:
@@ -55,6 +55,7 @@ class Forwards:
         if not torch.is_grad_enabled():
             return
         self._times_share = times_its_share(self._module, kwargs)
+        self._settings.objective.by_items |= kwargs.get("num_items_in_batch") is not None
         rows = partial(self._take_rows, args, kwargs)
         if self._module.training:  # a wrapper's own flag stays when its module is set to evaluate
             self._evaluated = self._evaluated_loss = None
@@ -165,10 +166,3 @@ def times_its_share(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor | No
 def mean_of(loss: Tensor, factor: Tensor | None) -> Tensor:
     """Return a forward's loss, given with its graph, as the mean over the micro-batch's own tokens; without a graph."""
     return loss.detach() if factor is None or is_a_mean(loss) else loss.detach() * factor
-
-
-def shifts_labels(module: nn.Module) -> bool:
-    """Tell whether position i of the labels is what position i - 1 predicts: in transformers' decoders."""
-    causal = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
-    encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-    return causal is not None and getattr(module, "loss_function", None) is causal and not encodes

@@ -261,6 +261,9 @@ class SilentConsistencyConfig(_Block):
     rules: bool = _switch(True)
     """Check what needs no other rank: what the optimizer does, its rates, what a batch says of itself."""
 
+    probe: bool = _switch(False, drill="", check=("probe", "the first training forward is repeated a few times"))
+    """Repeat the first training forward of a causal model with other tokens: no logits before them may change."""
+
     detectors: DetectorsConfig = _inner(DetectorsConfig)
     effects: EffectsConfig = _inner(EffectsConfig)
     integrity: IntegrityConfig = _inner(IntegrityConfig)

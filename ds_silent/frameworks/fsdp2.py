@@ -132,7 +132,7 @@ def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> 
 class FSDP2Framework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
-    reduces_every_micro_batch = True
+    reduces_every_micro_batch, forwards_alone = True, False
 
     def __init__(
         self,

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
+from ds_silent.rules.batch import BatchContents
+from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
 from ds_silent.rules.update import UpdateRule
+from ds_silent.rules.weights import WeightsInUse
 
 
 def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule]:
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    return [UpdateRule(framework, config.interval), RateRule(framework)]
+    rules: list[Rule] = [UpdateRule(framework, config.interval), RateRule(framework)]
+    rules += [BatchContents(framework), WeightsInUse(framework)]
+    return [*rules, CausalProbe(framework)] if config.probe else rules

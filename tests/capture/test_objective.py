@@ -26,7 +26,7 @@ CLASSES, ROWS, STEPS = 8, 6, 12
 
 TARGETS = torch.tensor([3, -100, 1, 7, 0, -100])
 CLASS_WEIGHTS = torch.arange(1.0, 1.0 + CLASSES)
-MASK = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+MASK = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
 
 
 class _Two(torch.autograd.Function):
@@ -59,8 +59,17 @@ READ: dict[str, tuple[Callable[[Tensor], Tensor], tuple[float, float, float, flo
         lambda x: F.cross_entropy(x, TARGETS, reduction="sum") / torch.tensor(16),
         (1 / 4, 1 / 16, 1 / 16, 4),
     ),
-    "masked by hand": (lambda x: (_each(x) * MASK).sum() / MASK.sum(), (1, 1 / 4, 1 / 4, 4)),
-    "weighed by hand": (lambda x: (_each(x) * torch.tensor([1.0, 0, 2, 3, 4, 0])).mean(), (10 / 6, 1 / 6, 4 / 6, 4)),
+    "masked by hand": (lambda x: (_each(x) * MASK).sum() / MASK.sum(), (1, 1 / 3, 1 / 3, 3)),
+    "weighed by hand": (lambda x: (_each(x) * torch.tensor([1.0, 0, 2, 3, 4, 5])).mean(), (10 / 6, 1 / 6, 4 / 6, 4)),
+    "ignored labels in a sum by hand": (lambda x: _each(x).sum() / 4, (1, 1 / 4, 1 / 4, 4)),
+    "ignored labels of an image": (
+        lambda x: (
+            F.cross_entropy(x.view(1, ROWS, CLASSES, 1).transpose(1, 2), TARGETS[None, :, None], reduction="none")
+            .view(-1)
+            .mean()
+        ),
+        (4 / 6, 1 / 6, 1 / 6, 4),
+    ),
     "of an image": (
         lambda x: F.cross_entropy(x.view(1, ROWS, CLASSES).transpose(1, 2), TARGETS[None]),
         (1, 1 / 4, 1 / 4, 4),
@@ -87,7 +96,8 @@ READ: dict[str, tuple[Callable[[Tensor], Tensor], tuple[float, float, float, flo
         lambda x: _Two.apply(F.cross_entropy(x, TARGETS), F.cross_entropy(x, TARGETS, reduction="sum"))[1],
         (4, 1, 1, 4),
     ),
-    "negative": (lambda x: -x.log_softmax(1).gather(1, TARGETS.clamp(0)[:, None]).mean(), (-1, -1 / 6, -1 / 6, 6)),
+    "negative": (lambda x: -x.log_softmax(1).gather(1, TARGETS.clamp(0)[:, None]).mean(), (1, 1 / 6, 1 / 6, 6)),
+    "negative of a loss": (lambda x: -F.cross_entropy(x, TARGETS), (-1, -1 / 4, -1 / 4, 4)),
 }
 
 
@@ -132,6 +142,42 @@ def test_a_graph_that_is_kept_counts_once_for_each_backward() -> None:
         root.backward(retain_graph=True)
         objective.reached = True
     assert _numbers(objective) == pytest.approx((4, 1 / 4, 3 / 4, 8))
+
+
+MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "multiplied": lambda each, mask: (each * mask).sum() / mask.sum(),
+    "multiplied, mean": lambda each, mask: (each * mask).mean(),
+    "filled": lambda each, mask: each.masked_fill(mask == 0, 0.0).sum() / mask.sum(),
+    "where": lambda each, mask: torch.where(mask > 0, each, 0.0).mean(),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("fused", [False, True])
+def test_how_many_labels_a_mask_leaves_is_not_guessed(name: str, fused: bool) -> None:
+    """The graph does not show which elements of a loss by hand, or of a fused one, are labels."""
+    objective, logits = LocalObjective(), _logits()
+    each = _EachFused.apply(logits) if fused else -logits.log_softmax(1).gather(1, TARGETS.clamp(0)[:, None])[:, 0]
+    _backward(objective, MASKED[name](each, MASK))
+    assert objective.numbers().known == 0.0
+    if fused:
+        objective.start()
+        _backward(objective, _EachFused.apply(_logits()).sum())
+        assert objective.numbers().known == 0.0
+
+
+class _EachFused(torch.autograd.Function):
+    """Mask inside, as chunked losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.sum(1) * MASK
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return (gradients[0] * MASK)[:, None].expand_as(logits)
 
 
 class _Fused(torch.autograd.Function):
@@ -188,6 +234,10 @@ def test_what_hooks_have_packed_is_not_unpacked() -> None:
     _backward(objective := LocalObjective(), loss)
     assert objective.factor == 0.5  # a number of Python's is never packed
     assert objective.numbers().known == 0.0
+    with save_on_cpu():
+        loss = _each(_logits()).sum() / 4
+    _backward(objective := LocalObjective(), loss)
+    assert objective.numbers().known == 0.0, "which labels are ignored is packed"
 
 
 def test_a_graph_that_breaks_the_reading_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

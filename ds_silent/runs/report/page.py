@@ -154,6 +154,7 @@ def _part(number: int, view: PlotContext) -> dict[str, Any]:
         "preflight": tables.preflight_of(run),
         "settings": tables.settings_of(run),
         "repairs": tables.repairs_of(run),
+        "objective": tables.objective_of(run),
         "matrices": heat.matrices(view),
         "block": json.dumps(block, indent=1, default=str)[:20_000] if block else "",
         "problems": run.problems,

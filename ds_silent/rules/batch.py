@@ -1,0 +1,294 @@
+"""Check what a micro-batch says of itself, where a causal language model of transformers computes the loss.
+
+Its contract is documented: the model shifts the labels itself; a label of -100 does not count; a mask of 0 is padding;
+a mask that is given hides from it that positions start again. What breaks it is told; what may be meant is not.
+
+A micro-batch counts when the loss that the model itself has made of its labels gets a gradient: an evaluation, or a
+script that makes its own loss from the logits, is not looked at. Of each, a few counts are taken on the device
+(:class:`Counts`). They are added up over ``LOOKED_AT`` measured steps, from the first and from every ``EVERY``-th on,
+and judged as they come; a check that has too little to go by leaves its verdict as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from ds_silent.device import ReadLater
+from ds_silent.framework import Framework
+from ds_silent.patches import Patches
+from ds_silent.records import Severity
+from ds_silent.rules.language_models import causal_model, inputs_of
+from ds_silent.rules.rule import Breach, Rule
+
+IGNORED_LABEL = -100  # transformers' and torch.nn.CrossEntropyLoss's
+EVERY, LOOKED_AT = 64, 4  # measured steps
+_ROWS, _FEW_ROWS, _TOKENS, _PLACES = 8, 4, 64, 16  # that a verdict needs
+_UNLABELLED_ROWS = 32
+_PADDING_RUN = 4  # tokens at the beginning of a row
+
+
+class Counts(NamedTuple):
+    """Count, of some micro-batches, what the checks compare; -100 in the labels is "ignored"."""
+
+    rows: float
+    labels: float  # that count: not ignored, from the second place on
+    pairs: float  # places with a label that is not ignored and a next input
+    same: float  # of these, where the label is the input of its own place
+    ahead: float  # of these, where it is the input of the next place
+    doubled: float  # rows whose first two tokens begin a sequence
+    ends: float  # labels that count and end a sequence
+    ends_ignored: float  # ends of a sequence whose label is ignored, behind one that is not
+    padding: float  # masked places at the ends of a row, behind another one
+    padding_trained: float  # of these, with a label that is not ignored
+    restarts: float  # places where positions start again, between two tokens that a mask calls attended
+    led_by_padding: float  # rows that begin with padding tokens which the mask calls attended
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Hold the ids of one model's configuration, where they tell something: no token is two of them."""
+
+    begin: int | None
+    ends: tuple[int, ...]
+    padding: int | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> SpecialTokens:
+        """Read what ``config`` and ``generation_config`` say."""
+        places = [getattr(model, name, None) for name in ("config", "generation_config")]
+        found = {name: _ids(places, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        begin, ends, padding = found.values()
+        return cls(
+            begin=begin[0] if len(begin) == 1 and begin[0] not in (*ends, *padding) else None,
+            ends=ends,
+            padding=padding[0] if len(padding) == 1 and padding[0] not in (*begin, *ends) else None,
+        )
+
+
+def _ids(places: list[Any], name: str) -> tuple[int, ...]:
+    values = [getattr(place, name, None) for place in places]
+    listed = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
+    return tuple(dict.fromkeys(one for one in listed if isinstance(one, int)))
+
+
+def counts_of(inputs: dict[str, Any], tokens: SpecialTokens, hides_restarts: bool) -> Tensor | None:
+    """Return :class:`Counts` of one micro-batch, fp32 on its device; None where it is not one of rows of tokens.
+
+    Args:
+        inputs: of the model's forward.
+        hides_restarts: a mask keeps the model from seeing that positions start again.
+    """
+    ids, labels, mask = inputs.get("input_ids"), inputs.get("labels"), inputs.get("attention_mask")
+    if not (_of_tokens(ids) and _of_tokens(labels) and ids.shape == labels.shape and ids.shape[1] > 2):
+        return None
+    if inputs.get("shift_labels") is not None or not (mask is None or (_is_plain(mask) and mask.shape == ids.shape)):
+        return None
+    rows = torch.ones_like(ids[:, 0], dtype=torch.bool)
+    attended = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.ne(0)
+    counts = labels != IGNORED_LABEL
+    nothing = torch.zeros_like(rows)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+
+    first = attended.to(torch.int8).argmax(1, keepdim=True)
+    beginning = ids.gather(1, torch.cat((first, first + 1), 1).clamp(max=ids.shape[1] - 1))
+    doubled = nothing if tokens.begin is None else (beginning == tokens.begin).all(1)
+
+    ends = _any_of(labels, tokens.ends)
+    shown = _any_of(ids, tokens.ends) & attended
+    alone = ~torch.nn.functional.pad(shown[:, 2:], (0, 1))  # several in a row are padding
+    ends_ignored = shown[:, 1:] & alone & ~counts[:, 1:] & counts[:, :-1]
+
+    last = ids.shape[1] - 1 - attended.flip(1).to(torch.int8).argmax(1, keepdim=True)
+    outside = ((columns < first) | (columns > last)) & attended.any(1, keepdim=True)
+    padding = outside[:, 1:] & outside[:, :-1]
+
+    positions, restarts = inputs.get("position_ids"), nothing
+    if hides_restarts and mask is not None and _of_tokens(positions) and positions.shape[1] == ids.shape[1]:
+        restarts = (positions[:, 1:] == 0) & (positions[:, :-1] > 0) & attended[:, 1:] & attended[:, :-1]
+
+    led = nothing
+    if tokens.padding is not None:
+        begins = (ids[:, :_PADDING_RUN] == tokens.padding) & attended[:, :_PADDING_RUN]
+        led = begins.all(1) & (ids[:, -1] != tokens.padding)
+
+    pairs, labelled = counts[:, :-1], labels[:, :-1]
+    taken = {
+        "rows": rows,
+        "labels": counts[:, 1:],
+        "pairs": pairs,
+        "same": pairs & (labelled == ids[:, :-1]),
+        "ahead": pairs & (labelled == ids[:, 1:]),
+        "doubled": doubled,
+        "ends": ends[:, 1:],
+        "ends_ignored": ends_ignored,
+        "padding": padding,
+        "padding_trained": padding & counts[:, 1:],
+        "restarts": restarts,
+        "led_by_padding": led,
+    }
+    return torch.stack([taken[name].sum() for name in Counts._fields]).float()
+
+
+def _any_of(values: Tensor, tokens: tuple[int, ...]) -> Tensor:
+    found = torch.zeros_like(values, dtype=torch.bool)
+    for token in tokens:
+        found |= values == token
+    return found
+
+
+def _is_plain(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.ndim == 2
+
+
+def _of_tokens(value: Any) -> TypeGuard[Tensor]:
+    return _is_plain(value) and value.dtype in (torch.int64, torch.int32)
+
+
+class BatchContents(Rule):
+    """Look at the micro-batches of some steps."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._model: nn.Module | None = None
+        self._steps = 0  # measured
+        self._trained: list[Tensor] = []  # counts of the step's micro-batches
+        self._later: list[tuple[int, int, ReadLater]] = []  # measured step, the framework's own
+        self._added = Counts(*[0.0] * len(Counts._fields))
+        self._unlabelled = 0.0  # rows, since the last label that counts
+        self._broken: dict[str, Breach] = {}
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Hook the model whose contract is known."""
+        self._model = model = causal_model(self._framework.module)
+        if model is None or not type(model).forward.__module__.startswith("transformers."):
+            return
+        self._tokens = SpecialTokens.of(model)
+        self._hides_restarts = getattr(model.config, "_attn_implementation", "") in ("sdpa", "eager")
+        hook = partial(self._hook, safely)
+        patches.add(model.register_forward_hook(hook, with_kwargs=True))
+
+    def _hook(self, safely: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self._looks:
+            safely(self._forwarded, safely, args, kwargs, output)
+
+    @property
+    def _looks(self) -> bool:
+        return self._steps % EVERY < LOOKED_AT or self._unlabelled > 0
+
+    def _forwarded(self, safely: Callable[..., Any], args: Any, kwargs: Any, output: Any) -> None:
+        loss = getattr(output, "loss", None)
+        if self._model is None or not isinstance(loss, Tensor) or not loss.requires_grad:
+            return
+        with torch.no_grad():
+            counts = counts_of(inputs_of(self._model, args, kwargs), self._tokens, self._hides_restarts)
+        if counts is not None:
+            loss.register_hook(partial(self._backward, safely, counts))  # type: ignore[no-untyped-call]
+
+    def _backward(self, safely: Callable[..., Any], counts: Tensor, gradient: Tensor) -> None:
+        """Take the micro-batch: its loss is trained. A hook that returns a tensor would replace the gradient."""
+        safely(self._trained.append, counts)
+
+    def breaches(self) -> tuple[Breach, ...]:
+        """Return what is broken by now."""
+        if self._trained:
+            counts = ReadLater(torch.stack(self._trained).sum(0))
+            self._later.append((self._steps, self._framework.step, counts))
+            self._trained = []
+        self._steps += 1
+        while self._later and self._later[0][2].ready:
+            measured, step, later = self._later.pop(0)
+            self._judge(measured, step, Counts(*later.numbers()))
+        return tuple(self._broken.values())
+
+    def _judge(self, measured: int, step: int, new: Counts) -> None:
+        if measured % EVERY == 0:
+            self._added = Counts(*[0.0] * len(new))
+        self._added = Counts(*map(sum, zip(self._added, new, strict=True)))
+        self._unlabelled = 0.0 if new.labels else self._unlabelled + new.rows
+        verdicts = _verdicts(self._added, self._unlabelled)
+        for check, broken in verdicts.items():
+            if broken is False:
+                self._broken.pop(check, None)
+            elif broken and check not in self._broken:
+                self._broken[check] = _breach(check, step)
+
+
+def _verdicts(c: Counts, unlabelled: float) -> dict[str, bool | None]:
+    """Return whether each check is broken; None where that is not known yet."""
+
+    def judged(enough: bool, broken: bool) -> bool | None:
+        return broken if enough else None
+
+    return {
+        "ignored": judged(unlabelled == 0 or unlabelled >= _UNLABELLED_ROWS, unlabelled > 0),
+        "shifted": judged(c.pairs >= _TOKENS, c.ahead >= 0.8 * c.pairs and c.same <= 0.5 * c.pairs),
+        "doubled": judged(c.rows >= _ROWS, c.doubled == c.rows),
+        "ends": judged(c.ends > 0 or c.ends_ignored >= _ROWS, c.ends == 0),
+        "padding": judged(c.padding >= _PLACES, c.padding_trained >= 0.9 * c.padding),
+        "positions": judged(c.rows >= _FEW_ROWS, c.restarts >= _FEW_ROWS),
+        "padded": judged(c.rows >= _FEW_ROWS, c.led_by_padding >= _FEW_ROWS),
+    }
+
+
+def _breach(check: str, step: int) -> Breach:
+    severity, where, message, remedy = _WORDS[check]
+    return Breach(f"batch:{check}", "batch-suspect", severity, where, message, remedy, step)
+
+
+_WORDS: dict[str, tuple[Severity, str, str, str]] = {
+    "ignored": (
+        "error",
+        "labels",
+        f"Not one label counts in {_UNLABELLED_ROWS} rows or more, one after another: all are {IGNORED_LABEL}, so the "
+        "model learns nothing from them.",
+        "Decode a row and its labels: the template that finds the answer does not match, or the answer is cut off.",
+    ),
+    "shifted": (
+        "error",
+        "labels",
+        "The labels are the inputs, shifted by one already, and the model shifts them once more: each token is trained "
+        "to predict the token after the next.",
+        "Give the model labels that are the inputs themselves, or shift_labels where they are shifted.",
+    ),
+    "doubled": (
+        "warning",
+        "input_ids",
+        "Every row begins with two tokens that begin a sequence (bos_token_id): the template adds one, and the "
+        "tokenizer another.",
+        "Tokenize what a chat template has made with add_special_tokens=False.",
+    ),
+    "ends": (
+        "warning",
+        "labels",
+        "No row trains its end: tokens that end a sequence (eos_token_id) follow tokens that are trained, and their "
+        f"own labels are {IGNORED_LABEL} in all rows. The model does not learn to stop.",
+        "Use a padding token that is not the end token, or take the labels' padding from the mask and not from the id.",
+    ),
+    "padding": (
+        "warning",
+        "labels",
+        "Padding is trained: places that attention_mask calls padding have labels that count, so the model learns to "
+        "predict padding, and the loss is divided by it, too.",
+        f"Set labels to {IGNORED_LABEL} where attention_mask is 0.",
+    ),
+    "positions": (
+        "warning",
+        "position_ids",
+        "Positions start again inside rows, as where several documents are packed, and attention_mask calls all of "
+        "them attended: with a mask the model does not look at the positions, and a document attends to those before.",
+        "Leave attention_mask out of packed batches, or give a mask by documents.",
+    ),
+    "padded": (
+        "warning",
+        "attention_mask",
+        "Rows begin with padding (pad_token_id) that attention_mask calls attended, or there is no mask: the model "
+        "computes with it as with text.",
+        "Give the model the tokenizer's attention_mask.",
+    ),
+}
