@@ -14,8 +14,8 @@ state what its published formula makes of them, up to rounding (:mod:`ds_silent.
   it: a moving average, clipped or normalised weights, a repair.
 * **On an accelerator** the samples are copied to the host and judged when the copy has ended; nothing waits for it.
 
-Silent: a class that is not known, a closure, gradients that the step itself unscales, a step that is a part of a graph,
-fp16 weights without fp32 masters, sparse gradients, tensors that lie differently in memory than their gradients.
+Silent: a class that is not known, gradients that the step itself unscales, a step that is a part of a graph, fp16
+weights without fp32 masters, sparse gradients, tensors that lie differently in memory than their gradients.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TensorSample(NamedTuple):
     name: str
     group: int
     update: Update
-    step: float
+    step: float | None  # None: it lies on the device, and is the sample's last number
     state: tuple[str, ...]  # the moments that lie in the sample, in order
     unit: float
     begin: int
@@ -151,6 +151,8 @@ class UpdateRule(Rule):
                     tensors = (parameter, parameter.grad, *(state[form.state[name]] for name in one.state))
                     taken.append(one)
                     pieces += [_sampled(tensor, one) for tensor in tensors]
+                    if one.step is None:
+                        pieces.append(_local(state["step"]).reshape(1))
             if taken:
                 self._open = optimizer, taken, SampleCopy(torch.cat(pieces))
 
@@ -198,7 +200,8 @@ class UpdateRule(Rule):
         names = tuple(name for name in MOMENTS if isinstance(state.get(form.state.get(name, "")), Tensor))
         tensors = [parameter, gradient, *(state[form.state[name]] for name in names)]
         local = [_local(tensor) for tensor in tensors]
-        if step is None or not _alike(local):
+        on_device = step is None and isinstance(state.get("step"), Tensor) and state["step"].numel() == 1
+        if not (_alike(local) and (step is not None or on_device)):
             return None
         numel = local[0].numel()
         most = max(SAMPLES, SAMPLES_OF_CALL // sum(len(one["params"]) for one in optimizer.param_groups))
@@ -220,9 +223,11 @@ class UpdateRule(Rule):
         for one in taken:
             size = one.size * (2 + len(one.state))
             rows = values[offset : offset + size].reshape(-1, one.size)
+            taken_before = values[offset + size] if one.step is None else torch.tensor(one.step - 1.0).double()
+            offset += one.step is None
             seen = weights[begin : begin + one.size]
             offset, begin = offset + size, begin + one.size
-            parts.setdefault((one.update, one.unit), []).append((one, _elements(one, rows), seen))
+            parts.setdefault((one.update, one.unit), []).append((one, _elements(one, rows, taken_before + 1.0), seen))
         for (update, unit), members in parts.items():
             seen = torch.cat([weights for *_, weights in members])
             if self._wrong or bool(_misses(update, _joined([old for _, old, _ in members]), seen, unit).any()):
@@ -262,14 +267,25 @@ class _Hooks:
     def __init__(self, rule: UpdateRule, form: KnownForm, safely: Callable[..., Any]):
         self._rule, self._form, self._safely = rule, form, safely
 
-    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        unscales = (
-            getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-        )
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Look now, or when the closure returns, with which a step of every known form begins."""
+        unscales = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         last = next(reversed(optimizer._optimizer_step_pre_hooks), None) == self.pre.id  # else a hook may change things
-        if closure is None and not unscales and last and not torch.compiler.is_compiling():
+        if unscales or not last or torch.compiler.is_compiling():
+            return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if not callable(closure):
             self._safely(self._rule.before, optimizer, self._form)
+            return None
+
+        def evaluated(*given: Any, **named: Any) -> Any:
+            result = closure(*given, **named)
+            self._safely(self._rule.before, optimizer, self._form)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -282,8 +298,7 @@ class _Hooks:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return a rank's own part of a tensor."""
-    whole = tensor.detach()
-    part: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
@@ -305,11 +320,11 @@ def _sampled(tensor: Tensor, one: TensorSample) -> Tensor:
     return part.as_strided((one.size,), (one.stride,), part.storage_offset() + one.begin)
 
 
-def _elements(one: TensorSample, rows: Tensor) -> Elements:
+def _elements(one: TensorSample, rows: Tensor, step: Tensor) -> Elements:
     nothing = torch.zeros_like(rows[0])
     state = dict(zip(one.state, rows[2:], strict=True))
     moments = (state.get(name, nothing) for name in MOMENTS)
-    return Elements(rows[0], rows[1], torch.full_like(rows[0], one.step), *moments)
+    return Elements(rows[0], rows[1], step.expand_as(rows[0]), *moments)
 
 
 def _joined(several: Sequence[Elements]) -> Elements:

@@ -207,6 +207,15 @@ def test_a_factor_that_is_off_from_some_step_on_is_told(name: str, monkeypatch: 
     assert {breach.where for _, breach in found} == {"learning rate of group 1"}
 
 
+def test_a_factor_of_transformers_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both groups are off alike, which no comparison of the two shows."""
+    right = lr_scheduler.LambdaLR.get_lr
+    monkeypatch.setattr(lr_scheduler.LambdaLR, "get_lr", lambda self: [2.0 * rate for rate in right(self)])
+    found = run(by_transformers)
+    assert {breach.key for _, breach in found} == {"rate:LambdaLR:0", "rate:LambdaLR:1"}
+    assert found[0][0] == 2, "at step 0 it is 0"
+
+
 def by_hand(optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
     if step in (6, 14):
         for group in optimizer.param_groups:
