@@ -14,7 +14,11 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    rules: list[Rule] = [BatchContents(framework), WeightsInUse(framework)]
+    rules: list[Rule] = [BatchContents(framework)]
+    if (
+        config.resync.mode == "off" and config.respond.on_replica_drift != "mean"
+    ):  # they average masters and copies apart
+        rules.append(WeightsInUse(framework))
     if config.probe:
         rules.append(CausalProbe(framework))
     return rules
