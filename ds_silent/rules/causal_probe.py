@@ -241,7 +241,7 @@ def _put_back(model: nn.Module) -> Iterator[Callable[[], None]]:
         for put, state in numbers:
             put(state)
 
-    torch.set_autocast_cache_enabled(False)  # what is cached without gradient would be used by the training
+    torch.set_autocast_cache_enabled(False)  # what a torch casts without gradient, the training must not find
     try:
         yield again
     finally:
