@@ -35,8 +35,9 @@ test-matrix: $(READY) ## the full configuration matrices (tens of minutes)
 	@sh .ci/setup.sh unlock
 	@DS_SILENT_COLD=1 $(PYTHON_IN_VENV) -m pytest -m matrix
 
-test-real-bugs: $(READY) ## released DeepSpeed versions that train wrongly: what is found (10 minutes)
+test-real-bugs: $(READY) ## released versions of frameworks that train wrongly: what is found (40 minutes)
 	@$(PYTHON_IN_VENV) benchmarks/real_bugs.py
+	@$(PYTHON_IN_VENV) benchmarks/released_bugs.py
 
 test-package: ## build the wheel and run it in fresh environments, alone and with each extra (10 minutes)
 	@sh .ci/test_package.sh

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ class Moments:
     post_forward: Callable[..., object]  # (module, args, output): a loss, where nothing else gives one
     on_loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins
     on_loss_share: Callable[..., object]  # (loss) one that was divided: the shares of a step add up to its loss
+    on_loss_handed: Callable[..., object]  # (loss, promise) to a wrapper, which makes the root of its backward of it
     pre_backward: Callable[..., object]  # (root, own=False) what a backward begins with; own: it reaches the model
     on_loss_scaled: Callable[..., object]  # (factor, gradient) of the loss: their product is the gradients' scale
     on_gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated
@@ -59,6 +60,19 @@ class Moments:
     post_step: Callable[[], object]  # (): the optimizers have run, the counters have advanced
     pre_checkpoint: Callable[..., object]  # (*anything)
     close: Callable[..., object]  # (*anything): the training is over
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Who promises that a step's gradient is the mean of its losses, over the micro-batches and the ranks.
+
+    Attributes:
+        by: the function, for messages.
+        micro_batches: the number that it divides by, whatever came; 0: by as many as came.
+    """
+
+    by: str
+    micro_batches: int = 0
 
 
 @dataclass
@@ -106,6 +120,16 @@ class StepCounts:
         self.taken, self.rows = int(state["step"]) - 1, int(state["rows"])
 
 
+Origin = Literal["yours", "default", "framework"]
+
+
+class Setting(NamedTuple):
+    """A value that a training runs with, and where it comes from; one that the framework computed is its own."""
+
+    value: Any
+    origin: Origin
+
+
 @dataclass
 class Peers:
     """Ranks of other groups, which hold the rest of the model, or the same once more."""
@@ -141,6 +165,7 @@ class Framework:
     hook_sees_full_gradient = True  # at the boundary: what is accumulated and what a hook gets make the local gradient
     aggregate_replicated = False  # every rank holds the whole aggregated gradient where it accumulates
     observes_applied = False  # :meth:`applied` can tell
+    promise: Promise | None = None  # of a trainer around it; a wrapper of the backward has its own
     forwards_alone = False  # no other rank takes part in a forward of the module
     clip = 0.0  # largest norm of the applied gradient; 0 is none
     peers: Peers | None = None  # where several data-parallel groups share the model
@@ -243,6 +268,14 @@ class Framework:
     def optimizers(self) -> list[Any]:
         """Return the ``torch.optim`` optimizers at the bottom."""
         return self._optimizers
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what the framework itself runs with, by name; see :mod:`ds_silent.rules.settings_in_force`."""
+        return {}
+
+    def schedulers(self) -> list[Any]:
+        """Return the schedulers of the learning rates; none where the framework does not know them."""
+        return []
 
     def parameter_groups(self) -> list[list[Tensor]] | None:
         """Return the model's own parameters by the groups of the optimizers: the same lists until they change."""

@@ -77,6 +77,12 @@ METRICS = (
     Metric("integrity.rounding_bound", "integrity bound", "integrity/rounding_bound", "integrity_rounding_bound",
            "What rounding explains of this distance.", _INTEGRITY),
     Metric("integrity.replica_groups", tag="integrity/replica_groups"),
+    Metric("objective.weight_sum", "label weights", "objective/weight_sum", "label_weight_sum",
+           "Weight of the step's labels together in the mean of the ranks' losses: 1 for a mean."),
+    Metric("objective.weight_min", "label weight min"),
+    Metric("objective.weight_max", "label weight max"),
+    Metric("objective.spread", tag="objective/spread", gauge="label_weight_spread",
+           help="Largest weight of a label over the smallest."),
     Metric("seconds.step", "step seconds", gauge="step_seconds", help="Wall time of the optimizer step."),
     Metric("seconds.observe", "observe seconds", gauge="observe_seconds", help="The observer's part of it."),
 )  # fmt: skip

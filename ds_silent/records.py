@@ -169,6 +169,11 @@ class ObjectiveStats:
     labels: int | None = None
     known: bool | None = None  # None: nobody has looked
 
+    @property
+    def spread(self) -> float | None:
+        """How many times the label that counts least is the one that counts most."""
+        return self.weight_max / self.weight_min if self.weight_min and self.weight_max is not None else None
+
 
 @dataclass(frozen=True)
 class Seconds:

@@ -39,7 +39,29 @@ _ELEMENTWISE = _NEUTRAL | frozenset(_OTHERS.split())
 _MASKS = frozenset(("MulBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"))
 _NARROWER = {torch.float64: torch.tensor(0.0), torch.int64: torch.tensor(0, dtype=torch.int32)}
 _OWN = "MulBackward1"  # by an argument of a torch function, such as label smoothing; independent of rows
+Made = tuple[int, int]
+"""The operation that made a tensor: its number in this thread, and which output the tensor is."""
 _HOOKS_SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # since torch 2.7
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Collect the script's own numbers on a way, and those of a wrapper that the script has handed its loss to."""
+
+    divisors: tuple[float, ...] = ()  # other than 1
+    times: float = 1.0  # product of the numbers that multiply
+    by_tensor: bool = False  # a tensor multiplies or divides, too
+    wrapper: float | None = None  # the loss that was handed over times this is the root; None: no wrapper
+
+    def through(self, operation: str, number: float | None) -> Constants:
+        """Return the numbers with one operation more; ``number``: by which it multiplies."""
+        if number is None and operation in ("Mul", "Div"):
+            return replace(self, by_tensor=True)
+        if number is None or number == 1.0:
+            return self
+        if operation == "Div":
+            return replace(self, divisors=(*self.divisors, 1.0 / number if number else math.inf))
+        return replace(self, times=self.times * number)
 
 
 @dataclass(slots=True)
@@ -54,6 +76,7 @@ class Term:
     factor: float  # product of the script's own numbers on the way
     labels: int | Tensor | None = None  # None: as many as weights come in, or unknown; EACH: a mask of those that count
     weights: Tensor | None = None  # one number for all class weights
+    constants: Constants = Constants()
     by_hand: bool = False  # the script's own mean or sum; a minus before it belongs to what it adds up, as in -log p
 
 
@@ -66,6 +89,7 @@ class _Way:
     names: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
     factor: float = 1.0
+    constants: Constants = Constants()
 
     def through(self, name: str, operation: str) -> _Way:
         """Return the way with this node's own operation."""
@@ -75,29 +99,36 @@ class _Way:
         shown = name if times is None else f"{name} x {times:.6g}"
         factor = self.factor * (1.0 if times is None else times)
         name = shown if name == _OWN else name
-        return _Way(self.node, self.place, (*self.names, name), (*self.shown, shown), factor)
+        constants = self.constants.through(operation, times)
+        return _Way(self.node, self.place, (*self.names, name), (*self.shown, shown), factor, constants)
 
     def on(self) -> Iterable[_Way]:
         """Return the ways to what the node was made of."""
         made_of = _made_of(self.node, self.place)
-        return [_Way(node, place, self.names, self.shown, self.factor) for node, place in made_of]
+        return [_Way(node, place, self.names, self.shown, self.factor, self.constants) for node, place in made_of]
 
 
-def losses_in(root: Tensor) -> list[Term] | None:
+def losses_in(root: Tensor, handed: Made | None = None) -> list[Term] | None:
     """Return :func:`terms_of`; None where a torch release has other nodes, which must not end the observation."""
     try:
-        return terms_of(root)
+        return terms_of(root, handed)
     except Exception:
         return None
 
 
-def terms_of(root: Tensor) -> list[Term] | None:
-    """Return the losses that ``root`` is made of, nearest first; None if they are too far or too many."""
+def terms_of(root: Tensor, handed: Made | None = None) -> list[Term] | None:
+    """Return the losses that ``root`` is made of, nearest first; None if they are too far or too many.
+
+    Args:
+        handed: identifies the loss that the script has handed to a wrapper, which made the root of it.
+    """
     waiting, found = deque([_Way(root.grad_fn, root.output_nr)]), list[Term]()
     for _ in range(NODES):
         if not waiting:
             return found
         way = waiting.popleft()
+        if handed is not None and (way.node._sequence_nr(), way.place) == handed:
+            way = replace(way, constants=Constants(wrapper=way.factor))
         name = way.node.name()
         loss = _loss(way, name)
         if loss is not None:
@@ -116,7 +147,7 @@ def terms_of(root: Tensor) -> list[Term] | None:
 def _added_up(way: _Way, name: str, count: int) -> list[Term]:
     """Return what a sum or mean adds up: per-label losses if they are near, else the script's own numbers."""
     mean = name.startswith("Mean")
-    start = _Way(way.node, way.place, (*way.names, name), (*way.shown, name), way.factor)
+    start = _Way(way.node, way.place, (*way.names, name), (*way.shown, name), way.factor, way.constants)
     waiting, losses, end = deque(start.on()), list[Term](), None
     for _ in range(BELOW):
         if not waiting:
@@ -138,8 +169,8 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
     end = end or start
     # a mask multiplies or replaces, also within a script's own function: how many labels it leaves is unknown
     masked = not _MASKS.isdisjoint(end.shown[len(start.shown) :]) or isinstance(end.node, BackwardCFunction)
-    labels = None if masked else count
-    return [Term(way.node, MEAN if mean else SUM, mean, end.names, end.shown, end.factor, labels, by_hand=True)]
+    labels, kind = None if masked else count, MEAN if mean else SUM
+    return [Term(way.node, kind, mean, end.names, end.shown, end.factor, labels, None, end.constants, by_hand=True)]
 
 
 def _loss(way: _Way, name: str) -> Term | None:
@@ -175,7 +206,8 @@ def _loss(way: _Way, name: str) -> Term | None:
     unknown = name.startswith("NllLoss") and not reduction and labels is None  # which labels are ignored
     kind = 0.0 if unknown else (EACH, MEAN, SUM)[reduction]
     number = _one_number(weights[0][1]) if weights else None
-    return Term(node, kind, reduction == 1, (*way.names, name), (*way.shown, name), way.factor, labels, number)
+    names, shown = (*way.names, name), (*way.shown, name)
+    return Term(node, kind, reduction == 1, names, shown, way.factor, labels, number, way.constants)
 
 
 _CLASSES, _POSITIVE = ("weight", "class weights"), ("pos_weight", "positive weights")
@@ -225,9 +257,6 @@ def _number_of(node: Any, operation: str) -> float | None:
 
 
 # -- the way back to a forward's loss ----------------------------------------------------------------------------------
-
-Made = tuple[int, int]
-"""The operation that made a tensor: its number in this thread, and which output the tensor is."""
 
 
 def made_by(loss: Tensor | None) -> Made | None:

@@ -32,16 +32,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Term, losses_in
+from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Made, Term, losses_in, made_by
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.observation import Objective as Numbers
+from ds_silent.framework import Promise
 from ds_silent.maths.fingerprint import short_hash
 
 MOST_LOSSES = 8  # hooked losses of one backward
 UNCHANGED = 8  # micro-batches
 MOST_TURNS = 3
 LARGEST = 64  # numerator or denominator of a simple ratio; powers of two may be larger
+NO_OTHERS = short_hash([])  # of the loss's other terms, where it has none
 NEAR = 1e-5  # relative difference of fp32 numbers that count as equal
 
 Weighed = tuple[Tensor, Tensor, Tensor, Tensor | float]
@@ -64,10 +66,13 @@ class LocalObjective:
 
     Attributes:
         reached: whether the current backward has brought the model a gradient.
+        promise: of the wrapper that the script has handed a loss of this step to.
+        by_items: a forward of this step was told the number of items to divide by (transformers).
     """
 
     def __init__(self) -> None:
-        self.reached = False
+        self.reached = self.by_items = False
+        self.promise: Promise | None = None
         self._under_way: _Backward | None = None
         self.start()
 
@@ -80,14 +85,23 @@ class LocalObjective:
         self._others: set[tuple[str, ...]] = set()
         self._reduction = 0.0
         self._class_weights: float | Tensor = 0.0
+        self._constants: set[Constants] = set()
+        self._handed: Made | None = None
+        self.promise, self.by_items = None, False
+
+    def handed(self, loss: Any, promise: Promise | None) -> None:
+        """Take the loss that a wrapper is given, before its backward begins."""
+        self._handed = made_by(loss) if isinstance(loss, Tensor) else None
+        self.promise = promise
 
     def begins(self, root: Any, own: bool = False) -> None:
         """Read the root of a backward before the backward runs; ``own``: it surely reaches the model."""
         self._settle()
         self.reached = own
         self._under_way = one = _Backward()
+        handed, self._handed = self._handed, None
         single = isinstance(root, Tensor) and root.numel() == 1 and root.grad_fn is not None
-        terms = losses_in(root) if single and not _compiled() else None
+        terms = losses_in(root, handed) if single and not _compiled() else None
         if not terms:
             one.known = False
             return
@@ -121,6 +135,12 @@ class LocalObjective:
         self._settle()
         low, high = min(self._factors, default=0.0), max(self._factors, default=0.0)
         return high if self._readable and math.isclose(low, high, rel_tol=1e-6) else 0.0
+
+    @property
+    def constants(self) -> Constants | None:
+        """Return the numbers between root and loss; None if unknown or not the same in all backwards of the step."""
+        self._settle()
+        return next(iter(self._constants)) if self._readable and len(self._constants) == 1 else None
 
     def numbers(self) -> Numbers[float | Tensor]:
         """Return the numbers of the step's backwards; device values stay on the device."""
@@ -162,6 +182,7 @@ class LocalObjective:
             return
         same = [term for term in one.terms if term.names == main.names]
         self._texts[main.names] = " > ".join(main.shown)
+        self._constants.add(main.constants)
         # several means add up; with several sums each label counts once
         self._factors.append(sum(t.factor for t in same) / (1 if main.kind == MEAN else len(same)))
         self._reduction = MEAN if main.averaged else main.kind

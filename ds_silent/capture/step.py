@@ -42,7 +42,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.layout import GATHER_LIMIT, ExchangeShape
 from ds_silent.exchange.observation import BROKE, Applied, Observation, Reduced, Status
-from ds_silent.framework import Framework, Moments, layers_of
+from ds_silent.framework import Framework, Moments, Promise, layers_of
 from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
 from ds_silent.patches import Patches
@@ -115,6 +115,11 @@ class StepMoments:
         """A backward begins with ``root``; ``own``: it surely reaches the model."""
         if self.plan.measures:
             self._settings.objective.begins(root, own)
+
+    def handed(self, loss: Any, promise: Promise | None) -> None:
+        """Take a loss that the script hands to a wrapper, and what that promises of it."""
+        if self.plan.measures:
+            self._settings.objective.handed(loss, promise)
 
     def scaled(self, factor: float, gradient: Tensor) -> None:
         """Take the factor on the step's gradients, from the gradient of its loss."""
@@ -277,8 +282,8 @@ class StepCapture:
         """Put the framework's hooks in place."""
         self._patches.add(self.loaders.connect())
         self.settings.autocast.connect(self._patches, self.guard.local)
-        self.breach_check.connect(self._patches)
         self.framework.connect(moments)
+        self.breach_check.connect(self._patches)  # last: a rule's hook sees what the optimizer gets
 
     def close(self, ended: bool) -> None:
         """Remove every hook; ``ended``: for good, and not because it broke."""

@@ -28,6 +28,7 @@ from ds_silent.detectors.duplicate_data import SameGradients, SameRows, SampledR
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_findings
+from ds_silent.detectors.objective import ObjectiveTest
 from ds_silent.detectors.order import OrderTest, RepeatTest, SameOrderTest
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.rank_comparison import RankComparison
@@ -86,6 +87,7 @@ class Judge:
             ReplicaErrors(),
             BatchSizeTest(words),
             SettingsDetector(),
+            ObjectiveTest(),
             StaleParameters(alike),
             SameRows(),
             SampledRowsTest(steps),

@@ -184,7 +184,8 @@ def trial_of(fault: Fault, options: DrillOptions, setting: DrillSetting) -> Tria
     setting, fault = setting.answering(fault.response), fault.under(setting.variant)
     interval = setting.interval
     first = fault.first_step * interval if fault.first_step > 1 else fault.first_step
-    target = Target(options.rank, options.ranks, first, fault.size, setting.stage, setting.masters)
+    of_training = setting.stage, setting.masters, setting.accumulation
+    target = Target(options.rank, options.ranks, first, fault.size, *of_training)
     last = max(first + fault.steps * interval, due(fault, target, interval, setting.replica_interval) + 2 * interval)
     return Trial(fault.name, fault, target, min(options.steps, last), ids=fault.ids, response=fault.response)
 

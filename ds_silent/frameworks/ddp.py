@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard, UnevenInputsError
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.framework import Moments
+from ds_silent.framework import Moments, Setting
 from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.frameworks.torch_loop import TorchFramework
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
@@ -173,6 +173,14 @@ class DDPFramework(TorchFramework):
 
     def reduced_ids(self) -> Set[int] | None:
         return None if self._reduced is None else self._reduced | self._ignored
+
+    def settings(self) -> dict[str, Setting]:
+        asked = {"bucket_bytes_cap": 25 << 20, "find_unused_parameters": False, "gradient_as_bucket_view": False}
+        asked |= {"static_graph": False, "broadcast_buffers": True}
+        held = {name: getattr(self._ddp, name) for name in asked if hasattr(self._ddp, name)}
+        found = {name: Setting(one, "default" if one == asked[name] else "yours") for name, one in held.items()}
+        hook = hook_of(self._ddp)
+        return {**found, "communication hook": Setting(hook or "none", "yours" if hook else "default")}
 
     def connect(self, moments: Moments) -> None:
         self.patches.add(self._ddp.register_forward_pre_hook(partial(self._refuse_join, moments.guard)))

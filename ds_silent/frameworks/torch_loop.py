@@ -21,6 +21,7 @@ first optimizer is about to step, and ends when all have stepped or the next tra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_graph import Made, comes_of, made_by
 from ds_silent.capture.row_hashes import batch_tensors
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.framework import Framework, Moments, Part, StepCounts
+from ds_silent.framework import Framework, Moments, Part, Promise, StepCounts
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.torch_common import AppliedGradients, Slice, cut, nth_share, row_of
 from ds_silent.kernels.checksums import Items, Replica
@@ -97,6 +98,8 @@ class TorchLoop:
         scaler = torch.amp.GradScaler
         patches.wrap_method(scaler, "scale", self._scale)
         patches.wrap_method(scaler, "step", self._scaler_step)
+        if "accelerate" in sys.modules:
+            patches.wrap_method(sys.modules["accelerate"].Accelerator, "backward", self._accelerated)
         patches.also(self._forget)
 
     def _forget(self) -> None:
@@ -133,6 +136,12 @@ class TorchLoop:
             self._depth -= 1
             if self._depth == 0:
                 self._backward_ended()
+
+    def _accelerated(self, original: Callable[..., Any], accelerator: Any, loss: Any, **kwargs: Any) -> Any:
+        """Follow a loss that accelerate divides; by 1 where a script or a Trainer accumulates itself (1.0 to 1.15)."""
+        steps = int(accelerator.gradient_accumulation_steps)
+        self._moments.on_loss_handed(loss, Promise("accelerator.backward", steps) if steps > 1 else None)
+        return original(accelerator, loss, **kwargs)
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
         if not self._open:

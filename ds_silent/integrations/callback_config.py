@@ -12,22 +12,40 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, find_block
 from ds_silent.config.block_file import load_ds_config
 from ds_silent.config.destination import is_secret
+from ds_silent.framework import Promise
 from ds_silent.frameworks.attach import attach
 from ds_silent.observing.observe import Given, given_block, observer_of, say_alone
 from ds_silent.observing.observer import Observer
 
 
 def attach_once(
-    training: Any, config: Given, launchers: str, *, optimizer: Any, loader: Any, accumulation: int
+    training: Any,
+    config: Given,
+    launchers: str,
+    *,
+    optimizer: Any,
+    loader: Any,
+    accumulation: int,
+    promise: Promise | None,
 ) -> Observer | None:
     """Attach, or return the observer that is there: ``python -m ds_silent`` has honoured the ds_config's block.
 
     Args:
         training: one that cannot be observed is refused in one sentence.
         launchers: for the sentence about a single process, where a block asks for observation.
+        promise: of the trainer.
     """
-    if observer_of(training) is not None:
-        return observer_of(training)
+    observer = observer_of(training)
+    if observer is None:
+        observer = _attached(training, config, launchers, optimizer, loader, accumulation)
+    if observer is not None and promise is not None:
+        observer.promised(promise)
+    return observer
+
+
+def _attached(
+    training: Any, config: Given, launchers: str, optimizer: Any, loader: Any, accumulation: int
+) -> Observer | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if given_block(config) is not None:
             say_alone(launchers)

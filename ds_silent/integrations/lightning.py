@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ds_silent.extras import needs
+from ds_silent.framework import Promise
 from ds_silent.frameworks.attach import is_fsdp2
 from ds_silent.frameworks.torch_common import rows_per_batch
 from ds_silent.integrations.callback_config import attach_once, go_on
@@ -101,13 +102,16 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
         self._kept = dict(state_dict)
 
     def _observer(self, trainer: Any) -> Observer | None:
+        steps = int(trainer.accumulate_grad_batches)
+        automatic = trainer.lightning_module.automatic_optimization
         return attach_once(
             training_of(trainer.strategy.model),
             self._config,
             "Trainer(devices=...) or torchrun on two processes or more",
             optimizer=list(trainer.optimizers),
             loader=_loader_of(trainer),
-            accumulation=int(trainer.accumulate_grad_batches),
+            accumulation=steps,
+            promise=Promise("Lightning's Trainer", steps) if automatic else None,
         )
 
     def _close(self) -> None:

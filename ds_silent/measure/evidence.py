@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ds_silent.capture.loss_graph import Constants
 from ds_silent.capture.untrained import Unlike
 from ds_silent.distributed.parts import Parts
+from ds_silent.framework import Promise
 from ds_silent.maths.causes import Cause, OwnWeights
 from ds_silent.maths.micro_batches import MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
@@ -178,6 +180,24 @@ class LayerValues:
 
 
 @dataclass(frozen=True)
+class LabelWeights:
+    """What the labels weigh in each rank's loss, (N,), and what the writing rank makes the root of backward of it.
+
+    ``promise``: what its framework says of it; ``by_items``: its forwards were given the items of the step to divide
+    by, so that each label of the step counts alike.
+    """
+
+    totals: npt.NDArray[np.float64]  # of all labels; 1 for a mean over them
+    smallest: npt.NDArray[np.float64]  # of one label
+    largest: npt.NDArray[np.float64]
+    reductions: frozenset[float]  # of the ranks, see ds_silent.capture.loss_graph
+    backwards: frozenset[int]  # numbers of them in this step
+    constants: Constants
+    promise: Promise | None = None
+    by_items: bool = False
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What a :class:`~ds_silent.records.StepRecord` lacks; None (or an empty mapping) is "not known" or "none"."""
 
@@ -196,6 +216,7 @@ class Evidence:
     zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
     reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
+    label_weights: LabelWeights | None = None  # where every rank's loss is one that can be read, and nothing beside it
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
     directions: npt.NDArray[np.float64] | None = None  # (N, P) a few numbers of each rank's, where no pairs are known

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from ds_silent.capture.loaders import Walk
+from ds_silent.capture.loss_graph import Constants
+from ds_silent.capture.objective import NO_OTHERS
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import EachRank, Gathered, Sums, on_all
 from ds_silent.exchange.row_ids import Sampling
+from ds_silent.framework import Promise
 from ds_silent.maths import statistics
-from ds_silent.measure.evidence import Evidence, LayerValues
+from ds_silent.measure.evidence import Evidence, LabelWeights, LayerValues
 from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, ObjectiveStats, Seconds, StepRecord
 
 
@@ -38,6 +41,9 @@ class Context:
     update_skipped: bool = False  # the same, whatever the reason
     walk: Walk = field(default_factory=Walk)  # how its rows came
     sampling: Sampling | None = None  # of which rows the ids were sent; None: all
+    constants: Constants | None = None  # between the loss and the root of backward; None: not known
+    promise: Promise | None = None  # what the framework says of it
+    by_items: bool = False  # see LabelWeights
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,7 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
     return replace(
         of_rows,
         label_tokens=_label_tokens(gathered),
+        label_weights=_label_weights(gathered, context),
         non_finite=non_finite,
         zero_gradient=zero,
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
@@ -206,6 +213,23 @@ def _label_tokens(gathered: Gathered) -> tuple[int, ...] | None:
             return None
         tokens = own.labels
     return tuple(int(n) for n in tokens.tolist())
+
+
+def _label_weights(gathered: Gathered, context: Context) -> LabelWeights | None:
+    own, scale = gathered.objective, gathered.loss.scale
+    alone = bool((own.others == NO_OTHERS).all())
+    if context.constants is None or not alone or not on_all(own.known) or not on_all(own.labels):
+        return None
+    return LabelWeights(
+        totals=(own.weight / scale).numpy(),
+        smallest=(own.smallest / scale).numpy(),
+        largest=(own.largest / scale).numpy(),
+        reductions=frozenset(own.reduction.tolist()),
+        backwards=frozenset(int(count) for count in own.count.tolist()),
+        constants=context.constants,
+        promise=context.promise,
+        by_items=context.by_items,
+    )
 
 
 def _directions(gathered: Gathered) -> npt.NDArray[np.float64] | None:

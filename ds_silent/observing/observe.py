@@ -46,6 +46,7 @@ from ds_silent.preflight.messages import events_of, table
 from ds_silent.preflight.messages import to_json as preflight_json
 from ds_silent.records import Event, declared, to_json
 from ds_silent.respond.stop import end_by_event
+from ds_silent.rules.settings_in_force import settings_in_force
 from ds_silent.sinks import SinkError
 from ds_silent.sinks.run_directory import run_text
 from ds_silent.sinks.scalars import MonitorWrite
@@ -244,7 +245,9 @@ def _announce(subject: Subject, config: SilentConsistencyConfig, capture: StepCa
             "the dtype of the reduction": str(arithmetic.communication).removeprefix("torch."),
         }
         observed = {"applied gradient": framework.observes_applied, "replicas": bool(parameters)}
-        text = run_text(config, subject.words.framework, ranks, training, observed)
+        text = run_text(
+            config, subject.words.framework, ranks, training, observed, settings_in_force(capture.framework)
+        )
     except Exception as error:  # the records can be read without it
         logger.debug("ds_silent: run.json is not written: %s: %s", type(error).__name__, error)
         return

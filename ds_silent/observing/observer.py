@@ -19,6 +19,7 @@ from ds_silent.capture.given_ids import as_ids
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.places import Places
+from ds_silent.framework import Promise
 from ds_silent.observing.recorder import Recorder
 from ds_silent.observing.records_directory import RunDirectory
 from ds_silent.observing.step_loop import StepLoop, moments_of
@@ -111,6 +112,10 @@ class Observer:
         ids = as_ids(sample_ids)
         if self._steps.observing:
             self._capture.rows.given(ids)
+
+    def promised(self, promise: Promise) -> None:
+        """Take what the trainer around this training promises of its loss, on every rank."""
+        self._capture.framework.promise = promise
 
     def on_event(self, function: Callable[[Event], None]) -> None:
         """Call ``function(event)`` for every event from now on, on the writing rank, between two optimizer steps."""
@@ -217,6 +222,9 @@ class IdleObserver(Observer):
 
     def observe_batch(self, sample_ids: Any) -> None:
         as_ids(sample_ids)
+
+    def promised(self, promise: Promise) -> None:
+        pass
 
     def on_event(self, function: Callable[[Event], None]) -> None:
         pass

@@ -66,6 +66,7 @@ class Publisher:
 
     def _context(self, seconds: Seconds) -> Context:
         capture, counts, walk = self._capture, self._capture.framework.counts, self._capture.walk
+        objective = capture.settings.objective
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
         facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
         return Context(
@@ -79,6 +80,9 @@ class Publisher:
             counts.update_skipped,
             replace(walk, facts=facts),
             capture.rows.sampling,
+            objective.constants,
+            objective.promise or capture.framework.promise,
+            objective.by_items,
         )
 
     # -- what was gathered of a step -------------------------------------------------------------------------------

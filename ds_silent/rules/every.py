@@ -6,7 +6,9 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
 from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.causal_probe import CausalProbe
+from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
+from ds_silent.rules.update import UpdateRule
 from ds_silent.rules.weights import WeightsInUse
 
 
@@ -14,11 +16,8 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    rules: list[Rule] = [BatchContents(framework)]
-    if (
-        config.resync.mode == "off" and config.respond.on_replica_drift != "mean"
-    ):  # they average masters and copies apart
+    rules: list[Rule] = [UpdateRule(framework, config.interval), RateRule(framework), BatchContents(framework)]
+    averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
+    if not averages:  # else masters and their copies are averaged by themselves
         rules.append(WeightsInUse(framework))
-    if config.probe:
-        rules.append(CausalProbe(framework))
-    return rules
+    return [*rules, CausalProbe(framework)] if config.probe else rules

@@ -77,7 +77,7 @@ _SENTENCES: Mapping[str, tuple[str, str, str]] = {
     "aggregation-error": ("entered the reduction wrongly", "entered the reduction wrongly",
                           "The reduced gradient is not the mean of the ranks' gradients"),
     "objective-mismatch": ("has another loss than the rest", "have another loss than the rest",
-                           "The ranks' losses are not made alike"),
+                           "The loss is not normalised as its framework promises"),
     "update-mismatch": ("does not train what it should", "do not train what they should",
                         "Parameters are not trained as they are meant to be"),
     "weights-mismatch": ("computes with other weights than it trains", "compute with other weights than they train",

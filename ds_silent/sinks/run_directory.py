@@ -202,10 +202,12 @@ def run_text(
     ranks: int,
     training: Mapping[str, Any],
     observed: Mapping[str, bool],
+    settings: Mapping[str, tuple[Any, str]] | None = None,
 ) -> str:
     """Return JSON, an object.
 
-    ``training``: what the framework's collectives follow from, as all ranks agreed; ``observed``: what can be seen.
+    ``training``: what the framework's collectives follow from, as all ranks agreed; ``observed``: what can be seen;
+    ``settings``: by name a value and whose it is: "yours", "default" or "framework".
     """
     block = config.model_dump(mode="json")
     if "alerts" in block:  # addresses with tokens in them
@@ -223,6 +225,7 @@ def run_text(
         "training": dict(training),
         "observed": dict(observed),
         "data": to_json(DataDealt()),
+        "settings": {name: {"value": value, "from": origin} for name, (value, origin) in (settings or {}).items()},
         "block": block,
     }
     return json.dumps(facts, indent=1, default=str) + "\n"

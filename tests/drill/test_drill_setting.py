@@ -118,6 +118,7 @@ def test_faults_that_mean_nothing_under_a_stage_are_left_out_and_named() -> None
     trials, skipped = trials_of(DrillOptions(), make_setting(BLOCK, 4, stage=3))
     assert set(skipped) == {
         "layer-without-gradient",
+        "loss-divided-twice",
         "optimizer-without-layer",
         "frozen-trained",
         "initial-weights-tensor",

@@ -24,7 +24,7 @@ KINDS = {
 TARGET = Target(rank=2, ranks=4, step=3)
 EVERYWHERE = {
     *("same-batch-everywhere", "same-batch-everywhere-without-ids", "parameter-trained-late"),
-    "pass-begun-anew",
+    *("pass-begun-anew", "loss-divided-twice"),
     *("task-out-of-phase", "sampler-seed-every-rank", "sampler-world-size-one", "sampler-world-size-twice"),
     *("micro-batch-missing-everywhere", "bucket-dropped", "parameter-unreduced", "wrong-group", "division-forgotten"),
     *("bucket-stale", "bucket-tail-zeroed", "aggregate-noise", "aggregate-burst", "gradients-not-cleared"),
@@ -34,6 +34,8 @@ EVERYWHERE = {
         "aggregate-flip-lowest-bit",
         *(f"aggregate-flip-byte-{byte}" for byte in range(4)),
     ),
+    *("decay-left-out", "bias-correction-left-out", "update-applied-twice", "rate-doubled-in-the-step"),
+    "tensor-not-stepped",
     *("retry-burst", "retry-burst-twice", "retry-burst-always", "retry-bucket-dropped"),
 }
 TWO_RANKS = {"majority-two-ranks", "majority-tie"}

@@ -104,7 +104,9 @@ def test_losses_norms_and_weights(name: str, found: list[dict[str, list[Lightnin
             assert record["grad_norm"]["per_rank"] == pytest.approx([rank[0].norms[place] for rank in ranks], rel=1e-4)
         assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"]
     assert records[-1]["samples"] == 64
-    assert ranks[0][0].events == ()
+    twice = case.strategy == "deepspeed" and case.accumulation > 1  # Lightning divides, and DeepSpeed does
+    found_at = [(event["kind"], event["severity"], event["step"]) for event in ranks[0][0].events]
+    assert found_at == ([("objective-mismatch", "warning", 1)] if twice else [])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed"])

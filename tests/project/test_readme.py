@@ -33,7 +33,7 @@ RUN_BY: dict[str, str] = {
     "python benchmarks/mesh_param_drift.py": "tests/frameworks/test_deepspeed_shapes.py",
     "make house": "tests/project/test_house.py",
     "make docs": "tests/commands/test_block_table.py",
-    "make test-real-bugs": "benchmarks/real_bugs.py",  # it is that script and nothing else, see the Makefile
+    "make test-real-bugs": "benchmarks/real_bugs.py",  # and released_bugs.py: nothing else, see the Makefile
     "make test-versions": "benchmarks/versions.py",  # so is this, an hour on a machine that has every Python
     "python benchmarks/versions.py --page docs/versions.md": "benchmarks/versions.py",
     "deepspeed --num_gpus 8 --module ds_silent train.py ...": "tests/frameworks/test_ways_in.py",

@@ -68,6 +68,8 @@ def test_every_number_of_a_record(served: tuple[PrometheusSink, str]) -> None:
     assert found.pop("ds_silent_last_record_timestamp_seconds") > 0
     assert {name: value for name, value in found.items() if "{" not in name} == {
         "ds_silent_observing": 1.0,
+        "ds_silent_label_weight_sum": 1.0625,
+        "ds_silent_label_weight_spread": 0.0021 / 0.0019,
         "ds_silent_step": 12.0,
         "ds_silent_samples": 768.0,
         "ds_silent_world_size": 4.0,

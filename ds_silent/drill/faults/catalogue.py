@@ -28,6 +28,7 @@ from ds_silent.drill.faults.fault import (
     Fault,
     Where,
 )
+from ds_silent.drill.faults.formulas import FORMULA_FAULTS
 from ds_silent.drill.faults.injection import Maker, attempts, both, from_on, once, one
 from ds_silent.records import EventKind
 
@@ -63,10 +64,9 @@ _non_finite = partial(Fault, who="the rank", kinds=("non-finite",), strikes="gra
 _outlier = partial(Fault, who="the odd rank", kinds=_OUTLIER, strikes="gradient", deterministic=False)
 _objective = partial(Fault, who="the odd rank", kinds=("objective-mismatch",), strikes="loss")
 _set = partial(Fault, who="the odd rank", kinds=_CONFIG, strikes="hyper-parameter")
-_early = partial(Fault, first_step=EARLY)
-_aggregated = partial(_early, who="nobody", kinds=_AGGREGATION, strikes="reduction", stages=_REDUCED)
+_aggregated = partial(Fault, first_step=EARLY, who="nobody", kinds=_AGGREGATION, strikes="reduction", stages=_REDUCED)
 _applied = partial(_aggregated, who="the rank", strikes="update")
-_drifted = partial(_early, who="the odd rank", kinds=_DRIFT, strikes="replica")
+_drifted = partial(Fault, first_step=EARLY, who="the odd rank", kinds=_DRIFT, strikes="replica")
 _retry = partial(_aggregated, steps=2, stages=(0, 1), response=RETRY, repair_says=("repeated once",))
 _averaged = partial(_drifted, steps=4, stages=(0,), repair_says=("all replicas are equal again",))
 _majority = partial(_averaged, steps=2, response=MAJORITY, repair_says=("step {step}", "all replicas are equal again"))
@@ -74,15 +74,15 @@ _majority = partial(_averaged, steps=2, response=MAJORITY, repair_says=("step {s
 # -- where a fault means nothing, and what is said of it instead -------------------------------------------------------
 
 Reasons = dict[str, str]
+_OWN_LOOP: Reasons = dict.fromkeys(("ddp", "fsdp2", "megatron-0", "megatron-1"), "the script's own loop may divide so")
 _OWNED = "each number has one owner: nobody else holds it, so nobody could differ"
 _IN_SHARDS: Reasons = {"fsdp2": _OWNED}
 _OF_ONE_OWNER: Reasons = {"fsdp2": _OWNED, "megatron-1": _OWNED}
 _CLIPPED = "the script clips by itself: there is no configuration to read it from"
-_NO_CONFIG: Reasons = {"ddp": _CLIPPED, "fsdp2": _CLIPPED}
+_NO_CONFIG: Reasons = dict.fromkeys(("ddp", "fsdp2"), _CLIPPED)
 _THE_SCRIPTS = "between the reduction and the step a gradient is the script's to change"
-_ALIKE: Reasons = {"ddp": f"{_THE_SCRIPTS}, on all ranks alike", "fsdp2": f"{_THE_SCRIPTS}, on all ranks alike"}
+_ALIKE: Reasons = dict.fromkeys(("ddp", "fsdp2"), f"{_THE_SCRIPTS}, on all ranks alike")
 _WAITS: Reasons = {"fsdp2": "the ranks' reductions then differ, and FSDP2 itself waits for ever or dies"}
-_WHOLE = "every rank has the whole gradient, none a partition of it"
 _ALL_UPDATED = "every rank updates all weights, so none are gathered"
 _NOT_GATHERED: Reasons = {
     "ddp": _ALL_UPDATED,
@@ -150,8 +150,7 @@ _BEFORE = (
     _before("config-value", _CONFIG, "hyper-parameter", inputs.config_value,
           "one rank's ds_config clips gradients at another norm", size=0.3, not_applicable=_NO_CONFIG),
     _before("environment-cublas", _CONFIG, "environment",
-          partial(inputs.environment, "CUBLAS_WORKSPACE_CONFIG", ":16:8"),
-          "CUBLAS_WORKSPACE_CONFIG differs on one rank"),
+          partial(inputs.environment, "CUBLAS_WORKSPACE_CONFIG", ":16:8"), "CUBLAS_WORKSPACE_CONFIG differs"),
     _before("environment-omp", _CONFIG, "environment", partial(inputs.environment, "OMP_NUM_THREADS", "3"),
           "OMP_NUM_THREADS differs on one rank"),
     _before("environment-nccl", _CONFIG, "environment", partial(inputs.environment, "NCCL_ALGO", "Tree"),
@@ -212,6 +211,9 @@ _GRADIENTS = (
           size=0.25, says=("MulBackward0 x 0.25",)),
     _objective("loss-multiplied", one(from_on(inputs.scaled_loss)),
           "one rank multiplies its loss by the number of its label tokens", size=193.0, says=("MulBackward0 x 193",)),
+    _objective("loss-divided-twice", from_on(inputs.divided_loss),
+          "all ranks divide their loss by the accumulation, as the framework does itself", who="nobody", accumulation=2,
+          says=("engine.backward divides by the",), not_applicable=_OWN_LOOP),
     _objective("loss-summed", one(once(partial(inputs.other_loss, "reduction", "sum"))),
           "one rank sums its loss over its label tokens instead of averaging it", says=("NllLossBackward0 (sum)",)),
     _objective("class-weights", one(once(inputs.class_weights)),
@@ -297,7 +299,7 @@ _REDUCTION = (
           says=("not cleared",)),
     _aggregated("partition-not-cleared", aggregate.partition_not_cleared,
           "the aggregate of the step before stays in the partition and is added", stages=(1, 2), says=("not cleared",),
-          not_applicable={"ddp": _WHOLE, "megatron-0": _WHOLE}),
+          not_applicable=dict.fromkeys(("ddp", "megatron-0"), "every rank has the whole gradient, none a part of it")),
 )
 
 _UPDATE = (
@@ -394,5 +396,5 @@ _ANSWERED = (
 )
 # fmt: on
 
-_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_REDUCTION, *_UPDATE, *_ANSWERED)
+_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_REDUCTION, *_UPDATE, *FORMULA_FAULTS, *_ANSWERED)
 FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _ALL}

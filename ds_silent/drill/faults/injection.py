@@ -30,7 +30,7 @@ STEPS_PER_EPOCH = 16
 class Target:
     """Whom a fault hits, among how many, from which optimizer step on (counted from 1), and how hard.
 
-    ``stage`` and ``bf16``: of the training, because they decide who holds what.
+    ``stage`` and ``bf16``: of the training, because they decide who holds what; ``accumulation``: micro-batches a step.
     """
 
     rank: int
@@ -39,6 +39,7 @@ class Target:
     size: float = 1.0
     stage: int = 0
     bf16: bool = False
+    accumulation: int = 1
 
     @property
     def partner(self) -> int:

@@ -21,8 +21,9 @@ from torch import Tensor
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_graph import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.framework import Framework, Moments, Part, Peers, StepCounts, WeightCopy
+from ds_silent.framework import Framework, Moments, Part, Peers, Promise, Setting, StepCounts, WeightCopy
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
+from ds_silent.frameworks.deepspeed.engine_settings import settings_of
 from ds_silent.frameworks.deepspeed.masters import masters_of
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.reduction import (
@@ -122,6 +123,8 @@ class Losses:
         forward's loss is the true one. So it is where both divide, as Lightning and DeepSpeed do.
         """
         divides = kwargs.get("scale_wrt_gas", True)
+        steps = int(self._engine.gradient_accumulation_steps())
+        moments.on_loss_handed(loss, Promise("engine.backward", steps) if divides else None)
         if divides and is_share(loss, self._forward_loss, self._micro_batches):
             self._say_divided_twice()
         elif divides:
@@ -129,8 +132,8 @@ class Losses:
         elif not comes_of(loss, self._forward_loss):
             moments.on_loss_share(loss)
         if self.scaled and loss.requires_grad:
-            steps = self._engine.gradient_accumulation_steps() if divides else 1
-            loss.register_hook(partial(moments.on_loss_scaled, steps))  # type: ignore[no-untyped-call]
+            times = steps if divides else 1
+            loss.register_hook(partial(moments.on_loss_scaled, times))  # type: ignore[no-untyped-call]
 
     def _say_divided_twice(self) -> None:
         """Say it once: it is alike on all ranks, so that no comparison of them shows it."""
@@ -246,6 +249,12 @@ class DeepSpeedFramework(Framework):
 
     def optimizers(self) -> list[Any]:
         return base_optimizers(self._engine)
+
+    def settings(self) -> dict[str, Setting]:
+        return settings_of(self._engine)
+
+    def schedulers(self) -> list[Any]:
+        return [] if self._engine.lr_scheduler is None else [self._engine.lr_scheduler]
 
     def copies(self) -> list[WeightCopy]:
         return masters_of(self._engine)

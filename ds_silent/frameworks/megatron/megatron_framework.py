@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import needs
-from ds_silent.framework import Framework, Moments, Part
+from ds_silent.framework import Framework, Moments, Part, Promise
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.megatron.buffers import Buffers, inner_optimizers, trained_by
 from ds_silent.frameworks.megatron.peers import MegatronPeers
@@ -52,20 +52,25 @@ from ds_silent.text import Words
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
-def watch_losses(patches: Patches, chunks: Sequence[Any], tell: Callable[[Tensor], object]) -> None:
-    """Call ``tell`` with the loss of each micro-batch of these chunks, on the ranks that compute one."""
+def watch_losses(
+    patches: Patches, chunks: Sequence[Any], tell: Callable[[Tensor], object], handed: Callable[[Tensor], object]
+) -> None:
+    """Call ``tell`` with the loss of each micro-batch of these chunks, and ``handed`` with what the schedule gets of
+    it, on the ranks that compute one."""
     own = {id(chunk) for chunk in chunks}
 
     def forward_step(original: Callable[..., Any], script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = args[1] if len(args) > 1 else kwargs.get("model")
-        return original(_told(script, tell) if id(model) in own else script, *args, **kwargs)
+        return original(_told(script, tell, handed) if id(model) in own else script, *args, **kwargs)
 
     schedules = sys.modules.get(_SCHEDULES)
     if hasattr(schedules, "forward_step"):
         patches.wrap(schedules, "forward_step", forward_step)
 
 
-def _told(script: Callable[..., Any], tell: Callable[[Tensor], object]) -> Callable[..., Any]:
+def _told(
+    script: Callable[..., Any], tell: Callable[[Tensor], object], handed: Callable[[Tensor], object]
+) -> Callable[..., Any]:
     """Wrap the script's ``forward_step``, so that its loss function tells what it returns."""
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -77,6 +82,7 @@ def _told(script: Callable[..., Any], tell: Callable[[Tensor], object]) -> Calla
             result = loss_function(*given, **named)
             if isinstance(result, tuple) and isinstance(result[0], Tensor) and result[0].numel() == 1:
                 tell(_mean(result))
+                handed(result[0])
             return result
 
         return output, told
@@ -173,7 +179,7 @@ class MegatronFramework(Framework):
         self._moments, patches = moments, self.patches
         patches.add(self._chunks[0].module.register_forward_pre_hook(self._forward, with_kwargs=True))
         patches.add(self._chunks[-1].module.register_forward_hook(moments.post_forward))
-        watch_losses(patches, self._chunks, moments.on_loss)
+        watch_losses(patches, self._chunks, moments.on_loss, self._handed)
         patches.before_backward(self._backward_begins)
         for group in self._buffers.bucket_groups:
             patches.wrap(group, "start_grad_sync", partial(self._reduction_starts, group))
@@ -186,6 +192,11 @@ class MegatronFramework(Framework):
         for optimizer in self.optimizers():
             patches.add(optimizer.register_step_pre_hook(moments.pre_optimizer_step))
         patches.wrap(self._optimizer, "step", self._step)
+
+    def _handed(self, loss: Tensor) -> None:
+        """The schedule divides what a loss function returns, but not a loss per token (megatron-core 0.11 to 0.16)."""
+        per_token = bool(self._chunks[0].config.calculate_per_token_loss)
+        self._moments.on_loss_handed(loss, None if per_token else Promise("Megatron-core's schedule"))
 
     def _chunk_begins(self, chunk: Any, *given: Any) -> None:
         if torch.is_grad_enabled() and id(chunk) not in self._begun:

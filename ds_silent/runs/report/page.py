@@ -152,7 +152,9 @@ def _part(number: int, view: PlotContext) -> dict[str, Any]:
         "events": [row for row in rows if row.severity != "info"],  # that disturb
         "notes": [row for row in rows if row.severity == "info"],
         "preflight": tables.preflight_of(run),
+        "settings": tables.settings_of(run),
         "repairs": tables.repairs_of(run),
+        "objective": tables.objective_of(run),
         "matrices": heat.matrices(view),
         "block": json.dumps(block, indent=1, default=str)[:20_000] if block else "",
         "problems": run.problems,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any, NamedTuple
 
+import numpy as np
 from markupsafe import escape
 
+from ds_silent.runs.columns import Floats
 from ds_silent.runs.events import SEVERITIES, EventGroup
 from ds_silent.runs.lines import number, of, text, whole
 from ds_silent.runs.report.axis import shown
@@ -121,6 +124,19 @@ def facts_of(view: PlotContext) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in pairs if value)
 
 
+def settings_of(run: RunRecords) -> tuple[tuple[str, str, str], ...]:
+    """Return what the training runs with: name, value, and whose it is; of an older run nothing."""
+    settings = run.facts.get("settings")
+    if not isinstance(settings, dict):
+        return ()
+    rows = []
+    for name, one in list(settings.items())[:MOST_ROWS]:
+        value, origin = of(one, "value"), text(of(one, "from"), 20)
+        said = text(value, 200) if isinstance(value, str) else text(json.dumps(value, default=str), 200)
+        rows.append((text(name, 120), said, origin))
+    return tuple(rows)
+
+
 def preflight_of(run: RunRecords) -> dict[str, Any] | None:
     """Return what was compared before step 1; None where nothing was.
 
@@ -148,6 +164,34 @@ def _values(item: dict[str, Any]) -> str:
     listed = [text(value, 120) if isinstance(value, str) else shown(number(value)) for value in values[:4]]
     more = f" | and {len(values) - 4:,} more" if len(values) > 4 else ""
     return " | ".join(listed) + more
+
+
+def objective_of(run: RunRecords) -> str:
+    """Return in a sentence how much the labels count; empty where no step was measured."""
+    if not len(run.steps):
+        return ""
+    total = _finite(run.steps["label weights"])
+    low, high = run.steps["label weight min"], run.steps["label weight max"]
+    if not len(total):
+        return "How much a label counts is not known: the loss is fused or compiled, or cannot be read on some rank."
+    smallest, largest = float(total.min()), float(total.max())
+    if largest - smallest > 0.01 * abs(largest):
+        said = f"The labels of a step weigh together {shown(smallest)} to {shown(largest)}; a mean's weigh 1."
+    elif abs(largest - 1.0) <= 0.01:
+        said = "The labels of a step weigh together 1: its gradient is that of a mean."
+    else:
+        said = f"The labels of a step weigh together {shown(largest)}: its gradient is {shown(largest)} times a mean's."
+    with np.errstate(all="ignore"):
+        spread = _finite(high / low)
+    if not len(spread) or spread.min() <= 0.0:
+        return said
+    most = float(spread.max())
+    alike = "All labels of a step count alike."
+    return f"{said} {alike if most <= 1.01 else f'Within a step one label counts up to {shown(most)} times another.'}"
+
+
+def _finite(values: Floats) -> Floats:
+    return values[np.isfinite(values)]
 
 
 def repairs_of(run: RunRecords) -> list[EventGroup]:

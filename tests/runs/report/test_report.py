@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.records import Event, Place, Score, Scores
+from ds_silent.records import Event, ObjectiveStats, Place, Score, Scores
 from ds_silent.runs.report.page import gist
 from ds_silent.sinks.jsonl import JsonlSink
 from tests.support.made_records import Run
@@ -65,6 +67,33 @@ def test_the_row_of_an_event_has_the_steps_of_the_headline(tmp_path: Path) -> No
     page = (tmp_path / "report.html").read_text()
     assert "from step 9 to 30." in first_screen(page)
     assert "steps 9 to 30 (found at step 20)" in page
+
+
+def objective_of(directory: Path, *found: tuple[float, float, float] | None) -> str:
+    """The page's sentence on records with these weights: of all labels, of the least and of the largest."""
+    sink, run = JsonlSink(directory), Run()
+    for one in found:
+        stats = ObjectiveStats(known=False) if one is None else ObjectiveStats(*one, labels=100, known=True)
+        sink.write(replace(run.record(), objective=stats))
+    sink.close()
+    assert report(directory)[0] == 0
+    page = (directory / "report.html").read_text(encoding="utf-8")
+    section = page[page.index('id="h-objective"') :]
+    section = section[section.index("gradient.</p>") + len("gradient.") : section.index("</section>")]
+    return html.unescape(re.sub(r"<[^>]+>", "", section)).strip()
+
+
+def test_the_objective_is_a_sentence(tmp_path: Path) -> None:
+    mean = "The labels of a step weigh together 1: its gradient is that of a mean."
+    even, uneven = (1.0, 0.01, 0.01), (1.0, 0.01, 0.018)
+    assert objective_of(tmp_path / "even", even, even) == f"{mean} All labels of a step count alike."
+    said = f"{mean} Within a step one label counts up to 1.8 times another."
+    assert objective_of(tmp_path / "uneven", even, None, uneven) == said
+    added_up = "The labels of a step weigh together 4: its gradient is 4 times a mean's."
+    assert objective_of(tmp_path / "added", (4.0, 0.01, 0.01)).startswith(added_up)
+    sums = "The labels of a step weigh together 90 to 110; a mean's weigh 1."
+    assert objective_of(tmp_path / "sums", (90.0, 1.0, 1.0), (110.0, 1.0, 1.0)).startswith(sums)
+    assert objective_of(tmp_path / "unknown", None).startswith("How much a label counts is not known")
 
 
 def test_the_page_needs_nothing_and_its_policy_admits_its_own_script_alone(tmp_path: Path) -> None:

@@ -1,0 +1,212 @@
+"""The released bugs that released_bugs.py trains: which release is wrong, which is right, and what tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One row. A release is what is laid over this environment; an empty one is this environment itself.
+
+    ``told`` is the kind of the event that tells it at its first wrong step; None: nothing does, for this ``reason``.
+    """
+
+    name: str
+    source: str  # where it was published
+    case: str
+    wrong: tuple[str, ...]
+    right: tuple[str, ...] | None  # None: in no release yet
+    told: str | None = None
+    reason: str = ""
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+COSINE = {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}
+DEEPSPEED = (
+    Bug(
+        "WarmupLR gives every group the first group's rate",
+        "DeepSpeed pull 8171",
+        "schedule",
+        ("deepspeed==0.19.3",),
+        (),
+        "update-mismatch",
+        given={
+            "kind": "WarmupLR",
+            "params": {"warmup_num_steps": 4, "warmup_type": "linear"},
+            "promised": "linear",
+        },
+    ),
+    Bug(
+        "WarmupCosineLR leaves the second group at its full rate in the first step",
+        "DeepSpeed pull 7969",
+        "schedule",
+        ("deepspeed==0.18.9",),
+        (),
+        "update-mismatch",
+        given={"kind": "WarmupCosineLR", "params": COSINE, "promised": "cosine"},
+    ),
+    Bug(
+        "ZeRO-2 with an offloaded optimizer drops all micro-batches but the first and the last",
+        "DeepSpeed pulls 7967 and 7981",
+        "accumulated",
+        ("deepspeed==0.18.3",),
+        (),
+        "aggregation-error",
+        given={"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+    ),
+    Bug(
+        "scale_wrt_gas=False divides all the same",
+        "DeepSpeed pull 7724",
+        "accumulated",
+        ("deepspeed==0.18.3",),
+        (),
+        "objective-mismatch",
+        given={"config": {"zero_optimization": {"stage": 1}}, "scaled": True},
+    ),
+)
+
+
+def hub(transformers: str, tokenizers: str, hub: str, accelerate: str, *more: str) -> tuple[str, ...]:
+    """A transformers release, with the releases of its time that it asks for."""
+    old = (f"tokenizers=={tokenizers}", f"huggingface_hub=={hub}", f"accelerate=={accelerate}", "datasets==3.6.0")
+    return (*more, f"transformers=={transformers}", *old)
+
+
+V4_45 = hub("4.45.2", "0.20.3", "0.26.5", "1.0.1")
+V4_46 = hub("4.46.1", "0.20.3", "0.26.5", "1.0.1")
+V4_47 = hub("4.47.1", "0.21.0", "0.27.1", "1.2.1")
+V4_57 = hub("4.57.1", "0.22.1", "0.36.0", "1.10.1")
+TRAINER = (
+    Bug(
+        "the Trainer takes the mean of the micro-batches' means",
+        "transformers issue 34242",
+        "tokens",
+        V4_45,
+        (),
+        "objective-mismatch",
+    ),
+    Bug(
+        "the Trainer counts tokens per rank, and averages over ranks",
+        "transformers pull 34373",
+        "tokens",
+        V4_46,
+        (),
+        "objective-mismatch",
+    ),
+    Bug(
+        "GPT-2's loss is not divided by the accumulation",
+        "transformers pull 34511",
+        "tokens",
+        V4_46,
+        (),
+        "objective-mismatch",
+        given={"family": "GPT2"},
+    ),
+    Bug(
+        "a smoothed loss is not divided by the accumulation",
+        "transformers issue 46731",
+        "tokens",
+        V4_57,
+        (),
+        "objective-mismatch",
+        given={"label_smoothing_factor": 0.1},
+    ),
+    Bug(
+        "num_items_in_batch counts each row's first label, which nothing predicts",
+        "transformers pull 46204",
+        "tokens",
+        V4_57,
+        (),
+        "objective-mismatch",
+        given={"first": True},
+    ),
+    Bug(
+        "the routers' auxiliary loss counts once per micro-batch and rank",
+        "in transformers 5.23.0 itself",
+        "routers",
+        (),
+        None,
+        "objective-mismatch",
+    ),
+    Bug(
+        "the Trainer decays Qwen2's norms",
+        "transformers pull 35927",
+        "decay",
+        V4_47,
+        (),
+        None,
+        "which groups decay is written down, not judged: no configuration says which should",
+        given={"family": "Qwen2"},
+    ),
+    Bug(
+        "the last short window of a pass loses micro-batches",
+        "transformers pull 37923",
+        "last_window",
+        V4_46,
+        (),
+        "low-coverage",
+    ),
+    Bug(
+        "skip_first_batches goes on in the first pass's order",
+        "accelerate pull 4071",
+        "continued",
+        ("accelerate==1.14.0",),
+        (),
+        "data-order-mismatch",
+    ),
+)
+
+
+def with_trl(version: str) -> tuple[str, ...]:
+    """A TRL release on transformers of its time."""
+    return hub("4.52.4", "0.21.0", "0.33.0", "1.7.0", f"trl=={version}")
+
+
+TRL = (
+    *(
+        Bug(
+            f"{kind}'s loss is not divided by the accumulation",
+            f"TRL pull {pull}",
+            "pairs",
+            with_trl(wrong),
+            with_trl(right),
+            "objective-mismatch",
+            given={"kind": kind},
+        )
+        for kind, pull, wrong, right in (
+            ("DPO", 2615, "0.13.0", "0.14.0"),
+            ("CPO", 2645, "0.13.0", "0.14.0"),
+            ("ORPO", 3716, "0.18.1", "0.20.0"),
+        )
+    ),
+    Bug(
+        "SFT counts tokens per rank, and averages over ranks",
+        "TRL pull 3538",
+        "tokens",
+        with_trl("0.18.1"),
+        with_trl("0.20.0"),
+        "objective-mismatch",
+        given={"kind": "SFT"},
+    ),
+    Bug(
+        "SFT trains no row's end where padding is the end's token",
+        "TRL pull 3200",
+        "sft_labels",
+        with_trl("0.16.0"),
+        with_trl("0.17.0"),
+        "batch-suspect",
+        given={"chat": False},
+    ),
+    Bug(
+        "SFT begins every chat twice",
+        "TRL pull 3328",
+        "sft_labels",
+        with_trl("0.16.0"),
+        with_trl("0.17.0"),
+        "batch-suspect",
+        given={"chat": True},
+    ),
+)
+LIST: tuple[Bug, ...] = (*DEEPSPEED, *TRAINER, *TRL)

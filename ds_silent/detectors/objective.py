@@ -1,0 +1,183 @@
+"""The sum of what the labels of a step weigh: 1 where the gradient is that of their mean.
+
+What all ranks do wrong alike no comparison of ranks shows. The sum is exact, so that its value says what was done: 4 is
+the losses of 4 micro-batches added up and not divided, 1/4 is divided by 4 twice, and likewise for the ranks, over
+which the reduction takes the mean.
+
+Only a mean is judged, with nothing beside it in the loss, and only if all other numbers between loss and root are the
+script's own divisors: a factor may be a hyper-parameter. Where the framework promises the mean (``engine.backward`` of
+DeepSpeed, ``accelerator.backward``, a Trainer, the ``num_items_in_batch`` that a Trainer gives to a model), another
+simple product is a fault at its first step. ``num_items_in_batch`` also promises that each label of the step counts
+alike. A loop that a script writes itself promises nothing: there it is a note, once, when it has been so at ``STEPS``
+measured steps in a row. The last window of an epoch may have fewer micro-batches than a framework divides by: it is not
+judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ds_silent.capture.loss_graph import MEAN, SUM
+from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.measure.evidence import Evidence, LabelWeights
+from ds_silent.records import Event, EventKind, StepRecord
+
+STEPS = 3
+NEAR = 0.02  # relative: bf16 rounds the gradient of a loss to 2^-8
+KIND: EventKind = "objective-mismatch"
+
+
+class Multiple(NamedTuple):
+    """The sum as a product: micro-batches to a power of 1, 0 or -1, times ranks to such a power."""
+
+    micro_batches: int
+    ranks: int
+
+
+class ObjectiveTest(Detector):
+    """Judge the sum of the weights, and where it is promised their spread."""
+
+    key = "objective"
+    stored = ("noted", "value", "steps")
+
+    def __init__(self) -> None:
+        self._noted = False
+        self._value, self._steps = 0.0, 0  # of the steps that may become a note
+        self._open: Finding | None = None
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        self.notes = ()
+        weights = evidence.label_weights
+        if weights is None:
+            self._open, self._steps = None, 0
+            return []
+        if not _is_short(weights):  # else what was found before stays
+            self._open = self._judged(record, weights)
+        return [] if self._open is None else [self._open]
+
+    def _judged(self, record: StepRecord, weights: LabelWeights) -> Finding | None:
+        total, count, ranks = abs(float(weights.totals.mean())), max(weights.backwards), record.world_size
+        multiple = multiple_of(total, count, ranks)
+        since = record.step if self._open is None else self._open.since
+        if multiple is not None and _is_broken(multiple, weights, ranks):
+            message = f"{_sentence(total, multiple, count, ranks)} {_promised(weights, count)}"
+            return _finding("sum", message, _remedy(total), total, since)
+        if total > 0.0 and _near(total, 1.0) and weights.by_items and weights.reductions == {SUM}:
+            spread = float(weights.largest.max() / weights.smallest.min())
+            if not (spread <= 1.0 + NEAR or _each_its_own(weights)):
+                message = (
+                    f"The labels of a step do not count alike: one counts {spread:.3g} times another, although the "
+                    "loss was given num_items_in_batch, the number of labels of the whole step."
+                )
+                remedy = "Divide the sum over the labels by num_items_in_batch, and by no count of a micro-batch's own."
+                return _finding("spread", message, remedy, spread, since)
+        self._note(record, total, multiple, weights, count)
+        return None
+
+    def _note(
+        self, record: StepRecord, total: float, multiple: Multiple | None, weights: LabelWeights, count: int
+    ) -> None:
+        """Note another multiple of the mean, which nobody has promised not to be."""
+        if multiple is None or not _is_evident(multiple, weights, count, record.world_size):
+            self._steps = 0
+            return
+        self._steps = self._steps + 1 if _near(total, self._value) else 1
+        self._value = total
+        if self._steps < STEPS or self._noted:
+            return
+        self._noted = True
+        remedy = f"Do nothing if that is meant. {_remedy(total)}"
+        message = _sentence(total, multiple, count, record.world_size)
+        self.notes = (Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=total),)
+
+
+def _near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=NEAR)
+
+
+def multiple_of(total: float, micro_batches: int, ranks: int) -> Multiple | None:
+    """Return the simplest product that ``total`` is; None for 1 and for what is none."""
+    for powers in ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1)):
+        if _near(total, float(micro_batches) ** powers[0] * float(ranks) ** powers[1]):
+            return Multiple(*powers) if any(powers) else None
+    return None
+
+
+def _is_short(weights: LabelWeights) -> bool:
+    """Tell whether the step had another number of micro-batches than its framework divides by."""
+    promised = 0 if weights.promise is None else weights.promise.micro_batches
+    return len(weights.backwards) > 1 or (promised > 0 and promised not in weights.backwards)
+
+
+def _is_mean(weights: LabelWeights) -> bool:
+    """Tell whether each rank's loss is a mean, by numbers that are all known, and alike on all ranks."""
+    alike = _near(float(weights.totals.min()), float(weights.totals.max()))
+    return weights.reductions == {MEAN} and not weights.constants.by_tensor and alike
+
+
+def _is_broken(multiple: Multiple, weights: LabelWeights, ranks: int) -> bool:
+    """Tell whether somebody has promised that the sum is not this multiple."""
+    times = abs(weights.constants.times)
+    if weights.by_items:  # the Trainer multiplies by the ranks
+        return weights.reductions <= {MEAN, SUM} and (_near(times, 1.0) or _near(times, float(ranks)))
+    if weights.promise is None or not _is_mean(weights) or not _near(times, 1.0):
+        return False
+    return weights.promise.micro_batches == 0 or multiple.micro_batches != 0
+
+
+def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: int) -> bool:
+    """Tell whether the script's own numbers are those that the multiple is made of."""
+    if not _is_mean(weights) or 0 not in multiple:
+        return False
+    constants, times = weights.constants, abs(weights.constants.times)
+    if multiple.ranks > 0:  # twice a loss may be meant
+        return ranks > 2 and _near(times, float(ranks))
+    divided = sum(_near(divisor, float(count)) for divisor in constants.divisors)
+    if multiple.micro_batches > 0:
+        return _near(times, 1.0) and not divided
+    if multiple.micro_batches < 0:
+        return _near(times, 1.0) and divided >= 2
+    return _near(times, 1.0) and any(_near(divisor, float(ranks)) for divisor in constants.divisors)
+
+
+def _each_its_own(weights: LabelWeights) -> bool:
+    """Tell whether each rank counts its own labels alike: its items are its own (average_tokens_across_devices off)."""
+    alike = bool((weights.largest <= weights.smallest * (1.0 + NEAR)).all())
+    return alike and all(_near(float(total), 1.0) for total in weights.totals)
+
+
+def _sentence(total: float, multiple: Multiple, count: int, ranks: int) -> str:
+    causes = {
+        (1, 0): f"the losses of {count} micro-batches are added up and not divided",
+        (-1, 0): f"they are divided by the {count} micro-batches twice",
+        (0, 1): f"they are multiplied by the {ranks} ranks, over which the reduction takes the mean",
+        (0, -1): f"they are divided by the {ranks} ranks, over which the reduction takes the mean already",
+    }
+    parts = [(multiple.micro_batches, 0), (0, multiple.ranks)]
+    why = ", and ".join(causes[part] for part in parts if any(part))
+    return f"The step's gradient is {total:.4g} times that of the mean of its losses, on all ranks alike: {why}."
+
+
+def _promised(weights: LabelWeights, count: int) -> str:
+    if weights.promise is None:
+        return "The loss was given num_items_in_batch, by which its sum over the labels is to be divided."
+    by = weights.promise.by
+    if weights.constants.wrapper is None or weights.promise.micro_batches == 0:
+        return f"{by} promises the mean."
+    if any(_near(divisor, float(count)) for divisor in weights.constants.divisors):
+        return f"{by} divides by the {count} micro-batches itself, and the script has divided the loss before."
+    return f"{by} promises to divide by {count}, and multiplies by {weights.constants.wrapper:.4g}."
+
+
+def _remedy(total: float) -> str:
+    return (
+        "Normalise the loss once: leave out the number that is one too many, or put in the one that is missing. "
+        f"Then the gradient is {1.0 / total:.4g} times as long: learning rate and clipping mean something else."
+    )
+
+
+def _finding(what: str, message: str, remedy: str, size: float, since: int) -> Finding:
+    key = f"objective:{what}"
+    return Finding(key, KIND, "warning", (), "loss", size, 1.0, message, remedy, since, effect=size)

@@ -1,0 +1,138 @@
+"""Is each group's learning rate what its scheduler's formula gives for its step?
+
+Promise: the rate that a scheduler has set is what its documented formula gives for its own counter and for *each*
+group's own base (:mod:`ds_silent.rules.schedules`).
+
+Silent: a rate that is not the one which the scheduler set last, because then the script has set it; schedules that
+make each rate of the last one, from the first such change on; several schedulers of one optimizer; a factor that a
+script has written itself, but that it is the same for all groups; how often a scheduler steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from ds_silent.framework import Framework
+from ds_silent.patches import Patches
+from ds_silent.rules.known_optimizers import number
+from ds_silent.rules.rule import Breach, Rule
+from ds_silent.rules.schedules import Schedule, schedule_of, step_of
+
+TOLERANCE = 1e-5  # of the largest rate that the group has had: a rate may be held in fp32, or be made of many products
+
+
+class RateRule(Rule):
+    """Compare rates on this rank; see the module docstring."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._found: list[tuple[Any, Schedule]] | None = None  # schedulers that are known, as soon as one is looked for
+        self._changed: set[int] = set()  # those of chained schedules whose rates a script has set, by id
+        self._at: dict[int, int] = {}  # the step that such a schedule has come to by itself
+        self._largest: dict[tuple[int, int], float] = {}
+        self._broken: dict[tuple[int, int], Breach] = {}
+        self._patches = Patches()
+        self._safely: Callable[..., Any] = lambda function, *given: function(*given)
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        self._safely = safely
+        patches.also(self._patches.undo)
+
+    def breaches(self) -> tuple[Breach, ...]:
+        if self._found is None:
+            self._found = self._schedulers()
+        for scheduler, schedule in self._found:
+            self._look(scheduler, schedule)
+        return tuple(self._broken.values())
+
+    def _schedulers(self) -> list[tuple[Any, Schedule]]:
+        """Find them once, and let those of chained schedules tell when they are about to step."""
+        named = self._framework.schedulers()
+        found = [(one, known) for one in (named or self._of_torch()) if (known := schedule_of(one)) is not None]
+        for scheduler, schedule in found:
+            if schedule.chained:
+                wrapper = partial(self._stepping, scheduler)
+                self._patches.wrap_method(type(scheduler), "step", wrapper)
+                self._at[id(scheduler)] = step_of(scheduler)
+                if not self._agrees(scheduler, schedule):
+                    self._changed.add(id(scheduler))
+        return found
+
+    def _of_torch(self) -> list[Any]:
+        """Return the only scheduler of each optimizer; torch marks the step of one that has any."""
+        optimizers = [one for one in self._framework.optimizers() if hasattr(one.step, "_wrapped_by_lr_sched")]
+        if not optimizers:
+            return []
+        alive = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+        of_each = [[one for one in alive if getattr(one, "optimizer", None) is optimizer] for optimizer in optimizers]
+        return [held[0] for held in of_each if len(held) == 1]
+
+    def _stepping(self, own: Any, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler is not own:
+            return original(scheduler, *args, **kwargs)
+        if args or kwargs or not self._safely(self._by_itself, own):
+            self._changed.add(id(own))  # the script has set a rate, or the step
+        result = original(scheduler, *args, **kwargs)
+        self._at[id(own)] = step_of(own)
+        return result
+
+    def _by_itself(self, scheduler: Any) -> bool:
+        """Tell whether step and rates are those that the scheduler has set last."""
+        last = [number(rate) for rate in getattr(scheduler, "_last_lr", ())]
+        stepped = self._at.get(id(scheduler), step_of(scheduler))
+        return stepped == step_of(scheduler) and last == _rates(scheduler) and None not in last
+
+    def _agrees(self, scheduler: Any, schedule: Schedule) -> bool:
+        rates = zip(_rates(scheduler), schedule.rates(scheduler), strict=False)
+        return all(now is None or right is None or math.isclose(now, right, rel_tol=TOLERANCE) for now, right in rates)
+
+    def _look(self, scheduler: Any, schedule: Schedule) -> None:
+        now = _rates(scheduler)
+        if id(scheduler) in self._changed or not self._by_itself(scheduler):
+            if schedule.chained:
+                self._changed.add(id(scheduler))
+            for group in range(len(now)):
+                self._broken.pop((id(scheduler), group), None)
+            return
+        right = schedule.rates(scheduler)
+        if len(right) != len(now):
+            return
+        for group, (rate, meant) in enumerate(zip(now, right, strict=True)):
+            key = id(scheduler), group
+            if rate is None or meant is None or math.isnan(meant):
+                continue
+            self._largest[key] = largest = max(self._largest.get(key, 0.0), abs(rate), abs(meant))
+            if abs(rate - meant) <= TOLERANCE * largest:
+                self._broken.pop(key, None)
+            elif key not in self._broken:
+                self._broken[key] = _breach(scheduler, group, rate, right, self._framework.step)
+
+
+def _rates(scheduler: Any) -> list[float | None]:
+    return [number(group["lr"]) for group in scheduler.optimizer.param_groups]
+
+
+def _breach(scheduler: Any, group: int, rate: float, right: Sequence[float | None], step: int) -> Breach:
+    kind, meant = type(scheduler).__name__, right[group]
+    others = [
+        place for place, one in enumerate(right)
+        if place != group and one is not None and math.isclose(one, rate, rel_tol=TOLERANCE)
+    ]  # fmt: skip
+    as_other = f", and {rate:.6g} is what it gives group {others[0]}" if others else ""
+    return Breach(
+        key=f"rate:{kind}:{group}",
+        kind="update-mismatch",
+        severity="error",
+        where=f"learning rate of group {group}",
+        message=f"The learning rate of parameter group {group} is {rate:.6g}, but {kind} gives {meant:.6g} for this "
+        f"group at its step {step_of(scheduler)}{as_other}.",
+        remedy=f"Look at what {kind} does in this version with several groups, and at how it was built; set each "
+        "group's rate by hand, or use another scheduler.",
+        since=step,
+    )

@@ -1,0 +1,209 @@
+"""What the learning rates should be, by the documented formula of each scheduler; nothing of a script is called.
+
+    schedule = schedule_of(scheduler)        # None: not checked
+    schedule.rates(scheduler)                # of each parameter group, None where it is not known
+    schedule.chained                         # each rate is made of the last one, so that a script's own change stays
+
+A scheduler is known by its own class and never by its ancestors.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import lr_scheduler
+
+from ds_silent.rules.known_optimizers import number
+
+Rates = Sequence[float | None]
+_PURE = "transformers.optimization"
+"""The module whose factors are functions of the step alone. A script's own may count their calls."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one class of schedulers makes rates of its base rates and its step."""
+
+    formula: Callable[[Any], Rates]
+    chained: bool = False
+
+    def rates(self, scheduler: Any) -> Rates:
+        """Return the rate of each group; none at all where its attributes are not those that the formula knows."""
+        try:
+            return self.formula(scheduler)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            return []
+
+
+def schedule_of(scheduler: Any) -> Schedule | None:
+    """Return the schedule; None for every class that is not one of them by itself."""
+    kind = type(scheduler)
+    known = _OF_TORCH.get(kind)
+    return known or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def step_of(scheduler: Any) -> int:
+    """Return the step that a scheduler is at, as it counts."""
+    return int(getattr(scheduler, "last_epoch", getattr(scheduler, "last_batch_iteration", -1)))
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def _factor(factor: Callable[[Any, int], float | None]) -> Callable[[Any], Rates]:
+    def rates(scheduler: Any) -> Rates:
+        times = factor(scheduler, int(scheduler.last_epoch))
+        return [None if times is None or base is None else base * times for base in map(number, scheduler.base_lrs)]
+
+    return rates
+
+
+def _cosine(scheduler: Any) -> Rates:
+    """Up to its end: what follows is made of a rate that is nearly 0, and as wrong as that."""
+    if scheduler.last_epoch > scheduler.T_max:
+        return [None] * len(scheduler.base_lrs)
+    return _on_cosine(scheduler, scheduler.last_epoch / scheduler.T_max)
+
+
+def _restarting(scheduler: Any) -> Rates:
+    return _on_cosine(scheduler, scheduler.T_cur / scheduler.T_i)
+
+
+def _on_cosine(scheduler: Any, part: float) -> Rates:
+    low, share = float(scheduler.eta_min), (1.0 + math.cos(math.pi * part)) / 2.0
+    return [None if base is None else low + (base - low) * share for base in map(number, scheduler.base_lrs)]
+
+
+def _lambdas(scheduler: Any) -> Rates:
+    """A factor that is not called is that of the first group which has the same function."""
+    groups, step = scheduler.optimizer.param_groups, int(scheduler.last_epoch)
+    rates: list[float | None] = []
+    factors: dict[int, float | None] = {}
+    for base, group, function in zip(map(number, scheduler.base_lrs), groups, scheduler.lr_lambdas, strict=False):
+        if id(function) not in factors:
+            inner = getattr(function, "func", function)
+            if getattr(inner, "__module__", None) == _PURE:
+                factors[id(function)] = float(function(step))
+            else:
+                rate = number(group["lr"])
+                factors[id(function)] = rate / base if rate is not None and base else None
+        factor = factors[id(function)]
+        rates.append(None if factor is None or base is None else base * factor)
+    return rates
+
+
+def _one_cycle(scheduler: Any) -> Rates:
+    """From ``initial_lr`` to ``max_lr`` and down to ``min_lr`` of each group, by way of ``initial_lr`` in 3 phases."""
+    step, phases, rates = float(scheduler.last_epoch), scheduler._schedule_phases, []
+    begin = 0.0
+    for phase in phases:
+        if step <= phase["end_step"] or phase is phases[-1]:
+            part = (step - begin) / (phase["end_step"] - begin)
+            if scheduler._anneal_func_type == "cos":
+                part = (1.0 - math.cos(math.pi * part)) / 2.0
+            for group in scheduler.optimizer.param_groups:
+                low, high = float(group[phase["start_lr"]]), float(group[phase["end_lr"]])
+                rates.append(low + (high - low) * part)
+            break
+        begin = phase["end_step"]
+    return rates
+
+
+_OF_TORCH: dict[type, Schedule] = {
+    lr_scheduler.LambdaLR: Schedule(_lambdas),
+    lr_scheduler.OneCycleLR: Schedule(_one_cycle),
+    lr_scheduler.CosineAnnealingWarmRestarts: Schedule(_restarting),
+    lr_scheduler.CosineAnnealingLR: Schedule(_cosine, chained=True),
+    lr_scheduler.StepLR: Schedule(_factor(lambda one, step: one.gamma ** (step // one.step_size)), chained=True),
+    lr_scheduler.MultiStepLR: Schedule(
+        _factor(lambda one, step: one.gamma ** bisect_right(sorted(one.milestones.elements()), step)), chained=True
+    ),
+    lr_scheduler.ExponentialLR: Schedule(_factor(lambda one, step: one.gamma**step), chained=True),
+    lr_scheduler.ConstantLR: Schedule(
+        _factor(lambda one, step: one.factor if step < one.total_iters else 1.0), chained=True
+    ),
+    lr_scheduler.LinearLR: Schedule(
+        _factor(
+            lambda one, step: (
+                one.start_factor + (one.end_factor - one.start_factor) * min(step, one.total_iters) / one.total_iters
+            )
+        ),
+        chained=True,
+    ),
+    lr_scheduler.PolynomialLR: Schedule(
+        _factor(lambda one, step: (1.0 - min(step, one.total_iters) / one.total_iters) ** one.power), chained=True
+    ),
+}
+
+
+# -- DeepSpeed, 0.16.9 to 0.19.8 ---------------------------------------------------------------------------------------
+
+
+def _warm(scheduler: Any) -> float | None:
+    """Return how far the warm-up is, from 0 to 1; None when it is over."""
+    step, steps = scheduler.last_batch_iteration, scheduler.warmup_num_steps
+    if step >= steps:
+        return None
+    if scheduler.warmup_type == "log":
+        return math.log(step + 1) / math.log(steps)
+    return float(step / steps) if scheduler.warmup_type == "linear" else math.nan
+
+
+def _between(scheduler: Any, part: float) -> Rates:
+    bounds = zip(scheduler.min_lrs, scheduler.max_lrs, strict=True)
+    return [float(low) + (float(high) - float(low)) * part for low, high in bounds]
+
+
+def _warmup(scheduler: Any) -> Rates:
+    part = _warm(scheduler)
+    return _between(scheduler, 1.0 if part is None else part)
+
+
+def _warmup_decay(scheduler: Any) -> Rates:
+    part, left = _warm(scheduler), scheduler.total_num_steps - scheduler.last_batch_iteration
+    decayed = max(0.0, left / max(1.0, scheduler.total_num_steps - scheduler.warmup_num_steps))
+    return _between(scheduler, decayed if part is None else part)
+
+
+def _warmup_cosine(scheduler: Any) -> Rates:
+    part, low = _warm(scheduler), float(scheduler.cos_min_ratio)
+    if part is not None:
+        ratio = scheduler.warmup_min_ratio + (1.0 - scheduler.warmup_min_ratio) * part
+    else:
+        done = scheduler.last_batch_iteration - scheduler.warmup_num_steps + 1
+        total = max(1, scheduler.total_num_steps - scheduler.warmup_num_steps)
+        if done > total:  # older versions go up again
+            return [None] * len(scheduler.org_lrs)
+        ratio = max(0.0, low + (1.0 - low) * (1.0 + math.cos(math.pi * done / total)) / 2.0)
+    return [None if base is None else base * ratio for base in map(number, scheduler.org_lrs)]
+
+
+def _range_test(scheduler: Any) -> Rates:
+    done = (scheduler.last_batch_iteration + 1) / scheduler.step_size
+    times = 1.0 + scheduler.step_rate * (math.floor(done) if scheduler.staircase else done)
+    return [float(low) * times for low in scheduler.min_lr]
+
+
+def _deepspeed(rates: Callable[[Any], Rates]) -> Schedule:
+    """Before its first step a scheduler sets what its constructor says."""
+    return Schedule(lambda one: rates(one) if one.last_batch_iteration >= 0 else [None] * len(_groups(one)))
+
+
+def _groups(scheduler: Any) -> Sequence[Any]:
+    groups: Sequence[Any] = scheduler.optimizer.param_groups
+    return groups
+
+
+_BY_NAME = {
+    f"deepspeed.runtime.lr_schedules.{name}": _deepspeed(rates)
+    for name, rates in {
+        "WarmupLR": _warmup,
+        "WarmupDecayLR": _warmup_decay,
+        "WarmupCosineLR": _warmup_cosine,
+        "LRRangeTest": _range_test,
+    }.items()
+}

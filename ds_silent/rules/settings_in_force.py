@@ -1,0 +1,96 @@
+"""What a training runs with after all defaults, and where each value comes from: ``settings`` of ``run.json``.
+
+    settings = settings_in_force(framework)      # {"lr": Setting(0.001, "default"), ...}, of this rank
+
+Two runs of the same script are compared by it where a default has changed between two versions. Nothing is judged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_silent.distributed.parts import listed
+from ds_silent.framework import Framework, Origin, Setting
+from ds_silent.rules.known_optimizers import known_form
+
+MOST_GROUPS, SHOWN = 8, 6
+_PLAIN = (bool, int, float, str, type(None))
+_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+
+
+def settings_in_force(framework: Framework) -> dict[str, Setting]:
+    """Return every setting by its name; what a framework says of itself comes first."""
+    found = dict(framework.settings())
+    found.setdefault(
+        "micro-batches of a step",
+        Setting(framework.micro_batches, "default" if framework.micro_batches == 1 else "yours"),
+    )
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in framework.parameters})
+    found["precision of the trainable parameters"] = Setting(", ".join(dtypes), "framework")
+    optimizers = framework.optimizers()
+    for place, optimizer in enumerate(optimizers):
+        prefix = f"optimizer {place}: " if len(optimizers) > 1 else ""
+        found.update({prefix + name: setting for name, setting in _of_optimizer(optimizer, framework)})
+    for scheduler in framework.schedulers():
+        found["schedule of the learning rate"] = Setting(type(scheduler).__name__, "yours")
+    attention = getattr(getattr(framework.module, "config", None), "_attn_implementation", None)
+    if isinstance(attention, str):
+        found["attention implementation"] = Setting(attention, "framework")
+    return found
+
+
+def _of_optimizer(optimizer: Any, framework: Framework) -> Iterator[tuple[str, Setting]]:
+    yield "optimizer", Setting(type(optimizer).__name__, "yours")
+    yield "optimizer's update", Setting("not checked" if known_form(optimizer) is None else "checked", "framework")
+    groups = optimizer.param_groups
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]})
+    yield "precision of what the optimizer steps", Setting(", ".join(dtypes), "framework")
+    defaults = _defaults_of(type(optimizer))
+    names = dict.fromkeys(key for group in groups for key in group if key != "params" and key not in _OF_SCHEDULES)
+    for name in names:
+        values = [_plain(group.get(name)) for group in groups]
+        for label, value in _by_group(name, values):
+            origin: Origin = "default" if name in defaults and _plain(defaults[name]) == value else "yours"
+            scheduled = name == "lr" and any("initial_lr" in group for group in groups)
+            if name not in defaults or scheduled or (name == "lr" and framework.schedulers()):
+                origin = "framework"
+            yield label, Setting(value, origin)
+    known = dict(zip(map(id, framework.parameters), framework.names, strict=True))
+    without = [known[id(p)] for g in groups if not _plain(g.get("weight_decay")) for p in g["params"] if id(p) in known]
+    if without and any(_plain(group.get("weight_decay")) for group in groups):
+        yield "without weight decay", Setting(listed(without, SHOWN, "parameters"), "yours")
+
+
+def _by_group(name: str, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield one value where all groups have the same, else each group's."""
+    if all(value == values[0] for value in values):
+        yield name, values[0]
+        return
+    for group, value in enumerate(values[:MOST_GROUPS]):
+        yield f"{name} of group {group}", value
+    if len(values) > MOST_GROUPS:
+        yield f"{name} of {len(values) - MOST_GROUPS} more groups", "not listed"
+
+
+def _defaults_of(kind: type) -> Mapping[str, Any]:
+    """Return what the constructors of a class and of its ancestors take without being told."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if "__init__" in base.__dict__ and base not in (object, torch.optim.Optimizer):
+            parameters = inspect.signature(base.__dict__["__init__"]).parameters.values()
+            found |= {one.name: one.default for one in parameters if one.default is not one.empty}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can write, and nothing that a device would be waited for."""
+    if isinstance(value, Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else "on the device"
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value][:SHOWN]
+    return value if isinstance(value, _PLAIN) else type(value).__name__

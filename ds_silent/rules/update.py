@@ -1,0 +1,345 @@
+"""Does the optimizer do what its formula says? New weights of some elements, against what the old ones should become.
+
+    rule = UpdateRule(framework, interval=1)
+    rule.connect(patches, safely)                # hooks of the optimizers at the bottom
+    rule.breaches()                              # by parameter group and mistake
+
+Promise: an optimizer whose class is known (:mod:`ds_silent.rules.known_optimizers`) makes of weight, gradient and
+state what its published formula makes of them, up to rounding (:mod:`ds_silent.maths.optimizers`).
+
+* **Which elements**: every n-th of a tensor, some 64 of it, beginning elsewhere at each step, the same on all ranks.
+  Of all tensors at the first step whose rate is not 0, of a few in turn at each later measured step, and always of
+  those that were wrong.
+* **When**: the last hook before the step, and the first behind it. What a script changes before or after is none of
+  it: a moving average, clipped or normalised weights, a repair.
+* **On an accelerator** the samples are copied to the host and judged when the copy has ended; nothing waits for it.
+
+Silent: a class that is not known, a closure, gradients that the step itself unscales, a step that is a part of a graph,
+fp16 weights without fp32 masters, sparse gradients, tensors that lie differently in memory than their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_silent.device import module_of, pinned
+from ds_silent.distributed.parts import listed
+from ds_silent.framework import Framework
+from ds_silent.maths.optimizers import Elements, Update, explanations, shows, stepped
+from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, coarsest
+from ds_silent.patches import Patches
+from ds_silent.rules.known_optimizers import MOMENTS, KnownForm, known_form
+from ds_silent.rules.rule import Breach, Rule
+
+SAMPLES = 64  # of a tensor
+SAMPLES_OF_CALL = 1024  # of a step's call where it has few tensors, as ZeRO's flat partitions
+TENSORS = 4  # per step, in turn
+SHOWN = 3
+LARGEST = 2.0**62  # of what is judged: its square is a number of fp32
+UNKNOWN = "none of the known mistakes explains it"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+class TensorSample(NamedTuple):
+    """One tensor of a call: of which group, with which settings, and the samples' places."""
+
+    parameter: Tensor
+    name: str
+    group: int
+    update: Update
+    step: float
+    state: tuple[str, ...]  # the moments that lie in the sample, in order
+    unit: float
+    begin: int
+    stride: int
+    size: int
+
+
+Judged = tuple[TensorSample, Elements, Tensor]
+"""One tensor: what it was before the step, and the weights behind it."""
+
+
+class SampleCopy:
+    """Samples on their way to the host."""
+
+    def __init__(self, samples: Tensor):
+        self._event: Any = None
+        self.values = samples
+        if samples.device.type != "cpu":
+            self.values = pinned(samples)
+            self.values.copy_(samples, non_blocking=True)
+            self._event = module_of(samples.device.type).Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One tensor whose last judged update was not as it should be."""
+
+    group: int
+    kind: str  # of the optimizer
+    name: str
+    cause: str
+    difference: float  # the largest, in units of what rounding explains
+    since: int
+
+
+class UpdateRule(Rule):
+    """Compare updates on this rank; see the module docstring.
+
+    Args:
+        interval: optimizer steps between two that are looked at.
+    """
+
+    def __init__(self, framework: Framework, interval: int):
+        self._framework, self._interval = framework, interval
+        self._names = dict(zip(map(id, framework.parameters), framework.names, strict=True))
+        self._groups: dict[int, int] = {}
+        self._wrong: dict[int, Wrong] = {}  # by id of the tensor
+        self._whole = True  # all tensors are looked at
+        self._step, self._position, self._cycle, self._first = 0, 0, 0, 0
+        self._open: tuple[Any, list[TensorSample], SampleCopy] | None = None  # between the two hooks of a step
+        self._under_way: list[tuple[int, str, list[TensorSample], SampleCopy, SampleCopy]] = []
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        numbers = 0
+        for optimizer in self._framework.optimizers():
+            if (form := known_form(optimizer)) is None or not hasattr(optimizer, "register_step_pre_hook"):
+                continue
+            for group in optimizer.param_groups:
+                self._groups[id(group)], numbers = numbers, numbers + 1
+            hooks = _Hooks(self, form, safely)
+            hooks.pre, hooks.post = (
+                optimizer.register_step_pre_hook(hooks.before),
+                optimizer.register_step_post_hook(hooks.after),
+            )
+            optimizer._optimizer_step_post_hooks.move_to_end(hooks.post.id, last=False)
+            patches.add(hooks.pre)
+            patches.add(hooks.post)
+
+    def breaches(self) -> tuple[Breach, ...]:
+        while self._under_way and self._under_way[0][3].arrived and self._under_way[0][4].arrived:
+            self._judge(*self._under_way.pop(0))
+        found: dict[tuple[int, str], list[Wrong]] = {}
+        for one in self._wrong.values():
+            found.setdefault((one.group, one.cause.partition(" is ")[0]), []).append(one)  # without a number
+        return tuple(_breach(key, wrong) for key, wrong in sorted(found.items()))
+
+    # -- the two hooks -----------------------------------------------------------------------------------------------
+
+    def before(self, optimizer: Any, form: KnownForm) -> None:
+        """Take the samples of this call, as the step finds them."""
+        self._open = None
+        if not self._looks():
+            return
+        taken: list[TensorSample] = []
+        pieces: list[Tensor] = []
+        with torch.no_grad():
+            for parameter, group in self._chosen(optimizer):
+                one = self._taken(optimizer, form, parameter, group)
+                if one is not None and (not pieces or pieces[0].device == parameter.device):
+                    state = optimizer.state.get(parameter) or {}
+                    tensors = (parameter, parameter.grad, *(state[form.state[name]] for name in one.state))
+                    taken.append(one)
+                    pieces += [_sampled(tensor, one) for tensor in tensors]
+            if taken:
+                self._open = optimizer, taken, SampleCopy(torch.cat(pieces))
+
+    def after(self, optimizer: Any) -> None:
+        """Take the same places of the weights, as the step leaves them."""
+        if self._open is None or self._open[0] is not optimizer:
+            return
+        (_, taken, old), self._open = self._open, None
+        with torch.no_grad():
+            new = SampleCopy(torch.cat([_sampled(one.parameter, one) for one in taken]))
+        self._under_way.append((self._framework.step, type(optimizer).__name__, taken, old, new))
+        del self._under_way[:-64]  # a device that is that far behind
+
+    def _looks(self) -> bool:
+        step = self._framework.step
+        if step != self._step:
+            self._cycle, self._first = self._position, (self._first + TENSORS) % max(self._position, 1)
+            self._step, self._position = step, 0
+        return step % self._interval == 0
+
+    def _chosen(self, optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield the parameters that are looked at in this call, with their groups."""
+        for group in optimizer.param_groups:
+            parameters, begin = group["params"], self._position
+            self._position += len(parameters)
+            if self._whole:
+                places = set(range(len(parameters)))
+            else:
+                turn = ((self._first + n) % max(self._cycle, 1) - begin for n in range(TENSORS))
+                places = {place for place in turn if 0 <= place < len(parameters)}
+            if self._wrong and not self._whole:
+                places |= {place for place, one in enumerate(parameters) if id(one) in self._wrong}
+            for place in sorted(places):
+                yield parameters[place], group
+
+    def _taken(self, optimizer: Any, form: KnownForm, parameter: Tensor, group: dict[str, Any]) -> TensorSample | None:
+        """Return what is taken of one tensor; None where it cannot be judged."""
+        gradient, state = parameter.grad, optimizer.state.get(parameter) or {}
+        if gradient is None or gradient.is_sparse or (update := form.update(optimizer, group)) is None:
+            return None
+        counted = [p for p in group["params"] if p.grad is not None] if form.step_of_last else [parameter]
+        if any(p.dtype != parameter.dtype for p in counted):
+            return None  # each dtype moves that counter on
+        step = form.step(optimizer, group, counted[-1])
+        names = tuple(name for name in MOMENTS if isinstance(state.get(form.state.get(name, "")), Tensor))
+        tensors = [parameter, gradient, *(state[form.state[name]] for name in names)]
+        local = [_local(tensor) for tensor in tensors]
+        if step is None or not _alike(local):
+            return None
+        numel = local[0].numel()
+        most = max(SAMPLES, SAMPLES_OF_CALL // sum(len(one["params"]) for one in optimizer.param_groups))
+        stride = max(1, numel // most) | 1
+        begin = self._framework.step * 7919 % min(stride, numel)
+        unit = UNIT_ROUNDOFF[coarsest(t.dtype for t in (local[0], *local[2:]))]
+        place = self._groups.get(id(group), 0)
+        name = self._names.get(id(parameter), "")
+        count = min(most, -(-(numel - begin) // stride))
+        return TensorSample(parameter, name, place, update, step, names, unit, begin, stride, count)
+
+    # -- judging -----------------------------------------------------------------------------------------------------
+
+    def _judge(self, at: int, kind: str, taken: list[TensorSample], old: SampleCopy, new: SampleCopy) -> None:
+        """Judge all tensors of a call that have the same settings together, and one by one where that is not right."""
+        values, weights = old.values.double(), new.values.double()
+        parts: dict[tuple[Update, float], list[Judged]] = {}
+        offset = begin = 0
+        for one in taken:
+            size = one.size * (2 + len(one.state))
+            rows = values[offset : offset + size].reshape(-1, one.size)
+            seen = weights[begin : begin + one.size]
+            offset, begin = offset + size, begin + one.size
+            parts.setdefault((one.update, one.unit), []).append((one, _elements(one, rows), seen))
+        for (update, unit), members in parts.items():
+            seen = torch.cat([weights for *_, weights in members])
+            if self._wrong or bool(_misses(update, _joined([old for _, old, _ in members]), seen, unit).any()):
+                self._judge_each(at, kind, members)
+            self._whole = self._whole and update.rate == 0.0
+
+    def _judge_each(self, at: int, kind: str, members: Sequence[Judged]) -> None:
+        """Tell right from wrong tensors, and find what explains all of the wrong ones; else each by itself."""
+        wrong = []
+        for one, old, seen in members:
+            before = self._wrong.get(id(one.parameter))
+            if bool(_misses(one.update, old, seen, one.unit).any()):
+                finite = torch.isfinite(old.gradient) & torch.isfinite(old.weight)
+                wrong.append((one, Elements(*(values[finite] for values in old)), seen[finite]))
+            elif before is not None and shows(before.cause, one.update, old, seen, one.unit):
+                del self._wrong[id(one.parameter)]
+        if not wrong:
+            return
+        first, joined = wrong[0][0], _joined([old for _, old, _ in wrong])
+        of_all = explanations(first.update, joined, torch.cat([seen for *_, seen in wrong]), first.unit)
+        for one, old, seen in wrong:
+            before = self._wrong.get(id(one.parameter))
+            causes = of_all or explanations(one.update, old, seen, one.unit) or [UNKNOWN]
+            cause = before.cause if before is not None and before.cause in causes else causes[0]
+            right, error = stepped(one.update, old, one.unit)
+            times = float(((right.weight - seen).abs() / error).nan_to_num(torch.inf).max())
+            since = at if before is None else before.since
+            self._wrong[id(one.parameter)] = Wrong(one.group, kind, one.name, cause, times, since)
+
+
+class _Hooks:
+    """The two hooks of one optimizer: the last before its step, and the first behind it."""
+
+    pre: Any
+    post: Any
+
+    def __init__(self, rule: UpdateRule, form: KnownForm, safely: Callable[..., Any]):
+        self._rule, self._form, self._safely = rule, form, safely
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        unscales = (
+            getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+        )
+        last = next(reversed(optimizer._optimizer_step_pre_hooks), None) == self.pre.id  # else a hook may change things
+        if closure is None and not unscales and last and not torch.compiler.is_compiling():
+            self._safely(self._rule.before, optimizer, self._form)
+
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._safely(self._rule.after, optimizer)
+        hooks = optimizer._optimizer_step_pre_hooks  # that another has registered since comes before ours from now on
+        if self.pre.id in hooks:
+            hooks.move_to_end(self.pre.id)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return a rank's own part of a tensor."""
+    whole = tensor.detach()
+    part: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+    return part
+
+
+def _alike(tensors: list[Tensor]) -> bool:
+    """Tell whether places in memory are the same elements of all tensors, and their numbers are judged."""
+    first = tensors[0]
+    dense = first.is_contiguous() or (first.ndim == 4 and first.is_contiguous(memory_format=torch.channels_last))
+    return (
+        dense
+        and first.numel() > 0
+        and all(type(one) in (Tensor, torch.nn.Parameter) for one in tensors)
+        and all(one.shape == first.shape and one.stride() == first.stride() for one in tensors)
+        and all(one.dtype in _DTYPES and one.device == first.device for one in tensors)
+    )
+
+
+def _sampled(tensor: Tensor, one: TensorSample) -> Tensor:
+    part = _local(tensor)
+    return part.as_strided((one.size,), (one.stride,), part.storage_offset() + one.begin)
+
+
+def _elements(one: TensorSample, rows: Tensor) -> Elements:
+    nothing = torch.zeros_like(rows[0])
+    state = dict(zip(one.state, rows[2:], strict=True))
+    moments = (state.get(name, nothing) for name in MOMENTS)
+    return Elements(rows[0], rows[1], torch.full_like(rows[0], one.step), *moments)
+
+
+def _joined(several: Sequence[Elements]) -> Elements:
+    return Elements(*(torch.cat(values) for values in zip(*several, strict=True)))
+
+
+def _misses(update: Update, old: Elements, seen: Tensor, unit: float) -> Tensor:
+    """Return where rounding does not explain the weight; what is not finite, or whose square is not, says nothing."""
+    right, error = stepped(update, old, unit)
+    known = torch.isfinite(right.weight) & torch.isfinite(error)
+    for values in (old.gradient, old.first, old.second.sqrt(), right.weight):
+        known &= values.abs() < LARGEST
+    return known & ~((right.weight - seen).abs() <= error)
+
+
+def _breach(key: tuple[int, str], wrong: list[Wrong]) -> Breach:
+    group, cause = key
+    first = min(wrong, key=lambda one: one.since)
+    names = sorted({one.name for one in wrong if one.name})
+    where = listed(names, SHOWN, "parameters") if names else f"parameter group {group}"
+    times = max(one.difference for one in wrong)
+    said = first.cause if first.cause != UNKNOWN else f"the new weights are others, and {UNKNOWN}"
+    return Breach(
+        key=f"update:{first.kind}:{group}:{cause}",
+        kind="update-mismatch",
+        severity="error",
+        where=where,
+        message=f"{first.kind} does not do what its formula says with {where}: {said}. On sampled elements the new "
+        f"weights are up to {times:.3g} times as far from the formula as rounding explains.",
+        remedy="Look at what replaces the optimizer's step (a fused or patched kernel, an integration, another version)"
+        "; train a few steps with torch's own optimizer, foreach=False, and compare.",
+        since=first.since,
+    )

@@ -1,0 +1,156 @@
+"""The sum of the label weights, judged: what is told, what is noted, and what is silent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants
+from ds_silent.detectors.objective import STEPS, Multiple, ObjectiveTest, multiple_of
+from ds_silent.framework import Promise
+from ds_silent.measure.evidence import Evidence, LabelWeights
+from ds_silent.records import Event
+from tests.support.made_records import Run
+
+ENGINE, TRAINER = Promise("engine.backward", 4), Promise("transformers' Trainer")
+
+
+def weights(total: float | list[float] = 1.0, divisors: tuple[float, ...] = (4.0,), **named: Any) -> LabelWeights:
+    """Four micro-batches on each of three ranks; by default divided once by 4."""
+    totals = np.full(3, total) if isinstance(total, float) else np.array(total)
+    constants = Constants(divisors, named.pop("times", 1.0), named.pop("by_tensor", False), named.pop("wrapper", None))
+    smallest, largest = totals / 100, totals / 100
+    made = LabelWeights(totals, smallest, largest, frozenset({MEAN}), frozenset({4}), constants)
+    return replace(made, **named)
+
+
+def told(*steps: LabelWeights | None, ranks: int = 3) -> list[Event]:
+    made = Run(ranks=ranks)
+    return [e for one in steps for e in made.judge.step(made.record(), Evidence(label_weights=one))]
+
+
+BROKEN = {
+    "the engine and the script": (weights(0.25, (4.0,), promise=ENGINE, wrapper=0.25), "the script has divided"),
+    "the wrapper does not divide": (weights(4.0, (), promise=ENGINE, wrapper=1.0), "and multiplies by 1."),
+    "and the ranks, too": (weights(1 / 12, (4.0, 3.0), promise=ENGINE, wrapper=0.25), "micro-batches twice, and"),
+    "the Trainer's loss is not divided": (weights(4.0, (), promise=TRAINER), "4 micro-batches are added up"),
+    "the Trainer's and by the ranks": (weights(1 / 3, (4.0, 3.0), promise=TRAINER), "divided by the 3 ranks"),
+    "a mean that is given the items": (
+        weights(12.0, (), times=3.0, by_items=True, promise=TRAINER),
+        "added up and not divided, and they are multiplied by the 3 ranks",
+    ),
+    "a sum that is given the items": (
+        weights(4.0, (), by_tensor=True, by_items=True, reductions=frozenset({SUM})),
+        "num_items_in_batch, by which its sum",
+    ),
+    "bf16": (weights(0.2505, promise=ENGINE, wrapper=0.25), "0.2505 times"),
+}
+SILENT = {
+    "a mean": weights(),
+    "a mean of the engine": weights(1.0, (), promise=ENGINE, wrapper=0.25),
+    "a hyper-parameter": weights(0.5, times=0.5, promise=ENGINE),
+    "one that equals the accumulation": weights(0.25, times=0.25, promise=ENGINE),
+    "one that is a divisor": weights(0.5, (4.0, 2.0), promise=ENGINE),
+    "a factor of the Trainer's loss": weights(4.0, times=4.0, promise=TRAINER),
+    "a weight that is a tensor": weights(0.25, by_tensor=True, promise=ENGINE),
+    "a sum": weights(4.0, (), reductions=frozenset({SUM}), promise=TRAINER),
+    "weights of each label": weights(4.0, (), reductions=frozenset({EACH}), promise=TRAINER),
+    "ranks that are not alike": weights([1.0, 1.0, 10.0], promise=ENGINE),
+    "a short window": weights(0.5, backwards=frozenset({2}), promise=ENGINE),
+    "a short window of a loop": weights(0.5, backwards=frozenset({2})),
+    "windows that are not alike": weights(0.25, backwards=frozenset({2, 4}), promise=ENGINE),
+    "a mean, and nothing known of why": weights(4.0, (4.0,)),
+    "four times by hand": weights(4.0, times=4.0),
+    "the items of each rank": weights(
+        1.0,
+        reductions=frozenset({SUM}),
+        by_items=True,
+        smallest=np.array([0.01, 0.02, 0.03]),
+        largest=np.array([0.01, 0.02, 0.03]),
+    ),
+    "a mean of means": weights(smallest=np.array([0.01] * 3), largest=np.array([0.03] * 3), promise=TRAINER),
+    "items, and labels with weights of their own": weights(
+        reductions=frozenset({EACH}), by_items=True, smallest=np.array([0.01] * 3), largest=np.array([0.03] * 3)
+    ),
+}
+NOTED = {
+    "added up": (weights(4.0, ()), "added up and not divided"),
+    "divided twice": (weights(0.25, (4.0, 4.0)), "divided by the 4 micro-batches twice"),
+    "divided by the ranks": (weights(1 / 3, (4.0, 3.0)), "divided by the 3 ranks"),
+    "multiplied by the ranks": (weights(3.0, times=3.0), "multiplied by the 3 ranks"),
+    "by the ranks, beside a promise of another": (weights(1 / 3, (3.0,), promise=ENGINE, wrapper=0.25), "3 ranks"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_promise_is_told_at_its_first_step_and_once(name: str) -> None:
+    wrong, says = BROKEN[name]
+    [event] = told(weights(), wrong, wrong, replace(wrong, backwards=frozenset({4})), wrong)
+    assert (event.step, event.kind, event.severity, event.ranks) == (2, "objective-mismatch", "warning", ())
+    assert event.effect == pytest.approx(float(wrong.totals[0]))
+    assert says in event.message
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_nobody_has_promised_is_silent(name: str) -> None:
+    assert told(*[SILENT[name]] * 2 * STEPS) == []
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_a_loop_of_ones_own_is_a_note_once(name: str) -> None:
+    found, says = NOTED[name]
+    assert told(*[found] * (STEPS - 1), None, *[found] * (STEPS - 1), weights(), *[found] * (STEPS - 1)) == []
+    [note] = told(*[found] * STEPS, weights(), *[found] * 3 * STEPS)
+    assert (note.step, note.kind, note.severity, note.ranks) == (STEPS, "objective-mismatch", "info", ())
+    assert says in note.message
+    assert note.remedy.startswith("Do nothing if that is meant.")
+
+
+def test_twice_a_loss_on_two_ranks_may_be_meant() -> None:
+    assert told(*[weights([2.0, 2.0], times=2.0)] * 2 * STEPS, ranks=2) == []
+
+
+def test_items_promise_that_labels_count_alike() -> None:
+    alike = weights(reductions=frozenset({SUM}), by_items=True, by_tensor=True)
+    unequal = replace(alike, smallest=np.array([0.01, 0.01, 0.02]), largest=np.array([0.02, 0.01, 0.02]))
+    [event] = told(alike, unequal, unequal)
+    assert (event.step, event.kind, event.severity, event.effect) == (2, "objective-mismatch", "warning", 2.0)
+    assert "one counts 2 times another" in event.message
+
+
+def test_a_short_window_ends_nothing() -> None:
+    wrong = weights(0.25, promise=ENGINE, wrapper=0.25)
+    short = replace(wrong, totals=wrong.totals / 2, backwards=frozenset({2}))
+    [event] = told(wrong, *[short, wrong] * 4)
+    assert event.step == 1
+    [_, end] = told(wrong, short, *[weights(promise=ENGINE)] * 4)
+    assert (end.phase, end.step) == ("ended", 3)
+
+
+def test_a_note_survives_a_checkpoint() -> None:
+    made, test, other = Run(ranks=3), ObjectiveTest(), ObjectiveTest()
+    evidence = Evidence(label_weights=weights(4.0, ()))
+    for _ in range(STEPS - 1):
+        test.step(made.record(), evidence)
+    other.load_state_dict(json.loads(json.dumps(test.state_dict())))
+    assert other.step(made.record(), evidence) == []
+    assert len(other.notes) == 1
+    test.load_state_dict(json.loads(json.dumps(other.state_dict())))
+    for _ in range(2 * STEPS):
+        test.step(made.record(), evidence)
+        assert test.notes == ()
+
+
+def test_the_simplest_product_is_found() -> None:
+    assert multiple_of(1.0, 4, 3) is None
+    assert multiple_of(5.0, 4, 3) is None
+    assert multiple_of(float("nan"), 4, 3) is None
+    assert multiple_of(0.0, 4, 3) is None
+    products = {4.0: (1, 0), 0.25: (-1, 0), 3.0: (0, 1), 1 / 3: (0, -1), 12.0: (1, 1), 1 / 12: (-1, -1), 0.75: (-1, 1)}
+    for total, powers in products.items():
+        assert multiple_of(total, 4, 3) == Multiple(*powers)
+    assert multiple_of(2.0, 2, 2) == Multiple(1, 0)  # of two explanations the micro-batches

@@ -1,0 +1,279 @@
+"""Learning rates against their schedules: every form by a float64 oracle, mistakes of schedulers, and what is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime import lr_schedules
+from torch import nn
+from torch.optim import lr_scheduler
+
+from ds_silent.patches import Patches
+from ds_silent.rules.rates import RateRule
+from ds_silent.rules.rule import Breach
+from ds_silent.rules.schedules import schedule_of
+
+STEPS, BASES = 40, (1e-2, 3e-4)
+
+
+@dataclass
+class Stand:
+    """What the rule asks of a framework."""
+
+    held: list[Any]
+    given: list[Any]
+    step: int = 1
+
+    def optimizers(self) -> list[Any]:
+        return self.held
+
+    def schedulers(self) -> list[Any]:
+        return self.given
+
+
+def optimizer_of_two() -> torch.optim.Optimizer:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    return torch.optim.AdamW(
+        [{"params": m.parameters(), "lr": rate} for m, rate in zip((first, second), BASES, strict=True)]
+    )
+
+
+Make = Callable[[torch.optim.Optimizer], Any]
+
+
+def run(
+    make: Make,
+    given: bool = False,
+    change: Callable[[torch.optim.Optimizer, Any, int], None] = lambda *_: None,
+    behind: Callable[[torch.optim.Optimizer, Any, int], None] = lambda *_: None,
+    rates: list[list[float]] | None = None,
+) -> list[tuple[int, Breach]]:
+    """Return what is found; ``change`` comes ahead of the scheduler's step, ``behind`` after it."""
+    optimizer = optimizer_of_two()
+    scheduler, patches = make(optimizer), Patches()
+    stand = Stand([optimizer], [scheduler] if given else [])
+    rule = RateRule(stand)  # type: ignore[arg-type]
+    rule.connect(patches, lambda function, *args: function(*args))
+    before = type(scheduler).__dict__.get("step")
+    found = []
+    for step in range(1, STEPS + 1):
+        stand.step = step
+        found += [(step, breach) for breach in rule.breaches()]
+        if rates is not None:
+            rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        optimizer.step()
+        change(optimizer, scheduler, step)
+        scheduler.step(*((1.0,) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()))
+        behind(optimizer, scheduler, step)
+    patches.undo()
+    assert type(scheduler).__dict__.get("step") is before
+    return found
+
+
+def of_torch(name: str, *given: Any, **named: Any) -> Make:
+    return lambda optimizer: getattr(lr_scheduler, name)(optimizer, *given, **named)
+
+
+def of_deepspeed(name: str, *given: Any, **named: Any) -> Make:
+    return lambda optimizer: getattr(lr_schedules, name)(optimizer, *given, **named)
+
+
+def by_transformers(optimizer: torch.optim.Optimizer) -> Any:
+    from transformers.optimization import get_cosine_schedule_with_warmup
+
+    return get_cosine_schedule_with_warmup(optimizer, 10, 50)
+
+
+Oracle = Callable[[int, float], float]
+TORCH: dict[str, tuple[Make, Oracle]] = {
+    "lambda": (of_torch("LambdaLR", lambda step: 1 / (1 + step)), lambda step, base: base / (1 + step)),
+    "transformers": (
+        by_transformers,
+        lambda n, base: base * (n / 10 if n < 10 else 0.5 + 0.5 * math.cos(math.pi * (n - 10) / 40)),
+    ),
+    "step": (of_torch("StepLR", 7, 0.5), lambda step, base: base * 0.5 ** (step // 7)),
+    "multi": (of_torch("MultiStepLR", [3, 3, 20]), lambda n, base: base * (1 if n < 3 else 1e-2 if n < 20 else 1e-3)),
+    "exponential": (of_torch("ExponentialLR", 0.9), lambda step, base: base * 0.9**step),
+    "constant": (of_torch("ConstantLR", 0.25, 6), lambda step, base: base * (0.25 if step < 6 else 1)),
+    "linear": (of_torch("LinearLR", 0.1, 0.8, 20), lambda n, base: base * (0.1 + 0.7 * min(n, 20) / 20)),
+    "polynomial": (of_torch("PolynomialLR", 60, 2.0), lambda n, base: base * (1 - n / 60) ** 2),
+    "cosine": (
+        of_torch("CosineAnnealingLR", 45, 1e-5),
+        lambda n, base: 1e-5 + (base - 1e-5) * (1 + math.cos(math.pi * n / 45)) / 2,
+    ),
+    "restarts": (
+        of_torch("CosineAnnealingWarmRestarts", 10),
+        lambda n, base: base * (1 + math.cos(math.pi * (n % 10) / 10)) / 2,
+    ),
+}  # fmt: skip
+DEEPSPEED: dict[str, tuple[Make, Oracle]] = {
+    "warm-up": (
+        of_deepspeed("WarmupLR", warmup_num_steps=10, warmup_type="linear"),
+        lambda n, base: base * min(1.0, max(n - 1, 0) / 10),
+    ),
+    "warm-up, log": (
+        of_deepspeed("WarmupLR", warmup_num_steps=10),
+        lambda n, base: base * (math.log(max(n, 1)) / math.log(10) if n < 11 else 1.0),
+    ),
+    "decay": (
+        of_deepspeed("WarmupDecayLR", 35, 0.0, [*BASES], 5, "linear"),
+        lambda n, base: base * ((n - 1) / 5 if n < 6 else max(0, 35 - n + 1) / 30) if n else 0.0,
+    ),
+    "cosine": (
+        of_deepspeed("WarmupCosineLR", 60, warmup_num_steps=4, warmup_type="linear", cos_min_ratio=0.1),
+        lambda n, base: base * (max(n - 1, 0) / 4 if n < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * (n - 4) / 56)) / 2),
+    ),
+    "range": (
+        of_deepspeed("LRRangeTest", [*BASES], 10, 2.0),
+        lambda n, base: base * (1 + 2 * n / 10),
+    ),
+}
+CASES = {**{("torch", k): v for k, v in TORCH.items()}, **{("deepspeed", k): v for k, v in DEEPSPEED.items()}}
+
+
+@pytest.mark.parametrize("name", CASES, ids=":".join)
+def test_a_formula_gives_what_the_scheduler_sets(name: tuple[str, str]) -> None:
+    make, oracle = CASES[name]
+    rates: list[list[float]] = []
+    assert run(make, given=name[0] == "deepspeed", rates=rates) == []
+    scheduler = make(optimizer_of_two())
+    assert schedule_of(scheduler) is not None
+    for step, of_groups in enumerate(rates):
+        assert of_groups == pytest.approx([oracle(step, base) for base in BASES], rel=1e-9, abs=1e-15), step
+
+
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+@pytest.mark.parametrize("three_phase", [False, True])
+def test_one_cycle_goes_as_torch_says(strategy: str, three_phase: bool) -> None:
+    named = {"max_lr": [0.1, 0.2], "total_steps": STEPS + 1, "anneal_strategy": strategy, "three_phase": three_phase}
+    make, rates = of_torch("OneCycleLR", **named), []  # type: ignore[var-annotated]
+    assert run(make, rates=rates) == []
+    scheduler = make(optimizer_of_two())
+    schedule = schedule_of(scheduler)
+    assert schedule is not None
+    for step, of_groups in enumerate(rates):
+        scheduler.last_epoch = step
+        assert list(schedule.rates(scheduler)) == pytest.approx(of_groups, rel=1e-12)
+
+
+def test_a_second_group_that_follows_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = lr_schedules.WarmupCosineLR.get_lr
+
+    def of_first(self: Any) -> list[float]:
+        return [wrong(self)[0]] * 2
+
+    monkeypatch.setattr(lr_schedules.WarmupCosineLR, "get_lr", of_first)
+    found = run(DEEPSPEED["cosine"][0], given=True)
+    assert found[0][0] == 3, "at step 2 both are 0"
+    assert {breach.key for _, breach in found} == {"rate:WarmupCosineLR:1"}
+    assert found[0][1].message == (
+        "The learning rate of parameter group 1 is 0.0025, but WarmupCosineLR gives 7.5e-05 for this group at its step "
+        "1, and 0.0025 is what it gives group 0."
+    )
+
+
+def test_a_group_that_keeps_its_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``zip`` leaves out what the shorter list lacks."""
+
+    def first_alone(groups: Any, rates: Any) -> list[float]:
+        groups[0]["lr"] = rates[0]
+        return [group["lr"] for group in groups]
+
+    monkeypatch.setattr(lr_schedules, "update_lr", first_alone)
+    found = run(DEEPSPEED["warm-up"][0], given=True)
+    assert found[0][0] == 2
+    assert {breach.where for _, breach in found} == {"learning rate of group 1"}
+    assert max(step for step, _ in found) == 11, "after the warm-up it has the right one"
+
+
+@pytest.mark.parametrize("name", ["step", "lambda", "cosine", "linear", "exponential", "polynomial", "restarts"])
+def test_a_factor_that_is_off_from_some_step_on_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = TORCH[name][0]
+    kind = type(make(optimizer_of_two()))
+    right = kind.get_lr
+
+    def off(self: Any) -> list[float]:
+        rates = right(self)
+        return [rates[0], rates[1] * 1.5] if self.last_epoch >= 8 else rates
+
+    monkeypatch.setattr(kind, "get_lr", off)
+    found = run(make)
+    assert found[0][0] == 9
+    assert {breach.where for _, breach in found} == {"learning rate of group 1"}
+
+
+def by_hand(optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
+    if step in (6, 14):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
+
+
+def one_by_hand(optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
+    if step == 6:
+        optimizer.param_groups[1]["lr"] = 0.5
+
+
+def loaded(optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
+    if step == 9:
+        optimizer.load_state_dict(optimizer.state_dict())
+        scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 2})
+
+
+class OwnCosine(lr_scheduler.CosineAnnealingLR):
+    """Something else."""
+
+    def get_lr(self) -> Any:
+        return [0.1 * (1 + self.last_epoch)] * 2
+
+
+def counting(optimizer: torch.optim.Optimizer) -> Any:
+    calls = 0
+
+    def factor(step: int) -> float:
+        nonlocal calls
+        calls += 1
+        return calls / 7
+
+    return lr_scheduler.LambdaLR(optimizer, [factor, lambda step: 0.5**step])
+
+
+def in_sequence(optimizer: torch.optim.Optimizer) -> Any:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [5])
+
+
+def chained(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    )
+
+
+@pytest.mark.parametrize("name", [*CASES], ids=":".join)
+@pytest.mark.parametrize("change", [by_hand, one_by_hand])
+@pytest.mark.parametrize("when", ["change", "behind"])
+def test_what_a_script_sets_by_hand_is_its_own(name: tuple[str, str], change: Any, when: str) -> None:
+    assert run(CASES[name][0], name[0] == "deepspeed", **{when: change}) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "behind"),
+    [
+        (of_torch("ReduceLROnPlateau", patience=2), None),
+        (of_torch("CyclicLR", 1e-4, 1e-2, 5, cycle_momentum=False), None),
+        (of_torch("MultiplicativeLR", lambda step: 0.9), None),
+        (of_torch("CosineAnnealingLR", 7), None),
+        (of_torch("LinearLR", total_iters=0), None),
+        (lambda optimizer: OwnCosine(optimizer, 10), None),
+        (counting, None),
+        (in_sequence, None),
+        (chained, None),
+        (TORCH["step"][0], loaded),
+    ],
+)
+def test_what_has_no_formula_of_its_own_is_not_checked(make: Make, behind: Any) -> None:
+    assert run(make, **({} if behind is None else {"behind": behind})) == []

@@ -1,0 +1,104 @@
+"""The settings that a training runs with, in run.json and on the report's page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ds_silent
+from ds_silent.framework import Setting
+from ds_silent.rules.settings_in_force import settings_in_force
+from ds_silent.runs.report.page import page_of
+from ds_silent.runs.run import read_run
+from tests.support import training
+from tests.support.distributed import run_distributed
+from tests.support.training import Case
+
+
+@dataclass
+class Stand:
+    """What is asked of a framework."""
+
+    module: nn.Module
+    held: list[Any]
+    micro_batches: int = 1
+    given: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        named = list(self.module.named_parameters())
+        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
+
+    def optimizers(self) -> list[Any]:
+        return self.held
+
+    def schedulers(self) -> list[Any]:
+        return self.given
+
+    def settings(self) -> dict[str, Setting]:
+        return {"gradient_clipping": Setting(1.0, "yours")}
+
+
+def test_each_value_says_whose_it_is() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    model.config = SimpleNamespace(_attn_implementation="sdpa")  # type: ignore[assignment]
+    groups = [{"params": [model[0].weight]}, {"params": [model[0].bias, *model[1].parameters()], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=2e-4, weight_decay=0.1)
+    found = settings_in_force(Stand(model, [optimizer], micro_batches=4))  # type: ignore[arg-type]
+    assert found["lr"] == (2e-4, "yours")
+    assert found["betas"] == ([0.9, 0.999], "default")
+    assert found["eps"] == (1e-8, "default")
+    assert found["weight_decay of group 0"] == (0.1, "yours")
+    assert found["weight_decay of group 1"] == (0.0, "yours")
+    assert found["without weight decay"] == ("0.bias, 1.weight, 1.bias", "yours")
+    assert found["optimizer"] == ("AdamW", "yours")
+    assert found["optimizer's update"] == ("checked", "framework")
+    assert found["gradient_clipping"] == (1.0, "yours")
+    assert found["micro-batches of a step"] == (4, "yours")
+    assert found["attention implementation"] == ("sdpa", "framework")
+    assert found["precision of what the optimizer steps"] == ("float32", "framework")
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    own = settings_in_force(Stand(model, [optimizer, torch.optim.Rprop(model.parameters())]))  # type: ignore[arg-type]
+    assert own["optimizer 0: lr"] == (2e-4, "framework"), "a schedule sets it"
+    assert own["optimizer 1: optimizer's update"] == ("not checked", "framework")
+    assert own["optimizer 1: etas"] == ([0.5, 1.2], "default")
+
+
+def trainings(directory: Path) -> None:
+    engine = training.build(Case(1, "bf16", clipping=0.5, accumulation=2), directory / "zero")
+    training.one_step(engine, torch.Generator().manual_seed(dist.get_rank()))
+    observer = ds_silent.observer_of(engine)
+    assert observer is not None
+    observer.close()
+    model = DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=True)
+    config = {"output_dir": str(directory / "ddp"), "tensorboard": False}
+    with ds_silent.observe(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config):
+        pass
+
+
+def test_they_are_in_the_records_and_on_the_page(tmp_path: Path) -> None:
+    run_distributed(trainings, 2, (tmp_path,))
+    zero, ddp = (json.loads((tmp_path / name / "run.json").read_text())["settings"] for name in ("zero", "ddp"))
+    assert zero["gradient_clipping"] == {"value": 0.5, "from": "yours"}
+    assert zero["micro-batches of a step"] == {"value": 2, "from": "yours"}
+    assert zero["zero_optimization.reduce_bucket_size"] == {"value": 500_000_000, "from": "default"}
+    assert zero["precision of the trainable parameters"] == {"value": "bfloat16", "from": "framework"}
+    assert zero["precision of what the optimizer steps"] == {"value": "float32", "from": "framework"}
+    assert ddp["gradient_as_bucket_view"] == {"value": True, "from": "yours"}
+    assert ddp["find_unused_parameters"] == {"value": False, "from": "default"}
+    assert ddp["optimizer's update"] == {"value": "checked", "from": "framework"}
+    facts = json.loads((tmp_path / "ddp" / "run.json").read_text())
+    facts["settings"] |= {"<b>": {"value": "<script>", "from": "yours"}, "torn": 3}
+    (tmp_path / "ddp" / "run.json").write_text(json.dumps(facts))
+    page = page_of([read_run(tmp_path / "ddp")])
+    assert "Settings in use" in page
+    assert "gradient_as_bucket_view" in page
+    assert "&lt;script&gt;" in page
+    assert "<script>" not in page.partition("Settings in use")[2].partition("</section>")[0]

@@ -1,0 +1,434 @@
+"""What an optimizer does against its formula: torch's own forms, mistakes put in their place, and what is none."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_silent.patches import Patches
+from ds_silent.rules.rule import Breach
+from ds_silent.rules.update import UpdateRule
+
+STEPS = 40
+
+
+@dataclass
+class Stand:
+    """What a rule asks of a framework."""
+
+    parameters: list[Tensor]
+    names: list[str]
+    held: list[Any]
+    step: int = 1
+
+    def optimizers(self) -> list[Any]:
+        return self.held
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30), nn.Tanh(), nn.Linear(30, 20), nn.Linear(20, 5)).to(dtype)
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@dataclass
+class Script:
+    """One training; ``change`` and ``behind`` are called before and after each step."""
+
+    make: Make
+    dtype: torch.dtype = torch.float32
+    interval: int = 1
+    change: Callable[[Script, int], None] = lambda script, step: None
+    behind: Callable[[Script, int], None] = lambda script, step: None
+    step: Callable[[torch.optim.Optimizer, int], object] = lambda optimizer, step: optimizer.step()
+    watched: bool = True
+
+    def run(self, steps: int = STEPS) -> list[tuple[int, Breach]]:
+        """Return what was found, with the step at which it was asked for."""
+        self.model = net(self.dtype)
+        self.optimizer = self.make(self.model)
+        patches, named = Patches(), list(self.model.named_parameters())
+        stand = Stand([p for _, p in named], [name for name, _ in named], [self.optimizer])
+        rule = UpdateRule(stand, self.interval)  # type: ignore[arg-type]
+        if self.watched:
+            rule.connect(patches, lambda function, *given: function(*given))
+        found = []
+        for step in range(1, steps + 1):
+            stand.step = step
+            rows = torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+            self.model(rows).square().mean().backward()
+            self.change(self, step)
+            self.step(self.optimizer, step)
+            self.behind(self, step)
+            self.optimizer.zero_grad()
+            if self.watched:
+                found += [(step, breach) for breach in rule.breaches()]
+        self.judged = rule
+        patches.undo()
+        assert not self.optimizer._optimizer_step_pre_hooks
+        assert not self.optimizer._optimizer_step_post_hooks
+        return found
+
+
+def by(kind: Any, **settings: Any) -> Make:
+    return lambda model: kind(model.parameters(), **settings)
+
+
+FORMS = {
+    "sgd": by(torch.optim.SGD, lr=0.1),
+    "sgd-decay": by(torch.optim.SGD, lr=0.1, weight_decay=0.01),
+    "sgd-momentum": by(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "sgd-nesterov": by(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
+    "adam": by(torch.optim.Adam, lr=1e-3),
+    "adam-decay": by(torch.optim.Adam, lr=1e-3, weight_decay=0.1, betas=(0.8, 0.95)),
+    "adam-amsgrad": by(torch.optim.Adam, lr=1e-3, amsgrad=True, eps=1e-6),
+    "adamw": by(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
+    "adamw-amsgrad": by(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, amsgrad=True, maximize=True),
+    "adamw-one-beta": by(torch.optim.AdamW, lr=1e-3, betas=(0.0, 0.5), eps=1e-15),
+    "adagrad": by(torch.optim.Adagrad, lr=0.05, weight_decay=0.01, lr_decay=0.1),
+    "adagrad-begun": by(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.2),
+}
+FUSED = ("sgd", "sgd-momentum", "adam-decay", "adam-amsgrad", "adamw", "adagrad-begun")
+
+
+def with_form(make: Make, **form: bool) -> Make:
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = make(model)
+        for group in optimizer.param_groups:
+            group.update(form)
+        return optimizer
+
+    return made
+
+
+def every_form() -> Iterator[Any]:
+    """Each form alone, as one launch for all tensors, and fused where torch has that on the CPU."""
+    for name, make in FORMS.items():
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            yield pytest.param(with_form(make, foreach=False), dtype, id=f"{name}-{dtype}"[:-2] + "-single")
+            yield pytest.param(with_form(make, foreach=True), dtype, id=f"{name}-{dtype}-foreach")
+        if name in FUSED:
+            yield pytest.param(with_form(make, fused=True, foreach=None), torch.float32, id=f"{name}-fused")
+
+
+@pytest.mark.parametrize(("make", "dtype"), list(every_form()))
+def test_torch_does_what_the_formulas_say(make: Make, dtype: torch.dtype) -> None:
+    script = Script(make, dtype)
+    assert script.run() == []
+    assert not script.judged._whole, "something was judged"
+
+
+BUILT = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "nowhere"))
+OF_DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {
+    "fused_adam": ("FusedAdam", {"adam_w_mode": True}),
+    "cpu_adam": ("DeepSpeedCPUAdam", {"adamw_mode": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changed", [{}, {"mode": False}, {"bias_correction": False}, {"betas": (0.5, 0.6)}], ids=str)
+@pytest.mark.parametrize("name", OF_DEEPSPEED)
+def test_deepspeeds_kernels_do_what_the_formulas_say(name: str, changed: dict[str, Any], dtype: torch.dtype) -> None:
+    if not (BUILT / name / f"{name}.so").is_file():
+        pytest.skip(f"{name} is not built, which takes minutes")
+    import deepspeed.ops.adam
+
+    kind, own = OF_DEEPSPEED[name]
+    mode = dict.fromkeys(own, changed.get("mode", True))
+    settings = {key: value for key, value in changed.items() if key != "mode"}
+    script = Script(by(getattr(deepspeed.ops.adam, kind), lr=1e-3, weight_decay=0.1, **mode, **settings), dtype)
+    assert script.run(12) == []
+    assert not script.judged._whole, "something was judged"
+
+
+# -- mistakes, put in place of what torch's optimizers call -----------------------------------------------------------
+
+Lists = list[Any]
+
+
+def adam_by_hand(inside: bool, correct: bool, more: int = 0) -> Callable[..., None]:
+    """Adam, the naive way, with its epsilon inside the root, without bias correction, or with a count that is off."""
+
+    def adam(params: Lists, grads: Lists, firsts: Lists, seconds: Lists, _: Lists, steps: Lists, **given: Any) -> None:
+        for weight, gradient, first, second, step in zip(params, grads, firsts, seconds, steps, strict=True):
+            step += 1
+            weight.mul_(1 - given["lr"] * given["weight_decay"])
+            first.copy_(given["beta1"] * first + (1 - given["beta1"]) * gradient)
+            second.copy_(given["beta2"] * second + (1 - given["beta2"]) * gradient**2)
+            one, two = (1 - given[name] ** (float(step) + more) if correct else 1.0 for name in ("beta1", "beta2"))
+            root = (second / two + given["eps"]).sqrt() if inside else (second / two).sqrt() + given["eps"]
+            weight.sub_(given["lr"] * first / one / root)
+
+    return adam
+
+
+def with_settings(original: Callable[..., None], **other: Any) -> Callable[..., None]:
+    """The same, with other settings than the group's; a function is called with the group's own."""
+
+    def call(*lists: Any, **given: Any) -> None:
+        original(*lists, **{**given, **{k: v(given[k]) if callable(v) else v for k, v in other.items()}})
+
+    return call
+
+
+def twice(original: Callable[..., None]) -> Callable[..., None]:
+    def call(*lists: Any, **given: Any) -> None:
+        original(*lists, **given)
+        original(*lists, **given)
+
+    return call
+
+
+def without_third(original: Callable[..., None]) -> Callable[..., None]:
+    def call(*lists: Any, **given: Any) -> None:
+        original(*([one for n, one in enumerate(each) if n != 2] for each in lists), **given)
+
+    return call
+
+
+OF_ADAM, OF_SGD = (importlib.import_module(f"torch.optim.{name}") for name in ("adam", "sgd"))
+ADAM, SGD = OF_ADAM.adam, OF_SGD.sgd
+ADAMW = by(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-6)
+MOMENTUM = by(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01)
+HEAVY = by(torch.optim.SGD, lr=0.05, momentum=0.9)
+MISTAKES = {
+    "decay": (ADAMW, with_settings(ADAM, weight_decay=0.0), "AdamW", "no weight decay", 1),
+    "coupled": (ADAMW, with_settings(ADAM, decoupled_weight_decay=False), "AdamW", "coupled with the gradient", 1),
+    "decoupled": (
+        by(torch.optim.Adam, lr=1e-3, weight_decay=0.1),
+        with_settings(ADAM, decoupled_weight_decay=True), "Adam", "decoupled from the gradient", 1,
+    ),
+    "bias": (ADAMW, adam_by_hand(inside=False, correct=False), "AdamW", "no bias correction", 1),
+    "inside": (ADAMW, adam_by_hand(inside=True, correct=True), "AdamW", "epsilon inside the root", 1),
+    "count": (ADAMW, adam_by_hand(inside=False, correct=True, more=1), "AdamW", "none of the known mistakes", 1),
+    "rate": (ADAMW, with_settings(ADAM, lr=lambda rate: 2.5 * rate), "AdamW", "the rate is 2.5 times", 1),
+    "twice": (ADAMW, twice(ADAM), "AdamW", "applied twice", 1),
+    "beta1": (ADAMW, with_settings(ADAM, beta1=0.8), "AdamW", "beta1 is 0.8 instead of 0.9", 2),
+    "beta2": (ADAMW, with_settings(ADAM, beta2=0.999), "AdamW", "beta2 is 0.999 instead of 0.99", 2),
+    "sign": (ADAMW, with_settings(ADAM, maximize=True), "AdamW", "sign of the gradient", 1),
+    "one tensor": (ADAMW, without_third(ADAM), "AdamW", "was not applied", 1),
+    "momentum": (HEAVY, with_settings(SGD, momentum=1e-30), "SGD", "momentum is not applied", 2),
+    "dampening": (MOMENTUM, with_settings(SGD, dampening=0.0), "SGD", "dampening is not applied", 2),
+    "nesterov": (HEAVY, with_settings(SGD, nesterov=True), "SGD", "Nesterov's form is used", 1),
+    "half": (by(torch.optim.SGD, lr=0.1), with_settings(SGD, lr=lambda rate: rate / 2), "SGD", "rate is 0.5 times", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_with_what_explains_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, wrong, kind, words, first = MISTAKES[name]
+    monkeypatch.setattr(OF_SGD if kind == "SGD" else OF_ADAM, kind.lower().rstrip("w"), wrong)
+    script = Script(with_form(make, foreach=False))
+    found = script.run(6)
+    assert {step for step, _ in found} == set(range(first, 7)), "at its first step, and at all others"
+    step, breach = found[0]
+    assert step == breach.since == first
+    assert (breach.kind, breach.severity) == ("update-mismatch", "error")
+    assert breach.message.startswith(f"{kind} does not do what its formula says with ")
+    assert words in breach.message
+    assert breach.where == ("1.weight" if name == "one tensor" else breach.where)
+    assert len({breach.key for _, breach in found}) == 1, "the same fault has the same key at every step"
+
+
+def test_what_begins_later_is_found_in_turn_and_what_is_over_is_not_told_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def change(script: Script, step: int) -> None:
+        monkeypatch.setattr(OF_ADAM, "adam", without_third(ADAM) if 10 <= step < 20 else ADAM)
+
+    found = Script(with_form(ADAMW, foreach=False), change=change).run()
+    steps = [step for step, _ in found]
+    assert 10 <= steps[0] <= 11, "eight tensors, four of which are looked at in each step"
+    assert steps == list(range(steps[0], 20))
+
+
+def test_with_an_interval_only_measured_steps_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OF_ADAM, "adam", with_settings(ADAM, weight_decay=0.0))
+    found = Script(with_form(ADAMW, foreach=False), interval=5).run(12)
+    assert [step for step, _ in found] == list(range(5, 13))
+    assert {breach.since for _, breach in found} == {5}
+
+
+# -- what is no mistake ------------------------------------------------------------------------------------------------
+
+
+def groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Decay on matrices alone, a rate by layer, one group that does not move, and one that is empty."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    held = [{"params": [p], "lr": 1e-3 * 0.5**n, "weight_decay": 0.1} for n, p in enumerate(matrices)]
+    return torch.optim.AdamW([*held, {"params": rest[:1], "lr": 0.0}, {"params": rest[1:], "betas": (0.5, 0.6)}])
+
+
+def frozen(model: nn.Module) -> torch.optim.Optimizer:
+    model[0].requires_grad_(False)  # type: ignore[index]
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def tied(model: nn.Module) -> torch.optim.Optimizer:
+    model.extend([nn.Linear(5, 20), nn.Linear(20, 5)])  # type: ignore[operator]
+    model[-1].weight = model[4].weight  # type: ignore[index]
+    model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())  # type: ignore[index]
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def low_rank(model: nn.Module) -> torch.optim.Optimizer:
+    model.requires_grad_(False)
+    model[3].weight.requires_grad_(True)  # type: ignore[index]
+    return torch.optim.Adam([model[3].weight], lr=1e-2)  # type: ignore[index]
+
+
+def convolution(model: nn.Module) -> torch.optim.Optimizer:
+    """Channels last."""
+    model.insert(0, nn.Sequential(nn.Unflatten(1, (4, 5, 2)), nn.Conv2d(4, 4, 3, padding=1), nn.Flatten()))  # type: ignore[operator]
+    model.to(memory_format=torch.channels_last)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class OwnStep(torch.optim.AdamW):
+    """A formula of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.999)
+        return result
+
+
+def hooked(model: nn.Module) -> torch.optim.Optimizer:
+    """The script's own hooks change gradient and weight."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def add_hooks(script: Script, step: int) -> None:
+    if step == 3:
+        optimizer = script.optimizer
+        held = list(script.model.parameters())
+
+        def shrink(*_: Any) -> None:
+            with torch.no_grad():
+                for parameter in held:
+                    parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+        def normalise(*_: Any) -> None:
+            with torch.no_grad():
+                held[0].div_(held[0].norm())
+
+        script.handles = [  # type: ignore[attr-defined]
+            optimizer.register_step_pre_hook(shrink),
+            optimizer.register_step_post_hook(normalise),
+        ]
+    if step == STEPS:
+        for handle in script.handles:  # type: ignore[attr-defined]
+            handle.remove()
+
+
+def normalised(script: Script, step: int) -> None:
+    with torch.no_grad():
+        for parameter in script.model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def averaged(script: Script, step: int) -> None:
+    """Weights are swapped with their moving average between two steps, and back."""
+    with torch.no_grad():
+        for parameter in script.model.parameters():
+            parameter.mul_(0.9).add_(0.1)
+
+
+def warmed_up(script: Script, step: int) -> None:
+    for group in script.optimizer.param_groups:
+        group["lr"] = 1e-3 * max(0, step - 5) / 10
+
+
+def clipped(script: Script, step: int) -> None:
+    nn.utils.clip_grad_norm_(script.model.parameters(), 0.01)
+
+
+def broken(script: Script, step: int) -> None:
+    """Infinities and gradients that are missing or nothing."""
+    for number, parameter in enumerate(script.model.parameters()):
+        if parameter.grad is not None and step % 8 == 5:
+            parameter.grad.fill_(math.inf if step == 37 else 0.0)
+        if number == step % 11:
+            parameter.grad = None
+
+
+def closed(optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.step(lambda: 0.0)
+
+
+def scaled() -> Callable[[torch.optim.Optimizer, int], object]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scaler.get_scale() if number % 7 else math.inf)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def restarted(script: Script, step: int) -> None:
+    """A checkpoint comes in the middle."""
+    if step == 5:
+        script.saved = script.optimizer.state_dict()  # type: ignore[attr-defined]
+    if step == 20:
+        script.optimizer.load_state_dict(script.saved)  # type: ignore[attr-defined]
+
+
+PLAIN = by(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+CONTROLS: dict[str, Callable[[], Script]] = {
+    "groups": lambda: Script(groups),
+    "frozen": lambda: Script(frozen),
+    "tied": lambda: Script(tied),
+    "low rank": lambda: Script(low_rank),
+    "channels last": lambda: Script(convolution),
+    "own step": lambda: Script(by(OwnStep, lr=1e-3)),
+    "hooks": lambda: Script(hooked, change=add_hooks),
+    "weights clipped": lambda: Script(PLAIN, behind=normalised),
+    "moving average": lambda: Script(PLAIN, behind=averaged),
+    "warm-up from 0": lambda: Script(PLAIN, change=warmed_up),
+    "gradient clipped": lambda: Script(PLAIN, change=clipped),
+    "infinite, none": lambda: Script(PLAIN, change=broken),
+    "closure": lambda: Script(PLAIN, step=closed),
+    "scaler": lambda: Script(PLAIN, step=scaled()),
+    "scaler, fused": lambda: Script(with_form(PLAIN, fused=True, foreach=None), step=scaled()),
+    "resumed": lambda: Script(PLAIN, change=restarted),
+    "rmsprop": lambda: Script(by(torch.optim.RMSprop, lr=1e-3)),
+    "rate in a tensor": lambda: Script(by(torch.optim.AdamW, lr=torch.tensor(1e-3), foreach=False)),
+    "diverges": lambda: Script(by(torch.optim.SGD, lr=100.0, maximize=True)),
+    "no decay in bf16": lambda: Script(by(torch.optim.AdamW, lr=1e-7, weight_decay=0.1), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_nothing_is_told_where_nothing_is_wrong(name: str) -> None:
+    assert CONTROLS[name]().run() == []
+
+
+def test_weights_and_random_numbers_are_as_without() -> None:
+    def trained(watched: bool) -> tuple[bytes, ...]:
+        script = Script(groups, watched=watched)
+        script.run()
+        state = torch.get_rng_state().numpy().tobytes()
+        return state, *(p.detach().numpy().tobytes() for p in script.model.parameters())
+
+    assert trained(True) == trained(False)

@@ -1,0 +1,86 @@
+"""The rule in real trainings: DDP, FSDP2 and ZeRO are silent, and tell what their optimizer leaves out."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds_silent.rules.update import UpdateRule
+from tests.support import ddp_training, training
+from tests.support.ddp_training import DDPCase, FSDP2Case
+from tests.support.distributed import run_distributed
+from tests.support.training import Case
+
+STEPS = 5
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+CASES: dict[str, Case] = {
+    **{f"zero-{stage}": Case(stage) for stage in range(4)},
+    **{f"zero-{stage}-bf16": Case(stage, "bf16", clipping=0.1) for stage in range(4)},
+    **{f"zero-{stage}-fp16": Case(stage, "fp16") for stage in range(1, 4)},
+    "zero-1-adam": Case(1, "bf16", optimizer="Adam", accumulation=2),
+    "zero-2-offload": Case(2, zero=OFFLOAD),
+    "zero-3-offload": Case(3, "bf16", zero=OFFLOAD),
+    "zero-3-parts": Case(3, zero={"sub_group_size": 300}),
+    "ddp": DDPCase(),
+    "ddp-bf16": DDPCase(dtype="bf16"),
+    "ddp-scaled": DDPCase(scaled=True, clipping=0.1),
+    "ddp-closure": DDPCase(closure=True),
+    "fsdp2": FSDP2Case(),
+    "fsdp2-bf16": FSDP2Case(reduce_dtype="fp32"),
+}
+SEEN = "zero-0", "zero-1-bf16", "zero-2-offload", "zero-3", "ddp", "fsdp2"
+UNSEEN = "ddp-bf16", "ddp-closure"  # rounding hides it; a closure is not looked at
+
+
+def train(directory: Path, names: list[str], wrong: bool) -> list[tuple[str, int, list[str]]]:
+    """Return how many calls were judged in each training, and what was told."""
+    of_adam = importlib.import_module("torch.optim.adam")
+    original, judged = of_adam.adam, 0
+    judge = UpdateRule._judge
+
+    def counted(rule: UpdateRule, *given: Any) -> None:
+        nonlocal judged
+        judged += 1
+        judge(rule, *given)
+
+    def without_decay(*lists: Any, **settings: Any) -> None:
+        original(*lists, **{**settings, "weight_decay": 0.0})
+
+    UpdateRule._judge = counted  # type: ignore[method-assign]
+    if wrong:
+        of_adam.adam = without_decay
+    found = []
+    for name in names:
+        judged, case, place = 0, CASES[name], directory / name
+        if isinstance(case, DDPCase):
+            trace: Any = ddp_training.train_ddp(case, place, STEPS, True)
+        else:
+            params = {
+                "optimizer": {"type": case.optimizer, "params": {"lr": 1e-2, "torch_adam": True, "weight_decay": 0.1}}
+            }
+            trace = training.train(replace(case, top={**case.top, **params}), place, STEPS, True)
+        events = [event for event in trace.events if event["kind"] == "update-mismatch"]
+        off = [event for event in trace.events if event["kind"] == "observer-off"]
+        assert not off, off
+        found.append(
+            (name, judged, [f"{e['step']} {e['phase']} {e['ranks']} {e['where']}: {e['message']}" for e in events])
+        )
+    of_adam.adam, UpdateRule._judge = original, judge  # type: ignore[method-assign]
+    return found
+
+
+def test_healthy_trainings_are_silent_and_are_judged(tmp_path: Path) -> None:
+    (first, *_) = run_distributed(train, 2, (tmp_path, list(CASES), False), timeout=600)
+    assert [told for _, _, told in first if told] == []
+    assert [name for name, judged, _ in first if not judged] == ["ddp-closure"]
+
+
+def test_a_decay_that_is_left_out_is_told_in_every_framework(tmp_path: Path) -> None:
+    (first, *_) = run_distributed(train, 2, (tmp_path, [*SEEN, *UNSEEN], True), timeout=600)
+    told = {name: said for name, _, said in first}
+    assert [name for name in UNSEEN if told[name]] == []
+    for name in SEEN:
+        assert told[name][0].startswith("2 started [] "), "found at step 1, read at the next one"
+        assert "no weight decay" in told[name][0]
