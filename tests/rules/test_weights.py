@@ -161,3 +161,19 @@ def test_pieces_of_several_dtypes_are_named_each() -> None:
     assert rule.breaches() == ()
     copies[2].weights[6] = 9.0
     assert [(breach.where, breach.since) for breach in rule.breaches()] == [("c", 1)]
+
+
+def test_whole_groups_are_cut_into_their_parameters() -> None:
+    """DeepSpeed takes this wrapper of stage 0 with its own FusedAdam, on an accelerator."""
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+    from ds_silent.frameworks.deepspeed.masters import masters_of
+
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=8.0)
+    engine = SimpleNamespace(optimizer=optimizer, module=model, zero_optimization_stage=lambda: 0)
+    copies = masters_of(engine)
+    assert [copy.name for copy in copies] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    for copy, weight in zip(copies, model.parameters(), strict=True):
+        assert torch.equal(copy.masters, weight.detach().float().flatten())
