@@ -155,6 +155,14 @@ def test_a_leak_is_told_where_it_is_more_than_rounding_and_the_forward_s_own_noi
     assert names(model, inputs) == (["later"] if told else [])
 
 
+def test_hidden_states_are_compared_where_a_fused_loss_makes_no_logits() -> None:
+    few = {"logits_to_keep": 4, "labels": plain()["labels"][:, -4:]}
+    assert names(model_of("llama", attn_implementation="sees_one_more"), {**plain(), **few}) == ["later"]
+    sound = model_of("llama")
+    assert names(sound, {**plain(), **few}) == []
+    assert not sound.base_model._forward_hooks
+
+
 def test_what_cannot_be_probed_is_said_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "ds_silent")
     llama = model_of("llama")
@@ -172,7 +180,9 @@ def test_what_cannot_be_probed_is_said_in_a_sentence(caplog: pytest.LogCaptureFi
     embedded = {"inputs_embeds": llama.model.embed_tokens(plain()["input_ids"]), "labels": plain()["labels"]}  # type: ignore
     assert why(llama, embedded) == "the forward is given inputs_embeds"
     assert why(llama, {name: value[:, :1] for name, value in plain().items()}) == "its rows are too short"
-    assert why(llama, {**plain(), "logits_to_keep": 4, "labels": plain()["labels"][:, -4:]}).endswith("of every place")
+    bare = model_of("llama")
+    bare.base_model_prefix = "nothing"  # type: ignore
+    assert why(bare, {**plain(), "logits_to_keep": 4, "labels": plain()["labels"][:, -4:]}).endswith("of every place")
     llama.model.embed_tokens.register_forward_hook(lambda m, a, out: out + next(noise))  # type: ignore
     noise = iter(range(9))
     assert why(llama, plain()) == "the forward returns other logits, or none that are finite, when it is repeated"
