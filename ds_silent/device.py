@@ -114,11 +114,11 @@ class ReadLater:
     """Bring a few numbers to the host without waiting for the device; :attr:`ready` asks whether they are there."""
 
     def __init__(self, values: Tensor):
-        self._device, self._event = values, None
-        self._host = values
+        self.values = values  # on the host, once they are there
+        self._event: Any = None
         if values.device.type != "cpu":
-            self._host = pinned(values)
-            self._host.copy_(values, non_blocking=True)
+            self.values = pinned(values)
+            self.values.copy_(values, non_blocking=True)
             self._event = module_of(values.device.type).Event()
             self._event.record()
 
@@ -126,10 +126,6 @@ class ReadLater:
     def ready(self) -> bool:
         """Whether the numbers are there; it never waits."""
         return self._event is None or bool(self._event.query())
-
-    def numbers(self) -> list[float]:
-        """Return them, once they are there."""
-        return list(self._host.tolist())
 
 
 class SideStream:

@@ -203,7 +203,7 @@ class BatchContents(Rule):
         self._steps += 1
         while self._later and self._later[0][2].ready:
             measured, step, later = self._later.pop(0)
-            self._judge(measured, step, Counts(*later.numbers()))
+            self._judge(measured, step, Counts(*later.values.tolist()))
         return tuple(self._broken.values())
 
     def _judge(self, measured: int, step: int, new: Counts) -> None:

@@ -8,10 +8,11 @@ twice as it is, for the noise of its own, and then with other tokens
 * where ``attention_mask`` says padding, to the left of a row's text.
 
 Random numbers, buffers and attributes of the modules are put back before each forward and behind the last. A place has
-moved when the root mean square of its logits' change is more than ``BOUND`` of their spread (the standard deviation
-over the vocabulary), and more than ``TIMES_NOISE`` times what the repetition alone has moved; a probe fails where half
-of the rows or more have such a place. Rounding may move a place by itself only where the grouping of tokens changes, as
-between experts. What a probe would need and does not have is said in one sentence, and nothing is run.
+moved when the root mean square of its logits' change is more than ``BOUND`` of their spread, the standard deviation
+over the vocabulary, and more than ``TIMES_NOISE`` times what the repetition alone has moved; a probe fails where half
+of the rows or more have such a place. Where a fused loss makes no logits, hidden states are compared in their stead.
+Rounding may move a place by itself only where the grouping of tokens changes, as between experts. What a probe would
+need and does not have is said in one sentence, and nothing is run.
 """
 
 from __future__ import annotations
@@ -95,22 +96,24 @@ class CausalProbe(Rule):
         if why or not trials:
             self._decline(why or "its rows are too short")
             return
-        with _put_back(model) as again, torch.no_grad():
+        with _put_back(model) as again, torch.no_grad(), _hidden_states(model) as hidden:
 
-            def logits(ids: Tensor, of: list[_Trial]) -> list[Tensor]:
+            def places(ids: Tensor, of: list[_Trial]) -> list[Tensor]:
                 again()
                 output = getattr(model.forward(**{**inputs, "input_ids": ids}), "logits", None)
-                if not isinstance(output, Tensor) or output.shape[:2] != ids.shape:
-                    raise NoLogits
-                return [output[one.rows, one.columns].float() for one in of]
+                for one in (output, *hidden):
+                    if isinstance(one, Tensor) and one.shape[:2] == ids.shape:
+                        hidden.clear()
+                        return [one[trial.rows, trial.columns].float() for trial in of]
+                raise NothingToCompare
 
             try:
-                before = logits(inputs["input_ids"], trials)
-                again_so = logits(inputs["input_ids"], trials)
+                before = places(inputs["input_ids"], trials)
+                again_so = places(inputs["input_ids"], trials)
                 noise = torch.stack([_moves(*both).max() for both in zip(before, again_so, trials, strict=True)]).max()
-                moved = [_moves(b, logits(t.ids, [t])[0], t) for b, t in zip(before, trials, strict=True)]
-            except NoLogits:
-                self._decline("the forward returns no logits of every place")
+                moved = [_moves(b, places(t.ids, [t])[0], t) for b, t in zip(before, trials, strict=True)]
+            except NothingToCompare:
+                self._decline("the forward shows neither logits nor hidden states of every place")
                 return
         if not float(noise) <= _NOISY:  # or NaN
             self._decline("the forward returns other logits, or none that are finite, when it is repeated")
@@ -128,14 +131,14 @@ class CausalProbe(Rule):
         self._found = tuple(_breach(name, by, self._framework.step) for name, by in broken)
         if not broken:
             said = ", ".join(_WHAT[trial.name] for trial in trials)
-            logger.info("ds_silent: probe: no logits moved with other tokens %s", said)
+            logger.info("ds_silent: probe: nothing moved with other tokens %s", said)
 
     def breaches(self) -> tuple[Breach, ...]:
         """Return what the probe has found, for the whole run: it is not repeated."""
         return self._found
 
 
-class NoLogits(Exception):
+class NothingToCompare(Exception):
     """Raise where a forward does not return what is compared."""
 
 
@@ -217,6 +220,23 @@ def _in_fp32(model: nn.Module) -> bool:
     return not casts and all(one.dtype == torch.float32 for one in parameters)
 
 
+@contextmanager
+def _hidden_states(model: nn.Module) -> Iterator[list[Any]]:
+    """Give a list of what the model below the head returns: a fused loss makes no logits."""
+    found: list[Any] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        found[:] = [getattr(output, "last_hidden_state", None)]
+
+    inner: Any = model.base_model
+    handle = inner.register_forward_hook(keep) if inner is not model else None
+    try:
+        yield found
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 # -- everything as it was ----------------------------------------------------------------------------------------------
 
 
@@ -241,7 +261,7 @@ def _put_back(model: nn.Module) -> Iterator[Callable[[], None]]:
         for put, state in numbers:
             put(state)
 
-    torch.set_autocast_cache_enabled(False)  # what is cached without gradient would be used by the training
+    torch.set_autocast_cache_enabled(False)  # what a torch casts without gradient, the training must not find
     try:
         yield again
     finally:

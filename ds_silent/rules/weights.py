@@ -8,6 +8,8 @@ keeps no masters, or whose copies are rounded otherwise, names no copies.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
@@ -26,20 +28,23 @@ class WeightsInUse(Rule):
     def __init__(self, framework: Framework):
         self._framework = framework
         self._steps = 0  # measured
-        self._later: list[tuple[int, list[str], ReadLater]] = []
+        self._later: list[tuple[int, list[str], list[int], ReadLater]] = []  # step, names, samples of each
         self._found: tuple[Breach, ...] = ()
 
     def breaches(self) -> tuple[Breach, ...]:
         """Return what the newest look that has arrived has found."""
-        if self._steps % EVERY < LOOKED_AT:
-            copies = self._framework.copies()
-            if copies:
-                unequal = torch.stack([unequal_samples(copy, self._steps) for copy in copies])
-                self._later.append((self._framework.step, [copy.name for copy in copies], ReadLater(unequal)))
+        looks = self._steps % EVERY < LOOKED_AT
+        copies = sorted(self._framework.copies(), key=lambda copy: str(copy.weights.dtype)) if looks else []
+        if copies:
+            unequal = torch.cat([unequal_samples(list(alike), self._steps) for _, alike in groupby(copies, _dtype)])
+            sizes = [len(sample(copy.weights, self._steps)) for copy in copies]
+            pieces = [copy.name for copy in copies]
+            self._later.append((self._framework.step, pieces, sizes, ReadLater(unequal)))
         self._steps += 1
-        while self._later and self._later[0][2].ready:
-            step, names, counts = self._later.pop(0)
-            self._judge(step, [name for name, count in zip(names, counts.numbers(), strict=True) if count])
+        while self._later and self._later[0][3].ready:
+            step, pieces, sizes, later = self._later.pop(0)
+            parts = later.values.split(sizes) if bool(later.values.any()) else ()  # type: ignore[no-untyped-call]
+            self._judge(step, [name for name, part in zip(pieces, parts, strict=False) if bool(part.any())])
         return self._found
 
     def _judge(self, step: int, unequal: list[str]) -> None:
@@ -49,13 +54,26 @@ class WeightsInUse(Rule):
             self._found = (_breach(unequal, step),)
 
 
-def unequal_samples(copy: WeightCopy, look: int) -> Tensor:
-    """Count samples, fp32 () on the weights' device, that are not their rounded masters; NaN is equal to NaN."""
-    stride = max(1, copy.weights.numel() // SAMPLES)
-    part = slice(look % stride, None, stride)
-    weights = copy.weights[part][:SAMPLES]
-    rounded = copy.masters[part][:SAMPLES].to(weights.device, non_blocking=True).to(weights.dtype)
-    return ((weights != rounded) & ~(weights.isnan() & rounded.isnan())).sum().float()
+def _dtype(copy: WeightCopy) -> torch.dtype:
+    return copy.weights.dtype
+
+
+def sample(values: Tensor, look: int) -> Tensor:
+    """Return a view of up to ``SAMPLES`` elements, evenly spread; other ones at another look."""
+    stride = max(1, values.numel() // SAMPLES)
+    return values[look % stride :: stride][:SAMPLES]
+
+
+def unequal_samples(copies: list[WeightCopy], look: int) -> Tensor:
+    """Tell of each sample, bool on the weights' device, whether it is not its rounded master; NaN is equal to NaN.
+
+    Args:
+        copies: of one dtype.
+    """
+    weights = torch.cat([sample(copy.weights, look) for copy in copies])
+    masters = torch.cat([sample(copy.masters, look) for copy in copies])
+    rounded = masters.to(weights.device, non_blocking=True).to(weights.dtype)
+    return (weights != rounded) & ~(weights.isnan() & rounded.isnan())
 
 
 def _breach(unequal: list[str], step: int) -> Breach:

@@ -256,7 +256,11 @@ def test_a_fault_that_ends_or_begins_is_seen_in_the_next_look() -> None:
     def mended(seed: int) -> Inputs:
         return (FAULTS["two tokens at the beginning"][1] if seed < 100 * LOOKED_AT else rows)(seed)
 
+    def late(seed: int) -> Inputs:
+        return (rows if seed < 100 * EVERY else FAULTS["labels shifted already"][1])(seed)
+
     assert run(make, steps=2)[0] == [["padding"]] * 2
+    assert run(late, steps=EVERY + 1)[0] == [[]] * EVERY + [["shifted"]]
     found, _ = run(mended, steps=EVERY + 1)
     assert found == [["doubled"]] * EVERY + [[]]
 

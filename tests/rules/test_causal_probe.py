@@ -121,6 +121,48 @@ def test_a_leak_is_told_by_what_is_seen(leak: str, inputs: Inputs, told: list[st
     assert names(half, inputs) == told
 
 
+@pytest.mark.parametrize(
+    ("leak", "noise", "dtype", "told"),
+    [
+        (1e-6, 0.0, torch.float32, False),  # as rounding
+        (3e-3, 0.0, torch.float32, True),
+        (3e-3, 0.0, torch.bfloat16, False),
+        (0.1, 0.0, torch.bfloat16, True),
+        (0.1, 0.05, torch.float32, False),  # less than eight times what a repetition moves
+        (0.1, 0.001, torch.float32, True),
+    ],
+)
+def test_a_leak_is_told_where_it_is_more_than_rounding_and_the_forward_s_own_noise(
+    leak: float, noise: float, dtype: torch.dtype, told: bool
+) -> None:
+    model: Any = model_of("llama").to(dtype)
+    head, calls = model.lm_head, iter(range(9))
+
+    def moved(module: Any, inputs: Any, logits: Tensor) -> Tensor:
+        """Add a pattern whose size is a share of the spread: by the last token, and by the number of the call."""
+        spread, pattern = logits.detach().float().std(-1, keepdim=True), torch.randn(logits.shape[-1:])
+        share = leak * model.last[:, None, None] + noise * next(calls)
+        return logits + (spread * pattern * share).to(logits.dtype)
+
+    def note(module: Any, inputs: Any) -> None:
+        model.last = (inputs[0][:, -1] % 2).float()
+
+    model.model.embed_tokens.register_forward_pre_hook(note)
+    head.register_forward_hook(moved)
+    inputs = plain()
+    inputs["input_ids"][:, -1] = 10
+    inputs["input_ids"][:, 10:-1] = 11
+    assert names(model, inputs) == (["later"] if told else [])
+
+
+def test_hidden_states_are_compared_where_a_fused_loss_makes_no_logits() -> None:
+    few = {"logits_to_keep": 4, "labels": plain()["labels"][:, -4:]}
+    assert names(model_of("llama", attn_implementation="sees_one_more"), {**plain(), **few}) == ["later"]
+    sound = model_of("llama")
+    assert names(sound, {**plain(), **few}) == []
+    assert not sound.base_model._forward_hooks
+
+
 def test_what_cannot_be_probed_is_said_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "ds_silent")
     llama = model_of("llama")
@@ -138,7 +180,9 @@ def test_what_cannot_be_probed_is_said_in_a_sentence(caplog: pytest.LogCaptureFi
     embedded = {"inputs_embeds": llama.model.embed_tokens(plain()["input_ids"]), "labels": plain()["labels"]}  # type: ignore
     assert why(llama, embedded) == "the forward is given inputs_embeds"
     assert why(llama, {name: value[:, :1] for name, value in plain().items()}) == "its rows are too short"
-    assert why(llama, {**plain(), "logits_to_keep": 4, "labels": plain()["labels"][:, -4:]}).endswith("of every place")
+    bare = model_of("llama")
+    bare.base_model_prefix = "nothing"  # type: ignore
+    assert why(bare, {**plain(), "logits_to_keep": 4, "labels": plain()["labels"][:, -4:]}).endswith("of every place")
     llama.model.embed_tokens.register_forward_hook(lambda m, a, out: out + next(noise))  # type: ignore
     noise = iter(range(9))
     assert why(llama, plain()) == "the forward returns other logits, or none that are finite, when it is repeated"

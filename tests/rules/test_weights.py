@@ -125,12 +125,12 @@ def test_samples_are_rounded_to_nearest_and_even(dtype: torch.dtype) -> None:
     masters[7], masters[8] = float("nan"), 1e30
     exact = masters.double()
     weights = masters.to(dtype)
-    assert all(float(unequal_samples(WeightCopy("w", weights, masters), n)) == 0 for n in range(20))
+    assert all(not unequal_samples([WeightCopy("w", weights, masters)], n).any() for n in range(20))
     low = torch.nextafter(weights, torch.zeros_like(weights))
     truncated = torch.where(weights.double().abs() > exact.abs(), low, weights)  # toward 0
     wrong = int((truncated != weights).sum()) - int(weights.isnan().sum())
     stride = 1000 // SAMPLES
-    found = sum(float(unequal_samples(WeightCopy("w", truncated, masters), n)) for n in range(stride))
+    found = sum(int(unequal_samples([WeightCopy("w", truncated, masters)], n).sum()) for n in range(stride))
     covered = sum(int((truncated != weights)[n::stride][:SAMPLES].sum()) for n in range(stride))
     assert found == covered - int(weights.isnan().sum())
     assert found > 0.9 * wrong, "other elements at each look: nearly all of them"
@@ -148,3 +148,32 @@ def test_looks_come_again_and_what_is_mended_is_over() -> None:
             weights.copy_(masters)
         found.append(len(rule.breaches()))
     assert found == [0] * EVERY + [1] * EVERY + [0] * LOOKED_AT
+
+
+def test_pieces_of_several_dtypes_are_named_each() -> None:
+    masters = {name: torch.linspace(-3, 3, size) for name, size in (("a", 5), ("b", 200), ("c", 7), ("d", 64))}
+    copies = [
+        WeightCopy(name, values.to(torch.float16 if name in "bd" else torch.bfloat16), values)
+        for name, values in masters.items()
+    ]
+    framework: Any = SimpleNamespace(step=1, copies=lambda: copies)
+    rule = WeightsInUse(framework)
+    assert rule.breaches() == ()
+    copies[2].weights[6] = 9.0
+    assert [(breach.where, breach.since) for breach in rule.breaches()] == [("c", 1)]
+
+
+def test_whole_groups_are_cut_into_their_parameters() -> None:
+    """DeepSpeed takes this wrapper of stage 0 with its own FusedAdam, on an accelerator."""
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+    from ds_silent.frameworks.deepspeed.masters import masters_of
+
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=8.0)
+    engine = SimpleNamespace(optimizer=optimizer, module=model, zero_optimization_stage=lambda: 0)
+    copies = masters_of(engine)
+    assert [copy.name for copy in copies] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    for copy, weight in zip(copies, model.parameters(), strict=True):
+        assert torch.equal(copy.masters, weight.detach().float().flatten())
