@@ -31,7 +31,8 @@ DEEPSPEED = (
         "schedule",
         ("deepspeed==0.19.3",),
         (),
-        "update-mismatch",
+        None,
+        "the scheduler holds the wrong rates as its own, and has overwritten those that the groups came with",
         given={
             "kind": "WarmupLR",
             "params": {"warmup_num_steps": 4, "warmup_type": "linear"},
