@@ -83,10 +83,14 @@ class RateRule(Rule):
         return result
 
     def _by_itself(self, scheduler: Any) -> bool:
-        """Tell whether step and rates are those that the scheduler has set last."""
+        """Tell whether step and rates are those that the scheduler has set last.
+
+        Before its first step DeepSpeed's WarmupCosineLR of 0.18.9 sets the first group's rate alone.
+        """
         last = [number(rate) for rate in getattr(scheduler, "_last_lr", ())]
         stepped = self._at.get(id(scheduler), step_of(scheduler))
-        return stepped == step_of(scheduler) and last == _rates(scheduler) and None not in last
+        same = bool(last) and last == _rates(scheduler)[: len(last)]
+        return stepped == step_of(scheduler) and same and None not in last
 
     def _agrees(self, scheduler: Any, schedule: Schedule) -> bool:
         rates = zip(_rates(scheduler), schedule.rates(scheduler), strict=False)

@@ -170,6 +170,8 @@ def _warmup_decay(scheduler: Any) -> Rates:
 
 
 def _warmup_cosine(scheduler: Any) -> Rates:
+    if scheduler.last_batch_iteration < 0:
+        return [0.0] * len(scheduler.org_lrs)
     part, low = _warm(scheduler), float(scheduler.cos_min_ratio)
     if part is not None:
         ratio = scheduler.warmup_min_ratio + (1.0 - scheduler.warmup_min_ratio) * part
@@ -203,7 +205,7 @@ _BY_NAME = {
     for name, rates in {
         "WarmupLR": _warmup,
         "WarmupDecayLR": _warmup_decay,
-        "WarmupCosineLR": _warmup_cosine,
         "LRRangeTest": _range_test,
     }.items()
 }
+_BY_NAME["deepspeed.runtime.lr_schedules.WarmupCosineLR"] = Schedule(_warmup_cosine)

@@ -177,6 +177,21 @@ def test_a_second_group_that_follows_the_first_is_told(monkeypatch: pytest.Monke
     )
 
 
+def test_a_group_that_is_left_out_before_the_first_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed 0.18.9 does it: one rate for all groups, and ``zip`` gives it to the first."""
+    right = lr_schedules.WarmupCosineLR.get_lr
+
+    def one_alone(self: Any) -> list[float]:
+        return [0.0] if self.last_batch_iteration < 0 else right(self)
+
+    monkeypatch.setattr(lr_schedules.WarmupCosineLR, "get_lr", one_alone)
+    found = run(DEEPSPEED["cosine"][0], given=True)
+    assert {step for step, _ in found} == {1}
+    assert found[0][1].message == (
+        "The learning rate of parameter group 1 is 0.0003, but WarmupCosineLR gives 0 for this group at its step -1."
+    )
+
+
 def test_a_group_that_keeps_its_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``zip`` leaves out what the shorter list lacks."""
 
