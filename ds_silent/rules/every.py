@@ -9,7 +9,7 @@ from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
 from ds_silent.rules.update import UpdateRule
-from ds_silent.rules.weights import WeightsInUse
+from ds_silent.rules.weights_in_use import WeightsInUse
 
 
 def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule]:

@@ -15,7 +15,7 @@ import ds_silent
 from ds_silent.framework import WeightCopy
 from ds_silent.practice.probe import hash_of
 from ds_silent.rules.batch import EVERY, LOOKED_AT
-from ds_silent.rules.weights import SAMPLES, WeightsInUse, unequal_samples
+from ds_silent.rules.weights_in_use import SAMPLES, WeightsInUse, unequal_samples
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 
