@@ -66,15 +66,14 @@ class BreachCheck:
 
     def _safely(self, rule: Rule, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Run a part of a rule; one that raises is no rule any more."""
-        if rule not in self._rules:
-            return None
         try:
-            return function(*arguments, **keywords)
+            if rule in self._rules:
+                return function(*arguments, **keywords)
         except Exception as error:
             self._rules.remove(rule)
             kind = type(rule).__name__
             logger.warning("ds_silent: the rule %s is not checked any more: %s: %s", kind, type(error).__name__, error)
-            return None
+        return None
 
     def agree(
         self, arrived: Arrived, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard

@@ -170,29 +170,27 @@ class BatchContents(Rule):
             return
         self._tokens = SpecialTokens.of(model)
         self._hides_restarts = getattr(model.config, "_attn_implementation", "") in ("sdpa", "eager")
-        hook = partial(self._hook, safely)
+        hook = partial(safely, self._forwarded, safely)
         patches.add(model.register_forward_hook(hook, with_kwargs=True))
-
-    def _hook(self, safely: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self._looks:
-            safely(self._forwarded, safely, args, kwargs, output)
 
     @property
     def _looks(self) -> bool:
         return self._steps % EVERY < LOOKED_AT or self._unlabelled > 0
 
-    def _forwarded(self, safely: Callable[..., Any], args: Any, kwargs: Any, output: Any) -> None:
+    def _forwarded(self, safely: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._looks:
+            return
         loss = getattr(output, "loss", None)
         if self._model is None or not isinstance(loss, Tensor) or not loss.requires_grad:
             return
         with torch.no_grad():
             counts = counts_of(inputs_of(self._model, args, kwargs), self._tokens, self._hides_restarts)
         if counts is not None:
-            loss.register_hook(partial(self._backward, safely, counts))  # type: ignore[no-untyped-call]
+            loss.register_hook(partial(safely, self._backward, counts))  # type: ignore[no-untyped-call]
 
-    def _backward(self, safely: Callable[..., Any], counts: Tensor, gradient: Tensor) -> None:
+    def _backward(self, counts: Tensor, gradient: Tensor) -> None:
         """Take the micro-batch: its loss is trained. A hook that returns a tensor would replace the gradient."""
-        safely(self._trained.append, counts)
+        self._trained.append(counts)
 
     def breaches(self) -> tuple[Breach, ...]:
         """Return what is broken by now."""

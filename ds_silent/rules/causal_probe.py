@@ -74,7 +74,7 @@ class CausalProbe(Rule):
         elif not _forwards_alone(self._framework):
             self._decline("other ranks take part in each forward")
         else:
-            hook = partial(self._hook, safely)
+            hook = partial(safely, self._hook)
             patches.add(self._model.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _decline(self, why: str) -> None:
@@ -84,10 +84,10 @@ class CausalProbe(Rule):
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning("ds_silent: probe: %s", sentence)
 
-    def _hook(self, safely: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _hook(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._done and not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
             self._done = True
-            safely(self._probe, model, args, kwargs)
+            self._probe(model, args, kwargs)
 
     def _probe(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = inputs_of(model, args, kwargs)

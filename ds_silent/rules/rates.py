@@ -74,13 +74,18 @@ class RateRule(Rule):
         return [held[0] for held in of_each if len(held) == 1]
 
     def _stepping(self, own: Any, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        if scheduler is not own:
-            return original(scheduler, *args, **kwargs)
-        if args or kwargs or not self._safely(self._by_itself, own):
-            self._changed.add(id(own))  # the script has set a rate, or the step
+        self._safely(self._about_to_step, own, scheduler, bool(args or kwargs))
         result = original(scheduler, *args, **kwargs)
-        self._at[id(own)] = step_of(own)
+        self._safely(self._stepped, own, scheduler)
         return result
+
+    def _about_to_step(self, own: Any, scheduler: Any, told: bool) -> None:
+        if scheduler is own and (told or not self._by_itself(own)):
+            self._changed.add(id(own))  # the script has set a rate, or the step
+
+    def _stepped(self, own: Any, scheduler: Any) -> None:
+        if scheduler is own:
+            self._at[id(own)] = step_of(own)
 
     def _by_itself(self, scheduler: Any) -> bool:
         """Tell whether step and rates are those that the scheduler has set last.

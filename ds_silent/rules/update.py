@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_silent.device import module_of, pinned
+from ds_silent.device import ReadLater
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
 from ds_silent.maths.optimizers import Elements, Update, explanations, shows, stepped
@@ -64,23 +65,6 @@ Judged = tuple[TensorSample, Elements, Tensor]
 """One tensor: what it was before the step, and the weights behind it."""
 
 
-class SampleCopy:
-    """Samples on their way to the host."""
-
-    def __init__(self, samples: Tensor):
-        self._event: Any = None
-        self.values = samples
-        if samples.device.type != "cpu":
-            self.values = pinned(samples)
-            self.values.copy_(samples, non_blocking=True)
-            self._event = module_of(samples.device.type).Event()
-            self._event.record()
-
-    @property
-    def arrived(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-
 @dataclass(frozen=True)
 class Wrong:
     """One tensor whose last judged update was not as it should be."""
@@ -107,8 +91,8 @@ class UpdateRule(Rule):
         self._wrong: dict[int, Wrong] = {}  # by id of the tensor
         self._whole = True  # all tensors are looked at
         self._step, self._position, self._cycle, self._first = 0, 0, 0, 0
-        self._open: tuple[Any, list[TensorSample], SampleCopy] | None = None  # between the two hooks of a step
-        self._under_way: list[tuple[int, str, list[TensorSample], SampleCopy, SampleCopy]] = []
+        self._open: tuple[Any, list[TensorSample], ReadLater] | None = None  # between the two hooks of a step
+        self._under_way: list[tuple[int, str, list[TensorSample], ReadLater, ReadLater]] = []
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         numbers = 0
@@ -119,15 +103,15 @@ class UpdateRule(Rule):
                 self._groups[id(group)], numbers = numbers, numbers + 1
             hooks = _Hooks(self, form, safely)
             hooks.pre, hooks.post = (
-                optimizer.register_step_pre_hook(hooks.before),
-                optimizer.register_step_post_hook(hooks.after),
+                optimizer.register_step_pre_hook(partial(safely, hooks.before)),
+                optimizer.register_step_post_hook(partial(safely, hooks.after)),
             )
             optimizer._optimizer_step_post_hooks.move_to_end(hooks.post.id, last=False)
             patches.add(hooks.pre)
             patches.add(hooks.post)
 
     def breaches(self) -> tuple[Breach, ...]:
-        while self._under_way and self._under_way[0][3].arrived and self._under_way[0][4].arrived:
+        while self._under_way and self._under_way[0][3].ready and self._under_way[0][4].ready:
             self._judge(*self._under_way.pop(0))
         found: dict[tuple[int, str], list[Wrong]] = {}
         for one in self._wrong.values():
@@ -154,7 +138,7 @@ class UpdateRule(Rule):
                     if one.step is None:
                         pieces.append(_local(state["step"]).reshape(1))
             if taken:
-                self._open = optimizer, taken, SampleCopy(torch.cat(pieces))
+                self._open = optimizer, taken, ReadLater(torch.cat(pieces))
 
     def after(self, optimizer: Any) -> None:
         """Take the same places of the weights, as the step leaves them."""
@@ -162,7 +146,7 @@ class UpdateRule(Rule):
             return
         (_, taken, old), self._open = self._open, None
         with torch.no_grad():
-            new = SampleCopy(torch.cat([_sampled(one.parameter, one) for one in taken]))
+            new = ReadLater(torch.cat([_sampled(one.parameter, one) for one in taken]))
         self._under_way.append((self._framework.step, type(optimizer).__name__, taken, old, new))
         del self._under_way[:-64]  # a device that is that far behind
 
@@ -215,7 +199,7 @@ class UpdateRule(Rule):
 
     # -- judging -----------------------------------------------------------------------------------------------------
 
-    def _judge(self, at: int, kind: str, taken: list[TensorSample], old: SampleCopy, new: SampleCopy) -> None:
+    def _judge(self, at: int, kind: str, taken: list[TensorSample], old: ReadLater, new: ReadLater) -> None:
         """Judge all tensors of a call that have the same settings together, and one by one where that is not right."""
         values, weights = old.values.double(), new.values.double()
         parts: dict[tuple[Update, float], list[Judged]] = {}
@@ -275,7 +259,7 @@ class _Hooks:
             return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._safely(self._rule.before, optimizer, self._form)
+            self._rule.before(optimizer, self._form)
             return None
 
         def evaluated(*given: Any, **named: Any) -> Any:
@@ -290,7 +274,7 @@ class _Hooks:
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        self._safely(self._rule.after, optimizer)
+        self._rule.after(optimizer)
         hooks = optimizer._optimizer_step_pre_hooks  # that another has registered since comes before ours from now on
         if self.pre.id in hooks:
             hooks.move_to_end(self.pre.id)
