@@ -16,6 +16,8 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    rules: list[Rule] = [UpdateRule(framework, config.interval), RateRule(framework)]
+    rules: list[Rule] = [RateRule(framework)]
+    if config.respond.on_replica_drift == "report" and config.resync.mode == "off":  # else weights change before a step
+        rules.insert(0, UpdateRule(framework, config.interval))
     rules += [BatchContents(framework), WeightsInUse(framework)]
     return [*rules, CausalProbe(framework)] if config.probe else rules
