@@ -282,8 +282,8 @@ class StepCapture:
         """Put the framework's hooks in place."""
         self._patches.add(self.loaders.connect())
         self.settings.autocast.connect(self._patches, self.guard.local)
+        self.breach_check.connect(self._patches)  # first: who closes in a framework's hook takes no later hook away
         self.framework.connect(moments)
-        self.breach_check.connect(self._patches)  # last: a rule's hook sees what the optimizer gets
 
     def close(self, ended: bool) -> None:
         """Remove every hook; ``ended``: for good, and not because it broke."""

@@ -16,8 +16,10 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    rules: list[Rule] = [UpdateRule(framework, config.interval), RateRule(framework), BatchContents(framework)]
+    rules: list[Rule] = [RateRule(framework), BatchContents(framework)]
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
     if not averages:  # else masters and their copies are averaged by themselves
         rules.append(WeightsInUse(framework))
+    if not averages and config.respond.on_replica_drift == "report":  # else weights change before a step
+        rules.insert(0, UpdateRule(framework, config.interval))
     return [*rules, CausalProbe(framework)] if config.probe else rules

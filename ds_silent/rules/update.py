@@ -10,7 +10,7 @@ state what its published formula makes of them, up to rounding (:mod:`ds_silent.
 * **Which elements**: every n-th of a tensor, some 64 of it, beginning elsewhere at each step, the same on all ranks.
   Of all tensors at the first step whose rate is not 0, of a few in turn at each later measured step, and always of
   those that were wrong.
-* **When**: the last hook before the step, and the first behind it. What a script changes before or after is none of
+* **When**: the last hook before the step but for the observer's own, and the first behind it. What a script changes before or after is none of
   it: a moving average, clipped or normalised weights, a repair.
 * **On an accelerator** the samples are copied to the host and judged when the copy has ended; nothing waits for it.
 
@@ -254,7 +254,9 @@ class _Hooks:
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Look now, or when the closure returns, with which a step of every known form begins."""
         unscales = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        last = next(reversed(optimizer._optimizer_step_pre_hooks), None) == self.pre.id  # else a hook may change things
+        hooks = list(optimizer._optimizer_step_pre_hooks.items())
+        later = hooks[[key for key, _ in hooks].index(self.pre.id) + 1 :] if self.pre.id in dict(hooks) else hooks
+        last = all(_is_ours(hook) for _, hook in later)  # else a hook may change things
         if unscales or not last or torch.compiler.is_compiling():
             return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
@@ -275,9 +277,10 @@ class _Hooks:
         if torch.compiler.is_compiling():
             return
         self._rule.after(optimizer)
-        hooks = optimizer._optimizer_step_pre_hooks  # that another has registered since comes before ours from now on
-        if self.pre.id in hooks:
-            hooks.move_to_end(self.pre.id)
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("ds_silent")
 
 
 def _local(tensor: Tensor) -> Tensor:

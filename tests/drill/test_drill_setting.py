@@ -115,6 +115,13 @@ def test_with_an_interval_the_faults_strike_later_and_trainings_are_longer() -> 
 
 def test_faults_that_mean_nothing_under_a_stage_are_left_out_and_named() -> None:
     behind = {name for name, fault in FAULTS.items() if fault.strikes in ("reduction", "update", "replica")}
+    behind -= {  # in the optimizer's own formula, on every rank
+        "update-applied-twice",
+        "tensor-not-stepped",
+        "decay-left-out",
+        "bias-correction-left-out",
+        "rate-doubled-in-the-step",
+    }
     trials, skipped = trials_of(DrillOptions(), make_setting(BLOCK, 4, stage=3))
     assert set(skipped) == {
         "layer-without-gradient",
