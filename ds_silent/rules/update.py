@@ -10,8 +10,8 @@ state what its published formula makes of them, up to rounding (:mod:`ds_silent.
 * **Which elements**: every n-th of a tensor, some 64 of it, beginning elsewhere at each step, the same on all ranks.
   Of all tensors at the first step whose rate is not 0, of a few in turn at each later measured step, and always of
   those that were wrong.
-* **When**: the last hook before the step but for the observer's own, and the first behind it. What a script changes before or after is none of
-  it: a moving average, clipped or normalised weights, a repair.
+* **When**: the last hook before the step but for the observer's own, and the first behind it. What a script changes
+  before or after is none of it: a moving average, clipped or normalised weights, a repair.
 * **On an accelerator** the samples are copied to the host and judged when the copy has ended; nothing waits for it.
 
 Silent: a class that is not known, gradients that the step itself unscales, a step that is a part of a graph, fp16
