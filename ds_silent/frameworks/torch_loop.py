@@ -248,9 +248,12 @@ def rows_in(args: Any, kwargs: Any) -> int:
 def follow_accelerate(patches: Patches, moments: Moments) -> None:
     """Follow losses that accelerate divides; by 1 where a script or a Trainer accumulates itself (1.0 to 1.15)."""
 
-    def backward(original: Callable[..., Any], accelerator: Any, loss: Any, **kwargs: Any) -> Any:
+    def handed(accelerator: Any, loss: Any) -> None:
         steps = int(accelerator.gradient_accumulation_steps)
         moments.on_loss_handed(loss, Promise("accelerator.backward", steps) if steps > 1 else None)
+
+    def backward(original: Callable[..., Any], accelerator: Any, loss: Any, **kwargs: Any) -> Any:
+        moments.guard.local(handed, accelerator, loss)
         return original(accelerator, loss, **kwargs)
 
     if hasattr(sys.modules.get("accelerate"), "Accelerator"):

@@ -68,16 +68,15 @@ class StepLoop:
         self._layout = layout = layout_of(config, capture.shape)
         self._exchange = make_exchange(layout, capture.group, capture.device, capture.arithmetic.total)
         self._checker = _checker_of(capture, config, layout)
-        self._responder = Responder(capture, self._exchange, self._checker, config)
-        replicated, after_updates = capture.framework.replicated(), self._responder.compares_replicas
-        self.replicas = ReplicaChecks(config, replicated, capture.group, after_updates)
+        self._responder = responder = Responder(capture, self._exchange, self._checker, config)
+        items = capture.framework.replicated()
+        self.replicas = ReplicaChecks(config, items, capture.group, responder.compares_replicas)
         self.publisher = make_publisher(capture, config, home, layout, self._checker, self.replicas, self._responder)
         self.records_loaded: str | None = None
-        self.observing = True
-        most = capture.framework.max_reductions_per_step
-        guard.state = Lockstep(first, allowed=most, next_allowed=most, words=capture.framework.words)
+        most, words = capture.framework.max_reductions_per_step, capture.framework.words
+        guard.state = Lockstep(first, allowed=most, next_allowed=most, words=words)
+        self.observing, self._idle, self._observe_seconds = True, False, 0.0
         self._capture.moments.plan = self.plan
-        self._idle, self._observe_seconds = False, 0.0
 
     @property
     def lockstep(self) -> Lockstep:

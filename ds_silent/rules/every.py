@@ -6,9 +6,9 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
 from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.causal_probe import CausalProbe
+from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
-from ds_silent.rules.update import UpdateRule
 from ds_silent.rules.weights_in_use import WeightsInUse
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_silent.patches import Patches
+from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rule import Breach
-from ds_silent.rules.update import UpdateRule
 
 STEPS = 40
 OF_ADAM, OF_SGD = (importlib.import_module(f"torch.optim.{name}") for name in ("adam", "sgd"))

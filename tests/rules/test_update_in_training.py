@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_silent.rules.update import UpdateRule
+from ds_silent.rules.optimizer_update import UpdateRule
 from tests.support import ddp_training, training
 from tests.support.ddp_training import DDPCase, FSDP2Case
 from tests.support.distributed import run_distributed
