@@ -69,10 +69,12 @@ class Promise:
     Attributes:
         by: the function, for messages.
         micro_batches: the number that it divides by, whatever came; 0: by as many as came.
+        as_given: it promises no mean, but that the gradient is that of the loss it was given.
     """
 
     by: str
     micro_batches: int = 0
+    as_given: bool = False
 
 
 @dataclass

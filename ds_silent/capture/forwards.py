@@ -55,7 +55,8 @@ class Forwards:
         if not torch.is_grad_enabled():
             return
         self._times_share = times_its_share(self._module, kwargs)
-        self._settings.objective.by_items |= kwargs.get("num_items_in_batch") is not None
+        if (items := kwargs.get("num_items_in_batch")) is not None:
+            self._settings.objective.items = items
         rows = partial(self._take_rows, args, kwargs)
         if self._module.training:  # a wrapper's own flag stays when its module is set to evaluate
             self._evaluated = self._evaluated_loss = None

@@ -12,6 +12,7 @@ that a script's own hooks have packed (checkpoints, tensors moved to the host) a
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -52,6 +53,9 @@ class Constants:
     times: float = 1.0  # product of the numbers that multiply
     by_tensor: bool = False  # a tensor multiplies or divides, too
     wrapper: float | None = None  # the loss that was handed over times this is the root; None: no wrapper
+    of_each: bool = False  # its labels' weights are their own, and those that are ignored count in a mean, too
+    by_hand: bool = False  # a script's own sum or mean: some numbers may belong to what it adds up
+    by_items: bool = False  # what torch adds up over its labels is divided by num_items_in_batch, once
 
     def through(self, operation: str, number: float | None) -> Constants:
         """Return the numbers with one operation more; ``number``: by which it multiplies."""
@@ -91,11 +95,14 @@ class _Way:
     factor: float = 1.0
     constants: Constants = Constants()
 
-    def through(self, name: str, operation: str) -> _Way:
-        """Return the way with this node's own operation."""
+    def through(self, name: str, operation: str, items: Any = None) -> _Way:
+        """Return the way with this node's own operation; ``items``: num_items_in_batch, which is known by identity."""
         if operation in _NEUTRAL:
             return self
         times = _number_of(self.node, operation)
+        if operation == "Div" and not self.constants.by_items and _is_divided_by(self.node, times, items):
+            constants = replace(self.constants, by_items=True)
+            return _Way(self.node, self.place, (*self.names, name), (*self.shown, name), self.factor, constants)
         shown = name if times is None else f"{name} x {times:.6g}"
         factor = self.factor * (1.0 if times is None else times)
         name = shown if name == _OWN else name
@@ -108,19 +115,20 @@ class _Way:
         return [_Way(node, place, self.names, self.shown, self.factor, self.constants) for node, place in made_of]
 
 
-def losses_in(root: Tensor, handed: Made | None = None) -> list[Term] | None:
+def losses_in(root: Tensor, handed: Made | None = None, items: Any = None) -> list[Term] | None:
     """Return :func:`terms_of`; None where a torch release has other nodes, which must not end the observation."""
     try:
-        return terms_of(root, handed)
+        return terms_of(root, handed, items)
     except Exception:
         return None
 
 
-def terms_of(root: Tensor, handed: Made | None = None) -> list[Term] | None:
+def terms_of(root: Tensor, handed: Made | None = None, items: Any = None) -> list[Term] | None:
     """Return the losses that ``root`` is made of, nearest first; None if they are too far or too many.
 
     Args:
         handed: identifies the loss that the script has handed to a wrapper, which made the root of it.
+        items: the num_items_in_batch that the forward was given.
     """
     waiting, found = deque([_Way(root.grad_fn, root.output_nr)]), list[Term]()
     for _ in range(NODES):
@@ -140,7 +148,7 @@ def terms_of(root: Tensor, handed: Made | None = None) -> list[Term] | None:
         elif operation in ("Mean", "Sum") and math.prod(sizes := way.node._saved_self_sym_sizes) != 1:
             found += _added_up(way, name, math.prod(sizes))
         elif name != "torch::autograd::AccumulateGrad":  # a learned scalar is a weight, not a loss
-            waiting.extend(way.through(name, operation).on())
+            waiting.extend(way.through(name, operation, items).on())
     return None
 
 
@@ -170,7 +178,8 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
     # a mask multiplies or replaces, also within a script's own function: how many labels it leaves is unknown
     masked = not _MASKS.isdisjoint(end.shown[len(start.shown) :]) or isinstance(end.node, BackwardCFunction)
     labels, kind = None if masked else count, MEAN if mean else SUM
-    return [Term(way.node, kind, mean, end.names, end.shown, end.factor, labels, None, end.constants, by_hand=True)]
+    constants = replace(end.constants, by_items=False)  # of elements, which need not be labels
+    return [Term(way.node, kind, mean, end.names, end.shown, end.factor, labels, None, constants, by_hand=True)]
 
 
 def _loss(way: _Way, name: str) -> Term | None:
@@ -207,7 +216,8 @@ def _loss(way: _Way, name: str) -> Term | None:
     kind = 0.0 if unknown else (EACH, MEAN, SUM)[reduction]
     number = _one_number(weights[0][1]) if weights else None
     names, shown = (*way.names, name), (*way.shown, name)
-    return Term(node, kind, reduction == 1, names, shown, way.factor, labels, number, way.constants)
+    constants = replace(way.constants, by_items=way.constants.by_items and operation.startswith("NllLoss"))
+    return Term(node, kind, reduction == 1, names, shown, way.factor, labels, number, constants)
 
 
 _CLASSES, _POSITIVE = ("weight", "class weights"), ("pos_weight", "positive weights")
@@ -255,6 +265,45 @@ def _number_of(node: Any, operation: str) -> float | None:
             return number if operation == "Mul" else (1.0 / number if number else math.inf)
     return None
 
+
+def _is_divided_by(node: Any, times: float | None, items: Any) -> bool:
+    """Tell whether a division is by ``items``: a tensor is known by its memory, which waits for no device."""
+    if isinstance(items, Tensor):
+        divisor = _saved(node, "other")
+        return isinstance(divisor, Tensor) and divisor.numel() == 1 and divisor.data_ptr() == items.data_ptr()
+    return isinstance(items, int) and times is not None and math.isclose(times * items, 1.0, rel_tol=1e-6)
+
+
+def is_undivided(ways: Iterable[tuple[str, ...]], parts: int) -> bool:
+    """Tell whether a mean enters the root with weight 1, and nothing on any way may be a division by ``parts``.
+
+    A division, the number 1/parts, a tensor, a sum, and a function of the script's own may each be that division.
+
+    Args:
+        ways: of one root, the ``shown`` of each term down to where it is no scalar.
+    """
+    whole = False
+    for shown in ways:
+        linear = weighs_1 = True
+        mean = any(name.startswith("Mean") or "(mean" in name for name in shown)
+        for name in shown:
+            native = _NATIVE.match(name)
+            if native is None:
+                return False
+            operation, number = native[1], None if native[2] is None else abs(float(native[2]))
+            divides = (
+                operation == "Sum" or (operation == "Mul" and number is None) or (operation == "Div" and number != 1)
+            )
+            if divides or (number is not None and math.isclose(number * parts, 1.0, rel_tol=1e-3)):
+                return False
+            linear = linear and operation in _LINEAR
+            weighs_1 = weighs_1 and (not linear or number in (None, 1.0))
+        whole = whole or (mean and weighs_1)
+    return whole
+
+
+_NATIVE = re.compile(r"(\w+?)Backward\d+(?: x (\S+))?")  # the name of a script's own function has no number
+_LINEAR = frozenset(("Add", "Sub", "Mul", "Div", "Neg", "Rsub", "Mean"))
 
 # -- the way back to a forward's loss ----------------------------------------------------------------------------------
 
@@ -309,9 +358,14 @@ def is_a_mean(loss: Tensor) -> bool:
 
 
 def _made_of(node: Any, place: int) -> list[tuple[Any, int]]:
-    """Return the inputs of output ``place`` of a node; a wrapper with several outputs keeps them apart."""
+    """Return the inputs of output ``place`` of a node; a wrapper with several outputs keeps them apart.
+
+    DistributedDataParallel's has more outputs than inputs where a model returns what is no tensor. The first, which is
+    the loss, comes of the first all the same.
+    """
     inner, outputs = node.next_functions, getattr(node, "_input_metadata", ())
-    if 1 < len(outputs) == len(inner):
+    first = place == 0 and node.name() == "_DDPSinkBackward"
+    if len(outputs) > 1 and (first or len(outputs) == len(inner)):
         inner = inner[place : place + 1]
     return [(made, which) for made, which in inner if made is not None]
 

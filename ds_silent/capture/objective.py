@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Made, Term, losses_in, made_by
+from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Made, Term, is_undivided, losses_in, made_by
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.observation import Objective as Numbers
@@ -67,12 +67,13 @@ class LocalObjective:
     Attributes:
         reached: whether the current backward has brought the model a gradient.
         promise: of the wrapper that the script has handed a loss of this step to.
-        by_items: a forward of this step was told the number of items to divide by (transformers).
+        items: num_items_in_batch, by which a forward of this step was told to divide (transformers).
     """
 
     def __init__(self) -> None:
-        self.reached = self.by_items = False
+        self.reached = False
         self.promise: Promise | None = None
+        self.items: Any = None
         self._under_way: _Backward | None = None
         self.start()
 
@@ -87,7 +88,8 @@ class LocalObjective:
         self._class_weights: float | Tensor = 0.0
         self._constants: set[Constants] = set()
         self._handed: Made | None = None
-        self.promise, self.by_items = None, False
+        self._ways: set[frozenset[tuple[str, ...]]] = set()
+        self.promise = self.items = None
 
     def handed(self, loss: Any, promise: Promise | None) -> None:
         """Take the loss that a wrapper is given, before its backward begins."""
@@ -101,7 +103,7 @@ class LocalObjective:
         self._under_way = one = _Backward()
         handed, self._handed = self._handed, None
         single = isinstance(root, Tensor) and root.numel() == 1 and root.grad_fn is not None
-        terms = losses_in(root, handed) if single and not _compiled() else None
+        terms = losses_in(root, handed, self.items) if single and not _compiled() else None
         if not terms:
             one.known = False
             return
@@ -142,6 +144,11 @@ class LocalObjective:
         self._settle()
         return next(iter(self._constants)) if self._readable and len(self._constants) == 1 else None
 
+    def is_undivided(self, parts: int) -> bool:
+        """Tell whether each of ``parts`` backwards surely began with a whole mean, and not with its share."""
+        self._settle()
+        return self._count == parts > 1 and bool(self._ways) and all(is_undivided(one, parts) for one in self._ways)
+
     def numbers(self) -> Numbers[float | Tensor]:
         """Return the numbers of the step's backwards; device values stay on the device."""
         self._settle()
@@ -176,13 +183,14 @@ class LocalObjective:
         if one is None or not counts:
             return
         self._count += 1
+        self._ways.add(frozenset(term.shown if term.kind else term.shown[:-1] for term in one.terms))
         main = next((term for term in one.terms if term.kind), one.terms[0] if one.terms else None)
         if main is None or not math.isfinite(main.factor) or main.factor == 0.0:
             self._readable = self._known = False  # a script skips rows with such a loss
             return
         same = [term for term in one.terms if term.names == main.names]
         self._texts[main.names] = " > ".join(main.shown)
-        self._constants.add(main.constants)
+        self._constants.add(replace(main.constants, of_each=main.kind == EACH, by_hand=main.by_hand))
         # several means add up; with several sums each label counts once
         self._factors.append(sum(t.factor for t in same) / (1 if main.kind == MEAN else len(same)))
         self._reduction = MEAN if main.averaged else main.kind

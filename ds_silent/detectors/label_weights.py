@@ -7,10 +7,14 @@ which the reduction takes the mean.
 Only a mean is judged, with nothing beside it in the loss, and only if all other numbers between loss and root are the
 script's own divisors: a factor may be a hyper-parameter. Where the framework promises the mean (``engine.backward`` of
 DeepSpeed, ``accelerator.backward``, a Trainer, the ``num_items_in_batch`` that a Trainer gives to a model), another
-simple product is a fault at its first step. ``num_items_in_batch`` also promises that each label of the step counts
-alike. A loop that a script writes itself promises nothing: there it is a note, once, when it has been so at ``STEPS``
-measured steps in a row. The last window of an epoch may have fewer micro-batches than a framework divides by: it is not
-judged.
+simple product is a fault at its first step. Two promises say more. A sum over labels that ``num_items_in_batch``
+divides must add up to 1, and each label must count alike. With ``scale_wrt_gas=False`` nobody but the script divides.
+
+A Trainer promises the mean of any loss, also of one with several terms. There it is enough that one mean enters the
+root whole, and that nothing on the way to any term may be a division.
+
+A loop that a script writes itself promises nothing: there it is a note, once, when it has been so at ``STEPS`` measured
+steps in a row. The last window of an epoch may have fewer micro-batches than a framework divides by: it is not judged.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import NamedTuple
 
 from ds_silent.capture.loss_graph import MEAN, SUM
 from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.framework import Promise
 from ds_silent.measure.evidence import Evidence, LabelWeights
 from ds_silent.records import Event, EventKind, StepRecord
 
@@ -51,9 +56,8 @@ class LabelWeightsTest(Detector):
         self.notes = ()
         weights = evidence.label_weights
         if weights is None:
-            self._open, self._steps = None, 0
-            return []
-        if not _is_short(weights):  # else what was found before stays
+            self._open, self._steps = _added_up(record, evidence), 0
+        elif not _is_short(weights):  # else what was found before stays
             self._open = self._judged(record, weights)
         return [] if self._open is None else [self._open]
 
@@ -63,6 +67,21 @@ class LabelWeightsTest(Detector):
         if multiple is not None and _is_broken(multiple, weights, ranks):
             message = f"{_sentence(total, multiple, count, ranks)} {_promised(weights, count)}"
             return _finding("sum", message, _remedy(total), total, record.step)
+        changed = _changed(weights)
+        if weights.promise is not None and not _near(changed, 1.0):
+            message = (
+                f"The step's gradient is {changed:.4g} times that of the losses as the script has given them, on all "
+                f"ranks alike. {weights.promise.by} promises to multiply them by nothing."
+            )
+            return _finding("sum", message, _remedy(changed), changed, record.step)
+        if total > 0.0 and not _near(total, 1.0) and _is_by_items(weights, ranks):
+            message = (
+                f"The labels of a step weigh {total:.4g} together, although the loss was given num_items_in_batch, the "
+                f"number of labels of the whole step, to divide by: it is divided as for {weights.labels / total:.0f} "
+                f"labels, and {weights.labels} of them are trained."
+            )
+            remedy = f"Count the labels that the loss counts, and no others. {_remedy(total)}"
+            return _finding("items", message, remedy, total, record.step)
         if total > 0.0 and _near(total, 1.0) and weights.by_items and weights.reductions == {SUM}:
             spread = float(weights.largest.max() / weights.smallest.min())
             if not (spread <= 1.0 + NEAR or _each_its_own(weights)):
@@ -106,14 +125,16 @@ def multiple_of(total: float, micro_batches: int, ranks: int) -> Multiple | None
 
 def _is_short(weights: LabelWeights) -> bool:
     """Tell whether the step had another number of micro-batches than its framework divides by."""
-    promised = 0 if weights.promise is None else weights.promise.micro_batches
+    promise = _of_the_mean(weights)
+    promised = 0 if promise is None else promise.micro_batches
     return len(weights.backwards) > 1 or (promised > 0 and promised not in weights.backwards)
 
 
 def _is_mean(weights: LabelWeights) -> bool:
     """Tell whether each rank's loss is a mean, by numbers that are all known, and alike on all ranks."""
     alike = _near(float(weights.totals.min()), float(weights.totals.max()))
-    return weights.reductions == {MEAN} and not weights.constants.by_tensor and alike
+    constants = weights.constants
+    return weights.reductions == {MEAN} and not constants.by_tensor and not constants.of_each and alike
 
 
 def _is_broken(multiple: Multiple, weights: LabelWeights, ranks: int) -> bool:
@@ -121,9 +142,38 @@ def _is_broken(multiple: Multiple, weights: LabelWeights, ranks: int) -> bool:
     times = abs(weights.constants.times)
     if weights.by_items:  # the Trainer multiplies by the ranks
         return weights.reductions <= {MEAN, SUM} and (_near(times, 1.0) or _near(times, float(ranks)))
-    if weights.promise is None or not _is_mean(weights) or not _near(times, 1.0):
+    promise = _of_the_mean(weights)
+    if promise is None or not _is_mean(weights) or not (_near(times, 1.0) or _is_undone(weights)):
         return False
-    return weights.promise.micro_batches == 0 or multiple.micro_batches != 0
+    return promise.micro_batches == 0 or multiple.micro_batches != 0
+
+
+def _of_the_mean(weights: LabelWeights) -> Promise | None:
+    """Return the promise of the mean: the wrapper's, else the trainer's."""
+    return weights.trainer if weights.promise is None or weights.promise.as_given else weights.promise
+
+
+def _is_undone(weights: LabelWeights) -> bool:
+    """Tell whether a Trainer's loop multiplies by the very number that its wrapper divides by: no hyper-parameter."""
+    promise, constants = weights.promise, weights.constants
+    if weights.trainer is None or promise is None or promise.micro_batches == 0 or constants.wrapper is None:
+        return False
+    return _near(constants.times, float(promise.micro_batches)) and _near(constants.times * constants.wrapper, 1.0)
+
+
+def _changed(weights: LabelWeights) -> float:
+    """Return what a wrapper multiplies a loss by that it promises to pass on as given; 1 where that is not known."""
+    promise, constants = weights.promise, weights.constants
+    known = _is_mean(weights) and not constants.by_hand and constants.wrapper is not None and weights.passed > 0.0
+    return weights.passed * abs(constants.wrapper or 1.0) if known and promise is not None and promise.as_given else 1.0
+
+
+def _is_by_items(weights: LabelWeights, ranks: int) -> bool:
+    """Tell whether the loss is a sum over labels, divided by num_items_in_batch, and nothing more but by the ranks."""
+    constants = weights.constants
+    alone = constants.by_items and not constants.by_tensor and not constants.divisors
+    times = abs(constants.times)
+    return weights.reductions == {SUM} and alone and (_near(times, 1.0) or _near(times, float(ranks)))
 
 
 def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: int) -> bool:
@@ -160,14 +210,28 @@ def _sentence(total: float, multiple: Multiple, count: int, ranks: int) -> str:
 
 
 def _promised(weights: LabelWeights, count: int) -> str:
-    if weights.promise is None:
+    promise = _of_the_mean(weights)
+    if promise is None:
         return "The loss was given num_items_in_batch, by which its sum over the labels is to be divided."
-    by = weights.promise.by
-    if weights.constants.wrapper is None or weights.promise.micro_batches == 0:
+    by = promise.by
+    if weights.trainer is not None and _is_undone(weights):
+        undone = f"{by} divides by {count}, and before that the loss is multiplied by {count}"
+        return f"{undone}. {weights.trainer.by} promises the mean."
+    if weights.constants.wrapper is None or promise.micro_batches == 0:
         return f"{by} promises the mean."
     if any(_near(divisor, float(count)) for divisor in weights.constants.divisors):
         return f"{by} divides by the {count} micro-batches itself, and the script has divided the loss before."
     return f"{by} promises to divide by {count}, and multiplies by {weights.constants.wrapper:.4g}."
+
+
+def _added_up(record: StepRecord, evidence: Evidence) -> Finding | None:
+    """Tell a loss that a Trainer should have divided, and nothing divides."""
+    if evidence.undivided is None or not evidence.micro_batches:
+        return None
+    count = evidence.micro_batches[0]
+    sentence = _sentence(float(count), Multiple(1, 0), count, record.world_size)
+    message = f"{sentence} {evidence.undivided.by} promises the mean."
+    return _finding("sum", message, _remedy(float(count)), float(count), record.step)
 
 
 def _remedy(total: float) -> str:

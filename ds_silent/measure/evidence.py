@@ -183,8 +183,8 @@ class LayerValues:
 class LabelWeights:
     """What the labels weigh in each rank's loss, (N,), and what the writing rank makes the root of backward of it.
 
-    ``promise``: what its framework says of it; ``by_items``: its forwards were given the items of the step to divide
-    by, so that each label of the step counts alike.
+    ``promise``: what the wrapper says of it that the loss was handed to; ``trainer``: what the trainer does;
+    ``by_items``: its forwards were given the items of the step to divide by, so that each of its labels counts alike.
     """
 
     totals: npt.NDArray[np.float64]  # of all labels; 1 for a mean over them
@@ -194,7 +194,10 @@ class LabelWeights:
     backwards: frozenset[int]  # numbers of them in this step
     constants: Constants
     promise: Promise | None = None
+    trainer: Promise | None = None
     by_items: bool = False
+    passed: float = 1.0  # what multiplies a mean beside the numbers that the graph shows; NaN: not known
+    labels: int = 0  # of all ranks
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,7 @@ class Evidence:
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
     reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
     label_weights: LabelWeights | None = None  # where every rank's loss is one that can be read, and nothing beside it
+    undivided: Promise | None = None  # of the mean, although each micro-batch's whole loss is added up
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
     directions: npt.NDArray[np.float64] | None = None  # (N, P) a few numbers of each rank's, where no pairs are known

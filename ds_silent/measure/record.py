@@ -8,6 +8,7 @@ A gradient that was not captured whole on every rank gives null, never a number 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -42,8 +43,10 @@ class Context:
     walk: Walk = field(default_factory=Walk)  # how its rows came
     sampling: Sampling | None = None  # of which rows the ids were sent; None: all
     constants: Constants | None = None  # between the loss and the root of backward; None: not known
-    promise: Promise | None = None  # what the framework says of it
+    promise: Promise | None = None  # what the wrapper says that the loss was handed to
+    trainer: Promise | None = None  # what the trainer around this training says
     by_items: bool = False  # see LabelWeights
+    undivided: bool = False  # each micro-batch's backward began with a whole mean
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,7 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         of_rows,
         label_tokens=_label_tokens(gathered),
         label_weights=_label_weights(gathered, context),
+        undivided=_undivided(gathered, context),
         non_finite=non_finite,
         zero_gradient=zero,
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
@@ -228,8 +232,24 @@ def _label_weights(gathered: Gathered, context: Context) -> LabelWeights | None:
         backwards=frozenset(int(count) for count in own.count.tolist()),
         constants=context.constants,
         promise=context.promise,
+        trainer=context.trainer,
         by_items=context.by_items,
+        passed=_passed(own.weight / scale, own.count * own.factor),
+        labels=round(float(own.labels.sum())),
     )
+
+
+def _passed(weight: Tensor, factor: Tensor) -> float:
+    """Return what multiplies a mean beside the numbers that the graph shows; NaN where those are not known."""
+    beside = weight / factor
+    alike = bool(beside.isfinite().all()) and bool(torch.isclose(beside, beside.mean(), rtol=1e-3).all())
+    return float(beside.mean()) if alike else math.nan
+
+
+def _undivided(gathered: Gathered, context: Context) -> Promise | None:
+    """Return the trainer that promises the mean of micro-batches whose losses nothing divides, a wrapper neither."""
+    alike = len(set(gathered.objective.count.tolist())) == 1 and len(set(gathered.code.objective.tolist())) == 1
+    return context.trainer if context.undivided and context.promise is None and alike else None
 
 
 def _directions(gathered: Gathered) -> npt.NDArray[np.float64] | None:

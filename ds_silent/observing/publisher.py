@@ -81,8 +81,10 @@ class Publisher:
             replace(walk, facts=facts),
             capture.rows.sampling,
             objective.constants,
-            objective.promise or capture.framework.promise,
-            objective.by_items,
+            objective.promise,
+            capture.framework.promise,
+            objective.items is not None,
+            objective.items is None and objective.is_undivided(capture.framework.micro_batches),
         )
 
     # -- what was gathered of a step -------------------------------------------------------------------------------

@@ -268,6 +268,96 @@ def test_nothing_is_read_where_nothing_is_measured() -> None:
     assert objective.numbers().count == 0.0
 
 
+def _items(objective: LocalObjective, loss: Callable[[Tensor, Any], Tensor], items: Any, given: Any = None) -> bool:
+    """Whether a loss is seen to be divided by the items that the forward was given."""
+    objective.items = items if given is None else given
+    _backward(objective, loss(_logits(), items))
+    assert objective.constants is not None
+    return objective.constants.by_items
+
+
+def _summed(logits: Tensor, items: Any) -> Tensor:
+    return F.cross_entropy(logits, TARGETS, reduction="sum") / items
+
+
+def test_a_division_by_the_items_is_known_from_any_other() -> None:
+    for items in (torch.tensor(4), torch.tensor(4.0), 4):
+        objective = LocalObjective()
+        assert _items(objective, lambda x, n: 3 * _summed(x, n), items)
+        assert objective.constants is not None
+        assert (objective.constants.times, objective.constants.divisors) == (3.0, ())
+        assert not objective.constants.by_tensor
+    for other in (torch.tensor(4), 5):
+        assert not _items(LocalObjective(), _summed, torch.tensor(4), other)
+    assert not _items(LocalObjective(), lambda x, n: (x - 1.0).square().sum() / n, torch.tensor(4)), "elements"
+    assert not _items(LocalObjective(), lambda x, n: F.mse_loss(x, x * 0.0, reduction="sum") / n, torch.tensor(4))
+    twice = LocalObjective()
+    assert _items(twice, lambda x, n: _summed(x, n) / n, torch.tensor(4))
+    assert twice.constants is not None
+    assert twice.constants.by_tensor
+
+
+def _preferred(logits: Tensor) -> Tensor:
+    """A pair of rows, as DPO's: one number, of which the mean is taken."""
+    log = logits.log_softmax(1)[:, :1].sum(1)
+    return F.logsigmoid(0.1 * (log[:1] - log[1:2]))
+
+
+UNDIVIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "DPO": lambda x: (-_preferred(x) * (1 - 0.0) - F.logsigmoid(-_preferred(x)) * 0.0).mean(),
+    "ORPO": lambda x: F.cross_entropy(x, TARGETS) - (0.1 * _preferred(x)).mean(),
+    "with another": lambda x: F.cross_entropy(x, TARGETS) + 0.1 * x.square().mean(),
+    "a mean by hand": lambda x: (x - 1.0).square().mean(),
+}
+PERHAPS_DIVIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    **{f"{name}, divided": lambda x, of=of: of(x) / 4 for name, of in UNDIVIDED.items()},  # type: ignore[misc]
+    **{f"{name}, a quarter": lambda x, of=of: of(x) * 0.25 for name, of in UNDIVIDED.items()},  # type: ignore[misc]
+    **{f"{name}, a tensor": lambda x, of=of: of(x) * torch.tensor(0.25) for name, of in UNDIVIDED.items()},  # type: ignore[misc]
+    **{f"{name}, a function": lambda x, of=of: _Shared.apply(of(x)) for name, of in UNDIVIDED.items()},  # type: ignore[misc]
+    "one of two": lambda x: F.cross_entropy(x, TARGETS) / 4 + x.square().mean(),
+    "no whole mean": lambda x: 0.9 * F.cross_entropy(x, TARGETS) + 0.1 * x.square().mean(),
+    "a share of the items": lambda x: F.cross_entropy(x, TARGETS) * (4 / 17),
+    "a sum": lambda x: F.cross_entropy(x, TARGETS, reduction="sum"),
+    "a sum by hand": lambda x: (x - 1.0).square().sum(),
+    "a sum of means": lambda x: torch.stack([F.cross_entropy(x, TARGETS)] * 2).sum(),
+    "fused": lambda x: _Fused.apply(x),
+    "fused, and a mean": lambda x: _Fused.apply(x) + x.square().mean(),
+    "divided below": lambda x: (_each(x) / 4).mean(),
+}
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss / 4
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / 4
+
+
+def _is_undivided(loss: Callable[[Tensor], Tensor], backwards: int = 4) -> bool:
+    objective = LocalObjective()
+    for _ in range(backwards):
+        _backward(objective, loss(_logits()))
+    return objective.is_undivided(4)
+
+
+def test_a_loss_that_nothing_divides_is_known_from_one_that_may_be() -> None:
+    for name, loss in UNDIVIDED.items():
+        assert _is_undivided(loss), name
+        assert not _is_undivided(loss, backwards=2), f"{name}: a short window"
+    for name, loss in PERHAPS_DIVIDED.items():
+        assert not _is_undivided(loss), name
+    objective = LocalObjective()
+    _backward(objective, UNDIVIDED["DPO"](_logits()))
+    assert not objective.is_undivided(1), "nothing is accumulated"
+    objective.start()
+    for divisor in (1, 1, 1, 4):
+        _backward(objective, UNDIVIDED["DPO"](_logits()) / divisor)
+    assert not objective.is_undivided(4)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 6])
 def test_a_mean_of_means_has_no_factor_however_many_they_are(parts: int) -> None:
     def losses(logits: Tensor) -> list[Tensor]:

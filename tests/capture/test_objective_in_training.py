@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
+from ds_silent.capture.loss_graph import terms_of
 from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
@@ -275,3 +276,27 @@ def test_what_begins_later_what_stays_and_the_records() -> None:
         assert own["weight_min"] == pytest.approx(1 / own["labels"], rel=0.3)
         assert own["weight_min"] <= own["weight_max"]
         assert math.isclose(own["weight_max"], own["weight_min"], rel_tol=1e-5)  # each row counts alike
+
+
+class _LikeTransformers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        logits = self.net(x)
+        return {"loss": _mean(logits, y), "logits": logits, "cache": None, "kept": logits.detach()}
+
+
+def _terms_of_a_searched_model(directory: str) -> list[str]:
+    """Of a loss that a wrapper hands through with logits, and with what is no tensor."""
+    model = DistributedDataParallel(_LikeTransformers(), find_unused_parameters=True)
+    loss = model(torch.randn(ROWS, 5), torch.zeros(ROWS, dtype=torch.int64))["loss"]
+    loss *= 2
+    terms = terms_of(loss)
+    loss.backward()
+    return [term.shown[-1] for term in terms or ()]
+
+
+def test_a_search_for_unused_parameters_keeps_the_loss_apart_from_the_logits(tmp_path: Path) -> None:
+    assert run_distributed(_terms_of_a_searched_model, 1, (str(tmp_path),)) == [["NllLossBackward0 (mean)"]]

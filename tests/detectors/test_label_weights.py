@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +18,34 @@ from ds_silent.records import Event
 from tests.support.made_records import Run
 
 ENGINE, TRAINER = Promise("engine.backward", 4), Promise("transformers' Trainer")
+AS_GIVEN = Promise("engine.backward with scale_wrt_gas=False", as_given=True)
+ITEMS: dict[str, Any] = {
+    "divisors": (),
+    "divided_by_items": True,
+    "by_items": True,
+    "reductions": frozenset({SUM}),
+    "times": 3.0,
+    "labels": 293,
+    "promise": TRAINER,
+}
+GIVEN: dict[str, Any] = {"promise": AS_GIVEN, "wrapper": 1.0}
+UNDONE: dict[str, Any] = {"divisors": (), "times": 4.0, "promise": ENGINE, "wrapper": 0.25, "trainer": TRAINER}
 
 
 def weights(total: float | list[float] = 1.0, divisors: tuple[float, ...] = (4.0,), **named: Any) -> LabelWeights:
     """Four micro-batches on each of three ranks; by default divided once by 4."""
     totals = np.full(3, total) if isinstance(total, float) else np.array(total)
-    constants = Constants(divisors, named.pop("times", 1.0), named.pop("by_tensor", False), named.pop("wrapper", None))
+    given = {name: named.pop(name) for name in ("times", "by_tensor", "wrapper", "of_each", "by_hand") if name in named}
+    constants = Constants(divisors, **given, by_items=named.pop("divided_by_items", False))
     smallest, largest = totals / 100, totals / 100
     made = LabelWeights(totals, smallest, largest, frozenset({MEAN}), frozenset({4}), constants)
     return replace(made, **named)
+
+
+def undivided(*steps: Promise | None, count: int = 4) -> list[Event]:
+    made = Run(ranks=3)
+    given = [Evidence(undivided=one, micro_batches=(count,) * 3) for one in steps]
+    return [event for one in given for event in made.judge.step(made.record(), one)]
 
 
 def told(*steps: LabelWeights | None, ranks: int = 3) -> list[Event]:
@@ -47,6 +67,12 @@ BROKEN = {
         weights(4.0, (), by_tensor=True, by_items=True, reductions=frozenset({SUM})),
         "num_items_in_batch, by which its sum",
     ),
+    "items that are no labels of the loss": (weights(0.9482, **ITEMS), "divided as for 309 labels, and 293 of them"),
+    "each rank's own items, which are none": (weights([0.9, 0.95, 0.91], **ITEMS | {"times": 1.0}), "0.92 together"),
+    "a loss that is not passed on as given": (weights(0.25, passed=0.25, **GIVEN), "promises to multiply them by noth"),
+    "and the wrapper's own number": (weights(0.25, wrapper=0.25, promise=AS_GIVEN), "is 0.25 times that of the losses"),
+    "the Trainer undoes a division": (weights(4.0, **UNDONE), "before that the loss is multiplied by 4. transformers'"),
+    "the Trainer's, given to an engine": (weights(0.25, trainer=TRAINER, **GIVEN), "transformers' Trainer promises"),
     "bf16": (weights(0.2505, promise=ENGINE, wrapper=0.25), "0.2505 times"),
 }
 SILENT = {
@@ -73,6 +99,23 @@ SILENT = {
         smallest=np.array([0.01, 0.02, 0.03]),
         largest=np.array([0.01, 0.02, 0.03]),
     ),
+    "as many items as labels": weights(1.0, **ITEMS),
+    "items in bf16": weights(0.996, **ITEMS),
+    "items, and a factor": weights(0.7, **ITEMS | {"times": 2.1}),
+    "items, and a tensor": weights(0.7, **ITEMS, by_tensor=True),
+    "items, and a divisor": weights(0.7, **ITEMS | {"divisors": (1.43,)}),
+    "items that divide no sum over labels": weights(0.7, **ITEMS | {"divided_by_items": False}),
+    "items, and weights of each label": weights(0.7, **ITEMS | {"reductions": frozenset({EACH})}),
+    "a short window of items": weights(1.0, **ITEMS | {"backwards": frozenset({2})}),
+    "a loss as given": weights(**GIVEN),
+    "a quarter as given": weights(0.25, (4.0, 2.0, 2.0), **GIVEN | {"passed": 1.0}),
+    "a scaled loss as given": weights(passed=2.0**-16, wrapper=2.0**16, promise=AS_GIVEN),
+    "as given, and nothing known of what follows": weights(0.25, passed=math.nan, **GIVEN),
+    "as given, a mean by hand": weights(2.0, passed=0.25, by_hand=True, **GIVEN),
+    "as given, a mean of padding too": weights(0.66, passed=0.66, of_each=True, **GIVEN),
+    "half of each row is padding": weights(0.25, of_each=True, promise=ENGINE, wrapper=0.25),
+    "a loop undoes a division": weights(4.0, **UNDONE | {"trainer": None}),
+    "a factor, and the wrapper divides": weights(2.0, **UNDONE | {"times": 2.0}),
     "a mean of means": weights(smallest=np.array([0.01] * 3), largest=np.array([0.03] * 3), promise=TRAINER),
     "items, and labels with weights of their own": weights(
         reductions=frozenset({EACH}), by_items=True, smallest=np.array([0.01] * 3), largest=np.array([0.03] * 3)
@@ -93,7 +136,7 @@ def test_a_broken_promise_is_told_at_its_first_step_and_once(name: str) -> None:
     wrong, says = BROKEN[name]
     [event] = told(weights(), wrong, wrong, replace(wrong, backwards=frozenset({4})), wrong)
     assert (event.step, event.kind, event.severity, event.ranks) == (2, "objective-mismatch", "warning", ())
-    assert event.effect == pytest.approx(float(wrong.totals[0]))
+    assert event.effect == pytest.approx(float(wrong.totals.mean()))
     assert says in event.message
 
 
@@ -110,6 +153,14 @@ def test_a_loop_of_ones_own_is_a_note_once(name: str) -> None:
     assert (note.step, note.kind, note.severity, note.ranks) == (STEPS, "objective-mismatch", "info", ())
     assert says in note.message
     assert note.remedy.startswith("Do nothing if that is meant.")
+
+
+def test_a_loss_of_several_terms_that_nothing_divides_is_told_at_its_first_step() -> None:
+    [event, end] = undivided(None, TRAINER, TRAINER, *[None] * 4)
+    assert (event.step, event.kind, event.severity, event.ranks) == (2, "objective-mismatch", "warning", ())
+    assert event.effect == 4.0
+    assert "the losses of 4 micro-batches are added up and not divided. transformers' Trainer" in event.message
+    assert (end.phase, end.step) == ("ended", 4)
 
 
 def test_twice_a_loss_on_two_ranks_may_be_meant() -> None:

@@ -124,7 +124,8 @@ class Losses:
         """
         divides = kwargs.get("scale_wrt_gas", True)
         steps = int(self._engine.gradient_accumulation_steps())
-        moments.on_loss_handed(loss, Promise("engine.backward", steps) if divides else None)
+        given = Promise("engine.backward with scale_wrt_gas=False", as_given=True)
+        moments.on_loss_handed(loss, Promise("engine.backward", steps) if divides else given)
         if divides and is_share(loss, self._forward_loss, self._micro_batches):
             self._say_divided_twice()
         elif divides:
