@@ -8,7 +8,7 @@ framework.close(ended=True)          # the engine is as it was
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -153,12 +153,12 @@ class Losses:
 class DeepSpeedFramework(Framework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
-    def __init__(self, engine: Any, config: SilentConsistencyConfig):
+    def __init__(self, engine: Any, config: SilentConsistencyConfig, came_with: Sequence[float | None] | None = None):
         training_group = data_parallel_group(engine)
         assert training_group is not None  # of an engine
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         super().__init__(engine.module, named, training_group, device=torch.device(engine.device))
-        self._engine, self._shape = engine, shape_of(engine)
+        self._engine, self._shape, self.came_with = engine, shape_of(engine), came_with
         self.words = WORDS if self._shape.meshed is None else OF_A_MESH
         self.ranks_comparable = self._shape.alike
         self.forwards_alone = self._shape.plain and engine.zero_optimization_stage() < 3
