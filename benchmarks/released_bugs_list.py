@@ -31,8 +31,7 @@ DEEPSPEED = (
         "schedule",
         ("deepspeed==0.19.3",),
         (),
-        None,
-        "the scheduler holds the wrong rates as its own, and has overwritten those that the groups came with",
+        "update-mismatch",
         given={
             "kind": "WarmupLR",
             "params": {"warmup_num_steps": 4, "warmup_type": "linear"},

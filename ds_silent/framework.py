@@ -171,6 +171,7 @@ class Framework:
     forwards_alone = False  # no other rank takes part in a forward of the module
     clip = 0.0  # largest norm of the applied gradient; 0 is none
     peers: Peers | None = None  # where several data-parallel groups share the model
+    came_with: Sequence[float | None] | None = None  # the groups' rates, where a scheduler rises to them
     wrapper: object = None  # the DistributedDataParallel that is this training's
 
     def __init__(

@@ -5,6 +5,7 @@ patches.add(parameter.register_hook(hook))
 patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
 patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
 patches.before_backward(tell)                  # tell(tensor) that each backward begins with
+patches.in_backward(hook)                      # the hook, left out while torch.autograd.grad runs
 patches.wrap_method(GradScaler, "step", call)  # call(original, instance, *args, **kwargs), for all instances
 patches.after_import("trainer", act)           # act(module) once the script imports it, or now
 patches.undo()                                 # everything is as it was
@@ -70,6 +71,30 @@ class Patches:
             return result
 
         self._replace(instance, name, call)
+
+    def in_backward(self, hook: Callable[..., object]) -> Callable[..., None]:
+        """Return a hook of tensors that leaves out ``torch.autograd.grad``: nobody accumulates its gradients.
+
+        Hooks of a parameter, or of a tensor between it and the root, run there too.
+        """
+        accumulates = [True]  # of each run of autograd's engine, the innermost last
+
+        def runs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            accumulates.append(kwargs.get("accumulate_grad", True))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                accumulates.pop()
+
+        def call(*args: Any) -> None:
+            if accumulates[-1]:
+                hook(*args)
+
+        import torch
+
+        # below torch.autograd.grad, which scripts import by name (torch 2.4 to 2.13)
+        self.wrap(torch.autograd, "_engine_run_backward", runs)
+        return call
 
     def before_backward(self, tell: Callable[[Any], object]) -> None:
         """Call ``tell`` with what each ``torch.autograd.backward`` begins with; ``Tensor.backward`` calls it.

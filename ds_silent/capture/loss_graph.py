@@ -82,6 +82,7 @@ class Term:
     weights: Tensor | None = None  # one number for all class weights
     constants: Constants = Constants()
     by_hand: bool = False  # the script's own mean or sum; a minus before it belongs to what it adds up, as in -log p
+    flowed: bool = False  # its gradient has come
 
 
 @dataclass(slots=True)

@@ -206,7 +206,13 @@ def _compiled() -> bool:  # the nodes of a compiled backward take no hooks
 
 
 def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) -> None:
-    """Take the gradient that flows into a loss. The hook runs inside the backward, which it must not end."""
+    """Take the gradient that flows into a loss. The hook runs inside the backward, which it must not end.
+
+    Later ones are not the backward's: the script asks ``torch.autograd.grad`` of a graph that it has retained.
+    """
+    if term.flowed:
+        return
+    term.flowed = True
     try:
         gradient = gradients[0]
         if type(gradient) is not Tensor:

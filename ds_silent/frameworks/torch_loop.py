@@ -87,8 +87,9 @@ class TorchLoop:
         self._moments, patches = moments, self._patches
         patches.add(self._module.register_forward_pre_hook(self._forward, with_kwargs=True))
         patches.add(self._module.register_forward_hook(self._forwarded, always_call=True))
+        gradient, self._loss_scaled = map(patches.in_backward, (self._gradient, moments.on_loss_scaled))
         for index, parameter in enumerate(parameters):
-            patches.add(parameter.register_hook(partial(self._gradient, index)))
+            patches.add(parameter.register_hook(partial(gradient, index)))
         for optimizer in self._optimizers:
             patches.add(optimizer.register_step_pre_hook(self._applying))
             patches.add(optimizer.register_step_post_hook(self._applied))
@@ -227,7 +228,7 @@ class TorchLoop:
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         if isinstance(outputs, Tensor) and outputs.numel() == 1 and outputs.requires_grad and scaler.is_enabled():
             self._unscaled = outputs
-            outputs.register_hook(partial(self._moments.on_loss_scaled, 1.0))  # type: ignore[no-untyped-call]
+            outputs.register_hook(partial(self._loss_scaled, 1.0))  # type: ignore[no-untyped-call]
         return original(scaler, outputs)
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 """Is each group's learning rate what its scheduler's formula gives for its step?
 
 Promise: the rate that a scheduler has set is what its documented formula gives for its own counter and for *each*
-group's own base (:mod:`ds_silent.rules.schedules`).
+group's own base (:mod:`ds_silent.rules.schedules`). DeepSpeed's WarmupLR and WarmupDecayLR without ``warmup_max_lr``
+rise to the rate that each group came with.
 
 Silent: a rate that is not the one which the scheduler set last, because then the script has set it; schedules that
 make each rate of the last one, from the first such change on; several schedulers of one optimizer; a factor that a
@@ -54,7 +55,9 @@ class RateRule(Rule):
     def _schedulers(self) -> list[tuple[Any, Schedule]]:
         """Find them once, and let those of chained schedules tell when they are about to step."""
         named = self._framework.schedulers()
-        found = [(one, known) for one in (named or self._of_torch()) if (known := schedule_of(one)) is not None]
+        came_with = self._framework.came_with
+        schedulers = named or self._of_torch()
+        found = [(one, known) for one in schedulers if (known := schedule_of(one, came_with)) is not None]
         for scheduler, schedule in found:
             if schedule.chained:
                 wrapper = partial(self._stepping, scheduler)

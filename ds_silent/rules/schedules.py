@@ -13,6 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -39,11 +40,17 @@ class Schedule:
             return []
 
 
-def schedule_of(scheduler: Any) -> Schedule | None:
-    """Return the schedule; None for every class that is not one of them by itself."""
+def schedule_of(scheduler: Any, came_with: Rates | None = None) -> Schedule | None:
+    """Return the schedule; None for every class that is not one of them by itself.
+
+    Args:
+        came_with: the groups' rates before the scheduler was made, where it has promised to rise to them.
+    """
     kind = type(scheduler)
-    known = _OF_TORCH.get(kind)
-    return known or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if came_with is not None and name in _RISING:
+        return _deepspeed(partial(_RISING[name], maxima=came_with))
+    return _OF_TORCH.get(kind) or _BY_NAME.get(name)
 
 
 def step_of(scheduler: Any) -> int:
@@ -153,20 +160,20 @@ def _warm(scheduler: Any) -> float | None:
     return float(step / steps) if scheduler.warmup_type == "linear" else math.nan
 
 
-def _between(scheduler: Any, part: float) -> Rates:
-    bounds = zip(scheduler.min_lrs, scheduler.max_lrs, strict=True)
-    return [float(low) + (float(high) - float(low)) * part for low, high in bounds]
+def _between(scheduler: Any, part: float, maxima: Rates | None) -> Rates:
+    bounds = zip(map(number, scheduler.min_lrs), maxima or map(number, scheduler.max_lrs), strict=True)
+    return [None if low is None or high is None else low + (high - low) * part for low, high in bounds]
 
 
-def _warmup(scheduler: Any) -> Rates:
+def _warmup(scheduler: Any, maxima: Rates | None = None) -> Rates:
     part = _warm(scheduler)
-    return _between(scheduler, 1.0 if part is None else part)
+    return _between(scheduler, 1.0 if part is None else part, maxima)
 
 
-def _warmup_decay(scheduler: Any) -> Rates:
+def _warmup_decay(scheduler: Any, maxima: Rates | None = None) -> Rates:
     part, left = _warm(scheduler), scheduler.total_num_steps - scheduler.last_batch_iteration
     decayed = max(0.0, left / max(1.0, scheduler.total_num_steps - scheduler.warmup_num_steps))
-    return _between(scheduler, decayed if part is None else part)
+    return _between(scheduler, decayed if part is None else part, maxima)
 
 
 def _warmup_cosine(scheduler: Any) -> Rates:
@@ -200,12 +207,13 @@ def _groups(scheduler: Any) -> Sequence[Any]:
     return groups
 
 
-_BY_NAME = {
-    f"deepspeed.runtime.lr_schedules.{name}": _deepspeed(rates)
-    for name, rates in {
-        "WarmupLR": _warmup,
-        "WarmupDecayLR": _warmup_decay,
-        "LRRangeTest": _range_test,
-    }.items()
+_OF_DEEPSPEED = "deepspeed.runtime.lr_schedules"
+_RISING: dict[str, Callable[..., Rates]] = {
+    f"{_OF_DEEPSPEED}.WarmupLR": _warmup,
+    f"{_OF_DEEPSPEED}.WarmupDecayLR": _warmup_decay,
 }
-_BY_NAME["deepspeed.runtime.lr_schedules.WarmupCosineLR"] = Schedule(_warmup_cosine)
+_BY_NAME = {
+    **{name: _deepspeed(rates) for name, rates in _RISING.items()},
+    f"{_OF_DEEPSPEED}.LRRangeTest": _deepspeed(_range_test),
+    f"{_OF_DEEPSPEED}.WarmupCosineLR": Schedule(_warmup_cosine),
+}

@@ -27,6 +27,7 @@ class Stand:
 
     held: list[Any]
     given: list[Any]
+    came_with: tuple[float, ...] | None = None
     step: int = 1
 
     def optimizers(self) -> list[Any]:
@@ -52,11 +53,12 @@ def run(
     change: Callable[[torch.optim.Optimizer, Any, int], None] = lambda *_: None,
     behind: Callable[[torch.optim.Optimizer, Any, int], None] = lambda *_: None,
     rates: list[list[float]] | None = None,
+    came_with: tuple[float, ...] | None = None,
 ) -> list[tuple[int, Breach]]:
     """Return what is found; ``change`` comes ahead of the scheduler's step, ``behind`` after it."""
     optimizer = optimizer_of_two()
     scheduler, patches = make(optimizer), Patches()
-    stand = Stand([optimizer], [scheduler] if given else [])
+    stand = Stand([optimizer], [scheduler] if given else [], came_with)
     rule = RateRule(stand)  # type: ignore[arg-type]
     rule.connect(patches, lambda function, *args: function(*args))
     before = type(scheduler).__dict__.get("step")
@@ -175,6 +177,30 @@ def test_a_second_group_that_follows_the_first_is_told(monkeypatch: pytest.Monke
         "The learning rate of parameter group 1 is 0.0025, but WarmupCosineLR gives 7.5e-05 for this group at its step "
         "1, and 0.0025 is what it gives group 0."
     )
+
+
+def flat(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_schedules.WarmupLR(optimizer, 0.0, BASES[0], 10, "linear")
+
+
+def flat_decay(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_schedules.WarmupDecayLR(optimizer, 35, 0.0, BASES[0], 5, "linear")
+
+
+@pytest.mark.parametrize(("make", "steps"), [(flat, 10), (flat_decay, 5)])
+def test_a_group_that_does_not_rise_to_the_rate_it_came_with_is_told(make: Make, steps: int) -> None:
+    """As DeepSpeed 0.19.3 does it: without ``warmup_max_lr`` all groups rise to the first one's rate."""
+    found = run(make, given=True, came_with=BASES)
+    assert found[0][0] == 3, "before, both are 0"
+    assert {breach.where for _, breach in found} == {"learning rate of group 1"}
+    assert f"is {BASES[0] / steps:.6g}, but" in found[0][1].message
+    assert f"gives {BASES[1] / steps:.6g} for this group at its step 1" in found[0][1].message
+    assert run(make, given=True) == [], "the script may have said that all rise to one rate"
+
+
+@pytest.mark.parametrize("name", ["warm-up", "warm-up, log", "decay"])
+def test_groups_that_rise_to_the_rates_they_came_with_are_right(name: str) -> None:
+    assert run(DEEPSPEED[name][0], given=True, came_with=BASES) == []
 
 
 def test_a_group_that_is_left_out_before_the_first_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

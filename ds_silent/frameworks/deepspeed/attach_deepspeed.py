@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.utils import logger as deepspeed_logger
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
@@ -37,7 +39,9 @@ from ds_silent.observing import start
 from ds_silent.observing.observe import Given, Subject, given_block, observe, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import placed
+from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import weights_hash
+from ds_silent.rules.known_optimizers import number
 
 logger = logging.getLogger("ds_silent")
 
@@ -76,15 +80,34 @@ def initialize(
         model = arguments.get("model") if config is not None and config.preflight else None
         before = None if model is None else weights_hash(model, is_sharded)
         try:
-            with masked_in_log(deepspeed_logger, _raw_block(arguments)):
+            with masked_in_log(deepspeed_logger, _raw_block(arguments)), rates_before() as rates:
                 result: tuple[Any, Any, Any, Any] = _deepspeed_initialize(*args, **kwargs)
         except Exception:
             if refusal is not None:
                 raise refusal from None
             raise
         loader = sampler if sampler is not None else result[2]
-        _observe(result[0], config, refusal, loader, before, _gather_limit)
+        _observe(result[0], config, refusal, loader, before, _gather_limit, rates)
     return result
+
+
+@contextmanager
+def rates_before() -> Iterator[list[tuple[Any, list[float | None]]]]:
+    """Note each group's rate when a WarmupLR is made without ``warmup_max_lr``: it overwrites what it rises to."""
+    made: list[tuple[Any, list[float | None]]] = []
+
+    def makes(original: Callable[..., None], scheduler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        given = args[1] if len(args) > 1 else kwargs.get("warmup_max_lr")
+        if given is None:
+            made.append((scheduler, [number(group["lr"]) for group in getattr(optimizer, "param_groups", ())]))
+        original(scheduler, optimizer, *args, **kwargs)
+
+    patches = Patches()
+    patches.wrap_method(WarmupLR, "__init__", makes)  # WarmupDecayLR calls it, too (0.16.9 to 0.19.8)
+    try:
+        yield made
+    finally:
+        patches.undo()
 
 
 def attach_engine(
@@ -132,8 +155,9 @@ def _observe(
     loader: Any = None,
     before: Hash | None = None,
     gather_limit: int = GATHER_LIMIT,
+    rates: Sequence[tuple[Any, list[float | None]]] = (),
 ) -> Observer | None:
-    """See :func:`ds_silent.observing.observe.observe`."""
+    """See :func:`ds_silent.observing.observe.observe`; ``rates``: see :func:`rates_before`."""
     if not has_optimizer(engine):
         if dist.get_rank() == 0 and (config is not None or refusal is not None):
             logger.warning(
@@ -141,13 +165,14 @@ def _observe(
             )
         return None
     monitor = getattr(engine, "monitor", None)
+    came_with = next((groups for scheduler, groups in rates if scheduler is engine.lr_scheduler), None)
     subject = Subject(
         held=engine,
         words=WORDS,
         group=data_parallel_group(engine),
         facts=partial(engine_facts, engine),
         refuse=partial(_refuse, engine),
-        framework=partial(DeepSpeedFramework, engine),
+        framework=partial(DeepSpeedFramework, engine, came_with=came_with),
         training=lambda: training_of(engine, _config_of(engine)),
         loader=loader if loader is not None else getattr(engine, "training_dataloader", None),
         before=before,

@@ -8,7 +8,7 @@ framework.close(ended=True)          # the engine is as it was
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,9 @@ class Losses:
         self._forward_loss = made_by(loss_in(output) if torch.is_grad_enabled() else None)
         moments.post_forward(module, args, output)
 
-    def before_backward(self, moments: Moments, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def before_backward(
+        self, moments: Moments, scaled: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
         """Tell the raw local loss; its own gradient is loss_scale / accumulation steps, in every version and wrapper.
 
         Without ``scale_wrt_gas`` the script has divided it already, as accelerate's and transformers' do: then the
@@ -134,7 +136,7 @@ class Losses:
             moments.on_loss_share(loss)
         if self.scaled and loss.requires_grad:
             times = steps if divides else 1
-            loss.register_hook(partial(moments.on_loss_scaled, times))  # type: ignore[no-untyped-call]
+            loss.register_hook(partial(scaled, times))  # type: ignore[no-untyped-call]
 
     def _say_divided_twice(self) -> None:
         """Say it once: it is alike on all ranks, so that no comparison of them shows it."""
@@ -152,12 +154,12 @@ class Losses:
 class DeepSpeedFramework(Framework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
-    def __init__(self, engine: Any, config: SilentConsistencyConfig):
+    def __init__(self, engine: Any, config: SilentConsistencyConfig, came_with: Sequence[float | None] | None = None):
         training_group = data_parallel_group(engine)
         assert training_group is not None  # of an engine
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         super().__init__(engine.module, named, training_group, device=torch.device(engine.device))
-        self._engine, self._shape = engine, shape_of(engine)
+        self._engine, self._shape, self.came_with = engine, shape_of(engine), came_with
         self.words = WORDS if self._shape.meshed is None else OF_A_MESH
         self.ranks_comparable = self._shape.alike
         self.forwards_alone = self._shape.plain and engine.zero_optimization_stage() < 3
@@ -302,8 +304,9 @@ class DeepSpeedFramework(Framework):
 
     def connect(self, moments: Moments) -> None:
         engine, patches, local = self._engine, self.patches, moments.guard.local
+        gradient, scaled = map(patches.in_backward, (moments.on_gradient, moments.on_loss_scaled))
         for index, parameter in enumerate(self.parameters):
-            patches.add(parameter.register_hook(partial(moments.on_gradient, index)))  # type: ignore[no-untyped-call]
+            patches.add(parameter.register_hook(partial(gradient, index)))  # type: ignore[no-untyped-call]
         called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
         patches.add(called.register_forward_pre_hook(moments.pre_forward, with_kwargs=True))
         patches.add(called.register_forward_hook(partial(local, self._losses.forwarded, moments)))
@@ -311,7 +314,7 @@ class DeepSpeedFramework(Framework):
             for optimizer in base_optimizers(engine):
                 patches.add(optimizer.register_step_pre_hook(moments.pre_optimizer_step))
         behind = moments.post_reduction if reduced_after_backward(engine) else None
-        self._around("backward", partial(local, self._losses.before_backward, moments), behind)
+        self._around("backward", partial(local, self._losses.before_backward, moments, scaled), behind)
         patches.before_backward(moments.pre_backward)  # the engine's own, behind its scaling
         if self._pipeline:
             for name in ("allreduce_gradients", "_bf16_reduce_grads"):
