@@ -108,5 +108,5 @@ def continued(watch: Watch) -> Found:
     if observer is not None:
         observer.close()
     shares = missing(passes, rows)
-    errors = (*[shares[0]] * 6, *[0.0] * 3, *[shares[1]] * 3)
+    errors = (*[0.0] * 5, shares[0], *[0.0] * 5, shares[1])  # a row is left out once its pass is over
     return Found(errors, f"{round(shares[1] * rows)} of {rows} rows are not trained in the continued pass")

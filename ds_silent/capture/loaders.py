@@ -88,6 +88,10 @@ class LoaderWatch:
         self._begun = 0  # passes so far, evaluation's too
         self._newest, self._newest_facts = 0, DataFacts()  # the pass that gave the newest batch; of the newest pass
         self._training = 0  # the pass that the newest training forward was of
+        self._batches = 0  # that were trained in it
+        self._sampler: weakref.ref[Any] | None = None  # of its batches
+        self._newest_sampler: weakref.ref[Any] | None = None
+        self._newest_skips = 0
         self._mixed = False
         self._newest_deal, self._deal = Deal(), Deal()
         self._orders: deque[float] = deque(maxlen=_ORDERS)  # of the passes that were trained on
@@ -112,15 +116,29 @@ class LoaderWatch:
             self._passes[iterator] = number = self._begun
             self._newest_facts = data_facts(iterator, self._ranks)
             self._newest_deal = deal_of(iterator, self._ranks)
+            self._newest_sampler, self._newest_skips = batches_of(iterator)
         self._newest = number
 
     def forward(self) -> bool:
-        """Note a training forward; return whether its batch is the first of a pass over the data."""
-        if not self._newest or self._mixed or self._newest == self._training:
+        """Note a training forward; return whether its batch is the first of a pass over the data.
+
+        The rest of a pass that was broken off belongs to it: accelerate's ``skip_first_batches`` skips as many batches
+        of the same sampler as were trained.
+        """
+        if not self._newest or self._mixed:
+            return False
+        self._batches += 1
+        if self._newest == self._training:
             return False
         if self._newest < self._training:  # back to one that had begun before: they take turns
             self.facts, self.seen, self._mixed = DataFacts(), False, True
             return False
+        sampler = None if self._sampler is None else self._sampler()
+        same = sampler is not None and self._newest_sampler is not None and self._newest_sampler() is sampler
+        if same and self._newest_skips and self._newest_skips == self._batches - 1:
+            self._training = self._newest
+            return False
+        self._sampler, self._batches = self._newest_sampler, self._newest_skips + 1
         self.facts, self.seen, self._training = self._newest_facts, True, self._newest
         self._deal = self._known_before(self._newest_deal)
         return True
@@ -194,6 +212,18 @@ def _disconnect(watch: LoaderWatch | LoaderMemory) -> None:
 
 
 # -- what a loader or sampler says of the data -------------------------------------------------------------------------
+
+
+def batches_of(iterator: Any) -> tuple[weakref.ref[Any] | None, int]:
+    """Return the sampler of an iterator's batches, and how many of them accelerate (1.0 to 1.15) skips."""
+    sampler: Any = getattr(iterator, "_index_sampler", None)
+    skips = 0
+    while type(sampler).__name__ == "SkipBatchSampler" and isinstance(getattr(sampler, "skip_batches", None), int):
+        sampler, skips = getattr(sampler, "batch_sampler", None), skips + sampler.skip_batches
+    try:
+        return (None if sampler is None else weakref.ref(sampler)), skips
+    except TypeError:  # a list of batches
+        return None, skips
 
 
 def data_facts(source: Any, ranks: int) -> DataFacts:
