@@ -352,7 +352,7 @@ def test_a_loss_that_nothing_divides_is_known_from_one_that_may_be() -> None:
     for name, loss in PERHAPS_DIVIDED.items():
         assert not _is_undivided(loss), name
     objective = LocalObjective()
-    _backward(objective, UNDIVIDED["DPO"](_logits()))
+    _backward(objective, UNDIVIDED["a mean by hand"](_logits()))
     assert not objective.is_undivided(1), "nothing is accumulated"
     objective.start()
     for divisor in (1, 1, 1, 4):
