@@ -269,9 +269,9 @@ def _number_of(node: Any, operation: str) -> float | None:
 
 def _is_divided_by(node: Any, times: float | None, items: Any) -> bool:
     """Tell whether a division is by ``items``: a tensor is known by its memory, which waits for no device."""
-    if isinstance(items, Tensor):
+    if type(items) is Tensor:
         divisor = _saved(node, "other")
-        return isinstance(divisor, Tensor) and divisor.numel() == 1 and divisor.data_ptr() == items.data_ptr()
+        return type(divisor) is Tensor and divisor.numel() == 1 and divisor.data_ptr() == items.data_ptr()
     return isinstance(items, int) and times is not None and math.isclose(times * items, 1.0, rel_tol=1e-6)
 
 

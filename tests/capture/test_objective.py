@@ -287,8 +287,8 @@ def test_a_division_by_the_items_is_known_from_any_other() -> None:
         assert objective.constants is not None
         assert (objective.constants.times, objective.constants.divisors) == (3.0, ())
         assert not objective.constants.by_tensor
-    for other in (torch.tensor(4), 5):
-        assert not _items(LocalObjective(), _summed, torch.tensor(4), other)
+    for items, given in ((torch.tensor(4), torch.tensor(4)), (torch.tensor(4), 4), (4, torch.tensor(4)), (4, 5)):
+        assert not _items(LocalObjective(), _summed, items, given), (items, given)
     assert not _items(LocalObjective(), lambda x, n: (x - 1.0).square().sum() / n, torch.tensor(4)), "elements"
     assert not _items(LocalObjective(), lambda x, n: F.mse_loss(x, x * 0.0, reduction="sum") / n, torch.tensor(4))
     twice = LocalObjective()
@@ -314,6 +314,8 @@ PERHAPS_DIVIDED: dict[str, Callable[[Tensor], Tensor]] = {
     **{f"{name}, a quarter": lambda x, of=of: of(x) * 0.25 for name, of in UNDIVIDED.items()},  # type: ignore[misc]
     **{f"{name}, a tensor": lambda x, of=of: of(x) * torch.tensor(0.25) for name, of in UNDIVIDED.items()},  # type: ignore[misc]
     **{f"{name}, a function": lambda x, of=of: _Shared.apply(of(x)) for name, of in UNDIVIDED.items()},  # type: ignore[misc]
+    "one of two, by another number": lambda x: F.cross_entropy(x, TARGETS) / 3 + x.square().mean(),
+    "one of two, a quarter": lambda x: F.cross_entropy(x, TARGETS) * 0.25 + x.square().mean(),
     "one of two": lambda x: F.cross_entropy(x, TARGETS) / 4 + x.square().mean(),
     "no whole mean": lambda x: 0.9 * F.cross_entropy(x, TARGETS) + 0.1 * x.square().mean(),
     "a share of the items": lambda x: F.cross_entropy(x, TARGETS) * (4 / 17),
@@ -350,7 +352,7 @@ def test_a_loss_that_nothing_divides_is_known_from_one_that_may_be() -> None:
     for name, loss in PERHAPS_DIVIDED.items():
         assert not _is_undivided(loss), name
     objective = LocalObjective()
-    _backward(objective, UNDIVIDED["DPO"](_logits()))
+    _backward(objective, UNDIVIDED["a mean by hand"](_logits()))
     assert not objective.is_undivided(1), "nothing is accumulated"
     objective.start()
     for divisor in (1, 1, 1, 4):

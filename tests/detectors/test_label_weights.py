@@ -115,7 +115,9 @@ SILENT = {
     "as given, a mean of padding too": weights(0.66, passed=0.66, of_each=True, **GIVEN),
     "half of each row is padding": weights(0.25, of_each=True, promise=ENGINE, wrapper=0.25),
     "a loop undoes a division": weights(4.0, **UNDONE | {"trainer": None}),
-    "a factor, and the wrapper divides": weights(2.0, **UNDONE | {"times": 2.0}),
+    "a factor, and the wrapper divides": weights(4.0, **UNDONE | {"times": 2.0}),
+    "a factor, and no division": weights(4.0, **UNDONE | {"wrapper": 1.0}),
+    "a factor, and a division by another number": weights(4.0, **UNDONE | {"times": 8.0, "wrapper": 0.125}),
     "a mean of means": weights(smallest=np.array([0.01] * 3), largest=np.array([0.03] * 3), promise=TRAINER),
     "items, and labels with weights of their own": weights(
         reductions=frozenset({EACH}), by_items=True, smallest=np.array([0.01] * 3), largest=np.array([0.03] * 3)
