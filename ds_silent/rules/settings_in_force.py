@@ -26,10 +26,8 @@ _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentu
 def settings_in_force(framework: Framework) -> dict[str, Setting]:
     """Return every setting by its name; what a framework says of itself comes first."""
     found = dict(framework.settings())
-    found.setdefault(
-        "micro-batches of a step",
-        Setting(framework.micro_batches, "default" if framework.micro_batches == 1 else "yours"),
-    )
+    if framework.micro_batches > 1:  # 1 is also what a loop says that has not been asked
+        found.setdefault("micro-batches of a step", Setting(framework.micro_batches, "yours"))
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in framework.parameters})
     found["precision of the trainable parameters"] = Setting(", ".join(dtypes), "framework")
     optimizers = framework.optimizers()
@@ -78,12 +76,15 @@ def _by_group(name: str, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _defaults_of(kind: type) -> Mapping[str, Any]:
-    """Return what the constructors of a class and of its ancestors take without being told."""
+    """Return what the constructor takes without being told, and its ancestors' where it passes on what it is given."""
     found: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        if "__init__" in base.__dict__ and base not in (object, torch.optim.Optimizer):
-            parameters = inspect.signature(base.__dict__["__init__"]).parameters.values()
-            found |= {one.name: one.default for one in parameters if one.default is not one.empty}
+    for base in kind.__mro__:
+        if "__init__" not in base.__dict__ or base in (object, torch.optim.Optimizer):
+            continue
+        parameters = inspect.signature(base.__dict__["__init__"]).parameters.values()
+        found = {one.name: one.default for one in parameters if one.default is not one.empty} | found
+        if all(one.kind is not one.VAR_KEYWORD for one in parameters):
+            break
     return found
 
 

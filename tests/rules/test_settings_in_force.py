@@ -62,6 +62,8 @@ def test_each_value_says_whose_it_is() -> None:
     assert found["optimizer's update"] == ("checked", "framework")
     assert found["gradient_clipping"] == (1.0, "yours")
     assert found["micro-batches of a step"] == (4, "yours")
+    assert found["decoupled_weight_decay"] == (True, "framework"), "AdamW says so to Adam, and nobody to AdamW"
+    assert "micro-batches of a step" not in settings_in_force(Stand(model, [optimizer])), "nobody has said a number"  # type: ignore[arg-type]
     assert found["attention implementation"] == ("sdpa", "framework")
     assert found["precision of what the optimizer steps"] == ("float32", "framework")
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
