@@ -158,6 +158,7 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
     mean = name.startswith("Mean")
     start = _Way(way.node, way.place, (*way.names, name), (*way.shown, name), way.factor, way.constants)
     waiting, losses, end = deque(start.on()), list[Term](), None
+    masks, filled, one_way = 0, None, True
     for _ in range(BELOW):
         if not waiting:
             break
@@ -170,15 +171,22 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
             share = loss.factor / count if mean and loss.kind == MEAN else loss.factor
             losses.append(replace(loss, averaged=averaged, factor=share))
         elif operation in _ELEMENTWISE:
-            waiting.extend(inner.through(inner_name, operation).on())
+            passed = inner.through(inner_name, operation)
+            masks += operation not in _NEUTRAL and passed.shown[-1] in _MASKS
+            filled = _saved(inner.node, "mask") if operation == "MaskedFill" else filled
+            waiting.extend(passed.on())
+            one_way = one_way and len(waiting) == 1
         elif end is None:
             end = inner
     if losses:
         return losses
     end = end or start
-    # a mask multiplies or replaces, also within a script's own function: how many labels it leaves is unknown
-    masked = not _MASKS.isdisjoint(end.shown[len(start.shown) :]) or isinstance(end.node, BackwardCFunction)
-    labels, kind = None if masked else count, MEAN if mean else SUM
+    # a mask multiplies or replaces, also within a script's own function: how many labels it leaves is unknown, but for
+    # one mask by which a sum leaves elements out
+    labels: int | Tensor | None = None if masks or isinstance(end.node, BackwardCFunction) else count
+    if masks == 1 and one_way and not mean and isinstance(filled, Tensor) and filled.numel() == count:
+        labels = count - filled.sum()
+    kind = MEAN if mean else SUM
     constants = replace(end.constants, by_items=False)  # of elements, which need not be labels
     return [Term(way.node, kind, mean, end.names, end.shown, end.factor, labels, None, constants, by_hand=True)]
 

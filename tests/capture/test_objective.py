@@ -147,7 +147,10 @@ def test_a_graph_that_is_kept_counts_once_for_each_backward() -> None:
 MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "multiplied": lambda each, mask: (each * mask).sum() / mask.sum(),
     "multiplied, mean": lambda each, mask: (each * mask).mean(),
-    "filled": lambda each, mask: each.masked_fill(mask == 0, 0.0).sum() / mask.sum(),
+    "filled, mean": lambda each, mask: each.masked_fill(mask == 0, 0.0).mean(),
+    "filled, and more": lambda each, mask: (each.masked_fill(mask == 0, 0.0) + each).sum() / mask.sum(),
+    "multiplied, and more": lambda each, mask: (each + each * mask).sum() / mask.sum(),
+    "filled twice": lambda each, mask: each.masked_fill(mask == 0, 0.0).masked_fill(mask > 1, 0.0).sum() / mask.sum(),
     "where": lambda each, mask: torch.where(mask > 0, each, 0.0).mean(),
 }
 
@@ -164,6 +167,16 @@ def test_how_many_labels_a_mask_leaves_is_not_guessed(name: str, fused: bool) ->
         objective.start()
         _backward(objective, _EachFused.apply(_logits()).sum())
         assert objective.numbers().known == 0.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_sum_by_hand_counts_what_one_mask_has_not_filled(fused: bool) -> None:
+    """TRL's SFT fills with 0 what is no label, behind a function of its own."""
+    objective, logits = LocalObjective(), _logits()
+    each = _EachFused.apply(logits) if fused else logits.log_softmax(1).gather(1, TARGETS.clamp(0)[:, None])[:, 0]
+    _backward(objective, -each.masked_fill(MASK == 0, 0.0).sum() / torch.tensor(6.0))
+    assert objective.numbers().known == 1.0
+    assert _numbers(objective) == pytest.approx((1 / 2, 1 / 6, 1 / 6, 3))
 
 
 class _EachFused(torch.autograd.Function):
