@@ -230,6 +230,8 @@ class Episodes:
                 message = f"Ended: {episode.kind}, from step {episode.since} to step {episode.last_seen}."
                 apart = "replica-drift" in episode.effects
                 remedy = "Nothing to do, unless a replica-drift follows." if apart else "Nothing to do."
+                if key.startswith(KEY):
+                    remedy = "What was trained meanwhile stays so: see the remedy of its first event."
                 left = next((f for k, f in present.items() if self._active[k].cause == key), None)
                 if left is not None:
                     message += f" What it has left behind goes on: {left.kind} of {left.where}."

@@ -64,19 +64,17 @@ class TorchLoop:
     ):
         self._module, self._optimizers, self._counts, self._patches = module, list(optimizers), counts, patches
         self._synchronises, self._reduces_in_backward = synchronises, reduces_in_backward
-        self._rows = 0  # of the current step
-        self._rows_behind = 0  # those whose backward has come, or never will
+        self._rows = self._rows_behind = 0  # of the current step; those whose backward has come, or never will
         self._forwards = 0  # depth of nested forward calls
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
         self._unscaled: Tensor | None = None  # the GradScaler's last input
         self._forward_loss: Made | None = None  # of the newest forward, if any
-        self._open = False  # the current backward has brought gradients
+        self._open = self._boundary = False  # the current backward has brought gradients; it reduces them
         self._stepped: set[int] | None = None  # optimizers, while a step ends
-        self._accumulated = False  # a backward has come since the last step
-        self._reduced = False  # and its gradients were reduced
+        self._inside: dict[int, int] = {}  # how deep in its step each is: torch hooks a subclass's and its parent's
+        self._accumulated = self._reduced = False  # a backward has come since the last step; it was reduced
         self._uncleared = False  # gradients still hold what the last step applied
-        self._boundary = False
 
     def is_boundary(self) -> bool:
         """Tell whether the current micro-batch is reduced."""
@@ -113,6 +111,7 @@ class TorchLoop:
             if self._forwards > 1:
                 return
             self._ended()
+            self._inside.clear()
             self._forward_loss = None
             self._rows += self._moments.guard.local(rows_in, args, kwargs) or 0
         self._moments.pre_forward(module, args, kwargs)
@@ -165,6 +164,9 @@ class TorchLoop:
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Wait for the closure's end; torch uses the arguments that a step pre-hook returns."""
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        self._inside[id(optimizer)] = depth = self._inside.get(id(optimizer), 0) + 1
+        if depth > 1:
+            return None
         if not callable(closure):
             self._applies(optimizer, args, kwargs)
             return None
@@ -190,7 +192,8 @@ class TorchLoop:
             self._moments.pre_update()
 
     def _applied(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._stepped is not None:
+        self._inside[id(optimizer)] = depth = self._inside.get(id(optimizer), 1) - 1
+        if self._stepped is not None and depth <= 0:
             self._stepped.add(id(optimizer))
             if len(self._stepped) == len(self._optimizers):
                 self._ended()

@@ -70,7 +70,9 @@ class CausalProbe(Rule):
         """Hook the model, or decline."""
         self._model = causal_model(self._framework.module)
         if self._model is None:
-            self._decline("the model is not one causal language model of transformers, by its own word")
+            self._decline(
+                "it needs one causal language model of transformers, whose loss and attention modules all say so"
+            )
         elif not _forwards_alone(self._framework):
             self._decline("other ranks take part in each forward")
         else:

@@ -36,6 +36,7 @@ class RateRule(Rule):
         self._found: list[tuple[Any, Schedule]] | None = None  # schedulers that are known, as soon as one is looked for
         self._changed: set[int] = set()  # those of chained schedules whose rates a script has set, by id
         self._at: dict[int, int] = {}  # the step that such a schedule has come to by itself
+        self._bases: dict[int, list[Any]] = {}  # of each scheduler, when it was found
         self._largest: dict[tuple[int, int], float] = {}
         self._broken: dict[tuple[int, int], Breach] = {}
         self._patches = Patches()
@@ -59,6 +60,7 @@ class RateRule(Rule):
         schedulers = named or self._of_torch()
         found = [(one, known) for one in schedulers if (known := schedule_of(one, came_with)) is not None]
         for scheduler, schedule in found:
+            self._bases[id(scheduler)] = _bases_of(scheduler)
             if schedule.chained:
                 wrapper = partial(self._stepping, scheduler)
                 self._patches.wrap_method(type(scheduler), "step", wrapper)
@@ -106,6 +108,8 @@ class RateRule(Rule):
 
     def _look(self, scheduler: Any, schedule: Schedule) -> None:
         now = _rates(scheduler)
+        if _bases_of(scheduler) != self._bases[id(scheduler)]:
+            self._changed.add(id(scheduler))  # a group more, or a base that the script has set
         if id(scheduler) in self._changed or not self._by_itself(scheduler):
             if schedule.chained:
                 self._changed.add(id(scheduler))
@@ -124,6 +128,11 @@ class RateRule(Rule):
                 self._broken.pop(key, None)
             elif key not in self._broken:
                 self._broken[key] = _breach(scheduler, group, rate, right, self._framework.step)
+
+
+def _bases_of(scheduler: Any) -> list[Any]:
+    """Return the base rates, and the number of groups: what a script changes to train more parameters from now on."""
+    return [len(scheduler.optimizer.param_groups), *map(number, getattr(scheduler, "base_lrs", ()))]
 
 
 def _rates(scheduler: Any) -> list[float | None]:

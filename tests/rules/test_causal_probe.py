@@ -174,7 +174,7 @@ def test_what_cannot_be_probed_is_said_in_a_sentence(caplog: pytest.LogCaptureFi
 
     assert (
         why(model_of("bert-lm"), plain())
-        == "the model is not one causal language model of transformers, by its own word"
+        == "it needs one causal language model of transformers, whose loss and attention modules all say so"
     )
     assert why(llama, plain(), alone=False) == "other ranks take part in each forward"
     embedded = {"inputs_embeds": llama.model.embed_tokens(plain()["input_ids"]), "labels": plain()["labels"]}  # type: ignore

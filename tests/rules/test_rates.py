@@ -327,3 +327,21 @@ def test_what_a_script_sets_by_hand_is_its_own(name: tuple[str, str], change: An
 )
 def test_what_has_no_formula_of_its_own_is_not_checked(make: Make, behind: Any) -> None:
     assert run(make, **({} if behind is None else {"behind": behind})) == []
+
+
+@pytest.mark.parametrize("name", ["cosine", "step", "lambda", "restarts"])
+def test_a_group_that_is_added_late_and_bases_that_a_script_sets_are_its_own(name: str) -> None:
+    def add(optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
+        if step == 10:
+            optimizer.add_param_group({"params": nn.Linear(2, 2).parameters(), "lr": 1e-4, "initial_lr": 1e-4})
+            scheduler.base_lrs.append(1e-4)
+            scheduler._last_lr.append(1e-4)
+            if hasattr(scheduler, "lr_lambdas"):
+                scheduler.lr_lambdas.append(scheduler.lr_lambdas[0])
+
+    def halve(optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
+        if step == 10:
+            scheduler.base_lrs = [base / 2 for base in scheduler.base_lrs]
+
+    assert run(TORCH[name][0], behind=add) == []
+    assert run(TORCH[name][0], behind=halve) == []
