@@ -60,6 +60,23 @@ class _Gradients:
     exact_check: float | None = None
 
 
+SCALE = 2.0**52
+"""Loss scale from which the square of a healthy gradient's norm (up to 4,096) may be more than fp32 holds."""
+
+
+def without_overflow(gathered: Gathered) -> Gathered:
+    """Take a squared norm that only the loss scale has made infinite for what was not seen.
+
+    A GradScaler whose gradients are fp32 doubles its scale up to 2^127. NaN is never made by it.
+    """
+    local, reduced = gathered.local, gathered.reduced
+    infinite = bool(torch.isinf(local.squared).any() or torch.isinf(reduced.squared).any())
+    if not infinite or float(gathered.loss.scale.abs().max()) < SCALE:
+        return gathered
+    unseen = torch.zeros_like(local.seen)
+    return replace(gathered, local=replace(local, seen=unseen), reduced=replace(reduced, seen=unseen))
+
+
 def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
     """Make the record of one step, from (N, ...) float64 values of all ranks."""
     ranks = gathered.ranks

@@ -23,7 +23,7 @@ from ds_silent.distributed.places import Places, in_whole
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
 from ds_silent.measure.evidence import Evidence, ResponseLog
-from ds_silent.measure.record import Context, measure
+from ds_silent.measure.record import Context, measure, without_overflow
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.measure.row_tracker import RowTracker, row_evidence
 from ds_silent.records import Event, EventKind, Repair, Severity, StepRecord, declared
@@ -123,6 +123,7 @@ class _Judgement:
         self, gathered: Gathered, context: Context, drift: Drift | None, log: ResponseLog, unlike: tuple[Unlike, ...]
     ) -> tuple[StepRecord, Evidence]:
         """Return the record, and what is to be judged; see :meth:`Recorder.step`."""
+        gathered = without_overflow(gathered)
         record = measure(gathered, self._layout, context)
         coverage, evidence = row_evidence(gathered, self._tracker, context)
         stats, reduction = self.checker.step(gathered, drift, log)
