@@ -280,7 +280,7 @@ _WORDS: dict[str, tuple[Severity, str, str, str]] = {
         "position_ids",
         "Positions start again inside rows, as where several documents are packed, and attention_mask calls all of "
         "them attended: with a mask the model does not look at the positions, and a document attends to those before.",
-        "Leave attention_mask out of packed batches, or give a mask by documents.",
+        "Leave attention_mask out of packed batches and set use_cache to false, or give a mask by documents.",
     ),
     "padded": (
         "warning",
