@@ -160,13 +160,14 @@ def verdict_on_wrong(bug: Bug, run: Run) -> str:
     return "" if told["kind"] == bug.told and told["step"] <= run.wrong_since else "NOT AS THE LIST SAYS"
 
 
-def verdict_on_right(run: Run) -> str:
-    """Empty where the release is right by the number, and nothing is told."""
+def verdict_on_right(bug: Bug, run: Run) -> str:
+    """Empty where the release is right by the number, and nothing is told but the other bug that it has."""
     if run.failure:
         return f"FAILED: {run.failure}"
     if run.wrong_since is not None:
         return "WRONG"
-    return "" if run.told is None else "FALSE ALARM"
+    others = [one for one in run.events if one["severity"] != "info" and one["kind"] != bug.beside]
+    return "FALSE ALARM" if others else ""
 
 
 def row(release: Sequence[str], run: Run, verdict: str, reason: str = "") -> str:
@@ -209,7 +210,7 @@ def main() -> int:
             if release is None:
                 continue
             run = runs[release][bug.name]
-            verdict = verdict_on_wrong(bug, run) if release == bug.wrong else verdict_on_right(run)
+            verdict = verdict_on_wrong(bug, run) if release == bug.wrong else verdict_on_right(bug, run)
             verdicts.append(verdict)
             print(row(release, run, verdict, bug.reason if release == bug.wrong else ""))
             kept.append({"bug": bug.name, "release": release, "verdict": verdict, **asdict(run)})

@@ -11,6 +11,7 @@ class Bug:
     """One row. A release is what is laid over this environment; an empty one is this environment itself.
 
     ``told`` is the kind of the event that tells it at its first wrong step; None: nothing does, for this ``reason``.
+    ``beside`` is the kind of the event that tells another bug of this list, which both releases have.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Bug:
     told: str | None = None
     reason: str = ""
     given: dict[str, Any] = field(default_factory=dict)
+    beside: str = ""
 
 
 COSINE = {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}
@@ -204,6 +206,7 @@ TRL = (
         with_trl("0.17.0"),
         "batch-suspect",
         given={"chat": False},
+        beside="objective-mismatch",  # transformers 4.52.4 counts each row's first label: 16 rows, 16 items too many
     ),
     Bug(
         "SFT begins every chat twice",
@@ -213,6 +216,7 @@ TRL = (
         with_trl("0.17.0"),
         "batch-suspect",
         given={"chat": True},
+        beside="objective-mismatch",  # transformers 4.52.4 counts each row's first label: 16 rows, 16 items too many
     ),
 )
 LIST: tuple[Bug, ...] = (*DEEPSPEED, *TRAINER, *TRL)
