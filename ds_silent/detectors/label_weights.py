@@ -5,10 +5,10 @@ the losses of 4 micro-batches added up and not divided, 1/4 is divided by 4 twic
 which the reduction takes the mean.
 
 Only a mean is judged, with nothing beside it in the loss, and only if all other numbers between loss and root are the
-script's own divisors: a factor may be a hyper-parameter. Where the framework promises the mean (``engine.backward`` of
-DeepSpeed, ``accelerator.backward``, a Trainer, the ``num_items_in_batch`` that a Trainer gives to a model), another
-simple product is a fault at its first step. Two promises say more. A sum over labels that ``num_items_in_batch``
-divides must add up to 1, and each label must count alike. With ``scale_wrt_gas=False`` nobody but the script divides.
+script's own divisors: a factor may be a hyper-parameter. Where the framework promises the mean (the wrapper that a loss
+is handed to, a Trainer, the ``num_items_in_batch`` that a Trainer gives to a model), another simple product is a fault
+at its first step. Two promises say more. A sum over labels that ``num_items_in_batch`` divides must add up to 1, and
+each label must count alike. With ``scale_wrt_gas=False`` nobody but the script divides.
 
 A Trainer promises the mean of any loss, also of one with several terms. There it is enough that one mean enters the
 root whole, and that nothing on the way to any term may be a division.
@@ -55,7 +55,9 @@ class LabelWeightsTest(Detector):
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         self.notes = ()
         weights = evidence.label_weights
-        if weights is None:
+        if any(one.kind == KIND for one in evidence.unlike):  # the ranks differ, which is told
+            self._open, self._steps = None, 0
+        elif weights is None:
             self._open, self._steps = _added_up(record, evidence), 0
         elif not _is_short(weights):  # else what was found before stays
             self._open = self._judged(record, weights)
