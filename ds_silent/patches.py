@@ -209,3 +209,27 @@ class _AfterImport(MetaPathFinder):
     def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         execute(module)
         self._act(module)
+
+
+def behind_closure(act: Callable[[], object], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Call ``act`` as an optimizer begins to apply: now, or each time the closure of its step returns.
+
+    Args:
+        args, kwargs: of the optimizer's step, as a step pre-hook gets them.
+
+    Returns:
+        what the hook returns, and torch calls the step with: the same with the closure wrapped; None without one.
+    """
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        act()
+        return None
+
+    def evaluated(*given: Any, **named: Any) -> Any:
+        result = closure(*given, **named)
+        act()
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": evaluated}
+    return (args[0], evaluated, *args[2:]), kwargs

@@ -62,7 +62,7 @@ class BreachCheck:
         self._found[step] = found = tuple(breach for breaches in broken for breach in breaches)
         while len(self._found) > _REMEMBERED:
             del self._found[min(self._found)]
-        return short_hash(sorted(breach.key for breach in found)) if found else 0.0
+        return _code_of(found)
 
     def _safely(self, rule: Rule, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Run a part of a rule; one that raises is no rule any more."""
@@ -99,8 +99,7 @@ class BreachCheck:
         self, step: int, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard
     ) -> tuple[Unlike, ...]:
         own = guard.local(self._at, step) or ()
-        code = guard.local(short_hash, sorted(breach.key for breach in own)) if own else 0.0
-        mine = torch.tensor([int(code or 0.0)], dtype=torch.int32).to(device)
+        mine = torch.tensor([int(guard.local(_code_of, own) or 0.0)], dtype=torch.int32).to(device)
         codes = gather_on_host(mine, group, guard.collective).reshape(-1).long()
         parts = [part for part in parts_of_numbers(codes.numpy()) if codes[part[0]] != 0][:SPEAKERS]
         if not parts:
@@ -123,6 +122,10 @@ class BreachCheck:
         everybody = len(set(codes)) == 1
         ranks = () if everybody else (dist.get_rank(self._framework.group),)
         return tuple(_one(breach, ranks, dist.get_world_size(self._framework.group)) for breach in own)
+
+
+def _code_of(breaches: Sequence[Breach]) -> float:
+    return short_hash(sorted(breach.key for breach in breaches)) if breaches else 0.0
 
 
 def text_of(breaches: Sequence[Breach]) -> str:

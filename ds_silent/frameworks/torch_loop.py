@@ -38,7 +38,7 @@ from ds_silent.framework import Framework, Moments, Part, Promise, StepCounts
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.torch_common import AppliedGradients, Slice, cut, nth_share, row_of
 from ds_silent.kernels.checksums import Items, Replica
-from ds_silent.patches import Patches
+from ds_silent.patches import Patches, behind_closure
 
 
 class TorchLoop:
@@ -163,22 +163,8 @@ class TorchLoop:
 
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Wait for the closure's end; torch uses the arguments that a step pre-hook returns."""
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         self._inside[id(optimizer)] = depth = self._inside.get(id(optimizer), 0) + 1
-        if depth > 1:
-            return None
-        if not callable(closure):
-            self._applies(optimizer, args, kwargs)
-            return None
-
-        def evaluated(*given: Any, **named: Any) -> Any:
-            result = closure(*given, **named)
-            self._applies(optimizer, args, kwargs)
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluated}
-        return (args[0], evaluated, *args[2:]), kwargs
+        return None if depth > 1 else behind_closure(partial(self._applies, optimizer, args, kwargs), args, kwargs)
 
     def _applies(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._begin_to_end()

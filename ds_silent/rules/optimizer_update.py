@@ -33,7 +33,7 @@ from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
 from ds_silent.maths.optimizers import Elements, Update, explanations, shows, stepped
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, coarsest
-from ds_silent.patches import Patches
+from ds_silent.patches import Patches, behind_closure
 from ds_silent.rules.known_optimizers import MOMENTS, KnownForm, known_form
 from ds_silent.rules.rule import Breach, Rule
 
@@ -259,19 +259,7 @@ class _Hooks:
         last = all(_is_ours(hook) for _, hook in later)  # else a hook may change things
         if unscales or not last or torch.compiler.is_compiling():
             return None
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._rule.before(optimizer, self._form)
-            return None
-
-        def evaluated(*given: Any, **named: Any) -> Any:
-            result = closure(*given, **named)
-            self._safely(self._rule.before, optimizer, self._form)
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluated}
-        return (args[0], evaluated, *args[2:]), kwargs
+        return behind_closure(partial(self._safely, self._rule.before, optimizer, self._form), args, kwargs)
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
