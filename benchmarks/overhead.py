@@ -119,6 +119,7 @@ VARIANTS: dict[str, Variant] = {
     "ds_silent, interval 10": Variant({"interval": 10}),
     "judged within the step (stop_on)": Variant({"detectors": {"stop_on": "error"}}),
     "ds_silent, interval 1, no integrity": Variant({"integrity": {"aggregation": False, "replica_interval": 0}}),
+    "ds_silent, interval 1, no rules": Variant({"rules": False}),
     "retry ready": Variant({"respond": {"on_aggregation_error": "retry"}}, frameworks=("deepspeed",)),
     "majority, compared at every step": Variant(
         {"respond": {"on_replica_drift": "majority"}, "integrity": {"replica_interval": 1}},
