@@ -328,11 +328,9 @@ def report(settings: Settings, result: dict[str, Any]) -> None:
 
 def chosen_variants(ranks: int, parts: list[str], everything: bool, framework: str = "deepspeed") -> tuple[str, ...]:
     """The noise floor, and what was asked for and is possible with so many ranks; what is not is said."""
-    asked = [
-        name
-        for name in VARIANTS
-        if name != FLOOR and (everything or (any(part in name for part in parts) if parts else name in COMMON))
-    ]
+    parts = parts or list(COMMON)
+    named = {name for name in VARIANTS for part in parts if part == name or (part not in VARIANTS and part in name)}
+    asked = [name for name in VARIANTS if name != FLOOR and (everything or name in named)]
     enough = [name for name in asked if VARIANTS[name].least_ranks <= ranks]
     possible = [name for name in enough if framework in VARIANTS[name].frameworks]
     for name in enough:
@@ -373,7 +371,8 @@ def main(
     precision: Annotated[float, typer.Option(min=0.0, help="half width of the noise floor's interval, percent")] = 0.5,
     length: Annotated[int, typer.Option(min=2, help="tokens per row; more make the step longer, not the cost")] = 64,
     variant: Annotated[
-        list[str] | None, typer.Option(help="only variants whose name contains this; may be repeated")
+        list[str] | None,
+        typer.Option(help="only the variant of this name, or those whose name contains it; may be repeated"),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="all variants")] = False,
 ) -> None:

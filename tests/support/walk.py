@@ -1,6 +1,6 @@
 """Raise at every statement of the observer's own step, one at a time, on one rank.
 
-    walked = walk(cell, directory, share, steps)        # on every rank of a group; an even number of steps
+    walked = walk(cell, directory, share, steps, frozenset())        # on every rank of a group; an even number of steps
 
 The statements are found by watching a healthy observation of the same steps: every line of ``ds_silent`` that a rank
 executes between the first backward and the end of the last step. Then one observation per statement: the line raises
@@ -39,6 +39,7 @@ from tests.support.training import _hash_weights as hash_weights
 PACKAGE = str(Path(ds_silent.__file__).parent)
 TRAINING = str(Path(PACKAGE, "practice"))  # what is trained, and what starts its ranks: no part of the observation
 Place = tuple[str, int]
+Walked = frozenset[tuple[int, Place]]  # with the rank
 _walked: list[Any] = []
 FRESH = 1000  # cases after which a new pair of engines is trained: after 3,000 the training itself diverges in fp16
 
@@ -231,10 +232,15 @@ def statements(pair: _Pair) -> list[Place]:
     return [place for place in seen if _can_fail(place)]
 
 
-def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
-    """A seeded share of the statements that the ranks execute, on the rank that executes them.
+def walk(cell: Cell, directory: str, share: float, steps: int, walked: Walked | None) -> list[Outcome]:
+    """Walk through the statements that the ranks execute, each on the rank that executes it.
 
-    ``steps``: of each case; even, so that every case sees the same steps of an interval of 2.
+    Args:
+        cell: the way to be observed.
+        directory: of the records.
+        share: of ``walked`` that is walked again, drawn by seed.
+        steps: of each case; even, so that every case sees the same steps of an interval of 2.
+        walked: statements that another cell was walked through; None: all.
     """
     logging.getLogger("ds_silent").setLevel(logging.CRITICAL)
     recorder.OneTask = _TracedTask  # type: ignore[misc]
@@ -243,7 +249,11 @@ def walk(cell: Cell, directory: str, share: float, steps: int) -> list[Outcome]:
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, statements(pair))
     places = [(rank, place) for rank, own in enumerate(everybody) for place in own]
-    chosen = [one for one in places if random.Random(repr((one, share))).random() < share]
+    chosen = [
+        one
+        for one in places
+        if (walked is not None and one not in walked) or random.Random(repr((one, cell, share))).random() < share
+    ]
     outcomes = []
     for number, (rank, place) in enumerate(chosen):
         if number and number % FRESH == 0:
