@@ -74,7 +74,8 @@ def prepare(setting: DrillSetting) -> Start:
 def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
     """Train until the fault is found (and a little longer) or ``trial.steps`` are over. A collective."""
     me, fault = dist.get_rank(), trial.fault
-    start = replace(start, setting=start.setting.answering(trial.response))
+    setting = start.setting.answering(trial.response)
+    start = replace(start, setting=setting.probing() if trial.of_language_model else setting)
     injection = NOTHING if fault is None else fault.inject(trial.target, me)
     losses: list[float] = []
     states: list[str] = []

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.config.errors import about
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.fault import Fault, Response
+from ds_silent.drill.faults.fault import LANGUAGE_MODEL, Fault, Response
 from ds_silent.drill.megatron_issues import PUBLIC
 from ds_silent.extras import installed, missing_sentence
 
@@ -138,6 +138,11 @@ class DrillSetting:
         self._refuse(config, parsed)
         return replace(self, config=config, block=parsed)
 
+    def probing(self) -> DrillSetting:
+        """Switch the probe on."""
+        config = {**self.config, BLOCK: {**self.config[BLOCK], "probe": True}}
+        return replace(self, config=config, block=self.block.model_copy(update={"probe": True}))
+
     def why_not(self, fault: Fault) -> str | None:
         """Say why a fault means nothing in such a training; None where it does."""
         why = self._not_applicable(fault)
@@ -163,6 +168,8 @@ class DrillSetting:
 
     def _not_applicable(self, fault: Fault) -> str | None:
         """Say why the fault means nothing here, whatever response is on."""
+        if fault.healthy == LANGUAGE_MODEL and not installed("transformers"):
+            return "transformers is not installed"
         if self.framework == "deepspeed":
             possible = fault.possible(self.stage, self.dtype, self.accumulation)
             where = f"{self.kind}, {self.dtype}, accumulation {self.accumulation}"

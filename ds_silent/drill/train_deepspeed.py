@@ -144,8 +144,7 @@ class DeepSpeedTraining(DrillTraining):
         if script.injection.config is not None:
             config = script.injection.config(config)
         model = script.model()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=script.groups(model), config=config)
         hooks = EngineHooks(self.engine, script.injection)
         super().__init__(setting, script, hooks, self.engine.module, self.engine.basic_optimizer)
 

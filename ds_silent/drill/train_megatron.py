@@ -157,7 +157,8 @@ class MegatronTraining(LoopTraining):
 
     def reach_behind(self) -> None:
         """Reach the optimizer's step; what strikes behind the capture does so below it, as the reduction begins."""
-        self.hooks.patches.wrap(self.optimizer, "step", self._inner_step)
+        if self.hooks.injection.update is not None:
+            self.hooks.patches.wrap(self.optimizer, "step", self._inner_step)
         self.hooks.damage_repairs()
 
     def attach(self, block: dict[str, Any]) -> Observer | None:

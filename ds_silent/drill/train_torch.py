@@ -23,7 +23,6 @@ from ds_silent.drill.training import LARGEST_BUCKET, LEARNING_RATE, WEIGHT_DECAY
 from ds_silent.frameworks.ddp import attach_ddp
 from ds_silent.frameworks.fsdp2 import attach_fsdp2, fsdp_modules, plain_parameters
 from ds_silent.observing.observer import Observer
-from ds_silent.practice.model import PracticeModel
 
 Among = Callable[[dist.ProcessGroup], object]
 """Reduces over the ranks of a group instead of all."""
@@ -74,10 +73,9 @@ class LoopTraining(DrillTraining):
         self.hooks.act("updated", self.module, optimizer, self.hooks.step)
 
 
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+def adamw(script: Script, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the drill's optimizer of what is trainable."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    return torch.optim.AdamW(script.groups(model), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
 class DDPTraining(LoopTraining):
@@ -90,7 +88,7 @@ class DDPTraining(LoopTraining):
         width = next(model.parameters()).element_size()
         options = script.trial.wrapper_options("ddp")
         self.model = DistributedDataParallel(model, bucket_cap_mb=LARGEST_BUCKET * width / 2**20, **options)
-        super().__init__(setting, script, Hooks(script.injection), model, adamw(self.model))
+        super().__init__(setting, script, Hooks(script.injection), model, adamw(script, self.model))
 
     def reduces(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self.model.no_sync()
@@ -122,13 +120,13 @@ class FSDP2Training(LoopTraining):
     """Under FSDP2; in bf16 its shards stay fp32, and forward, gradients and their reduction are bf16."""
 
     def __init__(self, setting: DrillSetting, script: Script) -> None:
-        model: PracticeModel = script.model()
+        model = script.model()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
         policy = MixedPrecisionPolicy(torch.bfloat16) if setting.dtype == "bf16" else MixedPrecisionPolicy()
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         self.model = fully_shard(model, mesh=mesh, mp_policy=policy)
-        super().__init__(setting, script, Hooks(script.injection), model, adamw(model))
+        super().__init__(setting, script, Hooks(script.injection), model, adamw(script, model))
 
     def trainable(self) -> list[tuple[str, Tensor]]:
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]

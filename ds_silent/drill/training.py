@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_silent.config import BLOCK
-from ds_silent.drill.faults.fault import Fault, Response
+from ds_silent.drill.faults.fault import LANGUAGE_MODEL, Fault, Response
 from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection, Target, local_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
+from ds_silent.practice.language_model import LanguageModel
 from ds_silent.practice.model import PracticeModel
 from ds_silent.practice.probe import hash_of
 
@@ -58,6 +59,11 @@ class Trial:
         """Whether the state is needed: of a repaired training and of those that it is compared with."""
         return self.response is not None or self.fault is None
 
+    @property
+    def of_language_model(self) -> bool:
+        """Whether a model of transformers is trained, and probed."""
+        return (self.name if self.fault is None else self.fault.healthy) == LANGUAGE_MODEL
+
     def wrapper_options(self, framework: str) -> dict[str, Any]:
         """Return what the framework's wrapper must be given for the fault to mean something."""
         return {} if self.fault is None else dict(self.fault.wrapper_options.get(framework, {}))
@@ -80,12 +86,20 @@ class Script:
     loader: Any  # of which the observer asks the sampler
     output_dir: Path
 
-    def model(self) -> PracticeModel:
+    def model(self) -> PracticeModel | LanguageModel:
         """Seed every generator, and make the model as the training begins."""
         seed_all(SEED)
+        if self.trial.of_language_model:
+            return LanguageModel()
         model = PracticeModel()
         model.load_state_dict(self.weights)
         return model
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the optimizer's groups of what is trainable."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        count = 1 if self.trial.fault is None else self.trial.fault.groups
+        return [{"params": trained[place::count]} for place in range(count)]
 
 
 class Hooks:

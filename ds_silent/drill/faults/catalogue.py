@@ -30,6 +30,7 @@ from ds_silent.drill.faults.fault import (
 )
 from ds_silent.drill.faults.formulas import FORMULA_FAULTS
 from ds_silent.drill.faults.injection import Maker, attempts, both, from_on, once, one
+from ds_silent.drill.faults.promises import PROMISE_FAULTS
 from ds_silent.records import EventKind
 
 
@@ -74,7 +75,6 @@ _majority = partial(_averaged, steps=2, response=MAJORITY, repair_says=("step {s
 # -- where a fault means nothing, and what is said of it instead -------------------------------------------------------
 
 Reasons = dict[str, str]
-_OWN_LOOP: Reasons = dict.fromkeys(("ddp", "fsdp2", "megatron-0", "megatron-1"), "the script's own loop may divide so")
 _OWNED = "each number has one owner: nobody else holds it, so nobody could differ"
 _IN_SHARDS: Reasons = {"fsdp2": _OWNED}
 _OF_ONE_OWNER: Reasons = {"fsdp2": _OWNED, "megatron-1": _OWNED}
@@ -211,9 +211,6 @@ _GRADIENTS = (
           size=0.25, says=("MulBackward0 x 0.25",)),
     _objective("loss-multiplied", one(from_on(inputs.scaled_loss)),
           "one rank multiplies its loss by the number of its label tokens", size=193.0, says=("MulBackward0 x 193",)),
-    _objective("loss-divided-twice", from_on(inputs.divided_loss),
-          "all ranks divide their loss by the accumulation, as the framework does itself", who="nobody", accumulation=2,
-          says=("engine.backward divides by the",), not_applicable=_OWN_LOOP),
     _objective("loss-summed", one(once(partial(inputs.other_loss, "reduction", "sum"))),
           "one rank sums its loss over its label tokens instead of averaging it", says=("NllLossBackward0 (sum)",)),
     _objective("class-weights", one(once(inputs.class_weights)),
@@ -396,5 +393,5 @@ _ANSWERED = (
 )
 # fmt: on
 
-_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_REDUCTION, *_UPDATE, *FORMULA_FAULTS, *_ANSWERED)
+_ALL = (*_DATA, *_BEFORE, *_GRADIENTS, *_REDUCTION, *_UPDATE, *FORMULA_FAULTS, *PROMISE_FAULTS, *_ANSWERED)
 FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _ALL}

@@ -43,6 +43,7 @@ holds the wrong piece; in stage 0 the others hold the right one, under ZeRO nobo
 WARM = 21  # the statistical detectors have a history by then
 REPLICAS_COMPARED = 3  # optimizer steps between two averagings, so that a drift lasts before it is found
 EARLY = 4  # facts and rounding bounds need none
+LANGUAGE_MODEL = "healthy-language-model"  # the healthy training of a model whose batches promise something
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,9 @@ class Fault:
     Exceptions by framework: ``ddp``, ``fsdp2``, ``megatron-0`` (its plain optimizer), ``megatron-1`` (its distributed
     one). ``not_applicable``: why the fault means nothing there; ``expected_overrides``: fields that have another value
     there, because its ranks hold other things. ``wrapper_options``: what the wrapper of ``ddp`` or ``megatron`` must be
-    given for the fault to mean something. ``healthy``: the training that the loss is compared with; ``only_ranks``: the
-    only number of ranks that the fault can be tried with.
+    given for the fault to mean something; ``groups``: how many the optimizer is given, but by ``megatron``, which makes
+    two. ``healthy``: the training that the loss is compared with; ``only_ranks``: the only number of ranks that the
+    fault can be tried with.
     """
 
     name: str
@@ -143,6 +145,7 @@ class Fault:
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     expected_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     wrapper_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: int = 1
     healthy: str = "healthy"
     only_ranks: int | None = None
 

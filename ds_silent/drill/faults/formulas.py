@@ -34,9 +34,9 @@ def other_formula(change: Change, target: Target, me: int) -> Injection:
     return Injection(update=update)
 
 
-def without_decay(adam: Any, lists: Lists, settings: Settings) -> None:
-    """Leave the weight decay out."""
-    adam(*lists, **{**settings, "weight_decay": 0.0})
+def otherwise(other: Settings, adam: Any, lists: Lists, settings: Settings) -> None:
+    """Go by other settings than the group's."""
+    adam(*lists, **{**settings, **other})
 
 
 def without_bias_correction(adam: Any, lists: Lists, settings: Settings) -> None:
@@ -63,13 +63,49 @@ def doubled_rate(adam: Any, lists: Lists, settings: Settings) -> None:
     adam(*lists, **{**settings, "lr": 2.0 * settings["lr"]})
 
 
+def epsilon_inside(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Add epsilon below the root: to the second moment, as far as its bias is corrected."""
+    *_, seconds, _, steps = lists
+    beta2, eps = settings["beta2"], settings["eps"]
+    added = [eps * (1.0 - beta2 ** (float(step) + 1.0)) for step in steps]
+    for second, more in zip(seconds, added, strict=True):
+        second.add_(more / beta2)
+    adam(*lists, **{**settings, "eps": 0.0})
+    for second, more in zip(seconds, added, strict=True):
+        second.sub_(more).clamp_(min=0.0)
+
+
+def only_counted(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Count the step, and leave weights and state as they are."""
+    for step in lists[-1]:
+        step += 1
+
+
+def without_memory(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Forget both moments before each step."""
+    for moment in (*lists[2], *lists[3]):
+        moment.zero_()
+    adam(*lists, **settings)
+
+
+# A table reads better than what a formatter makes of it.
+# fmt: off
 _ROWS: tuple[tuple[str, Change, str, str], ...] = (
-    ("decay-left-out", without_decay, "leaves the weight decay out", "no weight decay"),
+    ("decay-left-out", partial(otherwise, {"weight_decay": 0.0}), "leaves the weight decay out", "no weight decay"),
+    ("decay-coupled", partial(otherwise, {"decoupled_weight_decay": False}), "adds the weight decay to the gradient",
+     "coupled with the gradient"),
     ("bias-correction-left-out", without_bias_correction, "corrects no bias of its moments", "no bias correction"),
+    ("momentum-left-out", partial(otherwise, {"beta1": 0.0}), "keeps no momentum", "beta1 is 0 instead of 0.9"),
+    ("second-beta-changed", partial(otherwise, {"beta2": 0.95}), "has another second beta", "beta2 is 0.95"),
+    ("epsilon-inside-the-root", epsilon_inside, "adds epsilon below the root", "epsilon inside the root"),
+    ("state-forgotten", without_memory, "forgets its moments", "none of the known mistakes explains it"),
+    ("sign-turned", partial(otherwise, {"maximize": True}), "climbs", "the sign of the gradient is turned"),
+    ("update-only-counted", only_counted, "counts, and does nothing else", "the update was not applied"),
     ("update-applied-twice", twice, "applies each update twice", "applied twice"),
     ("rate-doubled-in-the-step", doubled_rate, "goes by twice the group's rate", "the rate is 2 times"),
     ("tensor-not-stepped", without_first, "leaves the optimizer's first tensor as it is", "not applied"),
 )
+# fmt: on
 FORMULA_FAULTS = tuple(
     Fault(
         name,

@@ -226,7 +226,6 @@ def _before(change: Callable[[nn.Module], object]) -> Injection:
 
 
 nan_loss = Change("nan_loss", loss=lambda target, loss, step: loss * float("nan"))
-divided_loss = Change("divided_loss", loss=lambda target, loss, step: loss / target.accumulation)
 scaled_loss = Change("scaled_loss", loss=lambda target, loss, step: loss * target.size)
 
 

@@ -1,0 +1,232 @@
+"""A promise that is broken on every rank alike: of the loss, a schedule, the weights in use, a batch, the attention.
+
+    PROMISE_FAULTS                               # rows of the catalogue
+    injection = scheduled(stale, target, me=2)   # the optimizer has a scheduler, which goes wrong at the target's step
+
+A batch speaks for itself where a causal language model of transformers takes it, so these faults train
+:class:`ds_silent.practice.language_model.LanguageModel`. What an optimizer's formula promises is in :mod:`formulas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ExponentialLR
+
+from ds_silent.drill.faults.fault import EARLY, LANGUAGE_MODEL, Fault
+from ds_silent.drill.faults.injection import Change, Injection, Target, from_on
+from ds_silent.practice.language_model import BEGIN, END, Inputs
+from ds_silent.practice.model import IGNORED
+
+_MEGATRON = ("megatron-0", "megatron-1")
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+divided_loss = Change("divided_loss", loss=lambda target, loss, step: loss / target.accumulation)
+undivided_loss = Change("undivided_loss", loss=lambda target, loss, step: loss / (1.0 / target.accumulation))
+divided_by_all = Change("divided_by_all", loss=lambda target, loss, step: loss / (target.accumulation * target.ranks))
+
+_objective = partial(
+    Fault,
+    who="nobody",
+    kinds=("objective-mismatch",),
+    strikes="loss",
+    first_step=EARLY,
+    accumulation=2,
+    not_applicable=dict.fromkeys(("ddp", "fsdp2", *_MEGATRON), "the script's own loop may divide so"),
+)
+
+# -- a schedule of the learning rates ----------------------------------------------------------------------------------
+
+Rates = list[float]
+
+
+def scheduled(wrong: Callable[[Rates, Rates], Rates], target: Target, me: int) -> Injection:
+    """A scheduler of torch sets what ``wrong`` makes of the rates before and the right ones, from the step on."""
+    schedulers: list[Any] = []
+
+    def make(optimizer: Any) -> None:
+        for place, group in enumerate(optimizer.param_groups):
+            group["lr"] *= 1.0 + place
+        schedulers.append(ExponentialLR(optimizer, 0.9))
+
+    def advance(module: Any, optimizer: Any, step: int) -> None:
+        [scheduler] = schedulers
+        if step == target.step - 1:
+            right = scheduler.get_lr
+            scheduler.get_lr = lambda: wrong([group["lr"] for group in optimizer.param_groups], right())
+        scheduler.step()
+
+    return Injection(optimizer=make, afterwards=advance)
+
+
+def stale(before: Rates, right: Rates) -> Rates:
+    return before
+
+
+def last_stale(before: Rates, right: Rates) -> Rates:
+    return [*right[:-1], before[-1]]
+
+
+def all_of_first(before: Rates, right: Rates) -> Rates:
+    return [right[0] for _ in right]
+
+
+def last_halved(before: Rates, right: Rates) -> Rates:
+    return [*right[:-1], 0.5 * right[-1]]
+
+
+_rates = partial(Fault, who="nobody", kinds=("update-mismatch",), strikes="hyper-parameter", first_step=EARLY, groups=2)
+
+# -- the weights in use ------------------------------------------------------------------------------------------------
+
+
+def _grow(tensors: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for values in tensors:
+            getattr(values, "ds_tensor", values).mul_(1.01)  # under ZeRO-3 the shard
+
+
+weights_alone = Change(
+    "weights_alone", before=lambda target, module, optimizer, step: _grow(p for p in module.parameters())
+)
+masters_alone = Change(
+    "masters_alone",
+    before=lambda target, module, optimizer, step: _grow(p for g in optimizer.param_groups for p in g["params"]),
+)
+
+_weights = partial(
+    Fault,
+    who="nobody",
+    kinds=("weights-mismatch",),
+    strikes="weights",
+    first_step=EARLY,
+    dtypes=("bf16",),
+    says=("not the rounded fp32 masters",),
+    not_applicable={
+        **dict.fromkeys(("ddp", "fsdp2"), "the optimizer updates the weights themselves, and not masters"),
+        **dict.fromkeys(_MEGATRON, "nobody is asked which weights its masters stand for"),
+    },
+)
+
+# -- a batch, and the attention ----------------------------------------------------------------------------------------
+
+
+def given(change: Callable[[Inputs], Inputs], target: Target, me: int) -> Injection:
+    """The language model's forward gets what ``change`` makes of a healthy batch."""
+    return Injection(before=lambda module, optimizer, step: setattr(module, "given", change))
+
+
+def _columns(inputs: Inputs) -> Tensor:
+    ids = inputs["input_ids"]
+    return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+
+def no_label(inputs: Inputs) -> Inputs:
+    return {**inputs, "labels": torch.full_like(inputs["labels"], IGNORED)}
+
+
+def shifted_labels(inputs: Inputs) -> Inputs:
+    return {**inputs, "labels": torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)}
+
+
+def two_begins(inputs: Inputs) -> Inputs:
+    return {**inputs, "input_ids": inputs["input_ids"].where(_columns(inputs) != 1, BEGIN)}
+
+
+def ends_ignored(inputs: Inputs) -> Inputs:
+    return {**inputs, "labels": inputs["labels"].where(inputs["input_ids"] != END, IGNORED)}
+
+
+def padding_trained(inputs: Inputs) -> Inputs:
+    return {**inputs, "labels": inputs["labels"].where(inputs["attention_mask"] != 0, inputs["input_ids"])}
+
+
+def padding_attended(inputs: Inputs) -> Inputs:
+    """Rows are padded on the left, and no mask is given."""
+    padding = inputs["attention_mask"].eq(0).sum(1, keepdim=True)
+    places = (_columns(inputs) - padding) % inputs["input_ids"].shape[1]
+    return {name: inputs[name].gather(1, places) for name in ("input_ids", "labels")}
+
+
+def packed_under_mask(inputs: Inputs) -> Inputs:
+    return {**inputs, "position_ids": _columns(inputs) % 8}
+
+
+def packed_with_cache(inputs: Inputs) -> Inputs:
+    """Without a mask, but with ``use_cache`` transformers does not see the documents in the positions."""
+    return {**inputs, "attention_mask": None, "position_ids": _columns(inputs) % 16, "use_cache": True}
+
+
+def seeing_all(inputs: Inputs) -> Inputs:
+    rows, length = inputs["input_ids"].shape
+    mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device=inputs["input_ids"].device)
+    return {**inputs, "attention_mask": mask}
+
+
+def _batch(name: str, change: Callable[[Inputs], Inputs], description: str, says: str, **more: Any) -> Fault:
+    return Fault(
+        name,
+        partial(given, change),
+        description,
+        "nobody",
+        ("batch-suspect",),
+        "data",
+        deterministic=False,  # some rows are needed
+        first_step=1,
+        says=(says,),
+        healthy=LANGUAGE_MODEL,
+        **{"not_applicable": _OWN_MODELS, **more},
+    )
+
+
+_OWN_MODELS = dict.fromkeys(_MEGATRON, "Megatron-core trains models of its own, whose batches promise nothing")
+_probed: dict[str, Any] = {
+    "stages": (0, 1, 2),
+    "not_applicable": {**_OWN_MODELS, "fsdp2": "other ranks take part in each forward, so it is not probed"},
+}
+
+# A table reads better than what a formatter makes of it.
+# fmt: off
+PROMISE_FAULTS = (
+    _objective("loss-divided-twice", from_on(divided_loss),
+          "all ranks divide their loss by the accumulation, as the framework does itself",
+          says=("engine.backward divides by the",)),
+    _objective("loss-not-divided", from_on(undivided_loss),
+          "all ranks take back the framework's division by the accumulation", says=("added up and not divided",)),
+    _objective("loss-divided-by-all", from_on(divided_by_all),
+          "all ranks divide their loss by the micro-batches of all ranks, as framework and reduction do",
+          says=("divided by the {ranks} ranks",)),
+    _rates("schedule-stale", partial(scheduled, stale), "the schedule counts on, and its rates stay as they are",
+          says=("learning rate of group 0",)),
+    _rates("schedule-group-forgotten", partial(scheduled, last_stale), "the rate of the last group stays as it is",
+          says=("parameter group 1",)),
+    _rates("schedule-base-of-other-group", partial(scheduled, all_of_first),
+          "each group's rate is made of the first group's base", says=("is what it gives group 0",)),
+    _rates("schedule-factor-of-one-group", partial(scheduled, last_halved),
+          "the last group's rate gets another factor than the others", says=("parameter group 1",)),
+    _weights("weights-without-masters", from_on(weights_alone),
+          "the bf16 weights of the forward are written, and the masters are not"),
+    _weights("masters-without-weights", from_on(masters_alone),
+          "the fp32 masters are written, and the forward's weights are not", stages=(0, 1, 2)),
+    _batch("labels-all-ignored", no_label, "no label counts (a template that finds no answer)",
+          "Not one label counts", steps=40),
+    _batch("labels-shifted-already", shifted_labels, "the labels are shifted, and the model shifts them once more",
+          "shifted by one already"),
+    _batch("two-begin-tokens", two_begins, "each row begins with two begin tokens", "two tokens that begin a sequence"),
+    _batch("ends-not-trained", ends_ignored, "the label of each row's end is ignored", "No row trains its end"),
+    _batch("padding-trained", padding_trained, "padding has labels", "Padding is trained"),
+    _batch("padding-attended", padding_attended, "rows begin with padding, and no mask is given",
+          "Rows begin with padding"),
+    _batch("packed-under-a-mask", packed_under_mask, "packed documents, and a mask of ones that hides them",
+          "Positions start again inside rows"),
+    _batch("later-tokens-attended", seeing_all, "a mask lets each place see the tokens behind it",
+          "change with the tokens behind it", **_probed),
+    _batch("other-documents-attended", packed_with_cache, "packed documents see each other, through use_cache",
+          "the documents are not separate", **_probed),
+)
+# fmt: on
