@@ -19,7 +19,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from ds_silent.capture.forwards import loss_in
-from ds_silent.capture.loss_graph import Made, comes_of, is_share, made_by
+from ds_silent.capture.loss_origin import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.framework import Framework, Moments, Part, Peers, Promise, Setting, StepCounts, WeightCopy
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
