@@ -154,6 +154,21 @@ class WeightCopy:
     masters: Tensor
 
 
+@dataclass(frozen=True)
+class GatheredPiece:
+    """Name a parameter that is whole in a module's forward alone, and what this rank itself has put into it.
+
+    Attributes:
+        module: whose forward pre-hooks, made before those of an observer, gather it.
+        own: returns the elements of the whole that come from this rank, and its shard: flat, of the same elements. None
+            where the one or the other is not there.
+    """
+
+    name: str
+    module: nn.Module
+    own: Callable[[], tuple[Tensor, Tensor] | None]
+
+
 class Framework:
     """One training of one framework. Every rank asks the same at the same steps. Making one is a collective."""
 
@@ -290,6 +305,10 @@ class Framework:
 
     def copies(self) -> list[WeightCopy]:
         """Return the low-precision weights that this rank rounds from masters, as they are between two updates."""
+        return []
+
+    def gathered(self) -> list[GatheredPiece]:
+        """Return the parameters that a forward gathers from the ranks' shards; the same list until the end."""
         return []
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:

@@ -83,6 +83,8 @@ METRICS = (
     Metric("objective.weight_max", "label weight max"),
     Metric("objective.spread", tag="objective/spread", gauge="label_weight_spread",
            help="Largest weight of a label over the smallest."),
+    Metric("objective.mean_of_means_angle", "mean of means angle", "objective/mean_of_means_angle"),
+    Metric("objective.mean_of_means_angle_error", "mean of means angle error"),
     Metric("seconds.step", "step seconds", gauge="step_seconds", help="Wall time of the optimizer step."),
     Metric("seconds.observe", "observe seconds", gauge="observe_seconds", help="The observer's part of it."),
 )  # fmt: skip

@@ -161,6 +161,9 @@ class ObjectiveStats:
 
     ``weight_sum`` is 1 for a mean over the labels, whatever their number. All are None where ``known`` is not true: on
     some rank nobody can read it, as in a fused or a compiled loss.
+
+    The angle is also None where a rank's own labels do not weigh alike, beside another term, for class weights, and
+    above the gather limit.
     """
 
     weight_sum: float | None = None  # of all labels of all ranks
@@ -168,6 +171,8 @@ class ObjectiveStats:
     weight_max: float | None = None
     labels: int | None = None
     known: bool | None = None  # None: nobody has looked
+    mean_of_means_angle: float | None = None  # degrees from the ranks' mean to the mean over all labels of all ranks
+    mean_of_means_angle_error: float | None = None  # its standard error, from the sketch; 0.0 when exact
 
     @property
     def spread(self) -> float | None:

@@ -47,7 +47,15 @@ FORMAT = {
     "noise_scale": None,
     "coverage": ["duplicates", "seen", "repeated"],
     "integrity": ["relative_error", "rounding_bound", "replica_groups"],
-    "objective": ["weight_sum", "weight_min", "weight_max", "labels", "known"],
+    "objective": [
+        "weight_sum",
+        "weight_min",
+        "weight_max",
+        "labels",
+        "known",
+        "mean_of_means_angle",
+        "mean_of_means_angle_error",
+    ],
     "seconds": ["step", "observe"],
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_silent.capture.batch_rows import IGNORED_LABEL, RowIds
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_settings import LocalSettings
-from ds_silent.capture.loss_graph import is_a_mean
+from ds_silent.capture.loss_origin import is_a_mean
 from ds_silent.exchange.observation import Loss
 from ds_silent.rules.language_models import shifts_labels
 

@@ -1,9 +1,6 @@
 """Read what autograd has recorded between a loss and the root, the tensor that backward begins with.
 
     terms = losses_in(root)                      # torch's losses that root is made of, and the way to each
-    comes_of(root, made_by(loss))                # root is a forward's loss, or computed from it
-    is_share(root, made_by(loss), parts=4)       # the script has divided it by the number of micro-batches
-    is_a_mean(loss)                              # the function that made it took the mean
 
 Where the graph shows nothing (a fused or compiled loss, more than ``NODES`` operations) nothing is guessed. Tensors
 that a script's own hooks have packed (checkpoints, tensors moved to the host) are not unpacked.
@@ -22,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from ds_silent.capture.loss_origin import Made, elements, made_of
+
 NODES = 64  # nodes that are read, from the root down
 BELOW = 12  # nodes between a sum or mean and the per-label losses that it adds up
-NEAR = 16  # between a forward's loss and the root: a division, a cast, the sum with another loss
 MEAN, SUM, EACH = 1.0, 2.0, 3.0
 """How a term reduces its labels; EACH: a sum whose addends have weights of their own."""
 _REDUCTIONS = ("none", "mean", "sum")
@@ -40,8 +38,6 @@ _ELEMENTWISE = _NEUTRAL | frozenset(_OTHERS.split())
 _MASKS = frozenset(("MulBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"))
 _NARROWER = {torch.float64: torch.tensor(0.0), torch.int64: torch.tensor(0, dtype=torch.int32)}
 _OWN = "MulBackward1"  # by an argument of a torch function, such as label smoothing; independent of rows
-Made = tuple[int, int]
-"""The operation that made a tensor: its number in this thread, and which output the tensor is."""
 _HOOKS_SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # since torch 2.7
 
 
@@ -68,6 +64,16 @@ class Constants:
         return replace(self, times=self.times * number)
 
 
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """Describe a sum by hand from which one mask leaves elements out, to recognise two over the same labels."""
+
+    mask: int  # where it lies
+    made_of: Made  # of the tensor that is gathered, or added up over the classes
+    classes: int  # over which the elements are added up; 0: gathered
+    by_items: bool
+
+
 @dataclass(slots=True)
 class Term:
     """Describe a loss and one way from the root to it. ``kind`` is 0 if its reduction is unknown."""
@@ -83,6 +89,14 @@ class Term:
     constants: Constants = Constants()
     by_hand: bool = False  # the script's own mean or sum; a minus before it belongs to what it adds up, as in -log p
     flowed: bool = False  # its gradient has come
+    above: Constants = Constants()  # the numbers down to where it is no scalar
+    filled: _Filled | None = None
+    smoothing: Term | None = None  # what smooths the same labels: a sum over the classes
+
+    @property
+    def nodes(self) -> list[tuple[Any, Term]]:
+        """Return what is to be hooked, with its term."""
+        return [(one.node, one) for one in (self, self.smoothing) if one is not None]
 
 
 @dataclass(slots=True)
@@ -112,8 +126,8 @@ class _Way:
 
     def on(self) -> Iterable[_Way]:
         """Return the ways to what the node was made of."""
-        made_of = _made_of(self.node, self.place)
-        return [_Way(node, place, self.names, self.shown, self.factor, self.constants) for node, place in made_of]
+        inner = made_of(self.node, self.place)
+        return [_Way(node, place, self.names, self.shown, self.factor, self.constants) for node, place in inner]
 
 
 def losses_in(root: Tensor, handed: Made | None = None, items: Any = None) -> list[Term] | None:
@@ -134,7 +148,7 @@ def terms_of(root: Tensor, handed: Made | None = None, items: Any = None) -> lis
     waiting, found = deque([_Way(root.grad_fn, root.output_nr)]), list[Term]()
     for _ in range(NODES):
         if not waiting:
-            return found
+            return _smoothed(found)
         way = waiting.popleft()
         if handed is not None and (way.node._sequence_nr(), way.place) == handed:
             way = replace(way, constants=Constants(wrapper=way.factor))
@@ -144,8 +158,10 @@ def terms_of(root: Tensor, handed: Made | None = None, items: Any = None) -> lis
             found.append(loss)
             continue
         operation = name.partition("Backward")[0]
-        if _elements(way.node, way.place) != 1:
-            found.append(Term(None, 0.0, False, (*way.names, name), (*way.shown, name), way.factor))
+        if elements(way.node, way.place) != 1:
+            found.append(
+                Term(None, 0.0, False, (*way.names, name), (*way.shown, name), way.factor, above=way.constants)
+            )
         elif operation in ("Mean", "Sum") and math.prod(sizes := way.node._saved_self_sym_sizes) != 1:
             found += _added_up(way, name, math.prod(sizes))
         elif name != "torch::autograd::AccumulateGrad":  # a learned scalar is a weight, not a loss
@@ -188,7 +204,39 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
         labels = count - filled.sum()
     kind = MEAN if mean else SUM
     constants = replace(end.constants, by_items=False)  # of elements, which need not be labels
-    return [Term(way.node, kind, mean, end.names, end.shown, end.factor, labels, None, constants, by_hand=True)]
+    term = Term(way.node, kind, mean, end.names, end.shown, end.factor, labels, None, constants, by_hand=True)
+    term.above = way.constants
+    if isinstance(labels, Tensor) and isinstance(filled, Tensor):
+        term.filled = _filled(end.node, filled, way.constants.by_items)
+    return [term]
+
+
+def _filled(node: Any, mask: Tensor, by_items: bool) -> _Filled | None:
+    """Describe a masked sum of what ``node`` has gathered, or has added up over its classes; None for another."""
+    operation, inner = node.name().partition("Backward")[0], node.next_functions
+    if operation not in ("Gather", "Sum") or inner[0][0] is None:
+        return None
+    made_of = int(inner[0][0]._sequence_nr()), inner[0][1]
+    sizes, dims = node._saved_self_sym_sizes if operation == "Sum" else (), getattr(node, "_saved_dim", ())
+    classes = math.prod(sizes[dim - 2**64 if dim >= 2**63 else dim] for dim in dims) if operation == "Sum" else 0
+    return _Filled(mask.data_ptr(), made_of, classes, by_items)
+
+
+def _smoothed(terms: list[Term]) -> list[Term]:
+    """Join a label's own term with the one that smooths it over the classes, as a Trainer's LabelSmoother makes them.
+
+    A label weighs what flows into its own element, and once for each class what flows into the other.
+    """
+    for own in terms:
+        for other in terms:
+            one, two = own.filled, other.filled
+            if one and two and one.classes == 0 < two.classes and one == replace(two, classes=0, by_items=one.by_items):
+                times = own.constants.times + other.constants.times
+                constants = replace(own.constants, times=times, by_items=one.by_items)
+                factor = own.factor + other.factor
+                joined = replace(own, factor=factor, constants=constants, filled=None, smoothing=other)
+                return [joined if term is own else term for term in terms if term is not other]
+    return terms
 
 
 def _loss(way: _Way, name: str) -> Term | None:
@@ -226,7 +274,7 @@ def _loss(way: _Way, name: str) -> Term | None:
     number = _one_number(weights[0][1]) if weights else None
     names, shown = (*way.names, name), (*way.shown, name)
     constants = replace(way.constants, by_items=way.constants.by_items and operation.startswith("NllLoss"))
-    return Term(node, kind, reduction == 1, names, shown, way.factor, labels, number, constants)
+    return Term(node, kind, reduction == 1, names, shown, way.factor, labels, number, constants, above=way.constants)
 
 
 _CLASSES, _POSITIVE = ("weight", "class weights"), ("pos_weight", "positive weights")
@@ -313,73 +361,3 @@ def is_undivided(ways: Iterable[tuple[str, ...]], parts: int) -> bool:
 
 _NATIVE = re.compile(r"(\w+?)Backward\d+(?: x (\S+))?")  # the name of a script's own function has no number
 _LINEAR = frozenset(("Add", "Sub", "Mul", "Div", "Neg", "Rsub", "Mean"))
-
-# -- the way back to a forward's loss ----------------------------------------------------------------------------------
-
-
-def made_by(loss: Tensor | None) -> Made | None:
-    """Identify the operation that made a loss, without keeping the graph alive."""
-    made = None if loss is None else loss.grad_fn
-    return None if loss is None or made is None else (int(made._sequence_nr()), loss.output_nr)
-
-
-def comes_of(root: Tensor, made: Made | None) -> bool:
-    """Tell whether ``root`` is the loss of :func:`made_by`, or made of it by a few operations on scalars.
-
-    A model may return a loss that nobody trains on: TRL's DPO and GRPO pass labels to get log probabilities. If the
-    wrapper's output passes a node with several outputs (DistributedDataParallel's search for unused parameters), only
-    the output that leads to the root is followed.
-    """
-    waiting: deque[tuple[Any, int]] = deque([] if root.grad_fn is None else [(root.grad_fn, root.output_nr)])
-    for _ in range(NEAR):
-        if made is None or not waiting:
-            return False
-        node, place = waiting.popleft()
-        if (node._sequence_nr(), place) == made:
-            return True
-        if _elements(node, place) == 1:
-            waiting += _made_of(node, place)
-    return False
-
-
-def is_share(root: Tensor, made: Made | None, parts: int) -> bool:
-    """Tell whether ``root`` is that loss, divided by ``parts`` and nothing more."""
-    node = root.grad_fn
-    if made is None or parts < 2 or node is None or node.name() != "DivBackward0":
-        return False
-    (inner, place), divisor = node.next_functions[0], getattr(node, "_saved_other", None)
-    if inner is None or (inner._sequence_nr(), place) != made or not isinstance(divisor, Tensor):
-        return False
-    # a Python number lies on the host; do not wait for a device tensor
-    return divisor.numel() == 1 and divisor.device.type == "cpu" and float(divisor) == parts
-
-
-def is_a_mean(loss: Tensor) -> bool:
-    """Tell whether the first torch loss near the root took the mean; False if there is none."""
-    waiting = [loss.grad_fn]
-    for _ in range(NEAR):
-        node = waiting.pop(0) if waiting else None
-        reduction = getattr(node, "_saved_reduction", None)  # of NllLossBackward0 and the like; 0 none, 1 mean, 2 sum
-        if reduction is not None:
-            return bool(reduction == 1)
-        waiting += [inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None]
-    return False
-
-
-def _made_of(node: Any, place: int) -> list[tuple[Any, int]]:
-    """Return the inputs of output ``place`` of a node; a wrapper with several outputs keeps them apart.
-
-    DistributedDataParallel's has more outputs than inputs where a model returns what is no tensor. The first, which is
-    the loss, comes of the first all the same.
-    """
-    inner, outputs = node.next_functions, getattr(node, "_input_metadata", ())
-    first = place == 0 and node.name() == "_DDPSinkBackward"
-    if len(outputs) > 1 and (first or len(outputs) == len(inner)):
-        inner = inner[place : place + 1]
-    return [(made, which) for made, which in inner if made is not None]
-
-
-def _elements(node: Any, place: int) -> int:
-    """Count the elements of output ``place`` of a node; 1 if unknown."""
-    outputs = getattr(node, "_input_metadata", ())  # of the incoming gradients: the outputs' shapes
-    return math.prod(outputs[place].shape) if len(outputs) > place else 1

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Made, Term, is_undivided, losses_in, made_by
+from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Term, is_undivided, losses_in
+from ds_silent.capture.loss_origin import Made, made_by
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.observation import Objective as Numbers
@@ -87,6 +88,7 @@ class LocalObjective:
         self._reduction = 0.0
         self._class_weights: float | Tensor = 0.0
         self._constants: set[Constants] = set()
+        self._besides: set[tuple[str, Constants]] = set()
         self._handed: Made | None = None
         self._ways: set[frozenset[tuple[str, ...]]] = set()
         self.promise = self.items = None
@@ -111,9 +113,9 @@ class LocalObjective:
         weighed = [term for term in terms if term.names == names]
         one.known = 0 < len(weighed) <= MOST_LOSSES
         for term in weighed if one.known else ():
-            one.handles.append(term.node.register_prehook(partial(_flows_in, one, term)))
-        for term in terms:
-            term.node = None  # nothing of the graph outlives its backward
+            one.handles += [node.register_prehook(partial(_flows_in, one, part)) for node, part in term.nodes]
+        for part in [part for term in terms for _, part in term.nodes]:
+            part.node = None  # nothing of the graph outlives its backward
         one.terms = terms
 
     @property
@@ -143,6 +145,24 @@ class LocalObjective:
         """Return the numbers between root and loss; None if unknown or not the same in all backwards of the step."""
         self._settle()
         return next(iter(self._constants)) if self._readable and len(self._constants) == 1 else None
+
+    def counted_beside(self, ranks: int) -> int:
+        """Return how often other terms count where the labels' mean counts once; 0 if there are none, or unknown.
+
+        num_items_in_batch divides the labels' sum, and nothing divides the others: each counts once per backward, and
+        where the whole loss is multiplied by the ranks, once per rank.
+        """
+        self._settle()
+        constants = self.constants
+        if constants is None or not constants.by_items or constants.by_tensor or constants.divisors:
+            return 0
+        if not self._besides or any(one.by_tensor or one.by_items or one.divisors for _, one in self._besides):
+            return 0
+        times, whole = abs(constants.times), {first for first, _ in self._besides}
+        if math.isclose(times, 1.0):
+            return self._count
+        all_of_it = len(whole) == 1 and whole == {next(iter(self._texts.values())).partition(" > ")[0]}
+        return self._count * ranks if all_of_it and math.isclose(times, ranks) else 0
 
     def is_undivided(self, parts: int) -> bool:
         """Tell whether each of ``parts`` backwards surely began with a whole mean, and not with its share."""
@@ -194,9 +214,11 @@ class LocalObjective:
         # several means add up; with several sums each label counts once
         self._factors.append(sum(t.factor for t in same) / (1 if main.kind == MEAN else len(same)))
         self._reduction = MEAN if main.averaged else main.kind
-        self._others |= {term.shown for term in one.terms if term.names != main.names}
+        others = [term for term in one.terms if term.names != main.names]
+        self._others |= {term.shown for term in others}
+        self._besides |= {(term.shown[0], term.above) for term in others}
         self._class_weights = self._class_weights if main.weights is None else main.weights
-        weighed = [_of_all(term, flow) for term, flow in one.flows]
+        weighed = [_of_all(term, flow) for term, flow in _with_smoothing(one.flows)]
         self._known = self._known and one.known and all(each is not None for each in weighed)
         self._weighed += [*(each for each in weighed if each is not None), *one.each]
 
@@ -224,6 +246,17 @@ def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) 
             one.flows.append((term, flow.abs() if term.by_hand else flow))
     except Exception:
         one.known = False
+
+
+def _with_smoothing(flows: list[tuple[Term, Tensor]]) -> list[tuple[Term, Tensor]]:
+    """Add to what flows into the labels what smooths them: once for each class."""
+    into = {id(term): flow.float() * term.filled.classes for term, flow in flows if term.filled is not None}
+    smoothing = {id(term.smoothing) for term, _ in flows}
+    return [
+        (term, flow if term.smoothing is None else flow.float() + into.get(id(term.smoothing), math.nan))
+        for term, flow in flows
+        if id(term) not in smoothing
+    ]
 
 
 def _of_each(weights: Tensor, labels: int | Tensor | None) -> Weighed:

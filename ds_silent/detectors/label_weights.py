@@ -15,6 +15,10 @@ root whole, and that nothing on the way to any term may be a division.
 
 A loop that a script writes itself promises nothing: there it is a note, once, when it has been so at ``STEPS`` measured
 steps in a row. The last window of an epoch may have fewer micro-batches than a framework divides by: it is not judged.
+A Trainer divides by as many as come: a window divided by the configured number is a fault.
+
+A term beside labels that ``num_items_in_batch`` divides, such as a router's auxiliary loss, counts once per micro-batch
+and rank where nothing divides it. That is a note, too.
 """
 
 from __future__ import annotations
@@ -45,15 +49,17 @@ class LabelWeightsTest(Detector):
     """Judge the sum of the weights, and where it is promised their spread."""
 
     key = "objective"
-    stored = ("noted", "value", "steps")
+    stored = ("noted", "value", "steps", "beside", "noted_beside")
 
     def __init__(self) -> None:
-        self._noted = False
+        self._noted = self._noted_beside = False
+        self._beside = 0  # steps in a row at which other terms count more often than the labels' mean
         self._value, self._steps = 0.0, 0  # of the steps that may become a note
         self._open: Finding | None = None
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         self.notes = ()
+        self._note_beside(record, evidence.beside)
         weights = evidence.label_weights
         if any(one.kind == KIND for one in evidence.unlike):  # the ranks differ, which is told
             self._open, self._steps = None, 0
@@ -66,6 +72,13 @@ class LabelWeightsTest(Detector):
     def _judged(self, record: StepRecord, weights: LabelWeights) -> Finding | None:
         total, count, ranks = abs(float(weights.totals.mean())), max(weights.backwards), record.world_size
         multiple = multiple_of(total, count, ranks)
+        if _is_short_of_its_divisor(weights, total, count):
+            message = (
+                f"The step's gradient is {total:.4g} times that of the mean of its losses, on all ranks alike: this "
+                f"window has {count} micro-batches, and each is divided by the configured {weights.accumulation}. "
+                f"{_promised(weights, count)}"
+            )
+            return _finding("sum", message, _remedy(total), total, record.step)
         if multiple is not None and _is_broken(multiple, weights, ranks):
             message = f"{_sentence(total, multiple, count, ranks)} {_promised(weights, count)}"
             return _finding("sum", message, _remedy(total), total, record.step)
@@ -96,6 +109,21 @@ class LabelWeightsTest(Detector):
         self._note(record, total, multiple, weights, count)
         return None
 
+    def _note_beside(self, record: StepRecord, count: int) -> None:
+        """Note a term that counts more often than the labels' mean beside it."""
+        self._beside = self._beside + 1 if count > 1 else 0
+        if self._beside < STEPS or self._noted_beside:
+            return
+        self._noted_beside = True
+        message = (
+            f"What the loss has beside the labels' own term counts {count} times, and the labels' mean once: "
+            "num_items_in_batch, the number of labels of the whole step, divides the labels' sum, and nothing divides "
+            "the other term, which each micro-batch adds again. A router's auxiliary loss is such a term."
+        )
+        remedy = f"Do nothing if that is meant. Else divide its coefficient by {count}."
+        event = Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=float(count))
+        self.notes = (*self.notes, event)
+
     def _note(
         self, record: StepRecord, total: float, multiple: Multiple | None, weights: LabelWeights, count: int
     ) -> None:
@@ -110,7 +138,8 @@ class LabelWeightsTest(Detector):
         self._noted = True
         remedy = f"Do nothing if that is meant. {_remedy(total)}"
         message = _sentence(total, multiple, count, record.world_size)
-        self.notes = (Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=total),)
+        event = Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=total)
+        self.notes = (*self.notes, event)
 
 
 def _near(one: float, other: float) -> bool:
@@ -130,6 +159,14 @@ def _is_short(weights: LabelWeights) -> bool:
     promise = _of_the_mean(weights)
     promised = 0 if promise is None else promise.micro_batches
     return len(weights.backwards) > 1 or (promised > 0 and promised not in weights.backwards)
+
+
+def _is_short_of_its_divisor(weights: LabelWeights, total: float, count: int) -> bool:
+    """Tell whether a Trainer divides a short window's means by the configured number of micro-batches."""
+    promise, configured = _of_the_mean(weights), weights.accumulation
+    short = promise is not None and promise is weights.trainer and promise.micro_batches == 0 and count < configured
+    once = [divisor for divisor in weights.constants.divisors if not _near(divisor, 1.0)] == [float(configured)]
+    return short and once and _is_mean(weights) and _near(total * configured, float(count))
 
 
 def _is_mean(weights: LabelWeights) -> bool:

@@ -11,6 +11,7 @@ once. What comes out is this rank's rows of ``parameter.grad``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.framework import Moments
+from ds_silent.framework import GatheredPiece, Moments
 from ds_silent.frameworks.torch_common import Slice, Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.frameworks.torch_loop import TorchFramework
 from ds_silent.kernels.checksums import Items
@@ -101,9 +102,12 @@ def group_of(mesh: Any) -> dist.ProcessGroup:
 def share_of(parameters: list[Any], mesh: Any) -> list[Slice]:
     """Return what of the aggregate this rank answers for: its rows; nothing where it holds a replica of them."""
     place = mesh.get_coordinate()
-    if place is None or any(place[:-1]):
-        return []
-    rank, ranks = place[-1], mesh.size(mesh.ndim - 1)
+    return [] if place is None or any(place[:-1]) else rows_of(parameters, mesh)
+
+
+def rows_of(parameters: list[Any], mesh: Any) -> list[Slice]:
+    """Return this rank's rows of each parameter."""
+    rank, ranks = mesh.get_coordinate()[-1], mesh.size(mesh.ndim - 1)
     slices = []
     for index, parameter in enumerate(parameters):
         rows = parameter.shape[0] if parameter.ndim else 1
@@ -168,6 +172,19 @@ class FSDP2Framework(TorchFramework):
     def values(self, gradient: Tensor | None, piece: Slice) -> Tensor | None:
         return None if gradient is None else _local(gradient).detach().reshape(-1)[: piece.numel]
 
+    def gathered(self) -> list[GatheredPiece]:
+        """Return this rank's rows of what each module under ``fully_shard`` gathers in its own pre-hook."""
+        owners: dict[int, Any] = {}
+        for module in reversed(self._modules):  # a module of modules gathers what those inside do not
+            for parameter in module.parameters():
+                owners.setdefault(id(parameter), module)
+        return [
+            GatheredPiece(self.names[rows.index], owners[id(parameter)], partial(_own_rows, whole, parameter, rows))
+            for rows in rows_of(self.parameters, self._mesh)
+            for parameter, whole in [(self.parameters[rows.index], self._plain[rows.index])]
+            if id(parameter) in owners
+        ]
+
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Return nothing: each number has one owner, or replicas that only some ranks hold."""
         return [], list
@@ -194,6 +211,14 @@ class FSDP2Framework(TorchFramework):
             handed_unscaled=True,
             writes_hidden=True,  # neither a DTensor's version nor its shard's moves when it is clipped
         )
+
+
+def _own_rows(whole: Tensor, parameter: Any, rows: Slice) -> tuple[Tensor, Tensor] | None:
+    """None where it is not gathered now, or is of another kind than a plain tensor, such as 8-bit floats."""
+    gathered, shard = whole.detach(), _local(parameter).detach()
+    if type(gathered) is not Tensor or type(shard) is not Tensor or not gathered.untyped_storage().size():
+        return None
+    return gathered.reshape(-1)[rows.start : rows.start + rows.numel], shard.reshape(-1)[: rows.numel]
 
 
 def _local(tensor: Any) -> Tensor:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_silent.capture.forwards import loss_in
-from ds_silent.capture.loss_graph import Made, comes_of, made_by
+from ds_silent.capture.loss_origin import Made, comes_of, made_by
 from ds_silent.capture.row_hashes import batch_tensors
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework, Moments, Part, Promise, StepCounts

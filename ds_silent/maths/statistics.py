@@ -118,6 +118,32 @@ def cosine_with_others(gram: Tensor) -> Tensor:
     return ((with_all - own) / (own * others_squared).sqrt()).clamp(-1.0, 1.0)  # 0 / 0 where it is left out
 
 
+def angle_between(gram: Tensor, one: Tensor, other: Tensor, size: int) -> tuple[float, float]:
+    """Degrees between two weighted sums of the same N gradients, and their standard error.
+
+    The sine comes from what of the second sum is perpendicular to the first: near 0 a cosine has no digits left. A
+    cosine c has the error (1 - c^2) / sqrt(k), and d angle = d c / sin(angle), so that of the angle is
+    sin(angle) / sqrt(k).
+
+    Args:
+        gram: (N, N) float64 inner products of the gradients.
+        one, other: (N,) float64 weights.
+        size: k of the sketch that the inner products come from; 0: they are exact.
+
+    Returns:
+        NaN where one of the sums is 0 or not finite.
+    """
+    squared = one @ gram @ one
+    along = (other @ gram @ one) / squared
+    across = other - along * one
+    rest = (across @ gram @ across).clamp(min=0.0).sqrt()
+    angle = torch.atan2(rest, along * squared.sqrt())
+    if not (float(squared) > 0.0 and float(other @ gram @ other) > 0.0 and bool(angle.isfinite())):
+        return math.nan, math.nan
+    error = float(angle.sin()) / math.sqrt(effective_size(size)) if size else 0.0
+    return math.degrees(float(angle)), math.degrees(error)
+
+
 def mean_cosine_error(cosines: Tensor, size: int) -> float:
     """Standard error of the mean pairwise cosine when the cosines come from sketches of ``size`` numbers.
 

@@ -198,6 +198,7 @@ class LabelWeights:
     by_items: bool = False
     passed: float = 1.0  # what multiplies a mean beside the numbers that the graph shows; NaN: not known
     labels: int = 0  # of all ranks
+    accumulation: int = 1  # micro-batches of a step, as the script says; the last window of an epoch may have fewer
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ class Evidence:
     reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
     label_weights: LabelWeights | None = None  # where every rank's loss is one that can be read, and nothing beside it
     undivided: Promise | None = None  # of the mean, although each micro-batch's whole loss is added up
+    beside: int = 0  # how often other terms count beside labels that num_items_in_batch divides; 0: not known, or none
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
     directions: npt.NDArray[np.float64] | None = None  # (N, P) a few numbers of each rank's, where no pairs are known

@@ -47,6 +47,8 @@ class Context:
     trainer: Promise | None = None  # what the trainer around this training says
     by_items: bool = False  # see LabelWeights
     undivided: bool = False  # each micro-batch's backward began with a whole mean
+    beside: int = 0  # see Evidence
+    accumulation: int = 1  # micro-batches of a step, as the script says
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
         grad_norm=seen.norms,
         direction=seen.direction,
         noise_scale=noise,
-        objective=_objective(gathered),
+        objective=_objective(gathered, layout),
         seconds=context.seconds,
         cosine_matrix=None if seen.cosines is None else tuple(tuple(row) for row in seen.cosines.tolist()),
         layers=_layers(gathered, layout, context.layer_names),
@@ -103,19 +105,48 @@ def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
     )
 
 
-def _objective(gathered: Gathered) -> ObjectiveStats:
+def _objective(gathered: Gathered, layout: Layout) -> ObjectiveStats:
     """Sum up all labels, in the mean of the ranks' losses."""
     own, ranks = gathered.objective, gathered.ranks
     if not on_all(own.known):
         return ObjectiveStats(known=False)
     times = gathered.loss.scale * ranks
+    angle, error = _mean_of_means(gathered, layout) or (None, None)
     return ObjectiveStats(
         weight_sum=float((own.weight / times).sum()),
         weight_min=float((own.smallest / times).min()),
         weight_max=float((own.largest / times).max()),
         labels=round(float(own.labels.sum())),
         known=True,
+        mean_of_means_angle=angle,
+        mean_of_means_angle_error=error,
     )
+
+
+ALIKE = 1e-3  # relative difference up to which a rank's labels weigh alike
+
+
+def _mean_of_means(gathered: Gathered, layout: Layout) -> tuple[float, float] | None:
+    """Return the angle from the ranks' mean to the gradient in which all labels weigh alike, and its error.
+
+    Rank r's gradient g_r is a sum over its T_r labels, each of weight w_r: the sum of all labels' gradients is that of
+    g_r / w_r. For means over the ranks' own labels w_r is 1 / T_r.
+    """
+    own, scale = gathered.objective, gathered.loss.scale
+    alone = bool((own.others == NO_OTHERS).all()) and not bool(own.class_weights.any())
+    within = on_all(own.smallest) and bool((own.largest <= own.smallest * (1.0 + ALIKE)).all())
+    if not alone or not within or not on_all(own.labels) or not on_all(gathered.local.seen):
+        return None
+    gram, size = gathered.gram, 0
+    if gram is None:
+        if gathered.each is None or layout.size == 0:
+            return None
+        sketches, size = gathered.each.sketches, layout.size
+        gram = sketches @ sketches.T
+    elif gathered.leftover:  # sketches are of the step alone
+        return None
+    angle, error = statistics.angle_between(gram, 1.0 / scale, own.labels / own.weight, size)
+    return (angle, error) if math.isfinite(angle) else None
 
 
 def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
@@ -215,6 +246,7 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         label_tokens=_label_tokens(gathered),
         label_weights=_label_weights(gathered, context),
         undivided=_undivided(gathered, context),
+        beside=context.beside if len(set(gathered.code.objective.tolist())) == 1 else 0,
         non_finite=non_finite,
         zero_gradient=zero,
         stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
@@ -253,6 +285,7 @@ def _label_weights(gathered: Gathered, context: Context) -> LabelWeights | None:
         by_items=context.by_items,
         passed=_passed(own.weight / scale, own.count * own.factor),
         labels=round(float(own.labels.sum())),
+        accumulation=context.accumulation,
     )
 
 

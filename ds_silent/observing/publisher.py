@@ -85,6 +85,8 @@ class Publisher:
             capture.framework.promise,
             objective.items is not None,
             objective.items is None and objective.is_undivided(capture.framework.micro_batches),
+            objective.counted_beside(capture.shape.ranks),
+            capture.framework.micro_batches,
         )
 
     # -- what was gathered of a step -------------------------------------------------------------------------------

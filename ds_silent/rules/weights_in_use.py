@@ -1,20 +1,27 @@
-"""Check that the low-precision weights that a forward uses are the rounded fp32 masters that the optimizer updates.
+"""Check that the weights that a forward uses are those that the optimizer updates: rounded masters, gathered shards.
 
-Both are as the last update left them, between the reduction and the optimizer of the next step. Of each piece up to
-``SAMPLES`` elements, evenly spread and other ones at each look, are compared bit for bit with their masters, rounded to
-nearest; looked at are ``LOOKED_AT`` measured steps, from the first and from every ``EVERY``-th on. A framework that
-keeps no masters, or whose copies are rounded otherwise, names no copies.
+Masters and their copies are as the last update left them, between the reduction and the optimizer of the next step. Of
+each piece up to ``SAMPLES`` elements, evenly spread and other ones at each look, are compared bit for bit with their
+masters, rounded to nearest; looked at are ``LOOKED_AT`` measured steps, from the first and from every ``EVERY``-th on.
+A framework that keeps no masters, or whose copies are rounded otherwise, names no copies.
+
+What a forward gathers from the ranks' shards is looked at in that forward, behind the framework's own hook: the part
+that comes from this rank must be this rank's shard, cast to the gathered dtype. No other rank is asked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_silent.device import ReadLater
-from ds_silent.framework import Framework, WeightCopy
+from ds_silent.framework import Framework, GatheredPiece, WeightCopy
+from ds_silent.patches import Patches
 from ds_silent.rules.batch import EVERY, LOOKED_AT
 from ds_silent.rules.rule import Breach, Rule
 
@@ -72,8 +79,12 @@ def unequal_samples(copies: list[WeightCopy], look: int) -> Tensor:
     """
     weights = torch.cat([sample(copy.weights, look) for copy in copies])
     masters = torch.cat([sample(copy.masters, look) for copy in copies])
-    rounded = masters.to(weights.device, non_blocking=True).to(weights.dtype)
-    return (weights != rounded) & ~(weights.isnan() & rounded.isnan())
+    return _unequal(weights, masters)
+
+
+def _unequal(used: Tensor, updated: Tensor) -> Tensor:
+    rounded = updated.to(used.device, non_blocking=True).to(used.dtype)
+    return (used != rounded) & ~(used.isnan() & rounded.isnan())
 
 
 def _breach(unequal: list[str], step: int) -> Breach:
@@ -87,5 +98,72 @@ def _breach(unequal: list[str], step: int) -> Breach:
         "forward computes with other weights than the optimizer updates, and the next update overwrites them.",
         remedy="Write weights through deepspeed.utils.safe_set_full_fp32_param, or load them before the engine is "
         "made; else go back to the last checkpoint before this step.",
+        since=step,
+    )
+
+
+class GatheredWeights(Rule):
+    """Compare samples of what a forward has gathered with the shards of this rank."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._steps = 0  # measured
+        self._looked = set[int]()  # modules, since the last measured step
+        self._since = 0  # the step of the first of them
+        self._names: list[str] = []
+        self._unequal: list[Tensor] = []  # bool (), of each name
+        self._later: list[tuple[int, list[str], ReadLater]] = []
+        self._found: tuple[Breach, ...] = ()
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look behind the hooks that gather: they were there before."""
+        pieces: dict[nn.Module, list[GatheredPiece]] = {}
+        for piece in self._framework.gathered():
+            pieces.setdefault(piece.module, []).append(piece)
+        for module, own in pieces.items():
+            patches.add(module.register_forward_pre_hook(partial(safely, self._forward, own)))
+
+    @torch.no_grad()
+    def _forward(self, pieces: Sequence[GatheredPiece], module: nn.Module, args: Any) -> None:
+        looks = self._steps % EVERY < LOOKED_AT and id(module) not in self._looked
+        if not looks or torch.compiler.is_compiling():
+            return
+        self._since = self._since if self._looked else self._framework.step
+        self._looked.add(id(module))
+        for piece in pieces:
+            own = piece.own()
+            if own is not None and own[0].numel():
+                used, updated = (sample(values, self._steps) for values in own)
+                self._names.append(piece.name)
+                self._unequal.append(_unequal(used, updated).any())
+
+    def breaches(self) -> tuple[Breach, ...]:
+        """Return what the newest look that has arrived has found."""
+        if self._unequal:
+            self._later.append((self._since, self._names, ReadLater(torch.stack(self._unequal))))
+        self._names, self._unequal = [], []
+        self._looked.clear()
+        self._steps += 1
+        while self._later and self._later[0][2].ready:
+            step, names, later = self._later.pop(0)
+            stale = [name for name, unequal in zip(names, later.values.tolist(), strict=True) if unequal]
+            if not stale:
+                self._found = ()
+            elif not self._found:
+                self._found = (_stale(stale, step),)
+        return self._found
+
+
+def _stale(names: list[str], step: int) -> Breach:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return Breach(
+        key="weights:gathered",
+        kind="weights-mismatch",
+        severity="error",
+        where=names[0],
+        message=f"What a forward has gathered is not what the shards hold: {', '.join(names[:_SHOWN])}{more}. The "
+        "forward computes with other weights than the optimizer updates.",
+        remedy="Look for weights that stay gathered over an update (set_reshard_after_backward(False)), and for code "
+        "that writes them while they are whole.",
         since=step,
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.capture.loss_graph import comes_of, is_share, made_by
+from ds_silent.capture.loss_origin import comes_of, is_share, made_by
 
 
 @pytest.fixture

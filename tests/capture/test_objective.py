@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from ds_silent.capture.loss_graph import NODES
-from ds_silent.capture.objective import LocalObjective
+from ds_silent.capture.loss_graph import NODES, terms_of
+from ds_silent.capture.objective import NO_OTHERS, LocalObjective
 from ds_silent.capture.step import StepMoments
 
 CLASSES, ROWS, STEPS = 8, 6, 12
@@ -308,6 +308,67 @@ def test_a_division_by_the_items_is_known_from_any_other() -> None:
     assert _items(twice, lambda x, n: _summed(x, n) / n, torch.tensor(4))
     assert twice.constants is not None
     assert twice.constants.by_tensor
+
+
+def smoother(logits: Tensor, epsilon: float = 0.1, items: Any = None) -> Tensor:
+    """transformers' LabelSmoother, as its Trainer calls it; before 5.13 it had no ``items``."""
+    log = -logits.log_softmax(1)
+    padding = TARGETS.eq(-100)[:, None]
+    own, every = log.gather(1, TARGETS.clamp(0)[:, None]), log.sum(1, keepdim=True, dtype=torch.float32)
+    own.masked_fill_(padding, 0.0)
+    every.masked_fill_(padding, 0.0)
+    count = padding.numel() - padding.long().sum() if items is None else items
+    return (1 - epsilon) * (own.sum() / count) + epsilon * (every.sum() / (count * CLASSES))
+
+
+def test_a_smoothed_label_weighs_its_own_and_what_its_classes_do() -> None:
+    """By hand: the cross-entropy of each of the 4 labels with its soft target counts once in the sum."""
+    for epsilon in (0.1, 0.4):
+        _backward(objective := LocalObjective(), 3 * smoother(_logits(), epsilon))
+        assert _numbers(objective) == pytest.approx((3, 3 / 4, 3 / 4, 4), rel=1e-6)
+        assert objective.numbers().others == NO_OTHERS
+        assert objective.numbers().factor == pytest.approx(3.0)
+    objective, items = LocalObjective(), torch.tensor(16)
+    assert _items(objective, lambda x, n: 2 * smoother(x, items=n), items)
+    assert _numbers(objective) == pytest.approx((1 / 2, 1 / 8, 1 / 8, 4), rel=1e-6)
+    assert objective.constants is not None
+    assert (objective.constants.times, objective.constants.by_tensor) == (pytest.approx(2.0), False)
+    other = TARGETS.eq(1)[:, None]
+    each = _logits().log_softmax(1)
+    gathered, summed = each.gather(1, TARGETS.clamp(0)[:, None]), each.sum(1, keepdim=True)
+    another_mask = gathered.masked_fill(TARGETS.eq(-100)[:, None], 0.0).sum() + summed.masked_fill(other, 0.0).sum()
+    entropy = (each.exp() * each).sum(1, keepdim=True).masked_fill(other, 0.0).sum()
+    for apart in (another_mask, gathered.masked_fill(other, 0.0).sum() + entropy):
+        terms = terms_of(apart)
+        assert terms is not None
+        assert [term.smoothing for term in terms] == [None, None]
+
+
+def test_how_often_a_term_counts_beside_labels_that_the_items_divide() -> None:
+    def counted(loss: Callable[[Tensor, Any], Tensor], backwards: int = 4, ranks: int = 3) -> int:
+        objective, items = LocalObjective(), torch.tensor(16)
+        objective.items = items
+        for _ in range(backwards):
+            _backward(objective, loss(_logits(), items))
+        return objective.counted_beside(ranks)
+
+    def routed(logits: Tensor) -> Tensor:
+        return (logits.softmax(1).mean(0) * torch.ones(CLASSES)).sum() * CLASSES
+
+    assert counted(lambda x, n: 3 * (_summed(x, n) + 0.02 * routed(x))) == 4 * 3
+    assert counted(lambda x, n: 3 * (_summed(x, n) + 0.02 * routed(x)), backwards=1) == 3
+    assert counted(lambda x, n: _summed(x, n) + 0.02 * routed(x)) == 4
+    silent: dict[str, Callable[[Tensor, Any], Tensor]] = {
+        "divided": lambda x, n: 3 * _summed(x, n) + 0.02 * routed(x) / 4,
+        "divided by a tensor": lambda x, n: 3 * (_summed(x, n) + routed(x) / torch.tensor(4.0)),
+        "the labels alone are multiplied": lambda x, n: 3 * _summed(x, n) + 0.02 * routed(x),
+        "no other": lambda x, n: 3 * _summed(x, n),
+        "no items": lambda x, n: 3 * (F.cross_entropy(x, TARGETS) + 0.02 * routed(x)),
+        "a loss scale": lambda x, n: torch.tensor(8.0) * (_summed(x, n) + 0.02 * routed(x)),
+        "smoothed": lambda x, n: 3 * smoother(x, items=n),
+    }
+    for name, loss in silent.items():
+        assert counted(loss) == 0, name
 
 
 def _preferred(logits: Tensor) -> Tensor:

@@ -53,6 +53,37 @@ def told(*steps: LabelWeights | None, ranks: int = 3) -> list[Event]:
     return [e for one in steps for e in made.judge.step(made.record(), Evidence(label_weights=one))]
 
 
+SHORT: dict[str, Any] = {"promise": TRAINER, "trainer": TRAINER, "backwards": frozenset({2}), "accumulation": 4}
+
+
+def test_a_short_window_that_a_trainer_divides_by_the_configured_number_is_told() -> None:
+    [event] = told(weights(1.0, (2.0,), **SHORT), weights(0.5, (4.0,), **SHORT))
+    assert (event.severity, event.effect) == ("warning", 0.5)
+    assert "this window has 2 micro-batches, and each is divided by the configured 4" in event.message
+    assert "transformers' Trainer promises the mean" in event.message
+    three = {**SHORT, "backwards": frozenset({3})}
+    assert [event.effect for event in told(weights(0.75, (4.0,), **three))] == [0.75]
+    for silent in (
+        weights(0.75, (4.0,), **three, by_tensor=True),
+        weights(0.75, (3.0,), **three),
+        weights(0.75, (4.0, 2.0), **three),
+        weights(0.75, (4.0,), **{**three, "trainer": None}),
+        weights(0.75, (4.0,), **{**three, "promise": ENGINE, "trainer": None}, wrapper=0.25),
+        weights(0.75, (4.0,), **{**three, "accumulation": 1}),
+        weights([0.5, 0.75, 1.0], (4.0,), **three),
+    ):
+        assert told(silent) == []
+
+
+def test_a_term_that_counts_more_often_than_the_labels_beside_it_is_a_note() -> None:
+    made = Run(ranks=3)
+    given = [Evidence(beside=one) for one in (12, 12, 0, *[12] * (2 * STEPS))]
+    [event] = [event for one in given for event in made.judge.step(made.record(), one)]
+    assert (event.step, event.severity, event.effect, event.kind) == (3 + STEPS, "info", 12.0, "objective-mismatch")
+    assert "counts 12 times" in event.message
+    assert undivided(None) == [] == list(made.judge.step(made.record(), Evidence(beside=1)))
+
+
 BROKEN = {
     "the engine and the script": (weights(0.25, (4.0,), promise=ENGINE, wrapper=0.25), "the script has divided"),
     "the wrapper does not divide": (weights(4.0, (), promise=ENGINE, wrapper=1.0), "and multiplies by 1."),

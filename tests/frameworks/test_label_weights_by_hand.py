@@ -1,5 +1,7 @@
 """What a label weighs in a step, by hand in float64: 5 kinds of loops x 4 losses x 2 accumulations, on 2 ranks.
 
+So is the angle from the mean of the ranks' means to the mean over all labels, from gradients of the whole model.
+
 What a framework promises of it is told where it is broken, what a script's own loop does is a note.
 """
 
@@ -71,8 +73,25 @@ def loss_of(model: Any, loss: str, x: Tensor, y: Tensor, items: int, accumulatio
     return (F.cross_entropy(logits, y.clamp(min=0), reduction="none") * mask).sum() / mask.sum()
 
 
-def train(case: tuple[str, str, int], directory: str) -> tuple[list[Any], list[Any]]:
-    """Records and events, on rank 0."""
+def flat_gradient(loss: Tensor, model: nn.Module) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def angle_by_hand(model: Any, loss: str, batches: list[tuple[Tensor, Tensor]], items: int) -> float:
+    """Degrees between the mean of the ranks' gradients and that of the mean over all labels. A collective."""
+    module = getattr(model, "module", model)
+    held = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in module.state_dict().items()}
+    plain = Model().double()
+    plain.load_state_dict(held)
+    own = sum(loss_of(plain, loss, x.double(), y, items, len(batches)) for x, y in batches)
+    summed = sum(F.cross_entropy(plain(x.double()), y, reduction="sum") for x, y in batches)
+    gradients = torch.stack([flat_gradient(one, plain) for one in (own, summed)])  # type: ignore[arg-type]
+    dist.all_reduce(gradients)
+    return math.degrees(math.acos(min(1.0, float(F.cosine_similarity(gradients[0], gradients[1], dim=0)))))
+
+
+def train(case: tuple[str, str, int], directory: str) -> tuple[list[Any], list[Any], list[float]]:
+    """Records and events, on rank 0, and the steps' angles by hand."""
     loop, loss, accumulation = case
     torch.manual_seed(0)
     model: Any = Model()
@@ -101,16 +120,21 @@ def train(case: tuple[str, str, int], directory: str) -> tuple[list[Any], list[A
             "steps_per_print": 10**9,
         }
         model, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    angles: list[float] = []
     given = {} if loop.startswith("stage") else {"optimizer": optimizer, "accumulation": accumulation}
     with ds_silent.observe(model, config=block, **given):
         generator = torch.Generator().manual_seed(dist.get_rank())
         for step in range(1, STEPS + 1):
             counts = counts_of(step, accumulation)
             items = sum(itertools.chain(*counts))
-            for micro, count in enumerate(counts[dist.get_rank()]):
+            batches = []
+            for count in counts[dist.get_rank()]:
                 x = torch.randn(ROWS, WIDTH, generator=generator)
                 y = torch.randint(0, CLASSES, (ROWS,), generator=generator)
                 y[count:] = -100
+                batches.append((x, y))
+            angles.append(angle_by_hand(model, loss, batches, items))
+            for micro, (x, y) in enumerate(batches):
                 last = micro + 1 == accumulation
                 if loop == "fsdp2":
                     model.set_requires_gradient_sync(last)
@@ -129,9 +153,9 @@ def train(case: tuple[str, str, int], directory: str) -> tuple[list[Any], list[A
                         optimizer.step()
                         optimizer.zero_grad()
     if dist.get_rank():
-        return [], []
+        return [], [], []
     folder = Path(directory)
-    return list(read_metrics(folder / "metrics.jsonl")), list(read_events(folder / "events.jsonl"))
+    return list(read_metrics(folder / "metrics.jsonl")), list(read_events(folder / "events.jsonl")), angles
 
 
 def train_all(directory: str) -> list[Any]:
@@ -142,7 +166,7 @@ def train_all(directory: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Any], list[Any]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Any], list[Any], list[float]]]:
     return run_distributed(train_all, RANKS, (str(tmp_path_factory.mktemp("weights")),), timeout=600)[0]
 
 
@@ -150,10 +174,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Any], l
 @pytest.mark.parametrize("place", range(len(CASES)), ids=lambda place: ", ".join(map(str, CASES[place])))
 def test_each_label_weighs_what_it_does_by_hand(trained: Any, place: int) -> None:
     loop, loss, accumulation = CASES[place]
-    records, events = trained[place]
+    records, events, angles = trained[place]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    for record in records:
-        assert record["objective"] == pytest.approx(by_hand(loop, loss, record["step"], accumulation), rel=1e-6)
+    for record, expected in zip(records, angles, strict=True):
+        found = record["objective"]
+        angle, error = found.pop("mean_of_means_angle"), found.pop("mean_of_means_angle_error")
+        assert found == pytest.approx(by_hand(loop, loss, record["step"], accumulation), rel=1e-6)
+        if accumulation > 1 and loss != "sum over items":
+            assert angle is error is None, "the labels of a rank's micro-batches do not weigh alike"
+            assert expected > 0.1
+        elif loss == "sum over items":
+            assert (angle, error) == pytest.approx((0.0, 0.0), abs=1e-4)
+            assert expected < 1e-4
+        else:
+            assert 1.0 < expected < 30.0
+            assert angle == pytest.approx(expected, abs=4.0 * error)
+            assert 0.0 < error < 0.1 * angle
     found = [(e["step"], e["severity"], e["effect"]) for e in events if e["kind"] == "objective-mismatch"]
     own_loop = loop in ("ddp", "fsdp2")
     if (loss, accumulation) == ("mean over accumulation", 4) and not own_loop:

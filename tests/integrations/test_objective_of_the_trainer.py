@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_silent.detectors.label_weights import STEPS
+from ds_silent.sinks.jsonl import read_events
 from tests.integrations import hf_training
 from tests.integrations.hf_training import HFCase, HFTrace, train
 from tests.integrations.test_huggingface import ran
 
 pytest.importorskip("transformers", minversion="5.0")
 RANKS, ACCUMULATION = 2, 2
+LLAMA = hf_training.model_of
 CASE = HFCase(accumulation=ACCUMULATION, steps=4, loss="given")
 
 
@@ -70,6 +73,101 @@ def plain_mean(directory: Path, observed: bool) -> HFTrace:
         return train(HFCase(accumulation=ACCUMULATION, steps=4), directory, observed)
     finally:
         Trainer.compute_loss = original
+
+
+SMOOTHING = {"label_smoothing_factor": 0.1}
+SHORT = HFCase(accumulation=3, epochs=1)  # of 8 micro-batches: the last of 3 windows has 2
+
+
+def smoothed_without_items(directory: Path, observed: bool) -> HFTrace:
+    """The smoother of transformers before 5.13, issue 46731."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    original = LabelSmoother.__call__
+
+    def without(self: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, **_: Any) -> Any:
+        return original(self, outputs, labels, shift_labels)
+
+    LabelSmoother.__call__ = without
+    try:
+        return train(HFCase(accumulation=ACCUMULATION, steps=4, named=SMOOTHING), directory, observed)
+    finally:
+        LabelSmoother.__call__ = original
+
+
+def with_model(make: Callable[[], Any], case: HFCase, directory: Path, observed: bool) -> HFTrace:
+    original = hf_training.model_of
+    hf_training.model_of = lambda dropout=0.0: make()
+    try:
+        return train(case, directory, observed)
+    finally:
+        hf_training.model_of = original
+
+
+def mixture() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=40, **sizes, **experts, output_router_logits=True, router_aux_loss_coef=0.5)
+    config._experts_implementation = "eager"
+    return MixtralForCausalLM(config)
+
+
+def without_items() -> Any:
+    """A model whose loss is a mean, which the Trainer divides by as many micro-batches as come."""
+    model = LLAMA()
+    model.accepts_loss_kwargs = False
+    return model
+
+
+def divided_by_the_configured(directory: Path, observed: bool) -> HFTrace:
+    """The Trainer of transformers 4.45, on a short window."""
+    from transformers import Trainer
+
+    Trainer.current_gradient_accumulation_steps = property(lambda _: 3, lambda _, value: None)
+    try:
+        return with_model(without_items, SHORT, directory, observed)
+    finally:
+        del Trainer.current_gradient_accumulation_steps
+
+
+def train_more(directory: str, observed: bool) -> dict[str, HFTrace]:
+    smoothed = HFCase(accumulation=ACCUMULATION, steps=4, named=SMOOTHING)
+    made = {
+        "smoothed": lambda at: train(smoothed, at, observed),
+        "smoothed, without items": lambda at: smoothed_without_items(at, observed),
+        "mixture": lambda at: with_model(mixture, HFCase(accumulation=ACCUMULATION, steps=4), at, observed),
+        "short": lambda at: train(SHORT, at, observed),
+        "short, without items": lambda at: with_model(without_items, SHORT, at, observed),
+        "short, divided by the configured": lambda at: divided_by_the_configured(at, observed),
+    }
+    return {name: one(Path(directory, str(place))) for place, (name, one) in enumerate(made.items())}
+
+
+def test_smoothed_labels_routers_and_short_windows(tmp_path: Path) -> None:
+    found = ran(train_more, str(tmp_path))[0]
+    told = {
+        name: [(e["step"], e["severity"], pytest.approx(e["effect"], rel=1e-4)) for e in trace.events]
+        for name, trace in found.items()
+    }
+    assert told == {
+        **{name: [] for name in found},
+        "smoothed, without items": [(1, "warning", float(ACCUMULATION * RANKS))],
+        "short, divided by the configured": [(3, "warning", 2 / 3)],
+    }
+    for name in ("smoothed", "mixture", "short"):
+        for record in found[name].records:
+            own = record["objective"]
+            assert own["known"] is True, name
+            assert own["weight_sum"] == pytest.approx(1.0, rel=1e-5), name
+            assert own["weight_min"] == pytest.approx(1.0 / own["labels"], rel=1e-5), name
+            assert own["weight_max"] == pytest.approx(1.0 / own["labels"], rel=1e-5), name
+    [note] = [e for e in read_events(tmp_path / "2" / "silent" / "events.jsonl") if e["kind"] == "objective-mismatch"]
+    assert (note["step"], note["severity"], note["effect"]) == (STEPS, "info", ACCUMULATION * RANKS)
+    whole = found["short, without items"].records
+    assert [record["objective"]["weight_sum"] for record in whole] == pytest.approx([1.0] * 3, rel=1e-5)
 
 
 def train_all(directory: str, observed: bool) -> list[HFTrace]:

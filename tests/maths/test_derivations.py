@@ -11,7 +11,7 @@ import torch
 
 from ds_silent.detectors.sequential import WITHIN, SequentialTest
 from ds_silent.maths.sketch import cosine_error, effective_size, make_plan, sketch_of
-from ds_silent.maths.statistics import mean_cosine_error, noise_scale
+from ds_silent.maths.statistics import angle_between, mean_cosine_error, noise_scale
 
 SIZE, DIMENSION, SEEDS = 256, 40_000, 400
 
@@ -54,6 +54,25 @@ def test_standard_errors_of_cosine_mean_and_norm(gram: tuple[torch.Tensor, torch
     assert float(pairs.mean(1).std()) == pytest.approx(stated, rel=0.15)
     as_if_independent = math.sqrt(float(pairs.var(0).sum())) / 3
     assert stated > 1.2 * as_if_independent  # pairs share ranks
+
+
+def test_the_angle_of_two_weighted_sums_and_its_error(gram: tuple[torch.Tensor, torch.Tensor]) -> None:
+    true, seen = gram
+    equal = torch.ones(3, dtype=torch.float64)
+    for weights in ((1.0, 2.0, 9.0), (3.0, 1.0, 1.0), (1.0, -1.0, 0.0), (-1.0, -1.0, -2.0)):
+        other = torch.tensor(weights, dtype=torch.float64)
+        dot, lengths = equal @ true @ other, (equal @ true @ equal).sqrt() * (other @ true @ other).sqrt()
+        angle, none = angle_between(true, equal, other, 0)
+        assert (angle, none) == (pytest.approx(math.degrees(math.acos(dot / lengths))), 0.0)
+        estimates = torch.tensor([angle_between(one, equal, other, SIZE) for one in seen])
+        stated = angle_between(true, equal, other, SIZE)[1]
+        assert float(estimates[:, 0].mean()) == pytest.approx(angle, abs=4 * stated / math.sqrt(SEEDS) + 0.01 * stated)
+        assert float(estimates[:, 0].std()) == pytest.approx(stated, rel=0.15)
+        assert float(estimates[:, 1].mean()) == pytest.approx(stated, rel=0.05)
+    assert angle_between(true, equal, 7.0 * equal, SIZE) == pytest.approx((0.0, 0.0), abs=1e-6)
+    nothing = torch.zeros(3, dtype=torch.float64)
+    for one, other, known in ((nothing, equal, true), (equal, nothing, true), (equal, equal, true * math.nan)):
+        assert all(map(math.isnan, angle_between(known, one, other, SIZE)))
 
 
 def test_the_noise_scale_and_the_cosine_that_follows_from_it() -> None:

@@ -33,7 +33,7 @@ def full_record(step: int = 12, ranks: int = 4, **changes: object) -> StepRecord
         "noise_scale": 310.25,
         "coverage": CoverageStats(3, 0.25, 0.0625),
         "integrity": IntegrityStats(1e-7, 2e-6, ((0, 1), (2, 3))),
-        "objective": ObjectiveStats(1.0625, 0.0019, 0.0021, 517, True),
+        "objective": ObjectiveStats(1.0625, 0.0019, 0.0021, 517, True, 2.125, 0.25),
         "seconds": Seconds(0.3, 0.002),
         "cosine_matrix": tuple(tuple(1.0 if i == j else 0.04 for j in range(ranks)) for i in range(ranks)),
         "layers": (LayerStats("model.layers.0", 0.7, 0.07, 0.33, 0.02), LayerStats("lm_head", 0.8, 0.08, 0.44, 0.03)),

@@ -44,6 +44,7 @@ EXPECTED = {
     "silent/integrity/replica_groups": 2.0,
     "silent/objective/weight_sum": 1.0625,
     "silent/objective/spread": 0.0021 / 0.0019,
+    "silent/objective/mean_of_means_angle": 2.125,
     **{f"silent/per_rank/loss/rank_{rank}": 2.0 + 0.1 * rank for rank in range(4)},
     **{f"silent/per_rank/grad_norm/rank_{rank}": 0.9 + 0.01 * rank for rank in range(4)},
     **{f"silent/per_rank/cosine/rank_{rank}": 0.05 + 0.001 * rank for rank in range(4)},

@@ -19,12 +19,12 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from ds_silent.capture.forwards import loss_in
-from ds_silent.capture.loss_graph import Made, comes_of, is_share, made_by
+from ds_silent.capture.loss_origin import Made, comes_of, is_share, made_by
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.framework import Framework, Moments, Part, Peers, Promise, Setting, StepCounts, WeightCopy
+from ds_silent.framework import Framework, GatheredPiece, Moments, Part, Peers, Promise, Setting, StepCounts, WeightCopy
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
 from ds_silent.frameworks.deepspeed.engine_settings import settings_of
-from ds_silent.frameworks.deepspeed.masters import masters_of
+from ds_silent.frameworks.deepspeed.masters import gathered_by, masters_of
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.reduction import (
     KeptGradients,
@@ -261,6 +261,9 @@ class DeepSpeedFramework(Framework):
 
     def copies(self) -> list[WeightCopy]:
         return masters_of(self._engine)
+
+    def gathered(self) -> list[GatheredPiece]:
+        return gathered_by(self._engine)
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         return replicated_parameters(self._engine), lambda: replicated_state(self._engine)

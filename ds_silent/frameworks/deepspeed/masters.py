@@ -1,6 +1,7 @@
-"""Where DeepSpeed keeps the fp32 masters of this rank, and the low-precision weights that are made of them.
+"""Where DeepSpeed keeps the fp32 masters of this rank, the weights that are made of them, and what stage 3 gathers.
 
     masters_of(engine)      # [(name, weights, masters)]: flat, of the same elements, as they are now
+    gathered_by(engine)     # of each parameter, in its module's forward: what was gathered, and this rank's shard
 
 Between two updates the weights are the rounded masters. What cannot be found for certain is left out: states that are
 swapped or were moved (``offload_states``), and pieces whose places speak of another order (``round_robin_gradients``).
@@ -9,11 +10,13 @@ swapped or were moved (``offload_states``), and pieces whose places speak of ano
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.framework import WeightCopy
+from ds_silent.framework import GatheredPiece, WeightCopy
 
 
 def masters_of(engine: Any) -> list[WeightCopy]:
@@ -26,6 +29,34 @@ def masters_of(engine: Any) -> list[WeightCopy]:
         for parameter, weights, masters in pieces
         if id(parameter) in names and weights.dtype != masters.dtype and weights.numel() == masters.numel()
     ]
+
+
+def gathered_by(engine: Any) -> list[GatheredPiece]:
+    """Return stage 3's parameters, which DeepSpeed's pre-hook of their own module gathers (0.16.9 to 0.19.8).
+
+    Weights that travel quantised are not those of the shards.
+    """
+    config = engine._config.zero_config
+    names = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+    if engine.zero_optimization_stage() != 3 or any(getattr(config, name, False) for name in names):
+        return []
+    return [
+        GatheredPiece(f"{path}.{name}" if path else name, module, partial(_own_piece, parameter))
+        for path, module in engine.module.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if hasattr(parameter, "ds_tensor")
+    ]
+
+
+def _own_piece(parameter: Any) -> tuple[Tensor, Tensor] | None:
+    shard, group = parameter.ds_tensor, parameter.ds_process_group
+    there = all(str(one).endswith(".AVAILABLE") for one in (parameter.ds_status, getattr(shard, "status", "")))
+    whole, each, ranks = parameter.data, int(shard.ds_numel), dist.get_world_size(group)
+    padded = 0 <= each * ranks - parameter.ds_numel < ranks  # each rank has one piece: no subgroup keeps it all
+    if not (there and padded and whole.is_contiguous() and whole.numel() == parameter.ds_numel):
+        return None
+    piece = whole.view(-1)[each * dist.get_rank(group) :][:each]
+    return piece, shard.data.view(-1)[: piece.numel()]
 
 
 Pieces = Iterator[tuple[Any, Tensor, Tensor]]

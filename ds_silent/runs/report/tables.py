@@ -186,8 +186,19 @@ def objective_of(run: RunRecords) -> str:
     if not len(spread) or spread.min() <= 0.0:
         return said
     most = float(spread.max())
-    alike = "All labels of a step count alike."
-    return f"{said} {alike if most <= 1.01 else f'Within a step one label counts up to {shown(most)} times another.'}"
+    if most <= 1.01:
+        return f"{said} All labels of a step count alike."
+    return f"{said} Within a step one label counts up to {shown(most)} times another{_turned(run)}."
+
+
+def _turned(run: RunRecords) -> str:
+    """Return what that costs, at the step at which it costs most; empty where it is not known."""
+    angles, errors = run.steps["mean of means angle"], run.steps["mean of means angle error"]
+    if not np.isfinite(angles).any():
+        return ""
+    at = int(np.nanargmax(angles))
+    error = f" (± {shown(errors[at])})" if errors[at] > 0.0 else ""
+    return f": each rank takes a mean of its own, which turns the gradient by up to {shown(angles[at])} degrees{error}"
 
 
 def _finite(values: Floats) -> Floats:

@@ -69,11 +69,11 @@ def test_the_row_of_an_event_has_the_steps_of_the_headline(tmp_path: Path) -> No
     assert "steps 9 to 30 (found at step 20)" in page
 
 
-def objective_of(directory: Path, *found: tuple[float, float, float] | None) -> str:
-    """The page's sentence on records with these weights: of all labels, of the least and of the largest."""
+def objective_of(directory: Path, *found: tuple[float, ...] | None) -> str:
+    """The page's sentence on records with these weights: of all labels, of the least and of the largest; an angle."""
     sink, run = JsonlSink(directory), Run()
     for one in found:
-        stats = ObjectiveStats(known=False) if one is None else ObjectiveStats(*one, labels=100, known=True)
+        stats = ObjectiveStats(known=False) if one is None else ObjectiveStats(*one[:3], 100, True, *one[3:])
         sink.write(replace(run.record(), objective=stats))
     sink.close()
     assert report(directory)[0] == 0
@@ -89,6 +89,10 @@ def test_the_objective_is_a_sentence(tmp_path: Path) -> None:
     assert objective_of(tmp_path / "even", even, even) == f"{mean} All labels of a step count alike."
     said = f"{mean} Within a step one label counts up to 1.8 times another."
     assert objective_of(tmp_path / "uneven", even, None, uneven) == said
+    turned = ": each rank takes a mean of its own, which turns the gradient by up to 2.5 degrees"
+    angles = [(*even, 0.0, 0.0), (*uneven, 2.5, 0.25), (*uneven, 1.0, 0.5), uneven]
+    assert objective_of(tmp_path / "turned", *angles) == f"{said[:-1]}{turned} (± 0.25)."
+    assert objective_of(tmp_path / "exactly", (*uneven, 2.5, 0.0)) == f"{said[:-1]}{turned}."
     added_up = "The labels of a step weigh together 4: its gradient is 4 times a mean's."
     assert objective_of(tmp_path / "added", (4.0, 0.01, 0.01)).startswith(added_up)
     sums = "The labels of a step weigh together 90 to 110; a mean's weigh 1."
