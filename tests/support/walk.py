@@ -10,7 +10,7 @@ Left out, because nothing in them can fail and something has to stand outside of
 
 * what is trained and what starts the ranks (``ds_silent.practice``);
 * the line ``try:`` itself;
-* the four lines of ``Patches.around`` that call the guarded entry and the training's own method.
+* the lines of ``Patches`` that call the guarded entry and the training's own method.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class Outcome:
 _IN_THE_TRAININGS_FRAME = (
     "Patches.around.<locals>.call",
     "Patches.before_backward.<locals>.backward",
+    "Patches.in_backward.<locals>.call",
+    "Patches.in_backward.<locals>.runs",
     "Patches.behind_method.<locals>.behind",
     "Patches.wrap_method.<locals>.call",
 )
