@@ -192,7 +192,7 @@ class StepLoop:
     def _end_step(self, step: int) -> None:
         """Forget the step, plan the next one, and let the responses look at what was updated."""
         now, plan, publisher = time.perf_counter(), self.plan, self.publisher
-        self._guard.local(publisher.step_ended, step, plan.measures, now, self._observe_seconds)
+        self._guard.local(publisher.step_ended, self.lockstep.boundary, plan.measures, now, self._observe_seconds)
         self._guard.local(publisher.recorder.deliver)
         self._capture.moments.end_step()
         self._guard.state = self.lockstep.passed()
@@ -223,7 +223,7 @@ class StepLoop:
         """Every rank gets here at the same step, by the same word or the same comparison."""
         writes = self.publisher.recorder.writes
         if self.measures(step):
-            self.publisher.cut_short(step)
+            self.publisher.cut_short(self.lockstep.boundary)
         self._publish()
         framework, directory = self._capture.framework, self._home.directory
         saved = self._guard.collective(lambda: save_suspect(framework, step, why, directory, marks=writes))
