@@ -311,7 +311,7 @@ class Recorder:
         return self._newest
 
     def settle(self, drift: Drift | None, step: int | None = None) -> None:
-        """Judge the first of the records that wait, if it is of ``step``, with its ``drift``; or all, unnamed tensors."""
+        """Judge the first record that waits, if it is of ``step``, with its ``drift``; or all, the tensors unnamed."""
         self._beside.wait()
         while self._unjudged and step in (None, self._unjudged[0][0].step):
             record, evidence = self._unjudged.pop(0)
