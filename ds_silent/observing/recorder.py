@@ -240,10 +240,6 @@ class Recorder:
         self._beside.deliver()
 
     @property
-    def _judge(self) -> Judge | None:
-        return None if self._judgement is None else self._judgement.judge
-
-    @property
     def _wants_micro_batches(self) -> bool:
         return self._judgement is not None and self._judgement.checker.wants_micro_batches
 
@@ -284,9 +280,10 @@ class Recorder:
             self._report(repair_event(repair, len(self._members)))
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
-        if self._judge is not None:
-            events = self._judge.step(record, evidence)
-            self._sink.write_scores(self._judge.scores)
+        judge = None if self._judgement is None else self._judgement.judge
+        if judge is not None:
+            events = judge.step(record, evidence)
+            self._sink.write_scores(judge.scores)
             for event in events:
                 self._report(event)
 
@@ -315,10 +312,9 @@ class Recorder:
         self._beside.wait()
         while self._unjudged and step in (None, self._unjudged[0][0].step):
             record, evidence = self._unjudged.pop(0)
-            reduction = evidence.reduction
-            if drift is not None and reduction is not None:
-                reduction = replace(reduction, drift=drift)
-            self._judged(record, replace(evidence, reduction=reduction))
+            if drift is not None and evidence.reduction is not None:
+                evidence = replace(evidence, reduction=replace(evidence.reduction, drift=drift))
+            self._judged(record, evidence)
             if step is not None:
                 break
         self._beside.call()
@@ -326,7 +322,8 @@ class Recorder:
     def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
         """Report what was found in the last observation of all, and not before."""
         self._beside.wait()
-        for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
+        judge = None if self._judgement is None else self._judgement.judge
+        for event in [] if judge is None else judge.unlike(step, unlike):
             self._report(event)
         self._beside.call()
 

@@ -175,8 +175,9 @@ class StepLoop:
                 observation = Observation(Status(nothing=1.0, failed=observation.status.failed))
             wishes = self._guard.local(self.publisher.wishes)
         status = self.lockstep.status(step, observation.status)
-        self._guard.state = self.lockstep.sent()
-        return replace(observation, status=status, wishes=wishes or Wishes())
+        self._guard.state, wishes = self.lockstep.sent(), wishes or Wishes()
+        self._capture.said(status, wishes)
+        return replace(observation, status=status, wishes=wishes)
 
     def _respond(self, plan: StepPlan, step: int, asked: bool, act: Callable[[], None]) -> None:
         """Let the responses act, but where they talk and a rank has said in this step that it will not be there."""

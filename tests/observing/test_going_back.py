@@ -1,4 +1,4 @@
-"""A training that goes back to an earlier step in the same process: what it takes again is recorded and judged again."""
+"""A training goes back to an earlier step in its own process: what it takes again is recorded and judged again."""
 
 from __future__ import annotations
 
