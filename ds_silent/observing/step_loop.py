@@ -107,8 +107,7 @@ class StepLoop:
         if boundary:
             self._guard.state = self.lockstep.reduction()
             if not self.lockstep.whole:
-                # A step was left out after the last reduction: the others' observations of it wait for this rank's,
-                # and they for the reduction. So it is sent now, and says so.
+                # a step was left out behind the last reduction: the others wait for this rank's observation of it
                 self._exchange_step(self._capture.step)
                 self._end_step(self._capture.step)
         return self._capture.moments.micro_batch_ended(boundary)
