@@ -104,7 +104,9 @@ def test_what_was_written_comes_back_from_the_file_and_from_the_directory(tmp_pa
         assert len(trace) == 3
         assert all(alike(found, wrote) for found, wrote in zip(trace, steps, strict=True))
         assert trace.at(4).head == HEAD
-        assert trace.at(1).reduced.layer_sketches.shape == (2, 2)
+        reduced = trace.at(1).reduced
+        assert reduced is not None
+        assert reduced.layer_sketches.shape == (2, 2)
 
 
 def test_the_line_is_what_the_page_says(tmp_path: Path) -> None:
