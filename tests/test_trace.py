@@ -126,7 +126,7 @@ def test_the_line_is_what_the_page_says(tmp_path: Path) -> None:
     own = step(1, float("nan"))
     line = json.loads(write_step(own))
     assert line["loss"] == "nan"
-    assert line["rows"] == {"count": 64, "hash": "00ff00ff00ff00ff"}
+    assert line["rows"] == {"count": 64, "hash": "00ff00ff00ff00ff", "by": "content"}
     assert own.weights is not None
     assert struct.unpack("<19f", base64.b64decode(line["weights"])) == tuple(own.weights.tolist())
     assert set(line["local"]) == {"norm", *NAMES}
