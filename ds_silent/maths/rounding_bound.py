@@ -82,6 +82,17 @@ class Arithmetic:
         return names.get(self.total, f"mean times {self.total:g}")
 
 
+def reduction_rounding(arithmetic: Arithmetic, ranks: int) -> float:
+    """Return a bound on what one step's reduction loses, relative to the sum of its terms' lengths, in the worst order.
+
+    Each term is rounded ``before`` times and in each of N - 1 partial sums, the result as ``after`` says, and where
+    every micro-batch is reduced, their running sum each time.
+    """
+    unit = UNIT_ROUNDOFF[arithmetic.communication]
+    each = unit * (arithmetic.before + ranks - 1) + sum(UNIT_ROUNDOFF[dtype] for dtype in arithmetic.after)
+    return each + UNIT_ROUNDOFF[arithmetic.accumulation] * (arithmetic.reductions - 1)
+
+
 @dataclass(frozen=True)
 class AggregateCheck:
     """Lengths in the gradients' own unit (times the loss scale)."""
