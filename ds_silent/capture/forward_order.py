@@ -22,30 +22,33 @@ from ds_silent.framework import Framework
 
 
 class ForwardOrder:
-    """See the module docstring."""
+    """See the module docstring. Made while the modules hold the framework's parameters: a forward may hold others."""
 
     def __init__(self, framework: Framework, guard: CollectiveGuard):
-        self._framework, self._guard = framework, guard
-        self._begun = False
+        self._local, self._count = guard.local, len(framework.parameters)
+        known = {id(parameter): index for index, parameter in enumerate(framework.parameters)}
+        self._root = framework.module
+        self._holders: list[tuple[nn.Module, list[int]]] | None = [
+            (module, own)
+            for module in framework.module.modules()
+            if (own := [known[id(p)] for p in module.parameters(recurse=False) if id(p) in known])
+        ]
         self._hooks: list[Any] = []
         self._reached: dict[int, None] = {}  # parameters, in their order
 
     def begin(self) -> None:
         """Hook the modules, once. The outermost forward has begun: its own hooks are not called any more."""
-        if self._begun:
+        holders, self._holders = self._holders, None
+        if holders is None or torch.compiler.is_compiling() or any(map(_is_compiled, self._root.modules())):
             return
-        self._begun = True
-        modules = list(self._framework.module.modules())
-        if torch.compiler.is_compiling() or any(map(_is_compiled, modules)):
-            return
-        known = {id(parameter): index for index, parameter in enumerate(self._framework.parameters)}
-        for module in modules:
-            own = [known[id(p)] for p in module.parameters(recurse=False) if id(p) in known]
-            if own and module is self._framework.module:
+        for module, own in holders:
+            if module is self._root:
                 self._reach(own)
-            elif own:
-                reach = partial(self._guard.local, self._reach, own)
-                self._hooks.append(module.register_forward_pre_hook(_ignoring_arguments(reach)))
+            else:
+                self._hooks.append(module.register_forward_pre_hook(partial(self._local, self._forward, own)))
+
+    def _forward(self, parameters: list[int], *_: Any) -> None:
+        self._reach(parameters)
 
     def _reach(self, parameters: list[int]) -> None:
         for index in parameters:
@@ -59,15 +62,8 @@ class ForwardOrder:
 
     def of_parameters(self) -> list[int | None]:
         """Return the place of each parameter among those that were reached."""
-        places: dict[int, int] = {index: place for place, index in enumerate(self._reached)}
-        return [places.get(index) for index in range(len(self._framework.parameters))]
-
-
-def _ignoring_arguments(act: Any) -> Any:
-    def hook(*_: Any) -> None:
-        act()
-
-    return hook
+        places = {index: place for place, index in enumerate(self._reached)}
+        return [places.get(index) for index in range(self._count)]
 
 
 def _is_compiled(module: nn.Module) -> bool:
