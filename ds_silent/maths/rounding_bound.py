@@ -82,15 +82,18 @@ class Arithmetic:
         return names.get(self.total, f"mean times {self.total:g}")
 
 
-def reduction_rounding(arithmetic: Arithmetic, ranks: int) -> float:
-    """Return a bound on what one step's reduction loses, relative to the sum of its terms' lengths, in the worst order.
+def step_rounding(arithmetic: Arithmetic, ranks: int, micro_batches: int) -> float:
+    """Return what rounding takes at most from one step's gradient, relative to the lengths of its terms together.
 
-    Each term is rounded ``before`` times and in each of N - 1 partial sums, the result as ``after`` says, and where
-    every micro-batch is reduced, their running sum each time.
+    In the worst order: each term is rounded ``before`` times and in each of N - 1 partial sums, the result as ``after``
+    says, the sum of the micro-batches each time; and the gradient's sketch by its own rounding.
     """
-    unit = UNIT_ROUNDOFF[arithmetic.communication]
-    each = unit * (arithmetic.before + ranks - 1) + sum(UNIT_ROUNDOFF[dtype] for dtype in arithmetic.after)
-    return each + UNIT_ROUNDOFF[arithmetic.accumulation] * (arithmetic.reductions - 1)
+    reduced = UNIT_ROUNDOFF[arithmetic.communication] * (arithmetic.before + ranks - 1)
+    reduced += sum(UNIT_ROUNDOFF[dtype] for dtype in arithmetic.after)
+    accumulated = UNIT_ROUNDOFF[arithmetic.accumulation] * (micro_batches - 1)
+    return (
+        reduced + accumulated + UNIT_ROUNDOFF[torch.float32] * math.sqrt(arithmetic.elements / arithmetic.width / 2 + 8)
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ds_silent.exchange.observation import LEFT_OUT, EachRank, Gathered, Sums, o
 from ds_silent.exchange.row_ids import all_rows
 from ds_silent.extras import installed, version_of
 from ds_silent.framework import layers_of
-from ds_silent.maths.rounding_bound import reduction_rounding
+from ds_silent.maths.rounding_bound import step_rounding
 from ds_silent.maths.sketch import fold
 from ds_silent.measure.record import Context
 from ds_silent.records import StepRecord
@@ -38,6 +38,7 @@ from ds_silent.trace.form import Floats
 logger = logging.getLogger("ds_silent")
 PACKAGES = ("deepspeed", "megatron-core", "transformers", "trl", "accelerate", "lightning", "numpy")
 """Whose versions a head names, where the training has imported them."""
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,15 @@ class Tracer:
             counts,
             self._traced.order.of_parameters(),
         )
-        arithmetic = self._capture.arithmetic
+        arithmetic, micro_batches = self._capture.arithmetic, framework.micro_batches * framework.micro_batches_at_once
         self.head = Head(
             interval=self._config.interval * self._config.trace.interval,
             size=self._size,
             ranks=ranks,
-            micro_batches=framework.micro_batches * framework.micro_batches_at_once,
+            micro_batches=micro_batches,
             framework=framework.words.framework,
-            precision=_short(arithmetic.communication),
-            rounding=reduction_rounding(arithmetic, ranks),
+            precision=_PRECISIONS.get(arithmetic.communication, _short(arithmetic.communication)),
+            rounding=step_rounding(arithmetic, ranks, micro_batches),
             layer_size=self._layer_size,
             layers=tuple(map(Layer, names)),
             tensors=tuple(

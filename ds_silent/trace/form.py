@@ -64,7 +64,7 @@ class Head:
 
     Attributes:
         precision: of the gradients as they are reduced.
-        rounding: relative bound of what one step's reduction loses; None where it is not known.
+        rounding: what rounding takes at most from one step's gradient, relative to the lengths of its terms together.
         layer_size: numbers of one layer's sketch.
         sketch_size: ``direction.sketch_size``, of which both sizes are folds: where it is equal, and the shapes of the
             tensors in their order are, sketches of two trainings can be subtracted.

@@ -43,13 +43,10 @@ class Cell:
     told: bool = False
     seed: int = 5
     per_layer: bool = False
-    traced: bool = True
-    interval: int = 1
-    rate: float = 1e-2
+    observed: bool = True
 
     def block(self, directory: Path) -> dict[str, Any]:
-        block = Case(per_layer=self.per_layer, interval=self.interval).block(directory)
-        return block | ({"trace": {"size": 256}} if self.traced else {})
+        return Case(per_layer=self.per_layer).block(directory) | {"trace": {"size": 256}}
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,8 @@ def train(cell: Cell, directory: str, steps: int = STEPS) -> Outcome:
             if rank == 0:
                 truths.append(truth_of(weights, rows, ids))
             if cell.told:
-                mine = torch.tensor(ids).view(ranks, -1, ROWS)[rank]
-                for part in mine:
-                    made.observer._capture.rows._given.append(part)
+                for part in torch.tensor(ids).view(ranks, -1, ROWS)[rank]:
+                    made.observer.observe_batch(part)
             made.step(rows.view(ranks, -1, ROWS, LENGTH)[rank])
         after = hash_of(one.detach() for one in made.parameters())
         if made.observer is not None:
@@ -126,6 +122,11 @@ def start(cell: Cell, directory: Path, accumulation: int) -> Training:
     return _torch(cell, directory, accumulation)
 
 
+def falling(optimizer: Any) -> Any:
+    """A rate that is another in every step."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
 def _torch(cell: Cell, directory: Path, accumulation: int) -> Training:
     sharded = cell.kind != "ddp"
     if sharded:
@@ -134,8 +135,9 @@ def _torch(cell: Cell, directory: Path, accumulation: int) -> Training:
     else:
         model, optimizer = ddp_training.build(DDPCase(dtype=cell.dtype))
     attach = attach_fsdp2 if sharded else attach_ddp
-    observer = attach(model, optimizer, cell.block(directory), accumulation=accumulation, _gather_limit=cell.limit)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    block = cell.block(directory) if cell.observed else {"enabled": False}
+    observer = attach(model, optimizer, block, accumulation=accumulation, _gather_limit=cell.limit)
+    scheduler = falling(optimizer)
 
     def step(batches: Tensor) -> None:
         for number, batch in enumerate(batches):
@@ -159,15 +161,18 @@ def _deepspeed(cell: Cell, directory: Path, accumulation: int) -> Training:
         dtype=cell.dtype,
         accumulation=accumulation,
         clipping=CLIP,
-        per_layer=cell.per_layer,
-        interval=cell.interval,
-        top={"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": cell.rate, "warmup_num_steps": 10}}},
     )
     torch.manual_seed(1234)
     model = Probe(None)
     config = case.config(directory, False) | {"silent_consistency": cell.block(directory)}
+    if not cell.observed:
+        del config["silent_consistency"]
     engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=config, _gather_limit=cell.limit
+        model=model,
+        model_parameters=model.parameters(),
+        config=config,
+        lr_scheduler=falling,
+        _gather_limit=cell.limit,
     )
 
     def step(batches: Tensor) -> None:
@@ -181,9 +186,8 @@ def _deepspeed(cell: Cell, directory: Path, accumulation: int) -> Training:
 def _megatron(cell: Cell, directory: Path, accumulation: int) -> Training:
     case = MegatronCase(dtype=cell.dtype, distributed=cell.kind == "megatron-distributed", clipping=CLIP)
     chunk, optimizer = megatron_training.build(case)
-    observer = attach_megatron(
-        [chunk], optimizer, cell.block(directory), accumulation=accumulation, _gather_limit=cell.limit
-    )
+    block = cell.block(directory) if cell.observed else {"enabled": False}
+    observer = attach_megatron([chunk], optimizer, block, accumulation=accumulation, _gather_limit=cell.limit)
 
     def step(batches: Tensor) -> None:
         for number, batch in enumerate(batches):
