@@ -138,7 +138,7 @@ def test_what_is_gathered_is_counted(ranks: int, stage: int, ids: int, sampled: 
 
 
 def test_the_trace_says_how_long_a_line_is() -> None:
-    assert "trace       each measured step is a line of trace.jsonl, of up to 47.6 KiB" in told({"trace": {}})
+    assert "trace       each measured step is a line of trace.jsonl, of up to 47.36 KiB" in told({"trace": {}})
     assert "each 10. measured step" in told({"trace": {"interval": 10}})
     assert "trace" not in told({})
-    assert told({"trace": {}}).count("one all-gather of 14") == 1  # 16 KiB of sampled weights more than without
+    assert told({"trace": {}}).count("one all-gather of 144.2 KiB") == 1  # 16 KiB of sampled weights more than without
