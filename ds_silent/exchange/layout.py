@@ -13,7 +13,6 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from ds_silent import trace
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import SparseGradientError, UnevenInputsError
 from ds_silent.exchange.observation import (
@@ -147,7 +146,7 @@ def layout_of(config: SilentConsistencyConfig, shape: ExchangeShape) -> Layout:
     if layers and not direction.per_layer:
         layer_size = min(layer_size, place_size(size, ranks))
     if layers and not gathers:
-        layer_size = max(32, 1 << (LAYERS_TOGETHER // layers).bit_length() - 1, traced * trace.layer_size(layers))
+        layer_size = max(32, 1 << (LAYERS_TOGETHER // layers).bit_length() - 1)
     steps = shape.micro_batches if aggregation else 0
     far = ranks > TIMES * shape.gather_limit and not gathers
     return Layout(

@@ -211,8 +211,8 @@ class Backwards(nn.Module):
         self.last, self.first, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, values: Tensor) -> Tensor:
-        hidden = self.first(values)
-        return (self.last(self.first(hidden)) * self.own).square().mean()
+        hidden = self.last(self.first(values))
+        return (self.first(hidden) * self.own).square().mean()
 
 
 def ordered(directory: str) -> list[int]:
