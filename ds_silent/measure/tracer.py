@@ -2,7 +2,7 @@
 
 tracer = Tracer(capture, config, layout)        # on the writing rank
 tracer.begin()                                  # on the training's thread, as the first traced step ends
-record = replace(record, traced=tracer.step(gathered, record, context))      # once per measured step, in order
+record = replace(record, traced=tracer.step(gathered, record, context))     # once per measured step, in order
 
 What the optimizer used of a step is known with the next measured one, so a step's line is complete only then
 (:class:`ds_silent.sinks.trace_file.TraceSink`).
