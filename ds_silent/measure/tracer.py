@@ -14,7 +14,6 @@ import logging
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -198,4 +197,5 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _floats(values: Tensor) -> Floats:
-    return np.asarray(values.numpy(), dtype=np.float32)
+    found: Floats = values.float().numpy()
+    return found
