@@ -23,7 +23,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ds_silent"
 FLOORS = (
-    *("text", "json_form", "records", "metrics", "extras", "device", "patches"),
+    *("text", "json_form", "trace", "records", "metrics", "extras", "device", "patches"),
     *("config", "maths"),
     *("distributed", "kernels"),
     *("exchange", "replicas", "framework"),

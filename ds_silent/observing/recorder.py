@@ -152,6 +152,8 @@ class _Judgement:
         record = replace(record, coverage=coverage, integrity=stats, data=self._tracker.deal.newest)
         if not self._alike:  # it compares gradients of one rank's rows with those of all
             record = replace(record, noise_scale=None)
+        if context.trace is not None:
+            record = replace(record, traced=context.trace(gathered, record, context))
         return record, replace(evidence, reduction=reduction, unlike=unlike)
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
