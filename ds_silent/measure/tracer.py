@@ -165,7 +165,7 @@ class Tracer:
         """
         own, past = gathered.applied, self._past
         stepped = own.seen > 0
-        if past is None or not bool((own.seen != 0.0).all()):
+        if past is None or past.step >= gathered.step or not bool((own.seen != 0.0).all()):
             return None
         if not bool(stepped.any()):
             left_out = bool((own.seen == LEFT_OUT).all())

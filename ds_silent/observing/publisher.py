@@ -48,7 +48,7 @@ class Publisher:
         recorder: Recorder,
         replicas: ReplicaChecks,
         responder: Responder,
-        tracer: Tracer | None,
+        tracer: Tracer | None = None,
     ):
         self.recorder, self._capture, self._replicas, self._responder = recorder, capture, replicas, responder
         self._tracer = tracer

@@ -97,6 +97,7 @@ def test_a_step_left_out_used_nothing_and_one_that_was_never_seen_is_not_known()
     skipped, left_out = {"applied.seen": [-1.0, -1.0]}, {"applied.seen": [LEFT_OUT, LEFT_OUT]}
     assert used({}, took, skipped, {}) == [(None, None), (1, Used(1.0, 0.0)), (2, Used(0.0, 0.0)), (3, None)]
     assert used({}, skipped, left_out) == [(None, None), (1, None), (2, Used(0.0, 0.0))]
+    assert used(took, took)[1] == (1, Used(1.0, 0.0))
     one_took = took | {"applied.seen": [1.0, -1.0]}
     hidden = {"reduced.seen": [1.0, 0.0]}
     assert used({}, one_took, hidden, took) == [(None, None), (1, None), (2, None), (None, None)]
