@@ -16,6 +16,7 @@ from ds_silent.extras import VERSION
 from ds_silent.patches import Patches
 
 if TYPE_CHECKING:
+    from ds_silent.comparison import TrainingComparison, compare
     from ds_silent.config import ConfigError, SilentConsistencyConfig
     from ds_silent.frameworks.attach import attach, observe
     from ds_silent.frameworks.ddp import attach_ddp
@@ -35,9 +36,11 @@ __all__ = [
     "SilentConsistencyConfig",
     "SinkError",
     "StepRecord",
+    "TrainingComparison",
     "attach",
     "attach_ddp",
     "attach_megatron",
+    "compare",
     "fingerprint",
     "initialize",
     "observe",
@@ -46,6 +49,7 @@ __all__ = [
 __version__ = VERSION
 
 _MODULES = {
+    "TrainingComparison": "comparison",
     "ConfigError": "config",
     "Event": "records",
     "Fingerprint": "frameworks.weight_fingerprint",
@@ -56,6 +60,7 @@ _MODULES = {
     "attach_ddp": "frameworks.ddp",
     "attach_megatron": "frameworks.megatron.megatron_framework",
     "attach": "frameworks.attach",
+    "compare": "comparison",
     "fingerprint": "frameworks.weight_fingerprint",
     "initialize": "frameworks.deepspeed.attach_deepspeed",
     "observe": "frameworks.attach",

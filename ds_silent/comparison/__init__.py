@@ -1,0 +1,293 @@
+"""Where two trainings part: the first step, layer and link of the chain, from their traces.
+
+    found = compare("runs/a", "runs/b")
+    found.sentence                               # the answer
+    found.parted, found.step, found.layer, found.link, found.factor, found.cause, found.left_out
+
+The chain of a step: rows, weights in use, loss, local gradient, reduced gradient, what the optimizer applies of it,
+its update, and the rates. Numbers that are equal are equal; the others are judged by what rounding explains
+(:mod:`ds_silent.comparison.judgement`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ds_silent.comparison.defaults import setting_differences, version_differences
+from ds_silent.comparison.differences import LINKS, Differences, differences
+from ds_silent.comparison.explanation import Case, Explanation, explain
+from ds_silent.comparison.judgement import ChainJudge
+from ds_silent.comparison.levels import Repetition, bounds_of
+from ds_silent.comparison.matching import ComparisonError
+from ds_silent.comparison.pairing import pair_steps, pair_tensors
+from ds_silent.comparison.past import Parting
+from ds_silent.comparison.result import LinkResult, TrainingComparison
+from ds_silent.trace import Head, Step, Trace, TraceError, read_trace
+
+__all__ = ["ComparisonError", "TraceError", "TrainingComparison", "compare"]
+
+AFTERWARDS = 5
+"""Steps that are looked at behind the one that parts, for what follows."""
+Run = str | os.PathLike[str]
+
+
+def compare(
+    a: Run,
+    b: Run,
+    repetition: Run | None = None,
+    *,
+    tolerance: float | None = None,
+    names: Mapping[str, str] | Run | None = None,
+) -> TrainingComparison:
+    """Compare two trainings, step by step, until they part.
+
+    Args:
+        a: a run's directory (its ``output_dir``) or its ``trace.jsonl``.
+        b: the other run's.
+        repetition: another run of A's training: how far it is from A takes the place of the growth of rounding.
+        tolerance: relative difference that is allowed at the first step, where it is more than rounding's bound.
+        names: tensors of A and their names in B, or a JSON file of them; a name stands for all below it too.
+
+    Returns:
+        the comparison; nothing is raised where they part.
+
+    Raises:
+        TraceError, ComparisonError: what was given cannot be compared; the message is one sentence.
+    """
+    if tolerance is not None and not 0.0 <= tolerance < 1.0:
+        raise ComparisonError(f"tolerance must be a relative difference from 0 to below 1, got {tolerance}")
+    traces = read_trace(Path(a)), read_trace(Path(b))
+    third = None if repetition is None else read_trace(Path(repetition))
+    known = names if isinstance(names, Mapping) else {} if names is None else read_names(names)
+    return _Comparer(traces, third, tolerance, known).result()
+
+
+def read_names(path: Run) -> dict[str, str]:
+    """Read a map of names.
+
+    Raises:
+        ComparisonError: it is not {"name in A": "name in B"}.
+    """
+    shown = ascii(os.fspath(path))
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ComparisonError(f"the map {shown} cannot be read ({error.strerror}); check its path") from None
+    except (ValueError, RecursionError):
+        raise ComparisonError(f'the map {shown} is not JSON; write {{"name in A": "name in B"}}') from None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ComparisonError(f'the map {shown} is no object of names; write {{"name in A": "name in B"}}')
+    return found
+
+
+class _Comparer:
+    """One comparison under way."""
+
+    def __init__(
+        self, traces: tuple[Trace, Trace], third: Trace | None, tolerance: float | None, names: Mapping[str, str]
+    ):
+        self.traces, self.third = traces, third
+        self.steps = pair_steps(*traces)
+        one, other = traces[0].at(self.steps.steps[0][0]), traces[1].at(self.steps.steps[0][1])
+        self.heads = _head(one), _head(other)
+        self.pairs = pair_tensors(*self.heads, one.weights, other.weights, names)
+        self.bounds = bounds_of(*self.heads, tolerance)
+        self.settings = setting_differences(*self.heads)
+        self.equal_until: int | None = None
+        self._ended = ""
+        self.compared = 0
+
+    def result(self) -> TrainingComparison:
+        """ChainJudge all steps, up to a few behind the one that parts."""
+        judge = ChainJudge(self.bounds, self.pairs, None if self.third is None else Repetition(self.bounds))
+        followed = _Followed(self, judge) if self.third is not None else None
+        if not self.pairs.tensors:
+            return self._strangers()
+        case: Case | None = None
+        different, behind, last = False, 0, self.steps.steps[0][0]
+        before: Step | None = None
+        for apart, after, number in _with_next(self._differences()):
+            if followed is not None:
+                followed.until(apart.a.step)
+            loaded = self._loaded(before, apart)
+            findings = judge.step(apart, number == 0, bool(loaded), after)
+            self.compared, last, before = self.compared + 1, apart.a.step, apart.a
+            different = different or not _equal(apart)
+            if not different:
+                self.equal_until = apart.a.step
+            if findings and case is None:
+                case = self._case(findings[0], apart, loaded if findings[0].link == "weights" else "", number == 0)
+            behind += case is not None
+            if behind > AFTERWARDS:
+                break
+        if case is None and (leaning := judge.past.bias()) is not None:
+            apart = next(one for one in self._differences() if one.a.step == leaning.step)
+            case = self._case(leaning, apart, "", True)
+        return self._comparison(judge, case, last)
+
+    def _strangers(self) -> TrainingComparison:
+        """Two models that have no parameter in common: a map of names is all that could help."""
+        step = self.steps.steps[0][0]
+        cause = "the models have no tensor in common; name counterparts with --map"
+        left_out = (*self.pairs.left_out, *self.steps.left_out)
+        return TrainingComparison(True, step, None, "settings", None, cause, left_out, settings=self.settings)
+
+    def _case(self, finding: Parting, apart: Differences, loaded: str, first: bool) -> Case:
+        return Case(finding, apart, self.pairs, self.bounds, self.heads, self.traces, self.settings, loaded, first)
+
+    def _differences(self) -> Iterator[Differences]:
+        """Yield each pair of steps."""
+        a, b = self.traces
+        following = [*self.steps.steps[1:], None]
+        one, other = (trace.at(step) for trace, step in zip(self.traces, self.steps.steps[0], strict=True))
+        begin = one, other
+        for after in following:
+            next_a, next_b = (None, None) if after is None else (a.at(after[0]), b.at(after[1]))
+            if next_a is not None and next_b is not None and not (_like(next_a, begin[0]) and _like(next_b, begin[1])):
+                self._ended = f"step {next_a.step} and later ones: one of the two went on with other parameters"
+                next_a = next_b = None
+            loads = next_a is None or next_b is None or next_a.head is not one.head or next_b.head is not other.head
+            moved = (None, None) if loads else (next_a, next_b)  # a checkpoint is no update
+            yield differences(self.pairs, begin, one, other, *moved, self.bounds.factor)
+            if next_a is None or next_b is None:
+                return
+            one, other = next_a, next_b
+
+    def _loaded(self, before: Step | None, apart: Differences) -> str:
+        """Which of the two went on from a checkpoint between the last pair of steps and this."""
+        self._last_heads, last = (apart.a.head, apart.b.head), getattr(self, "_last_heads", None)
+        if before is None or last is None:
+            return ""
+        names = [name for name, now, then in zip("AB", self._last_heads, last, strict=True) if now is not then]
+        return " and ".join(names)
+
+    def _comparison(self, judge: ChainJudge, case: Case | None, last: int) -> TrainingComparison:
+        why = Explanation("") if case is None else explain(case)
+        link = None if case is None else case.parting.link
+        step = None if case is None else case.apart.a.step
+        return TrainingComparison(
+            case is not None,
+            step,
+            why.layers[0] if why.layers else None,
+            link,  # type: ignore[arg-type]  # one of them
+            why.factor,
+            why.cause or None,
+            (*self.pairs.left_out, *self.steps.left_out, *self._unknown(judge)),
+            why.layers,
+            None if case is None else case.apart.b.step,
+            self.steps.by,
+            self.steps.steps[0][0],
+            last,
+            self.compared,
+            self.equal_until,
+            judge.blind,
+            tuple(_link(name, judge, link, step) for name in LINKS[1:]),
+            self.settings,
+            version_differences(*self.heads),
+            os.fspath(self.traces[0].path),
+            os.fspath(self.traces[1].path),
+        )
+
+    def _unknown(self, judge: ChainJudge) -> Iterator[str]:
+        missing = [name for name in LINKS[1:] if name not in judge.summaries]
+        if missing:
+            yield f"{', '.join(missing)}: not in both traces"
+        if self._ended:
+            yield self._ended
+        if judge.tipped:
+            steps = ", ".join(map(str, judge.tipped[:5]))
+            yield f"step {steps}: a small difference that was gone at the next, as a choice tipped by rounding makes"
+        if judge.past.unstable:
+            names = [self.pairs.tensors[place].name for place in sorted(judge.past.unstable)]
+            yield f"updates of {', '.join(names[:3])}{' and more' * (len(names) > 3)}: nothing but rounding moves them"
+
+
+class _Followed:
+    """How far a repetition of A is from A, up to the step that is judged."""
+
+    def __init__(self, comparer: _Comparer, judge: ChainJudge):
+        assert comparer.third is not None
+        traces = comparer.traces[0], comparer.third
+        steps = pair_steps(*traces)
+        one, other = traces[0].at(steps.steps[0][0]), traces[1].at(steps.steps[0][1])
+        self.pairs = pair_tensors(_head(one), _head(other), one.weights, other.weights, {})
+        self._judge, self._todo, self._traces = judge, list(steps.steps), traces
+        layers = {one.a: place for place, one in enumerate(self.pairs.layers)}
+        tensors = {one.name: place for place, one in enumerate(self.pairs.tensors)}
+        own = comparer.pairs
+        self._layers = [layers.get(one.a, -1) for one in own.layers]
+        self._tensors = [tensors.get(one.name, -1) for one in own.tensors]
+        self._factor = comparer.bounds.factor
+
+    def until(self, step: int) -> None:
+        """Take in the repetition's steps up to this one."""
+        repetition = self._judge.repetition
+        assert repetition is not None
+        while self._todo and self._todo[0][0] <= step:
+            here, there = self._todo.pop(0)
+            one, other = self._traces[0].at(here), self._traces[1].at(there)
+            after = self._todo[0] if self._todo else None
+            next_a = None if after is None else self._traces[0].at(after[0])
+            next_b = None if after is None else self._traces[1].at(after[1])
+            apart = differences(self.pairs, (one, other), one, other, next_a, next_b, self._factor)
+            if apart.loss is not None:
+                repetition.learn("loss", np.array([apart.loss]))
+            for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
+                if gradient is not None:
+                    repetition.learn(link, np.append(gradient.relative, np.median(gradient.relative))[self._layers])
+            if apart.update is not None:
+                moved = np.nan_to_num(apart.update.relative)
+                repetition.learn("update", np.append(moved, np.median(moved))[self._tensors])
+
+
+def _with_next(found: Iterator[Differences]) -> Iterator[tuple[Differences, Differences | None, int]]:
+    """Yield each with the one behind it, and its place."""
+    before: Differences | None = None
+    number = -1
+    for number, one in enumerate(found):
+        if before is not None:
+            yield before, one, number - 1
+        before = one
+    if before is not None:
+        yield before, None, number
+
+
+def _like(step: Step, first: Step) -> bool:
+    """Whether a step behind a restart has the parameters of the first, in their order."""
+    return step.head is first.head or _head(step).tensors == _head(first).tensors
+
+
+def _head(step: Step) -> Head:
+    assert step.head is not None
+    return step.head
+
+
+def _equal(apart: Differences) -> bool:
+    """Whether no number differs at all."""
+    gradients = [one.relative for one in (apart.local, apart.reduced) if one is not None]
+    return (
+        apart.rows is not False
+        and apart.rates is not False
+        and not apart.loss
+        and not any(one.any() for one in gradients)
+        and (apart.weights is None or not np.nan_to_num(apart.weights).any())
+        and (apart.a.applied is None or apart.b.applied is None or apart.a.applied.factor == apart.b.applied.factor)
+    )
+
+
+def _link(name: str, judge: ChainJudge, first: str | None, step: int | None) -> LinkResult:
+    summary = judge.summaries.get(name)
+    if summary is None:
+        return LinkResult(name, "unknown", 0, 0, None, 0.0, 0.0)
+    if name == first:
+        state, parted = "parts", step
+    elif summary.parted is not None:
+        state, parted = "follows", summary.parted
+    else:
+        state, parted = ("equal" if summary.equal == summary.compared else "rounding"), None
+    return LinkResult(name, state, summary.compared, summary.equal, parted, summary.largest, summary.share)  # type: ignore[arg-type]
