@@ -119,10 +119,10 @@ class StepMoments:
         if self.plan.measures:
             self._settings.objective.begins(root, own)
 
-    def handed(self, loss: Any, promise: Promise | None) -> None:
-        """Take a loss that the script hands to a wrapper, and what that promises of it."""
+    def handed(self, loss: Any, promise: Promise | None, below: float = 1.0) -> None:
+        """Take a loss that the script hands to a wrapper, what that promises, and what its hooks multiply below it."""
         if self.plan.measures:
-            self._settings.objective.handed(loss, promise)
+            self._settings.objective.handed(loss, promise, below)
 
     def scaled(self, factor: float, gradient: Tensor) -> None:
         """Take the factor on the step's gradients, from the gradient of its loss."""
