@@ -69,10 +69,16 @@ class Elements(NamedTuple):
 
     weight: Tensor
     gradient: Tensor
-    step: Tensor  # the number of the step that is to be taken, from 1; of SGD: 1 where there is no momentum yet
+    step: Tensor | float  # that is to be taken, from 1; of SGD: 1 where there is no momentum yet; a float: of all
     first: Tensor  # the first moment, or the momentum; 0 where there is none
     second: Tensor  # the second moment, or Adagrad's sum
     largest: Tensor  # of the second moments, for amsgrad
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all in order, each (n,)."""
+        step = self.step if isinstance(self.step, Tensor) else torch.full_like(self.weight, self.step)
+        return (*self[:2], step, *self[3:])
 
 
 def stepped(update: Update, old: Elements, unit: float) -> tuple[Elements, Tensor]:
@@ -93,9 +99,9 @@ def stepped(update: Update, old: Elements, unit: float) -> tuple[Elements, Tenso
     act = {"SGD": _sgd, "Adam": _adam, "Adagrad": _adagrad, "Lion": _lion}[update.kind]
     new, change, error = act(update, old, gradient, size, unit, scalar)
     after = kept - change
-    error = error + unit * after.abs() + TINY
+    error = error.add(after.abs(), alpha=unit) + TINY
     if update.decay and update.decoupled:
-        error = error + (unit + scalar) * weight.abs()
+        error = error.add(weight.abs(), alpha=unit + scalar)
     return new._replace(weight=after, step=old.step + 1), error
 
 
@@ -106,7 +112,7 @@ _Change = tuple[Elements, Tensor, Tensor]
 def _sgd(update: Update, old: Elements, gradient: Tensor, size: Tensor, unit: float, scalar: float) -> _Change:
     momentum, new, change = update.beta1, old, gradient
     if momentum:
-        begun = old.step > 1
+        begun = torch.as_tensor(old.step > 1)
         first = torch.where(begun, momentum * old.first + (1.0 - update.dampening) * gradient, gradient)
         held = torch.where(begun, abs(momentum) * old.first.abs() + abs(1.0 - update.dampening) * size, size)
         new, change = old._replace(first=first), gradient + momentum * first if update.nesterov else first
@@ -116,31 +122,34 @@ def _sgd(update: Update, old: Elements, gradient: Tensor, size: Tensor, unit: fl
 
 def _adam(update: Update, old: Elements, gradient: Tensor, size: Tensor, unit: float, scalar: float) -> _Change:
     beta1, beta2 = update.beta1, update.beta2
-    first = beta1 * old.first + (1.0 - beta1) * gradient
-    second = beta2 * old.second + (1.0 - beta2) * gradient.square()
+    first = (beta1 * old.first).add(gradient, alpha=1.0 - beta1)
+    second = (beta2 * old.second).addcmul(gradient, gradient, value=1.0 - beta2)
     largest = torch.maximum(old.largest, second) if update.amsgrad else old.largest
-    one = torch.ones_like(old.step)
-    correction1, correction2 = (1.0 - beta1**old.step, 1.0 - beta2**old.step) if update.bias_correction else (one, one)
     held = largest if update.amsgrad else second
-    inside = held / correction2 + (update.eps if update.eps_inside else 0.0)
-    root = inside.sqrt() + (0.0 if update.eps_inside else update.eps)
-    change = update.rate / correction1 * first / root
-    # how far each may be off
-    of_first = 10.0 * unit * (old.first.abs() + size)
-    of_root = (2.0 * unit + scalar / (1.0 - beta2)) * held.sqrt() + 2.0 * unit * math.sqrt(1.0 - beta2) * size
-    of_root = (of_root + math.sqrt(TINY)) / correction2.sqrt()
-    relative = 16.0 * unit + scalar * (1.0 / (1.0 - beta1) + 1.0 / (1.0 - beta2)) + of_root / root
-    error = change.abs() * relative + abs(update.rate) / correction1 / root * of_first
+    correction1: Tensor | float = 1.0
+    correction2: Tensor | float = 1.0
+    if update.bias_correction:
+        correction1, correction2 = 1.0 - beta1**old.step, 1.0 - beta2**old.step
+    plain = (held / correction2).sqrt()
+    root = (held / correction2 + update.eps).sqrt() if update.eps_inside else plain + update.eps
+    below = correction1 * root
+    change = first / below * update.rate
+    # how far each may be off, in this order: the second moment's root, all that is relative, the first moment
+    of_size = 2.0 * unit * math.sqrt(1.0 - beta2)
+    of_root = (size * of_size + math.sqrt(TINY)) / correction2**0.5
+    of_root = of_root.add(plain, alpha=2.0 * unit + scalar / (1.0 - beta2))
+    relative = of_root / root + (16.0 * unit + scalar * (1.0 / (1.0 - beta1) + 1.0 / (1.0 - beta2)))
+    error = (change.abs() * relative).addcdiv(old.first.abs() + size, below, value=10.0 * unit * abs(update.rate))
     return old._replace(first=first, second=second, largest=largest), change, error
 
 
 def _adagrad(update: Update, old: Elements, gradient: Tensor, size: Tensor, unit: float, scalar: float) -> _Change:
     total = old.second + gradient.square()
-    rate = update.rate / (1.0 + (old.step - 1.0) * update.rate_decay)
+    rate: Tensor | float = update.rate / (1.0 + (old.step - 1.0) * update.rate_decay)
     root = total.sqrt() + update.eps
     change = rate * gradient / root
     of_root = 3.0 * unit * total.sqrt() + 2.0 * unit * size + math.sqrt(TINY)
-    error = change.abs() * (16.0 * unit + of_root / root) + rate.abs() / root * 2.0 * unit * size
+    error = change.abs() * (16.0 * unit + of_root / root) + abs(rate) / root * 2.0 * unit * size
     return old._replace(second=total), change, error
 
 

@@ -20,7 +20,7 @@ weights without fp32 masters, sparse gradients, tensors that lie differently in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,18 +32,20 @@ from ds_silent.device import ReadLater
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
 from ds_silent.maths.optimizers import Elements, Update, explanations, shows, stepped
-from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, coarsest
+from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF
 from ds_silent.patches import Patches, behind_closure
 from ds_silent.rules.known_optimizers import MOMENTS, KnownForm, known_form
 from ds_silent.rules.rule import Breach, Rule
 
 SAMPLES = 64  # of a tensor
-SAMPLES_OF_CALL = 1024  # of a step's call where it has few tensors, as ZeRO's flat partitions
 TENSORS = 4  # per step, in turn
+SAMPLES_OF_CALL = TENSORS * SAMPLES  # at least, of a step's call that has fewer tensors, as ZeRO's flat partitions
+AT_FIRST = 4  # times as many where all tensors are looked at
 SHOWN = 3
 LARGEST = 2.0**62  # of what is judged: its square is a number of fp32
 UNKNOWN = "none of the known mistakes explains it"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class TensorSample(NamedTuple):
@@ -61,6 +63,8 @@ class TensorSample(NamedTuple):
     size: int
 
 
+Part = list[TensorSample]
+"""Tensors that one formula steps: of equal settings and dtypes. Their samples lie kind by kind, see :func:`_old`."""
 Judged = tuple[TensorSample, Elements, Tensor]
 """One tensor: what it was before the step, and the weights behind it."""
 
@@ -91,8 +95,8 @@ class UpdateRule(Rule):
         self._wrong: dict[int, Wrong] = {}  # by id of the tensor
         self._whole = True  # all tensors are looked at
         self._step, self._position, self._cycle, self._first = 0, 0, 0, 0
-        self._open: tuple[Any, list[TensorSample], ReadLater] | None = None  # between the two hooks of a step
-        self._under_way: list[tuple[int, str, list[TensorSample], ReadLater, ReadLater]] = []
+        self._open: tuple[Any, list[Part], ReadLater] | None = None  # between the two hooks of a step
+        self._under_way: list[tuple[int, str, list[Part], ReadLater, ReadLater]] = []
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         numbers = 0
@@ -125,29 +129,31 @@ class UpdateRule(Rule):
         self._open = None
         if not self._looks():
             return
-        taken: list[TensorSample] = []
-        pieces: list[Tensor] = []
+        parts: dict[Any, list[tuple[TensorSample, list[Tensor]]]] = {}
+        device, settings = None, _Settings(optimizer, form, SAMPLES_OF_CALL * (AT_FIRST if self._whole else 1))
         with torch.no_grad():
             for parameter, group in self._chosen(optimizer):
-                one = self._taken(optimizer, form, parameter, group)
-                if one is not None and (not pieces or pieces[0].device == parameter.device):
-                    state = optimizer.state.get(parameter) or {}
-                    tensors = (parameter, parameter.grad, *(state[form.state[name]] for name in one.state))
-                    taken.append(one)
-                    pieces += [_sampled(tensor, one) for tensor in tensors]
-                    if one.step is None:
-                        pieces.append(_local(state["step"]).reshape(1))
-            if taken:
-                self._open = optimizer, taken, ReadLater(torch.cat(pieces))
+                found = self._taken(settings, parameter, group)
+                if found is not None and device in (None, found[1][0].device):
+                    one, device = found[0], found[1][0].device
+                    parts.setdefault((one.update, one.unit, one.state, one.step is None), []).append(found)
+            pieces = []
+            for members in parts.values():
+                for kind in range(2 + len(members[0][0].state)):
+                    pieces += [_sampled(tensors[kind], one) for one, tensors in members]
+                pieces += [tensors[-1].expand(one.size) for one, tensors in members if one.step is None]
+            if pieces:
+                chosen = [[one for one, _ in members] for members in parts.values()]
+                self._open = optimizer, chosen, ReadLater(torch.cat(pieces))
 
     def after(self, optimizer: Any) -> None:
         """Take the same places of the weights, as the step leaves them."""
         if self._open is None or self._open[0] is not optimizer:
             return
-        (_, taken, old), self._open = self._open, None
+        (_, parts, old), self._open = self._open, None
         with torch.no_grad():
-            new = ReadLater(torch.cat([_sampled(one.parameter, one) for one in taken]))
-        self._under_way.append((self._framework.step, type(optimizer).__name__, taken, old, new))
+            new = ReadLater(torch.cat([_sampled(_local(one.parameter), one) for part in parts for one in part]))
+        self._under_way.append((self._framework.step, type(optimizer).__name__, parts, old, new))
         del self._under_way[:-64]  # a device that is that far behind
 
     def _looks(self) -> bool:
@@ -172,60 +178,60 @@ class UpdateRule(Rule):
             for place in sorted(places):
                 yield parameters[place], group
 
-    def _taken(self, optimizer: Any, form: KnownForm, parameter: Tensor, group: dict[str, Any]) -> TensorSample | None:
-        """Return what is taken of one tensor; None where it cannot be judged."""
-        gradient, state = parameter.grad, optimizer.state.get(parameter) or {}
-        if gradient is None or gradient.is_sparse or (update := form.update(optimizer, group)) is None:
+    def _taken(
+        self, settings: _Settings, parameter: Tensor, group: dict[str, Any]
+    ) -> tuple[TensorSample, list[Tensor]] | None:
+        """Return what is taken of one tensor, and where it lies: weight, gradient, moments, and a step on the device.
+
+        None where it cannot be judged.
+        """
+        form, gradient, state = settings.form, parameter.grad, settings.state.get(parameter) or {}
+        if gradient is None or gradient.is_sparse or (update := settings.update(group)) is None:
             return None
-        counted = [p for p in group["params"] if p.grad is not None] if form.step_of_last else [parameter]
-        if any(p.dtype != parameter.dtype for p in counted):
-            return None  # each dtype moves that counter on
-        step = form.step(optimizer, group, counted[-1])
-        names = tuple(name for name in MOMENTS if isinstance(state.get(form.state.get(name, "")), Tensor))
-        tensors = [parameter, gradient, *(state[form.state[name]] for name in names)]
-        local = [_local(tensor) for tensor in tensors]
+        counted = parameter
+        if form.step_of_last:
+            all_counted = [p for p in group["params"] if p.grad is not None]
+            if any(p.dtype != parameter.dtype for p in all_counted):
+                return None  # each dtype moves that counter on
+            counted = all_counted[-1]
+        step = form.step(settings.optimizer, group, counted)
+        held = [(name, value) for name, key in settings.moments if isinstance(value := state.get(key), Tensor)]
+        local = [_local(parameter), _local(gradient), *(_local(value) for _, value in held)]
         on_device = step is None and isinstance(state.get("step"), Tensor) and state["step"].numel() == 1
         if not (_alike(local) and (step is not None or on_device)):
             return None
-        numel = local[0].numel()
-        most = max(SAMPLES, SAMPLES_OF_CALL // sum(len(one["params"]) for one in optimizer.param_groups))
+        numel, most = local[0].numel(), settings.most
         stride = max(1, numel // most) | 1
         begin = self._framework.step * 7919 % min(stride, numel)
-        unit = UNIT_ROUNDOFF[coarsest(t.dtype for t in (local[0], *local[2:]))]
-        place = self._groups.get(id(group), 0)
-        name = self._names.get(id(parameter), "")
+        unit = max(UNIT_ROUNDOFF[tensor.dtype] for tensor in (local[0], *local[2:]))
+        place, name = self._groups.get(id(group), 0), self._names.get(id(parameter), "")
         count = min(most, -(-(numel - begin) // stride))
-        return TensorSample(parameter, name, place, update, step, names, unit, begin, stride, count)
+        if step is None:
+            local.append(_local(state["step"]).reshape(1))
+        names = tuple(name for name, _ in held)
+        return TensorSample(parameter, name, place, update, step, names, unit, begin, stride, count), local
 
     # -- judging -----------------------------------------------------------------------------------------------------
 
-    def _judge(self, at: int, kind: str, taken: list[TensorSample], old: ReadLater, new: ReadLater) -> None:
-        """Judge all tensors of a call that have the same settings together, and one by one where that is not right."""
+    def _judge(self, at: int, kind: str, parts: list[Part], old: ReadLater, new: ReadLater) -> None:
+        """Judge the tensors of a part together, and one by one where that is not right."""
         values, weights = old.values.double(), new.values.double()
-        parts: dict[tuple[Update, float], list[Judged]] = {}
-        offset = begin = 0
-        for one in taken:
-            size = one.size * (2 + len(one.state))
-            rows = values[offset : offset + size].reshape(-1, one.size)
-            taken_before = values[offset + size] if one.step is None else torch.tensor(one.step - 1.0).double()
-            offset += one.step is None
-            seen = weights[begin : begin + one.size]
-            offset, begin = offset + size, begin + one.size
-            parts.setdefault((one.update, one.unit), []).append((one, _elements(one, rows, taken_before + 1.0), seen))
-        for (update, unit), members in parts.items():
-            seen = torch.cat([weights for *_, weights in members])
-            if self._wrong or bool(_misses(update, _joined([old for _, old, _ in members]), seen, unit).any()):
-                self._judge_each(at, kind, members)
-            self._whole = self._whole and update.rate == 0.0
+        for part in parts:
+            size, kinds = sum(one.size for one in part), 2 + len(part[0].state) + (part[0].step is None)
+            (own, values), (seen, weights) = values.tensor_split([size * kinds]), weights.tensor_split([size])
+            before = _old(part, own.view(kinds, size))
+            if self._wrong or _misses(part[0].update, before, seen, part[0].unit):
+                self._judge_each(at, kind, _single(part, before, seen))
+            self._whole = self._whole and part[0].update.rate == 0.0
 
-    def _judge_each(self, at: int, kind: str, members: Sequence[Judged]) -> None:
+    def _judge_each(self, at: int, kind: str, members: Iterable[Judged]) -> None:
         """Tell right from wrong tensors, and find what explains all of the wrong ones; else each by itself."""
-        wrong = []
+        wrong: list[Judged] = []
         for one, old, seen in members:
             before = self._wrong.get(id(one.parameter))
-            if bool(_misses(one.update, old, seen, one.unit).any()):
+            if _misses(one.update, old, seen, one.unit):
                 finite = torch.isfinite(old.gradient) & torch.isfinite(old.weight)
-                wrong.append((one, Elements(*(values[finite] for values in old)), seen[finite]))
+                wrong.append((one, Elements(*(values[finite] for values in old.tensors)), seen[finite]))
             elif before is not None and shows(before.cause, one.update, old, seen, one.unit):
                 del self._wrong[id(one.parameter)]
         if not wrong:
@@ -240,6 +246,24 @@ class UpdateRule(Rule):
             times = float(((right.weight - seen).abs() / error).nan_to_num(torch.inf).max())
             since = at if before is None else before.since
             self._wrong[id(one.parameter)] = Wrong(one.group, kind, one.name, cause, times, since)
+
+
+class _Settings:
+    """What a call reads once for all tensors of a group."""
+
+    def __init__(self, optimizer: Any, form: KnownForm, samples: int):
+        """``samples``: of the call, where its tensors are so few that each has more than ``SAMPLES``."""
+        self.optimizer, self.form, self.state = optimizer, form, optimizer.state
+        self.moments = [(name, form.state[name]) for name in MOMENTS if name in form.state]
+        tensors = sum(len(group["params"]) for group in optimizer.param_groups)
+        self.most = max(SAMPLES, samples // max(tensors, 1))
+        self._updates: dict[int, Update | None] = {}
+
+    def update(self, group: dict[str, Any]) -> Update | None:
+        """Return a group's settings; None where they cannot be read."""
+        if id(group) not in self._updates:
+            self._updates[id(group)] = self.form.update(self.optimizer, group)
+        return self._updates[id(group)]
 
 
 class _Hooks:
@@ -273,46 +297,64 @@ def _is_ours(hook: Any) -> bool:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return a rank's own part of a tensor."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):
+        return tensor
+    part: Tensor = tensor.to_local()
     return part
 
 
 def _alike(tensors: list[Tensor]) -> bool:
     """Tell whether places in memory are the same elements of all tensors, and their numbers are judged."""
     first = tensors[0]
+    shape, stride, device = first.shape, first.stride(), first.device
+    for one in tensors:
+        if type(one) not in _PLAIN or one.dtype not in _DTYPES or one.device != device:
+            return False
+        if one.shape != shape or one.stride() != stride:
+            return False
     dense = first.is_contiguous() or (first.ndim == 4 and first.is_contiguous(memory_format=torch.channels_last))
-    return (
-        dense
-        and first.numel() > 0
-        and all(type(one) in (Tensor, torch.nn.Parameter) for one in tensors)
-        and all(one.shape == first.shape and one.stride() == first.stride() for one in tensors)
-        and all(one.dtype in _DTYPES and one.device == first.device for one in tensors)
-    )
+    return dense and first.numel() > 0
 
 
 def _sampled(tensor: Tensor, one: TensorSample) -> Tensor:
-    part = _local(tensor)
-    return part.as_strided((one.size,), (one.stride,), part.storage_offset() + one.begin)
+    return tensor.as_strided((one.size,), (one.stride,), tensor.storage_offset() + one.begin)
 
 
-def _elements(one: TensorSample, rows: Tensor, step: Tensor) -> Elements:
-    nothing = torch.zeros_like(rows[0])
-    state = dict(zip(one.state, rows[2:], strict=True))
-    moments = (state.get(name, nothing) for name in MOMENTS)
-    return Elements(rows[0], rows[1], step.expand_as(rows[0]), *moments)
+def _old(part: Part, rows: Tensor) -> Elements:
+    """Return what a part was; ``rows``: weights, gradients, moments, and the steps taken where a device has them."""
+    weight, gradient, *moments = rows.unbind()
+    nothing, steps = torch.zeros_like(weight), [one.step for one in part]
+    step: Tensor | float | None = steps[0]
+    if step is None:
+        step = moments.pop() + 1.0
+    elif len(set(steps)) > 1:
+        step = torch.tensor(steps, dtype=torch.float64).repeat_interleave(torch.tensor([one.size for one in part]))
+    held = dict(zip(part[0].state, moments, strict=True))
+    return Elements(weight, gradient, step, *(held.get(name, nothing) for name in MOMENTS))
+
+
+def _single(part: Part, old: Elements, seen: Tensor) -> Iterator[Judged]:
+    """Yield each tensor's own."""
+    sizes = [one.size for one in part]
+    of_each = zip(*(torch.split(values, sizes) for values in old.tensors), strict=True)
+    for one, values, weights in zip(part, of_each, torch.split(seen, sizes), strict=True):
+        yield one, Elements(*values), weights
 
 
 def _joined(several: Sequence[Elements]) -> Elements:
-    return Elements(*(torch.cat(values) for values in zip(*several, strict=True)))
+    return Elements(*(torch.cat(values) for values in zip(*(one.tensors for one in several), strict=True)))
 
 
-def _misses(update: Update, old: Elements, seen: Tensor, unit: float) -> Tensor:
-    """Return where rounding does not explain the weight; what is not finite, or whose square is not, says nothing."""
+def _misses(update: Update, old: Elements, seen: Tensor, unit: float) -> bool:
+    """Tell whether rounding does not explain a weight; what is not finite, or whose square is not, says nothing."""
     right, error = stepped(update, old, unit)
+    fits = (right.weight - seen).abs() <= error
+    if bool(fits.all()):
+        return False
     known = torch.isfinite(right.weight) & torch.isfinite(error)
     for values in (old.gradient, old.first, old.second.sqrt(), right.weight):
         known &= values.abs() < LARGEST
-    return known & ~((right.weight - seen).abs() <= error)
+    return bool((known & ~fits).any())
 
 
 def _breach(key: tuple[int, str], wrong: list[Wrong]) -> Breach:
