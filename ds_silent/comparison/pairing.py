@@ -50,6 +50,8 @@ class TensorPair:
 
     Attributes:
         layer: place in :attr:`Pairs.layers`; -1 where gradients of its layer cannot be compared.
+        where: name of its layer in A.
+        order: in which the forward comes to it.
         here, there: places of the same elements in the two steps' ``weights``.
         how: map, name, prefix, weights, fused, order or transposed.
     """
@@ -57,6 +59,8 @@ class TensorPair:
     name: str
     other: str
     layer: int
+    where: str
+    order: int
     here: Places
     there: Places
     how: str
@@ -178,8 +182,9 @@ def _pairs(here: _Side, there: _Side, found: dict[tuple[int, int], tuple[str, Pl
     tensors = []
     for (i, j), (how, own, other) in sorted(found.items()):
         one, two = here.head.tensors[i], there.head.tensors[j]
-        place = of.get((one.layer, two.layer), -1)
-        tensors.append(TensorPair(one.name, two.name, place, own, other, how, (one.dtype, two.dtype)))
+        place, order = of.get((one.layer, two.layer), -1), i if one.order is None else one.order
+        where = here.head.layers[one.layer].name
+        tensors.append(TensorPair(one.name, two.name, place, where, order, own, other, how, (one.dtype, two.dtype)))
     unseen = [one.name for one in tensors if not len(one.here)]
     if unseen:
         left_out.append(f"weights of {_some(unseen)}: laid out otherwise, no sampled element is in both")

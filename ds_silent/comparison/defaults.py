@@ -1,0 +1,97 @@
+"""Settings and versions in which two trainings differ, and which of them can make a link of the chain part.
+
+    found = setting_differences(head_a, head_b)
+    explaining("applied", found)             # gradient_clipping: 0 in A, 1.0 in B (its default)
+
+A setting that only says how the work is shared (ranks, micro-batches, buckets, places of files) parts nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_silent.text import shown
+from ds_silent.trace import Head
+
+SHARES = re.compile(
+    r"micro.?batch|world.?size|rank|host|node|port|device|output|path|dir\b|file|bucket|overlap|contiguous|"
+    r"zero_optimization\.stage|accumulation_steps|workers|thread|log|print|interval|update.s? (not )?check",
+    re.IGNORECASE,
+)
+"""Names of settings that follow from another number of ranks, or move no number but by rounding."""
+EXPLAINS: Mapping[str, tuple[str, ...]] = {
+    "rows": ("sampler", "shuffle", "drop_last", "seed", "epoch", "batch"),
+    "weights": ("seed", "init", "checkpoint", "precision of the trainable"),
+    "loss": ("smoothing", "dropout", "attention", "loss", "autocast", "precision of the trainable", "tf32", "seed"),
+    "local": ("attention", "dropout", "autocast", "precision of the trainable", "loss scale", "tf32", "accum"),
+    "reduced": ("communication_data_type", "prescale", "predivide", "reduc"),
+    "applied": ("clip", "max_norm", "loss scale"),
+    "update": (
+        *("decay", "eps", "betas", "momentum", "nesterov", "dampening", "amsgrad", "maximize", "precision of what"),
+        *("optimizer", "lr", "rate", "schedule"),
+    ),
+    "rates": ("lr", "rate", "schedule", "warmup"),
+}
+"""Link: parts of names of settings that can move it, the likeliest first."""
+
+
+@dataclass(frozen=True)
+class SettingDifference:
+    """One setting; a value is None, and so is where it comes from, for the training that does not name it."""
+
+    name: str
+    a: Any
+    b: Any
+    from_a: str | None
+    from_b: str | None
+    shares: bool  # the work, and no more
+
+    @property
+    def sentence(self) -> str:
+        """``gradient_clipping: 0.0 in A, 1.0 in B, a default that changed``."""
+        values = [
+            "not named" if origin is None else f"{shown(value, 40)}{' by default' * (origin == 'default')}"
+            for value, origin in ((self.a, self.from_a), (self.b, self.from_b))
+        ]
+        changed = ", a default that changed" if self.from_a == self.from_b == "default" else ""
+        return f"{self.name}: {values[0]} in A, {values[1]} in B{changed}"
+
+
+def setting_differences(a: Head, b: Head) -> tuple[SettingDifference, ...]:
+    """Return them in the order of A's settings, B's own last."""
+    found = []
+    for name in dict.fromkeys([*a.settings, *b.settings]):
+        (one, from_a), (other, from_b) = _setting(a, name), _setting(b, name)
+        if one != other or (from_a is None) != (from_b is None):
+            found.append(SettingDifference(name, one, other, from_a, from_b, bool(SHARES.search(name))))
+    return tuple(found)
+
+
+def _setting(head: Head, name: str) -> tuple[Any, str | None]:
+    held = head.settings.get(name)
+    if isinstance(held, Mapping) and "value" in held:
+        return held["value"], str(held.get("from"))
+    return (None, None) if name not in head.settings else (held, "")
+
+
+def explaining(link: str, found: Iterable[SettingDifference], likely: str = "") -> SettingDifference | None:
+    """Return the likeliest setting that explains why a link parts; ``likely``: a part of its name, asked first."""
+    candidates = [one for one in found if not one.shares]
+    for word in (likely, *EXPLAINS.get(link, ())) if likely else EXPLAINS.get(link, ()):
+        for one in candidates:
+            if word in one.name.lower():
+                return one
+    return None
+
+
+def version_differences(a: Head, b: Head) -> tuple[str, ...]:
+    """``torch 2.6.0 in A, 2.8.0 in B``, of each package whose version differs."""
+    names = dict.fromkeys([*a.versions, *b.versions])
+    return tuple(
+        f"{name} {shown(a.versions.get(name), 30)} in A, {shown(b.versions.get(name), 30)} in B".replace('"', "")
+        for name in names
+        if a.versions.get(name) != b.versions.get(name)
+    )

@@ -1,0 +1,269 @@
+"""How far two trainings are apart at one step, link by link, in relative numbers. Pure; nothing is judged here.
+
+    apart = differences(pairs, step_a, step_b, next_a, next_b)
+    apart.local.relative         # (layers,) |B - A| over the larger of the two; NaN where it cannot be known
+
+Sketches of two trainings of the same shapes subtract, so that the length of a difference is known to 9 % with 64
+numbers; norms of layers are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_silent.comparison.pairing import Pairs, TensorPair
+from ds_silent.trace import Gradient, Step, Used
+
+Array = npt.NDArray[np.float64]
+LINKS = ("settings", "rows", "weights", "loss", "local", "reduced", "applied", "update", "rates")
+"""The chain of one step, in the order in which a training computes it."""
+UNIT_ROUNDOFF = {
+    "fp64": 2.0**-53,
+    "float64": 2.0**-53,
+    "fp32": 2.0**-24,
+    "float32": 2.0**-24,
+    "bf16": 2.0**-8,
+    "bfloat16": 2.0**-8,
+    "fp16": 2.0**-11,
+    "float16": 2.0**-11,
+    "half": 2.0**-11,
+}
+RATE_ERROR = 1e-6
+"""Relative; rates are computed in fp64 or kept in fp32."""
+
+
+def unit_roundoff(dtype: str) -> float:
+    """Return that of a dtype's name, also of torch.bfloat16; of another, fp32's."""
+    return UNIT_ROUNDOFF.get(dtype.removeprefix("torch.").lower(), 2.0**-24)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A gradient of A against B's, layer by layer: (layers,) arrays.
+
+    Attributes:
+        relative: length of the difference over the larger length.
+        cosine: of the two; NaN where only norms are known.
+        ratio: B's norm over A's.
+        share: A's norm over that of the whole gradient.
+    """
+
+    relative: Array
+    cosine: Array
+    ratio: Array
+    share: Array
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The update of A against B's, tensor by tensor: (tensors,) arrays.
+
+    Attributes:
+        relative: median over the sampled elements of how far they are apart beyond what the weights' own digits lose,
+            relative to the tensor's root mean square.
+        correlation: of the two updates.
+        size: of A's and of B's, root mean square: (2, tensors).
+        a, b: the updates, one array per tensor; ``weights``: A's before them, ``ends``: both after them.
+    """
+
+    relative: Array
+    correlation: Array
+    size: Array
+    a: list[Array]
+    b: list[Array]
+    weights: list[Array]
+    ends: tuple[list[Array], list[Array]]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Everything of one pair of steps; None is what one of the two does not know."""
+
+    a: Step
+    b: Step
+    rows: bool | None
+    weights: Array | None  # (tensors,) relative
+    loss: float | None
+    local: Apart | None
+    reduced: Apart | None
+    wrong: tuple[Array, Array] | None  # of A and of B: the reduced against its own local gradient, by layer
+    factor: float | None  # of B's applied gradient over A's, where clipping to one norm does not explain it; else 1
+    error: tuple[float, float] | None  # of A's and of B's: what the optimizer used is a multiple but for that
+    update: Moved | None
+    rates: bool | None
+
+
+def differences(pairs: Pairs, a: Step, b: Step, next_a: Step | None, next_b: Step | None, loosely: float) -> Differences:
+    """Compare one pair of steps.
+
+    Args:
+        next_a, next_b: the next steps that both have, for the update.
+        loosely: relative error of norms that rounding explains by now, for the clip factor.
+    """
+    moved = None
+    if next_a is not None and next_b is not None and _known(a.weights, b.weights, next_a.weights, next_b.weights):
+        moved = _moved(pairs, a, b, next_a, next_b)
+    return Differences(
+        a,
+        b,
+        None if a.rows is None or b.rows is None else a.rows == b.rows,
+        _weights(pairs, a, b) if _known(a.weights, b.weights) else None,
+        None if a.loss is None or b.loss is None else relative(a.loss, b.loss),
+        _apart(pairs, a.local, b.local),
+        _apart(pairs, a.reduced, b.reduced),
+        _wrong(pairs, a, b),
+        None if a.applied is None or b.applied is None else _applied(a, b, a.applied, b.applied, loosely),
+        None if a.applied is None or b.applied is None else (abs(a.applied.error), abs(b.applied.error)),
+        moved,
+        same_rates(a, b),
+    )
+
+
+def relative(one: float, other: float) -> float:
+    """Return |one - other| over the larger; infinity where one of them is not a number, 0 where both are the same."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(one), abs(other))
+
+
+def same_rates(a: Step, b: Step) -> bool | None:
+    """Whether every group trains with the same rate; groups that are split otherwise must all have one rate."""
+    ones, others = ([rate for rate in step.rates if rate is not None] for step in (a, b))
+    if not ones or not others:
+        return None
+    if len(ones) != len(others):
+        ones, others = sorted({*ones}), sorted({*others})
+    return len(ones) == len(others) and all(relative(x, y) <= RATE_ERROR for x, y in zip(ones, others, strict=True))
+
+
+def _known(*arrays: Any) -> bool:
+    return all(one is not None for one in arrays)
+
+
+def _weights(pairs: Pairs, a: Step, b: Step) -> Array:
+    assert a.weights is not None
+    assert b.weights is not None
+    found = []
+    for pair in pairs.tensors:
+        one, other = a.weights[pair.here].astype(float), b.weights[pair.there].astype(float)
+        found.append(_length(other - one, one, other) if len(one) else math.nan)
+    return np.array(found)
+
+
+def _length(difference: Array, one: Array, other: Array) -> float:
+    if np.array_equal(one, other, equal_nan=True):
+        return 0.0
+    if not (np.isfinite(one).all() and np.isfinite(other).all()):
+        return math.inf
+    return float(np.linalg.norm(difference) / max(np.linalg.norm(one), np.linalg.norm(other)))
+
+
+def _apart(pairs: Pairs, a: Gradient | None, b: Gradient | None) -> Apart | None:
+    if a is None or b is None or not pairs.layers:
+        return None
+    here, there = [one.a for one in pairs.layers], [one.b for one in pairs.layers]
+    norms, others = a.layer_norms[here].astype(float), b.layer_norms[there].astype(float)
+    with np.errstate(all="ignore"):
+        largest = np.maximum(norms, others)
+        apart = np.abs(norms - others) / largest
+        ratio = others / norms
+        share = norms / a.norm if a.norm > 0.0 else np.full_like(norms, math.nan)
+        cosine = np.full(len(pairs.layers), math.nan)
+        sketched = np.array([one.sketched for one in pairs.layers])
+        if sketched.any():
+            ones, twos = _same_size(a.layer_sketches[here], b.layer_sketches[there])
+            lengths = np.linalg.norm(ones, axis=1), np.linalg.norm(twos, axis=1)
+            by_sketch = np.linalg.norm(twos - ones, axis=1) / np.maximum(*lengths)
+            cosine = np.where(sketched, (ones * twos).sum(1) / (lengths[0] * lengths[1]), math.nan)
+            apart = np.where(sketched, np.fmax(apart, by_sketch), apart)
+    both = norms == others
+    nothing = both & (norms == 0.0)
+    apart[nothing], ratio[nothing], cosine[nothing] = 0.0, 1.0, 1.0
+    lost = np.isfinite(norms) != np.isfinite(others)
+    apart[lost] = math.inf
+    apart[~np.isfinite(norms) & ~np.isfinite(others)] = 0.0
+    return Apart(apart, cosine, ratio, share)
+
+
+def _same_size(one: Any, other: Any) -> tuple[Array, Array]:
+    """Fold the longer sketches to the shorter ones' length: element i goes into i % length, as they were made."""
+    size = min(one.shape[1], other.shape[1])
+    folded = [each.astype(float).reshape(len(each), -1, size).sum(1) for each in (one, other)]
+    return folded[0], folded[1]
+
+
+def _wrong(pairs: Pairs, a: Step, b: Step) -> tuple[Array, Array] | None:
+    if a.local is None or a.reduced is None or b.local is None or b.reduced is None or not pairs.layers:
+        return None
+    found = []
+    for local, reduced, layers in (
+        (a.local, a.reduced, [one.a for one in pairs.layers]),
+        (b.local, b.reduced, [one.b for one in pairs.layers]),
+    ):
+        own = local.layer_sketches[layers].astype(float)
+        with np.errstate(all="ignore"):
+            off = np.linalg.norm(reduced.layer_sketches[layers] - own, axis=1) / np.linalg.norm(own, axis=1)
+        found.append(np.where(np.isfinite(off), off, math.nan))
+    return found[0], found[1]
+
+
+def _applied(a: Step, b: Step, one: Used, other: Used, loosely: float) -> float:
+    """B's factor over A's; 1 where both clip to the same norm, or neither clips."""
+    if relative(one.factor, other.factor) <= loosely:
+        return 1.0
+    norms = [step.reduced.norm if step.reduced is not None else None for step in (a, b)]
+    if norms[0] is None or norms[1] is None or one.factor == 0.0:
+        return other.factor / one.factor if one.factor else math.inf
+    clipped = one.factor * norms[0], other.factor * norms[1]
+    tight = 1e-3
+    if one.factor < 1.0 and other.factor < 1.0:
+        same = relative(*clipped) <= tight
+    elif one.factor < 1.0:  # B, whose factor is 1, must lie below the norm to which A clips
+        same = other.factor == 1.0 and norms[1] <= clipped[0] * (1.0 + tight)
+    else:
+        same = one.factor == 1.0 and other.factor < 1.0 and norms[0] <= clipped[1] * (1.0 + tight)
+    return 1.0 if same else other.factor / one.factor
+
+
+def _moved(pairs: Pairs, a: Step, b: Step, next_a: Step, next_b: Step) -> Moved:
+    ones, others, weights, off, alike, sizes = [], [], [], [], [], []
+    ends: tuple[list[Array], list[Array]] = ([], [])
+    for pair in pairs.tensors:
+        before, after = a.weights[pair.here].astype(float), next_a.weights[pair.here].astype(float)  # type: ignore[index]
+        start, end = b.weights[pair.there].astype(float), next_b.weights[pair.there].astype(float)  # type: ignore[index]
+        one, other = after - before, end - start
+        ones.append(one)
+        others.append(other)
+        weights.append(before)
+        ends[0].append(after)
+        ends[1].append(end)
+        size = (_rms(one), _rms(other))
+        sizes.append(size)
+        off.append(_beyond_digits(pair, one, other, np.maximum(np.abs(after), np.abs(end)), max(size)))
+        product = size[0] * size[1] * max(1, len(one))
+        alike.append(float(one @ other) / product if product > 0.0 else (1.0 if size[0] == size[1] else 0.0))
+    size = np.array(sizes).reshape(-1, 2).T
+    return Moved(np.array(off), np.array(alike), size, ones, others, weights, ends)
+
+
+def _beyond_digits(pair: TensorPair, one: Array, other: Array, largest: Array, size: float) -> float:
+    if not len(one):
+        return math.nan
+    apart = np.abs(other - one)
+    if not np.isfinite(apart).all():
+        return 0.0 if np.array_equal(np.isfinite(one), np.isfinite(other)) else math.inf
+    if size == 0.0:
+        return 0.0
+    last_digit = 2.0 * max(map(unit_roundoff, pair.dtypes)) * largest
+    return float(np.median(np.maximum(apart - last_digit, 0.0)) / size)
+
+
+def _rms(values: Array) -> float:
+    return float(np.sqrt(np.mean(values**2))) if len(values) else 0.0

@@ -1,0 +1,423 @@
+"""Where two trainings part first: what is more than rounding and its growth.
+
+    judge = Judge(bounds, pairs)
+    finding = judge.step(apart)              # None: the two agree at this step, as far as rounding lets them
+    judge.bias()                             # after the last step: what leans to one side, though within the bound
+
+**What is allowed.** At the first step both have the same weights, and what differs is rounding: a multiple of the
+coarser unit roundoff, which the head of each trace states. An update carries it into the weights, and the trainings
+grow apart, each step by about the same factor. So the difference of a step is held against the largest one before it,
+times a factor: five times the largest growth of one step that this very pair has shown, between ``LEAST_GROWTH`` and
+``MOST_GROWTH``. A layer may always differ as much as the median layer has. Above ``SATURATED`` two trainings of the same
+kind are as far apart as two seeds, and gradients are no longer judged; rows, rates, the clip factor and each
+training's own reduction still are.
+
+With a repetition of A, what A and its repetition differ by takes the place of that growth.
+
+**What leans.** Rounding has no side. A norm that is larger in B at nearly every step, by the same share, within the
+bound, is a bias: a t test over the steps, whose two halves must agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ds_silent.comparison.differences import Apart, Array, Differences, Moved, unit_roundoff
+from ds_silent.comparison.pairing import Pairs
+from ds_silent.trace import Head
+
+LEAST_GROWTH, MOST_GROWTH, EARLY_STEPS = 8.0, 100.0, 3
+MARGIN = 5.0  # over the largest growth of one step, and over a repetition's envelope
+FIRST_MARGIN = 3.0  # over the bound, at the first step
+LARGE, SATURATED = 0.3, 0.3
+UPDATE_SHARE = 5.0  # of the gradient's relative error that may be one of the median element's update
+LOSS_SHARE = 0.3
+UPDATE_BOUND = 1e-5  # of an update in fp32, relative
+UNSTABLE = 0.5  # correlation of two updates below which nothing but rounding made them
+LEAST_STEPS, LEANING = 12, 12.0  # of the test of a bias, and its t
+FACTOR_BOUND = 1e-4  # of a clip factor
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What rounding explains at the first step, relative."""
+
+    gradient: float
+    loss: float
+    update: float
+    factor: float
+    weights: float  # beyond the digits of two dtypes
+    precision: float  # unit roundoff
+
+
+def bounds_of(a: Head, b: Head, tolerance: float | None) -> Bounds:
+    """Take the coarser of the two trainings' arithmetic; ``tolerance`` widens every bound to at least that."""
+    u = max(max(map(unit_roundoff, _precisions(head))) for head in (a, b))
+    stated = max(head.rounding or 0.0 for head in (a, b))
+    half = u > 1e-4
+    gradient = max(4.0 * u, 2.0 * stated) if half else max(32.0 * u, 8.0 * stated)
+    least = tolerance or 0.0
+    return Bounds(
+        max(gradient, least),
+        max(u if half else 8.0 * u, least),
+        max(UPDATE_BOUND if not half else 4.0 * u, least),
+        max(FACTOR_BOUND, 8.0 * u, least),
+        least,
+        u,
+    )
+
+
+def _precisions(head: Head) -> list[str]:
+    """Dtypes that the forward, the backward or the reduction may have rounded to."""
+    found = [head.precision, *(one.dtype for one in head.tensors)]
+    for name, setting in head.settings.items():
+        value = setting.get("value") if isinstance(setting, Mapping) else None
+        if isinstance(value, str) and any(word in name for word in ("autocast", "communication_data_type")):
+            found += [part.strip() for part in value.split(",")]
+    return found
+
+
+class Level:
+    """How far the two may be apart at a step, for several numbers of one kind (layers, tensors, or one alone)."""
+
+    def __init__(self, bound: float, count: int):
+        self.bound = bound
+        self.high = np.zeros(count)  # the largest so far
+        self.median = 0.0
+        self.growth = 1.0  # the largest of one step
+        self.steps = 0
+
+    def allowed(self, coupled: Array | float = 0.0) -> Array:
+        """Return it for each; ``coupled``: what an earlier link of this step explains."""
+        level = np.maximum(np.maximum(self.high, self.median), np.maximum(self.bound, coupled))
+        if not self.steps:
+            return FIRST_MARGIN * level
+        grown = min(MOST_GROWTH, max(LEAST_GROWTH, MARGIN * self.growth))
+        factor = MOST_GROWTH if self.steps < EARLY_STEPS else grown
+        return np.minimum(factor * level, np.maximum(LARGE, 3.0 * level))
+
+    def learn(self, values: Array) -> None:
+        """Take a step in that was found to be rounding."""
+        values = np.where(np.isfinite(values), values, 0.0)
+        before = np.maximum(np.maximum(self.high, self.median), self.bound)
+        if self.steps:
+            self.growth = max(self.growth, float((values / before).max(initial=0.0)))
+        self.high = np.maximum(self.high, values)
+        if len(values):
+            self.median = max(self.median, float(np.median(values)))
+        self.steps += 1
+
+    @property
+    def saturated(self) -> bool:
+        return self.median > SATURATED
+
+
+@dataclass
+class Series:
+    """Numbers of one kind over the steps, for the test of a bias."""
+
+    values: list[Array] = field(default_factory=list)
+
+    def leaning(self, least: float) -> tuple[int, float] | None:
+        """Return (which, mean) of the one that leans most, where one does at all."""
+        if len(self.values) < LEAST_STEPS:
+            return None
+        table = np.array(self.values)
+        half = len(table) // 2
+        with np.errstate(all="ignore"):
+            mean, error = table.mean(0), table.std(0, ddof=1) / math.sqrt(len(table))
+            early, late = table[:half].mean(0), table[half:].mean(0)
+            t = np.abs(mean) / np.maximum(error, 1e-300)
+            same = (early * late > 0.0) & (np.abs(early - late) < 0.5 * np.abs(mean))
+            one_side = (np.sign(table) == np.sign(mean)).mean(0) >= 0.95
+        found = np.flatnonzero((t > LEANING) & same & one_side & (np.abs(mean) > least) & np.isfinite(mean))
+        if not len(found):
+            return None
+        which = int(found[np.argmax(np.abs(mean[found]))])
+        return which, float(mean[which])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A link that parts at a step.
+
+    Attributes:
+        places: of the layers (of the tensors where the link is weights or update) that part, in no order.
+        size, allowed: of the one that exceeds most, relative.
+        kind: "" for more than is allowed, "bias" for a lean within it, "own" where one training's own reduction or
+            applied gradient is wrong.
+        culprit: A or B, where one is known to be wrong by itself.
+    """
+
+    link: str
+    places: tuple[int, ...]
+    size: float
+    allowed: float
+    kind: str = ""
+    culprit: str = ""
+    factor: float | None = None
+
+
+@dataclass
+class Summary:
+    """Of one link over all steps."""
+
+    compared: int = 0
+    equal: int = 0
+    largest: float = 0.0
+    share: float = 0.0  # of what was allowed, where that was largest
+    parted: int | None = None  # step of A
+
+
+class Judge:
+    """Judges step after step, and remembers what rounding has grown to.
+
+    Attributes:
+        summaries: of every link.
+        blind: the first step at which gradients were no longer judged.
+        unstable: tensors whose update is nothing but rounding.
+    """
+
+    def __init__(self, bounds: Bounds, pairs: Pairs, envelope: Envelope | None = None):
+        layers, tensors = len(pairs.layers), len(pairs.tensors)
+        self.bounds, self.pairs, self.envelope = bounds, pairs, envelope
+        self.levels = {
+            "loss": Level(bounds.loss, 1),
+            "local": Level(bounds.gradient, layers),
+            "reduced": Level(bounds.gradient, layers),
+            "update": Level(bounds.update, tensors),
+        }
+        self.summaries: dict[str, Summary] = {}
+        self.blind: int | None = None
+        self.unstable: set[int] = set()
+        self.parted = False
+        self._layer_of = np.array([one.layer for one in pairs.tensors], dtype=int)
+        self._own = 0.0  # the largest distance of a reduced gradient from its own local ones so far
+        self._error = 0.0
+        self._series = {name: Series() for name in ("loss", "local", "reduced")}
+
+    def step(self, apart: Differences, first: bool, loaded: bool) -> list[Finding]:
+        """Return what parts at this step, in the order of the chain; nothing is learnt of a step that does.
+
+        Args:
+            first: it is the first that both have.
+            loaded: one of the two went on from a checkpoint right before it.
+        """
+        found = [
+            self._rows(apart),
+            self._weights(apart, first) if first or loaded else None,
+            self._loss(apart),
+            self._gradient("local", apart.local),
+            self._reduced(apart),
+            self._applied(apart),
+            self._update(apart) if apart.update is not None else None,
+            self._rates(apart),
+        ]
+        findings = [one for one in found if one is not None]
+        for one in findings:
+            summary = self.summaries[one.link]
+            summary.parted = apart.a.step if summary.parted is None else summary.parted
+        if not findings and not self.parted:
+            self._learn(apart)
+        self.parted |= bool(findings)
+        if self.levels["local"].saturated or self.levels["reduced"].saturated:
+            self.blind = self.blind or apart.a.step + 1
+        return findings
+
+    def bias(self) -> Finding | None:
+        """Return what leans to one side over all steps that agree, the first link of the chain."""
+        for link, series in self._series.items():
+            level = self.levels.get(link)
+            if level is None or level.saturated:
+                continue
+            least = 0.1 * self.bounds.precision
+            leaning = series.leaning(least)
+            if leaning is not None:
+                which, mean = leaning
+                places = () if link == "loss" else (which,)
+                return Finding(link, places, abs(mean), least, "bias", factor=math.exp(mean))
+        return None
+
+    def _learn(self, apart: Differences) -> None:
+        if apart.loss is not None:
+            self.levels["loss"].learn(np.array([apart.loss]))
+            self._lean("loss", np.array([_log(apart.b.loss, apart.a.loss)]))
+        for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
+            if gradient is not None:
+                self.levels[link].learn(np.where(_noise(gradient, self.bounds), 0.0, gradient.relative))
+                with np.errstate(all="ignore"):
+                    self._lean(link, np.log(gradient.ratio))
+        if apart.wrong is not None:
+            self._own = max(self._own, _largest(apart.wrong[0]), _largest(apart.wrong[1]))
+        if apart.error is not None:
+            self._error = max(self._error, *(one for one in apart.error if math.isfinite(one)), 0.0)
+        if apart.update is not None:
+            values = apart.update.relative.copy()
+            values[list(self.unstable)] = 0.0
+            self.levels["update"].learn(values)
+
+    def _lean(self, link: str, values: Array) -> None:
+        if not self.levels[link].saturated:
+            self._series[link].values.append(values)
+
+    def _note(self, link: str, size: float, allowed: float) -> None:
+        summary = self.summaries.setdefault(link, Summary())
+        summary.compared += 1
+        summary.equal += size == 0.0
+        if not self.parted:
+            summary.largest = max(summary.largest, size)
+            summary.share = max(summary.share, size / allowed if allowed else 0.0)
+
+    def _rows(self, apart: Differences) -> Finding | None:
+        if apart.rows is None:
+            return None
+        self._note("rows", float(not apart.rows), 0.0)
+        return None if apart.rows else Finding("rows", (), 1.0, 0.0)
+
+    def _weights(self, apart: Differences, first: bool) -> Finding | None:
+        if apart.weights is None:
+            return None
+        digits = np.array([2.0 * max(map(unit_roundoff, one.dtypes)) for one in self.pairs.tensors])
+        begin = first and apart.a.step <= 1
+        if begin:  # the same bits, or the same rounded
+            bound = np.where([one.dtypes[0] == one.dtypes[1] for one in self.pairs.tensors], 0.0, digits)
+        else:  # each has come to it by its own roundings
+            bound = np.maximum(digits, 1e-4 if first else self.levels["update"].allowed())
+        return self._finding("weights", apart.weights, np.maximum(bound, self.bounds.weights))
+
+    def _loss(self, apart: Differences) -> Finding | None:
+        level = self.levels["loss"]
+        if apart.loss is None or level.high[0] > SATURATED or self.blind is not None:
+            return None
+        carried = LOSS_SHARE * self.levels["local"].median
+        allowed = self._allowed("loss", level.allowed(carried))
+        return self._finding("loss", np.array([apart.loss]), allowed, everywhere=True)
+
+    def _gradient(self, link: str, gradient: Apart | None, coupled: Array | float = 0.0) -> Finding | None:
+        level = self.levels[link]
+        if gradient is None or self.blind is not None or level.saturated:
+            return None
+        allowed = self._allowed(link, level.allowed(coupled))
+        values = np.where(_noise(gradient, self.bounds), 0.0, gradient.relative)
+        return self._finding(link, values, allowed)
+
+    def _reduced(self, apart: Differences) -> Finding | None:
+        if apart.wrong is not None:
+            bound = max(FIRST_MARGIN * self.bounds.gradient, 20.0 * self._own)
+            for culprit, other, name in ((1, 0, "B"), (0, 1, "A")):
+                off = apart.wrong[culprit]
+                places = np.flatnonzero((off > bound) & (apart.wrong[other] <= bound))
+                if len(places):
+                    self._note("reduced", float(off[places].max()), bound)
+                    return Finding(
+                        "reduced", tuple(map(int, places)), float(off[places].max()), bound, "own", culprit=name
+                    )
+        local = 0.0 if apart.local is None else apart.local.relative
+        coupled = np.where(np.isfinite(local), local, 0.0)
+        return self._gradient("reduced", apart.reduced, coupled)
+
+    def _applied(self, apart: Differences) -> Finding | None:
+        if apart.factor is None or apart.error is None:
+            return None
+        size = abs(apart.factor - 1.0)
+        bound = max(FIRST_MARGIN * self.bounds.gradient, 20.0 * self._error, 1e-3)
+        self._note("applied", size, self.bounds.factor)
+        if size > 0.0:
+            return Finding("applied", (), size, self.bounds.factor, factor=apart.factor)
+        bad = [not one <= bound for one in apart.error]
+        if bad[0] != bad[1]:
+            return Finding("applied", (), apart.error[bad[1]], bound, "own", culprit="AB"[bad[1]])
+        return None
+
+    def _update(self, apart: Differences) -> Finding | None:
+        level, moved = self.levels["update"], apart.update
+        assert moved is not None
+        if self.blind is not None or level.saturated:
+            return None
+        carried = np.zeros(len(moved.relative))
+        for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
+            if gradient is not None:
+                now = np.where(np.isfinite(gradient.relative), gradient.relative, 0.0)
+                high = np.append(np.maximum(self.levels[link].high, now), max(self.levels[link].median, np.median(now)))
+                carried = np.maximum(carried, UPDATE_SHARE * high[self._layer_of])
+        allowed = self._allowed("update", level.allowed(carried))
+        values = moved.relative.copy()
+        if level.steps < EARLY_STEPS:
+            self.unstable |= set(map(int, np.flatnonzero((values > allowed) & _unstable(moved))))
+        values[list(self.unstable)] = 0.0
+        return self._finding("update", values, allowed)
+
+    def _rates(self, apart: Differences) -> Finding | None:
+        if apart.rates is None:
+            return None
+        self._note("rates", float(not apart.rates), 0.0)
+        return None if apart.rates else Finding("rates", (), 1.0, 0.0)
+
+    def _allowed(self, link: str, by_growth: Array) -> Array:
+        return by_growth if self.envelope is None else self.envelope.allowed(link, by_growth)
+
+    def _finding(self, link: str, values: Array, allowed: Array, everywhere: bool = False) -> Finding | None:
+        allowed = np.broadcast_to(allowed, values.shape)
+        with np.errstate(all="ignore"):
+            share = np.where(np.isnan(values), 0.0, values / np.maximum(allowed, 1e-300))
+        if not len(values):
+            return None
+        worst = int(np.argmax(share))
+        size = 0.0 if math.isnan(values[worst]) else float(values[worst])
+        self._note(link, size, float(allowed[worst]))
+        places = np.flatnonzero(share > 1.0)
+        if not len(places):
+            return None
+        return Finding(link, () if everywhere else tuple(map(int, places)), size, float(allowed[worst]))
+
+
+@dataclass
+class Envelope:
+    """What A and a repetition of it differ by up to the step that is judged: it takes the place of growth."""
+
+    bounds: Bounds
+    high: dict[str, Array] = field(default_factory=dict)
+    start: dict[str, float] = field(default_factory=dict)
+
+    def learn(self, link: str, values: Array) -> None:
+        values = np.where(np.isfinite(values), values, 0.0)
+        self.high[link] = np.maximum(self.high.get(link, np.zeros_like(values)), values)
+        if (median := float(np.median(values))) > 0.0:
+            self.start.setdefault(link, median)
+
+    def allowed(self, link: str, by_growth: Array) -> Array:
+        """Return ``by_growth`` where the repetition had every bit of A: that says nothing of growth."""
+        if link not in self.start:
+            return by_growth
+        bound = {"loss": self.bounds.loss, "update": self.bounds.update}.get(link, self.bounds.gradient)
+        high = np.maximum(self.high[link], np.median(self.high[link]))
+        grown = float(np.median(self.high[link])) / self.start[link]
+        return np.maximum(FIRST_MARGIN * bound * max(1.0, grown), MARGIN * high)
+
+
+def _noise(gradient: Apart, bounds: Bounds) -> Array:
+    """Layers whose gradient is nothing but the rounding of zero, as that of a key's bias is."""
+    with np.errstate(all="ignore"):
+        small = gradient.share * np.fmax(1.0, gradient.ratio) <= 0.25 * bounds.gradient
+        return small & ~(gradient.cosine > UNSTABLE)
+
+
+def _unstable(moved: Moved) -> Array:
+    """Tensors that move as far in both trainings, and each in a direction of its own."""
+    low, high = moved.size.min(0), moved.size.max(0)
+    return (moved.correlation < UNSTABLE) & (moved.correlation > -0.9) & (low > 0.5 * high)
+
+
+def _largest(values: Array) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.max(initial=0.0))
+
+
+def _log(one: float | None, other: float | None) -> float:
+    if one is None or other is None or not (one > 0.0 and other > 0.0):
+        return 0.0
+    return math.log(one / other)
