@@ -17,7 +17,7 @@ from ds_silent.text import shown
 from ds_silent.trace import Head
 
 SHARES = re.compile(
-    r"micro.?batch|world.?size|rank|host|node|port|device|output|path|dir\b|file|bucket|overlap|contiguous|"
+    r"micro.?batch|world.?size|rank|\bhost|\bnode|\bport\b|device|output|path|dir\b|file|bucket|overlap|contiguous|"
     r"zero_optimization\.stage|accumulation_steps|workers|thread|log|print|interval|update.s? (not )?check",
     re.IGNORECASE,
 )

@@ -312,7 +312,7 @@ def _by_weights(here: _Side, there: _Side) -> list[tuple[int, int]]:
         for index, one in side.alone.items():
             values = side.values(index)
             if values is not None and len(np.unique(values)) >= LEAST_SHARED:
-                found[one.shape, (_coarse(values) if coarse else values).tobytes()].append(index)
+                found[one.shape, (coarse(values) if coarse else values).tobytes()].append(index)
         sides.append(found)
     pairs = [
         list(zip(mine, sides[1][key], strict=True))
@@ -322,7 +322,7 @@ def _by_weights(here: _Side, there: _Side) -> list[tuple[int, int]]:
     return [pair for several in pairs for pair in several]
 
 
-def _coarse(values: Floats) -> Floats:
+def coarse(values: Floats) -> Floats:
     """Rounded to the 8 significant bits of bf16, ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000

@@ -1,0 +1,253 @@
+"""Where two trainings part: the first step, layer and link of the chain, from their traces.
+
+    found = compare("runs/a", "runs/b")
+    found.sentence                               # the answer
+    found.parted, found.step, found.layer, found.link, found.factor, found.cause, found.left_out
+
+The chain of a step: rows, weights in use, loss, local gradient, reduced gradient, what the optimizer applies of it,
+its update, and the rates. Numbers that are equal are equal; the others are judged by what rounding explains
+(:mod:`ds_silent.comparison.judgement`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ds_silent.comparison.causes import Case, Explanation, explain
+from ds_silent.comparison.defaults import setting_differences, version_differences
+from ds_silent.comparison.differences import LINKS, Differences, differences
+from ds_silent.comparison.judgement import Bounds, Envelope, Finding, Judge, bounds_of
+from ds_silent.comparison.pairing import ComparisonError, Pairs, pair_steps, pair_tensors
+from ds_silent.comparison.result import Comparison, LinkResult
+from ds_silent.trace import Step, Trace, TraceError, read_trace
+
+__all__ = ["Comparison", "ComparisonError", "TraceError", "compare"]
+
+AFTERWARDS = 5
+"""Steps that are looked at behind the one that parts, for what follows."""
+Run = str | os.PathLike[str]
+
+
+def compare(
+    a: Run,
+    b: Run,
+    repetition: Run | None = None,
+    *,
+    tolerance: float | None = None,
+    names: Mapping[str, str] | Run | None = None,
+) -> Comparison:
+    """Compare two trainings, step by step, until they part.
+
+    Args:
+        a, b: a run's directory (its ``output_dir``) or its ``trace.jsonl``.
+        repetition: another run of A's training: how far it is from A takes the place of the growth of rounding.
+        tolerance: relative difference that is allowed at the first step, where it is more than rounding's bound.
+        names: tensors of A and their names in B, or a JSON file of them; a name stands for all below it too.
+
+    Returns:
+        the comparison; nothing is raised where they part.
+
+    Raises:
+        TraceError, ComparisonError: what was given cannot be compared; the message is one sentence.
+    """
+    if tolerance is not None and not 0.0 <= tolerance < 1.0:
+        raise ComparisonError(f"tolerance must be a relative difference from 0 to below 1, got {tolerance}")
+    traces = read_trace(Path(a)), read_trace(Path(b))
+    third = None if repetition is None else read_trace(Path(repetition))
+    known = names if isinstance(names, Mapping) else {} if names is None else read_names(names)
+    return _Comparer(traces, third, tolerance, known).result()
+
+
+def read_names(path: Run) -> dict[str, str]:
+    """Read a map of names.
+
+    Raises:
+        ComparisonError: it is not {"name in A": "name in B"}.
+    """
+    shown = ascii(os.fspath(path))
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ComparisonError(f"the map {shown} cannot be read ({error.strerror}); check its path") from None
+    except (ValueError, RecursionError):
+        raise ComparisonError(f'the map {shown} is not JSON; write {{"name in A": "name in B"}}') from None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ComparisonError(f'the map {shown} is no object of names; write {{"name in A": "name in B"}}')
+    return found
+
+
+class _Comparer:
+    """One comparison under way."""
+
+    def __init__(
+        self, traces: tuple[Trace, Trace], third: Trace | None, tolerance: float | None, names: Mapping[str, str]
+    ):
+        self.traces, self.third = traces, third
+        self.steps = pair_steps(*traces)
+        self.heads = tuple(_head(trace.at(step)) for trace, step in zip(traces, self.steps.steps[0], strict=True))
+        first = [trace.at(step).weights for trace, step in zip(traces, self.steps.steps[0], strict=True)]
+        self.pairs = pair_tensors(*self.heads, *first, names)
+        self.bounds = bounds_of(*self.heads, tolerance)
+        self.settings = setting_differences(*self.heads)
+        self.equal_until: int | None = None
+        self.compared = 0
+
+    def result(self) -> Comparison:
+        """Judge all steps, up to a few behind the one that parts."""
+        judge = Judge(self.bounds, self.pairs, None if self.third is None else Envelope(self.bounds))
+        followed = _Followed(self, judge) if self.third is not None else None
+        case: Case | None = None
+        different, behind, last = False, 0, self.steps.steps[0][0]
+        before: Step | None = None
+        for apart, number in self._differences(judge):
+            if followed is not None:
+                followed.until(apart.a.step)
+            loaded = self._loaded(before, apart)
+            findings = judge.step(apart, number == 0, bool(loaded))
+            self.compared, last, before = self.compared + 1, apart.a.step, apart.a
+            different = different or not _equal(apart)
+            if not different:
+                self.equal_until = apart.a.step
+            if findings and case is None:
+                case = self._case(findings[0], apart, loaded if findings[0].link == "weights" else "", number == 0)
+            behind += case is not None
+            if behind > AFTERWARDS:
+                break
+        if case is None and (leaning := judge.bias()) is not None:
+            apart, _ = next(self._differences(judge))
+            case = self._case(leaning, apart, "", True)
+        return self._comparison(judge, case, last)
+
+    def _case(self, finding: Finding, apart: Differences, loaded: str, first: bool) -> Case:
+        return Case(
+            finding, apart, self.pairs, self.bounds, self.heads, self.traces, self.settings, loaded, first
+        )
+
+    def _differences(self, judge: Judge) -> Iterator[tuple[Differences, int]]:
+        """Yield each pair of steps with its place."""
+        a, b = self.traces
+        following = [*self.steps.steps[1:], None]
+        one, other = (trace.at(step) for trace, step in zip(self.traces, self.steps.steps[0], strict=True))
+        for number, after in enumerate(following):
+            next_a, next_b = (None, None) if after is None else (a.at(after[0]), b.at(after[1]))
+            yield differences(self.pairs, one, other, next_a, next_b, self.bounds.factor), number
+            if next_a is None or next_b is None:
+                return
+            one, other = next_a, next_b
+
+    def _loaded(self, before: Step | None, apart: Differences) -> str:
+        """Which of the two went on from a checkpoint between the last pair of steps and this."""
+        self._last_heads, last = (apart.a.head, apart.b.head), getattr(self, "_last_heads", None)
+        if before is None or last is None:
+            return ""
+        names = [name for name, now, then in zip("AB", self._last_heads, last, strict=True) if now is not then]
+        return " and ".join(names)
+
+    def _comparison(self, judge: Judge, case: Case | None, last: int) -> Comparison:
+        why = Explanation("") if case is None else explain(case)
+        link = None if case is None else case.finding.link
+        step = None if case is None else case.apart.a.step
+        return Comparison(
+            case is not None,
+            step,
+            why.layers[0] if why.layers else None,
+            link,  # type: ignore[arg-type]  # it is one of them
+            why.factor,
+            why.cause or None,
+            (*self.pairs.left_out, *self.steps.left_out, *self._unknown(judge)),
+            why.layers,
+            None if case is None else case.apart.b.step,
+            self.steps.by,
+            self.steps.steps[0][0],
+            last,
+            self.compared,
+            self.equal_until,
+            judge.blind,
+            tuple(_link(name, judge, link, step) for name in LINKS[1:]),
+            self.settings,
+            version_differences(*self.heads),
+            os.fspath(self.traces[0].path),
+            os.fspath(self.traces[1].path),
+        )
+
+    def _unknown(self, judge: Judge) -> Iterator[str]:
+        missing = [name for name in LINKS[1:] if name not in judge.summaries]
+        if missing:
+            yield f"{', '.join(missing)}: not in both traces"
+        if judge.unstable:
+            names = [self.pairs.tensors[place].name for place in sorted(judge.unstable)]
+            yield f"updates of {', '.join(names[:3])}{' and more' * (len(names) > 3)}: nothing but rounding moves them"
+
+
+class _Followed:
+    """How far a repetition of A is from A, up to the step that is judged."""
+
+    def __init__(self, comparer: _Comparer, judge: Judge):
+        assert comparer.third is not None
+        traces = comparer.traces[0], comparer.third
+        steps = pair_steps(*traces)
+        heads = [_head(trace.at(step)) for trace, step in zip(traces, steps.steps[0], strict=True)]
+        first = [trace.at(step).weights for trace, step in zip(traces, steps.steps[0], strict=True)]
+        self.pairs = pair_tensors(heads[0], heads[1], first[0], first[1], {})
+        self._judge, self._todo, self._traces = judge, list(steps.steps), traces
+        layers = {one.a: place for place, one in enumerate(self.pairs.layers)}
+        tensors = {one.name: place for place, one in enumerate(self.pairs.tensors)}
+        own = comparer.pairs
+        self._layers = [layers.get(one.a, -1) for one in own.layers]
+        self._tensors = [tensors.get(one.name, -1) for one in own.tensors]
+        self._factor = comparer.bounds.factor
+
+    def until(self, step: int) -> None:
+        """Take in the repetition's steps up to this one."""
+        envelope = self._judge.envelope
+        assert envelope is not None
+        while self._todo and self._todo[0][0] <= step:
+            here, there = self._todo.pop(0)
+            one, other = self._traces[0].at(here), self._traces[1].at(there)
+            after = self._todo[0] if self._todo else None
+            nexts = (None, None) if after is None else (self._traces[0].at(after[0]), self._traces[1].at(after[1]))
+            apart = differences(self.pairs, one, other, *nexts, self._factor)
+            if apart.loss is not None:
+                envelope.learn("loss", np.array([apart.loss]))
+            for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
+                if gradient is not None:
+                    envelope.learn(link, np.append(gradient.relative, np.median(gradient.relative))[self._layers])
+            if apart.update is not None:
+                moved = np.nan_to_num(apart.update.relative)
+                envelope.learn("update", np.append(moved, np.median(moved))[self._tensors])
+
+
+def _head(step: Step):  # type: ignore[no-untyped-def]
+    assert step.head is not None
+    return step.head
+
+
+def _equal(apart: Differences) -> bool:
+    """Whether no number differs at all."""
+    gradients = [one.relative for one in (apart.local, apart.reduced) if one is not None]
+    return (
+        apart.rows is not False
+        and apart.rates is not False
+        and not apart.loss
+        and not any(one.any() for one in gradients)
+        and (apart.weights is None or not np.nan_to_num(apart.weights).any())
+        and (apart.a.applied is None or apart.b.applied is None or apart.a.applied.factor == apart.b.applied.factor)
+    )
+
+
+def _link(name: str, judge: Judge, first: str | None, step: int | None) -> LinkResult:
+    summary = judge.summaries.get(name)
+    if summary is None:
+        return LinkResult(name, "unknown", 0, 0, None, 0.0, 0.0)
+    if name == first:
+        state, parted = "parts", step
+    elif summary.parted is not None:
+        state, parted = "follows", summary.parted
+    else:
+        state, parted = ("equal" if summary.equal == summary.compared else "rounding"), None
+    return LinkResult(name, state, summary.compared, summary.equal, parted, summary.largest, summary.share)  # type: ignore[arg-type]

@@ -1,0 +1,395 @@
+"""Why two trainings part: what the numbers of the first step that parts, the settings and the rows say.
+
+    why = explain(Case(finding, apart, pairs, ...))
+    why.layers, why.factor, why.cause            # ("layers.1",), 1.001, "this layer's gradient alone, times 1.001"
+
+Every sentence says what was measured; what it comes from is named only where a setting says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from ds_silent.comparison.defaults import SettingDifference, explaining
+from ds_silent.comparison.differences import Apart, Array, Differences, relative
+from ds_silent.comparison.judgement import Bounds, Finding
+from ds_silent.comparison.pairing import Pairs, coarse
+from ds_silent.trace import Head, Rows, Trace
+
+LOOKED_AROUND = 32  # steps, for the rows of this one
+SIMPLE = 1e-3  # relative, of a factor that is a simple ratio
+MULTIPLE = 0.02  # of the length, beside a multiple: the rest
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that is known when a link parts."""
+
+    finding: Finding
+    apart: Differences
+    pairs: Pairs
+    bounds: Bounds
+    heads: tuple[Head, Head]
+    traces: tuple[Trace, Trace]
+    settings: tuple[SettingDifference, ...]
+    loaded: str = ""  # A, B or both went on from a checkpoint right before
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Layers in the order of computation, the first one first."""
+
+    cause: str
+    factor: float | None = None
+    layers: tuple[str, ...] = ()
+
+
+def explain(case: Case) -> Explanation:
+    """Say what parted, with the setting that explains it."""
+    asked: dict[str, Callable[[Case], tuple[str, float | None, str]]] = {
+        "rows": _rows,
+        "weights": _weights,
+        "loss": _loss,
+        "local": _gradient,
+        "reduced": _reduced,
+        "applied": _applied,
+        "update": _update,
+        "rates": _rates,
+    }
+    cause, factor, likely = asked[case.finding.link](case) if case.finding.kind != "bias" else _leans(case)
+    if case.loaded and case.finding.kind != "bias":
+        cause += f"; {case.loaded} went on from a checkpoint right before"
+    setting = explaining(case.finding.link, case.settings, likely)
+    if setting is not None:
+        cause += f" ({setting.sentence})"
+    return Explanation(cause, factor, _layers(case))
+
+
+def _layers(case: Case) -> tuple[str, ...]:
+    """Names of the layers that part: gradients come in the order of the backward, all else in that of the forward."""
+    if case.finding.link in ("weights", "update"):
+        tensors = sorted((case.pairs.tensors[place] for place in case.finding.places), key=lambda one: one.order)
+        return tuple(dict.fromkeys(one.where for one in tensors))
+    layers = sorted((case.pairs.layers[place] for place in case.finding.places), key=lambda one: one.order)
+    names = [one.name for one in layers]
+    return tuple(names[::-1] if case.finding.link == "local" else names)
+
+
+# -- rows and weights --------------------------------------------------------------------------------------------------
+
+
+def _rows(case: Case) -> tuple[str, float | None, str]:
+    one, other = case.apart.a.rows, case.apart.b.rows
+    assert one is not None
+    assert other is not None
+    if one.count != other.count:
+        return f"a step takes {one.count} rows in A and {other.count} in B", None, "batch"
+    step = case.apart.a.step
+    for here, wanted, names in ((0, other, "BA"), (1, one, "AB")):
+        at = (case.apart.a, case.apart.b)[here].step
+        if (found := _step_with(case.traces[here], wanted, at)) is not None:
+            return f"{names[0]}'s rows of this step are those of {names[1]}'s step {found}: the order is shifted", None, ""
+    later = [case.traces[side].steps for side in (0, 1)]
+    agree = [
+        case.traces[0].at(n).rows == case.traces[1].at(n).rows
+        for n in range(step + 1, step + 4)
+        if n in later[0] and n in later[1]
+    ]
+    if agree and all(agree):
+        return "other rows in this step alone; the next ones have the same again", None, ""
+    return "other rows from this step on" if not case.first else "other rows: another seed, order or data", None, "seed"
+
+
+def _step_with(trace: Trace, rows: Rows, near: int) -> int | None:
+    for number in sorted(trace.steps, key=lambda n: abs(n - near))[: 2 * LOOKED_AROUND]:
+        if number != near and trace.at(number).rows == rows:
+            return number
+    return None
+
+
+def _weights(case: Case) -> tuple[str, float | None, str]:
+    chosen = [case.pairs.tensors[place] for place in case.finding.places]
+    ones = [case.apart.a.weights[one.here].astype(float) for one in chosen]  # type: ignore[index]
+    others = [case.apart.b.weights[one.there].astype(float) for one in chosen]  # type: ignore[index]
+    what = "initial weights" if case.apart.a.step <= 1 else "weights"
+    total = sum(len(one.here) > 0 for one in case.pairs.tensors)
+    many = f"in {len(chosen)} of {total} tensors" if len(chosen) < total else "in all tensors"
+    for i, one in enumerate(chosen):
+        for j, other in enumerate(chosen):
+            if i != j and len(np.unique(ones[i])) > 2 and np.array_equal(ones[i], others[j]):
+                return f"other {what}: B's {other.other} holds A's {one.name}", None, ""
+    factor = _multiple(np.concatenate(ones), np.concatenate(others))
+    if factor is not None:
+        return f"{what} {_times(factor)} A's, {many}", factor, "init"
+    if all(np.array_equal(_bf16(one), _bf16(other)) for one, other in zip(ones, others, strict=True)):
+        return f"{what} that agree in 8 binary digits only: one training rounds them to bf16", None, "precision"
+    return f"other {what}, {many}", None, "seed"
+
+
+def _bf16(values: Array) -> Array:
+    return coarse(values.astype(np.float32)).astype(float)
+
+
+# -- loss and gradients ------------------------------------------------------------------------------------------------
+
+
+def _loss(case: Case) -> tuple[str, float | None, str]:
+    one, other = case.apart.a.loss, case.apart.b.loss
+    assert one is not None
+    assert other is not None
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return f"the loss is {one:.6g} in A and {other:.6g} in B", None, ""
+    ratio = other / one if one else math.inf
+    common = _common(case.apart.local, case.bounds)
+    weighed = _objective(case)
+    if common is not None and relative(common, ratio) < 0.01:
+        return f"the loss and every gradient are {_times(ratio)} A's{_named(ratio, case)}{weighed}", ratio, "loss"
+    if (simple := _ratio_name(ratio, case)) is not None:
+        return f"the loss is {_times(ratio)} A's{simple}{weighed}", ratio, "loss"
+    if weighed:
+        return f"the loss {one:.6g} is {other:.6g}{weighed}", ratio, "loss"
+    size = f"the loss {one:.7g} is {other:.7g} in B on the same rows and weights"
+    local = case.apart.local
+    if case.first and local is not None and case.finding.size < 1e-2 and np.nanmax(local.relative) < 0.1:
+        return f"{size}: as a forward in another precision does (TF32, bf16)", None, "precision"
+    return f"{size}: another forward or another loss" if case.first else f"{size}: another forward", None, ""
+
+
+def _objective(case: Case) -> str:
+    one, other = case.apart.a.objective, case.apart.b.objective
+    if one is None or other is None:
+        return ""
+    if relative(one.weight_sum, other.weight_sum) > SIMPLE:
+        return f"; its labels' weights add up to {one.weight_sum:.4g} in A, {other.weight_sum:.4g} in B"
+    if relative(one.weight_max, other.weight_max) > SIMPLE or relative(one.weight_min, other.weight_min) > SIMPLE:
+        spans = [f"{each.weight_min:.4g} to {each.weight_max:.4g}" for each in (one, other)]
+        return f"; a label counts {spans[0]} in A, {spans[1]} in B"
+    return ""
+
+
+def _gradient(case: Case) -> tuple[str, float | None, str]:
+    gradient = getattr(case.apart, case.finding.link)
+    weighed = _objective(case)
+    common = _common(gradient, case.bounds)
+    if common is not None and len(case.finding.places) == len(gradient.ratio):
+        return f"the gradient of every layer is {_times(common)} A's{_named(common, case)}{weighed}", common, "accum"
+    places = list(case.finding.places)
+    lost = [place for place in places if not math.isfinite(gradient.relative[place])]
+    if lost:
+        return "one of the two gradients is not finite", None, "loss scale"
+    factors = {place: _factor(gradient, place, case.bounds) for place in places}
+    only = "this layer's gradient alone" if len(places) == 1 else f"the gradient of {len(places)} layers"
+    shared = _shared([factors[place] for place in places])
+    if shared is not None:
+        return f"{only}, {_times(shared)} A's{_named(shared, case)}", shared, ""
+    cosine = gradient.cosine[places[0] if len(places) == 1 else int(np.nanargmin(gradient.cosine))]
+    turned = "" if math.isnan(cosine) else f", in another direction (cosine {cosine:.4g})"
+    if len(places) == len(gradient.ratio):
+        turned = turned.replace(", in", " in all layers, in")
+        return f"the same loss, and another gradient{turned}{weighed}", None, ""
+    return f"{only}{turned}, by {case.finding.size:.2g} of its length", None, ""
+
+
+def _reduced(case: Case) -> tuple[str, float | None, str]:
+    if case.finding.kind != "own":
+        return _gradient(case)
+    side = 0 if case.finding.culprit == "A" else 1
+    step = (case.apart.a, case.apart.b)[side]
+    assert step.local is not None
+    assert step.reduced is not None
+    layer = case.pairs.layers[case.finding.places[0]]
+    place = (layer.a, layer.b)[side]
+    local, reduced = (each.layer_sketches[place].astype(float) for each in (step.local, step.reduced))
+    factor = _multiple(local, reduced)
+    what = f"{case.finding.culprit}'s reduced gradient is not the mean of its ranks' gradients"
+    if factor is None:
+        return f"{what}: it is off by {case.finding.size:.2g} of its length", None, ""
+    return f"{what}, but {factor:.5g} times it{_named(factor, case)}", factor if side else 1.0 / factor, ""
+
+
+def _applied(case: Case) -> tuple[str, float | None, str]:
+    one, other = case.apart.a, case.apart.b
+    assert one.applied is not None
+    assert other.applied is not None
+    if case.finding.kind == "own":
+        who = case.finding.culprit
+        return f"what {who}'s optimizer used is no multiple of its reduced gradient, by {case.finding.size:.2g}", None, ""
+    factor = case.apart.factor
+    used = [step.applied.factor for step in (one, other)]  # type: ignore[union-attr]
+    norms = [None if step.reduced is None else step.reduced.norm for step in (one, other)]
+    said = []
+    for name, c, norm in zip("AB", used, norms, strict=True):
+        said.append(f"{name} clips to {c * norm:.4g}" if c < 1.0 and norm is not None else f"{name} uses {c:.4g} of it")
+    return f"another clip factor: {', '.join(said)}", factor, "clip"
+
+
+def _common(gradient: Apart | None, bounds: Bounds) -> float | None:
+    """The one factor by which all layers are multiplied; None where there is no such factor."""
+    if gradient is None:
+        return None
+    factors = [_factor(gradient, place, bounds) for place in range(len(gradient.ratio)) if gradient.share[place] > 1e-3]
+    return _shared(factors)
+
+
+def _factor(gradient: Apart, place: int, bounds: Bounds) -> float | None:
+    """B's gradient of a layer over A's, where the one is a multiple of the other."""
+    ratio, cosine = float(gradient.ratio[place]), float(gradient.cosine[place])
+    if not math.isfinite(ratio) or ratio <= 0.0:
+        return None
+    if math.isnan(cosine):
+        return ratio
+    off = math.sqrt(max(0.0, 1.0 - cosine * cosine))
+    if off > max(MULTIPLE * min(1.0, abs(ratio - 1.0) * 5.0 + 0.005), 3.0 * bounds.gradient):
+        return None
+    return math.copysign(ratio, cosine)
+
+
+def _shared(factors: Iterable[float | None]) -> float | None:
+    known = list(factors)
+    if not known or any(one is None for one in known):
+        return None
+    low, high = min(known), max(known)  # type: ignore[type-var]
+    middle = float(np.median(np.array(known, dtype=float)))
+    spread = max(1e-3 * abs(middle), 0.1 * abs(middle - 1.0))
+    return middle if high - low <= spread else None  # type: ignore[operator]
+
+
+def _multiple(one: Array, other: Array) -> float | None:
+    """``other`` = factor * ``one``, but for a small rest; None where it is not, or the factor is 1."""
+    squared = float(one @ one)
+    if not squared > 0.0 or not np.isfinite(other).all():
+        return None
+    factor = float(one @ other) / squared
+    rest = float(np.linalg.norm(other - factor * one) / max(np.linalg.norm(other), 1e-300))
+    return factor if rest <= MULTIPLE * min(1.0, 5.0 * abs(factor - 1.0)) and relative(factor, 1.0) > 1e-6 else None
+
+
+# -- the update --------------------------------------------------------------------------------------------------------
+
+
+def _update(case: Case) -> tuple[str, float | None, str]:
+    moved, places = case.apart.update, case.finding.places
+    assert moved is not None
+    still = [name for name, size in zip("AB", moved.size, strict=True) if not size[list(places)].any()]
+    if len(still) == 1:
+        return f"{still[0]} does not move these weights: {_names(case)}", None, ""
+    one, other, weights = (np.concatenate([held[p] for p in places]) for held in (moved.a, moved.b, moved.weights))
+    fewer = _fewer_digits(*(np.concatenate([end[p] for p in places]) for end in moved.ends))
+    if fewer:
+        return f"{fewer} keeps 8 binary digits of the weights (bf16), the other more", None, "precision of what"
+    factor = _multiple(one, other)
+    if factor is not None:
+        return f"the update is {_times(factor)} A's, from the same gradient: {_names(case)}", factor, "lr"
+    apart = other - one
+    decay = _multiple(weights, weights + apart)
+    rate = next((rate for rate in case.apart.a.rates if rate), None)
+    if decay is not None and _explained(apart, weights) > 0.9:
+        amount = "" if rate is None else f", as a weight decay that differs by {(1.0 - decay) / rate:.3g}"
+        return f"B's update has {decay - 1.0:+.2g} times the weights more{amount}: {_names(case)}", None, "decay"
+    big = np.abs(one) > 0.05 * np.sqrt(np.mean(one**2))
+    with np.errstate(all="ignore"):
+        ratio = other[big] / one[big]
+    for side, smaller in (("B", ratio < 1.0), ("A", ratio > 1.0)):
+        if len(ratio) >= 8 and smaller.mean() > 0.9 and (ratio > 0.0).mean() > 0.95:
+            return f"every element moves less in {side}, each by a share of its own, as with a larger epsilon", None, "eps"
+    return f"another update from the same gradient: {_names(case)}", None, ""
+
+
+def _explained(values: Array, by: Array) -> float:
+    """Share of the squares of ``values`` that a multiple of ``by`` explains."""
+    total = float(values @ values) * float(by @ by)
+    return float(values @ by) ** 2 / total if total > 0.0 else 0.0
+
+
+def _fewer_digits(one: Array, other: Array) -> str:
+    """Which training's weights are all bf16 numbers, where the other's are not."""
+    rounded = [bool(np.array_equal(_bf16(values), values)) for values in (one, other)]
+    return "" if rounded[0] == rounded[1] else "A" if rounded[0] else "B"
+
+
+def _names(case: Case) -> str:
+    tensors = sorted((case.pairs.tensors[place] for place in case.finding.places), key=lambda one: one.order)
+    if len(tensors) == len(case.pairs.tensors):
+        return "all tensors"
+    more = f" and {len(tensors) - 2} more" if len(tensors) > 2 else ""
+    return f"{', '.join(one.name for one in tensors[:2])}{more}"
+
+
+def _rates(case: Case) -> tuple[str, float | None, str]:
+    ones = [rate for rate in case.apart.a.rates if rate is not None]
+    others = [rate for rate in case.apart.b.rates if rate is not None]
+    if len(ones) != len(others):
+        return f"{len(ones)} groups in A, {len(others)} in B, with other rates", None, "lr"
+    group = next(g for g, (x, y) in enumerate(zip(ones, others, strict=True)) if relative(x, y) > 1e-6)
+    one, other = ones[group], others[group]
+    where = f" of group {group}" if len(ones) > 1 else ""
+    factor = other / one if one else None
+    for trace, step, rates, names in (
+        (case.traces[0], case.apart.a.step, case.apart.b.rates, "BA"),
+        (case.traces[1], case.apart.b.step, case.apart.a.rates, "AB"),
+    ):
+        later = step + 1
+        if later in trace and tuple(trace.at(later).rates) == tuple(rates):
+            return f"{names[0]}'s schedule is a step ahead of {names[1]}'s: {one:.6g} in A, {other:.6g} in B", factor, "schedule"
+    since = "" if case.first else " from this step on"
+    return f"another rate{where}{since}: {one:.6g} in A, {other:.6g} in B", factor, "lr"
+
+
+# -- factors -----------------------------------------------------------------------------------------------------------
+
+
+def _leans(case: Case) -> tuple[str, float | None, str]:
+    factor = case.finding.factor
+    assert factor is not None
+    what = "loss" if case.finding.link == "loss" else f"{case.finding.link} gradient's norm"
+    return f"within rounding at each step, but the {what} leans to one side at all of them: {_times(factor)} A's", factor, ""
+
+
+def _times(factor: float) -> str:
+    """``is`` is left to the sentence: ``1.001 times``, ``minus 1 times``."""
+    digits = f"{factor:.7f}".rstrip("0").rstrip(".") if 0.9 < abs(factor) < 1.1 else f"{factor:.5g}"
+    return f"{digits} times"
+
+
+def _named(factor: float, case: Case) -> str:
+    return _ratio_name(factor, case) or ""
+
+
+def _ratio_name(factor: float, case: Case) -> str | None:
+    """What a factor counts, or the simple fraction that it is; None where it is none."""
+    if not math.isfinite(factor) or factor <= 0.0 or relative(factor, 1.0) < 0.02:
+        return None
+    close = max(SIMPLE, case.bounds.gradient)
+    for (count, words), upside in ((one, up) for one in _counts(case) for up in (False, True)):
+        if count != 1.0 and relative(factor, 1.0 / count if upside else count) <= close:
+            return f", {'one over ' if upside else ''}{words}"
+    simple = Fraction(factor).limit_denominator(16)
+    if simple and max(simple.numerator, simple.denominator) <= 64 and relative(factor, float(simple)) <= close:
+        return f", a simple ratio ({simple})" if simple.denominator > 1 else ", a whole number"
+    return None
+
+
+def _counts(case: Case) -> list[tuple[float, str]]:
+    a, b = case.heads
+    found = []
+    for head, name in ((b, "B"), (a, "A")):
+        found += [
+            (float(head.micro_batches), f"the {head.micro_batches} micro-batches of {name}: accumulation not divided"),
+            (float(head.ranks), f"the {head.ranks} ranks of {name}: a sum in place of a mean"),
+            (float(head.ranks * head.micro_batches), f"the ranks times micro-batches of {name}"),
+        ]
+    found += [
+        (b.micro_batches / a.micro_batches, "the ratio of the micro-batches: accumulation not divided"),
+        (b.ranks / a.ranks, "the ratio of the ranks: a sum in place of a mean"),
+    ]
+    one, other = case.apart.a.objective, case.apart.b.objective
+    if one is not None and other is not None and one.labels > 0.0:
+        found.append((other.labels / one.labels, "the ratio of the labels"))
+        found += [(one.labels, "A's labels of the step"), (other.labels, "B's labels of the step")]
+    return found

@@ -1,0 +1,112 @@
+"""What a comparison found: one sentence, the fields that programs read, and the table behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ds_silent.comparison.defaults import SettingDifference
+from ds_silent.text import one_line
+
+Link = Literal["settings", "rows", "weights", "loss", "local", "reduced", "applied", "update", "rates"]
+PHRASES: dict[str, str] = {
+    "settings": "settings",
+    "rows": "rows",
+    "weights": "weights",
+    "loss": "loss",
+    "local": "local gradient",
+    "reduced": "reduced gradient",
+    "applied": "applied gradient",
+    "update": "update",
+    "rates": "rates",
+}
+"""Each link, as sentences name it."""
+
+
+@dataclass(frozen=True)
+class LinkResult:
+    """One link over all steps that were compared.
+
+    Attributes:
+        state: equal, rounding (within it), parts (here first), follows (later, or behind it) or unknown.
+        compared: steps; ``equal``: those of them without any difference.
+        step: of A, at which it parts first; None where it does not.
+        largest: relative difference, up to the parting.
+        share: the largest of what was allowed, up to the parting.
+    """
+
+    link: str
+    state: Literal["equal", "rounding", "parts", "follows", "unknown"]
+    compared: int
+    equal: int
+    step: int | None
+    largest: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two trainings, compared.
+
+    Attributes:
+        parted: whether they are two trainings, and not one that rounds otherwise.
+        step: of A, at which they part first.
+        layer: the first that parts, in the order of computation; None where no layer is meant, as for rows.
+        link: the first link of the chain that parts at that step.
+        factor: of B over A, where the one is a multiple of the other.
+        cause: what the numbers, the settings and the rows say of it.
+        left_out: sentences, each on what was not compared.
+        layers: all that part at that step, in the order of computation.
+        first, last, compared: steps of A, and how many.
+        equal_until: the last step up to which every number is the same; None where the first differs.
+        settings, versions: in which the two differ.
+        sentence: the answer.
+    """
+
+    parted: bool
+    step: int | None
+    layer: str | None
+    link: Link | None
+    factor: float | None
+    cause: str | None
+    left_out: tuple[str, ...]
+    layers: tuple[str, ...] = ()
+    step_of_b: int | None = None
+    paired_by: str = "number"
+    first: int = 0
+    last: int = 0
+    compared: int = 0
+    equal_until: int | None = None
+    blind_from: int | None = None
+    links: tuple[LinkResult, ...] = ()
+    settings: tuple[SettingDifference, ...] = ()
+    versions: tuple[str, ...] = ()
+    a: str = ""
+    b: str = ""
+    sentence: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sentence", one_line(self._parted() if self.parted else self._together()))
+
+    def _parted(self) -> str:
+        where = f", in {self._where()}," if self.layers else ""
+        step = f"step {self.step}"
+        if self.step_of_b is not None and self.step_of_b != self.step:
+            step += f" ({self.step_of_b} of B)"
+        if self.link == "settings":
+            return f"The trainings part before {step}, in the settings: {self.cause}."
+        return f"The trainings part at {step}{where} at the {PHRASES[self.link or 'rows']}: {self.cause}."
+
+    def _where(self) -> str:
+        more = len(self.layers) - 1
+        return f"layer {self.layer}" + (f" and {more} more" if more else "")
+
+    def _together(self) -> str:
+        steps = f"{self.compared} step{'s' * (self.compared != 1)} ({self.first} to {self.last})"
+        if self.equal_until == self.last:
+            return f"The trainings do not part: {steps} with every number the same."
+        same = f", the same in every number up to step {self.equal_until}" if self.equal_until is not None else ""
+        grown = ""
+        if self.blind_from is not None and self.blind_from <= self.last:
+            grown = f"; from step {self.blind_from} on rounding has grown too large to judge gradients by"
+        return f"The trainings do not part: {steps} agree within rounding{same}{grown}."
