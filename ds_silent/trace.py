@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,9 @@ class Head:
     Attributes:
         precision: of the gradients as they are reduced.
         rounding: relative bound of what one step's reduction loses; None where it is not known.
-        layer_size: numbers of one layer's sketch; 0 where there is none.
+        layer_size: numbers of one layer's sketch.
+        sketch_size: ``direction.sketch_size``, of which both sizes are folds: sketches of two trainings can be subtracted
+            where it is equal, and the tensors' shapes in their order are.
         settings: by key ``{"value", "from"}``, as in ``run.json``.
     """
 
@@ -92,6 +94,7 @@ class Head:
     layer_size: int
     layers: tuple[Layer, ...]
     tensors: tuple[Tensor, ...]
+    sketch_size: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict, metadata={"json": False})
     versions: Mapping[str, Any] = field(default_factory=dict, metadata={"json": False})
 
@@ -108,10 +111,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a step, whatever their order and whichever rank had them."""
+    """The rows of a step, whatever their order and whichever rank had them; ``by``: the script's ids, or content."""
 
     count: int
     hash: str
+    by: Literal["ids", "content"] = "content"
 
 
 @dataclass(frozen=True)

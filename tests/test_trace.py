@@ -104,7 +104,9 @@ def test_what_was_written_comes_back_from_the_file_and_from_the_directory(tmp_pa
         assert len(trace) == 3
         assert all(alike(found, wrote) for found, wrote in zip(trace, steps, strict=True))
         assert trace.at(4).head == HEAD
-        assert trace.at(1).reduced.layer_sketches.shape == (2, 2)
+        reduced = trace.at(1).reduced
+        assert reduced is not None
+        assert reduced.layer_sketches.shape == (2, 2)
 
 
 def test_the_line_is_what_the_page_says(tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_the_line_is_what_the_page_says(tmp_path: Path) -> None:
     own = step(1, float("nan"))
     line = json.loads(write_step(own))
     assert line["loss"] == "nan"
-    assert line["rows"] == {"count": 64, "hash": "00ff00ff00ff00ff"}
+    assert line["rows"] == {"count": 64, "hash": "00ff00ff00ff00ff", "by": "content"}
     assert own.weights is not None
     assert struct.unpack("<19f", base64.b64decode(line["weights"])) == tuple(own.weights.tolist())
     assert set(line["local"]) == {"norm", *NAMES}
