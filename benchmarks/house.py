@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ds_silent"
 FLOORS = (
     *("text", "json_form", "trace", "records", "metrics", "extras", "device", "patches"),
-    *("config", "maths"),
+    *("config", "maths", "comparison", "testing"),
     *("distributed", "kernels"),
     *("exchange", "replicas", "framework"),
     *("ordered", "sinks", "alerts", "runs"),

@@ -16,6 +16,7 @@ from ds_silent.extras import VERSION
 from ds_silent.patches import Patches
 
 if TYPE_CHECKING:
+    from ds_silent.comparison import Comparison, compare
     from ds_silent.config import ConfigError, SilentConsistencyConfig
     from ds_silent.frameworks.attach import attach, observe
     from ds_silent.frameworks.ddp import attach_ddp
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ds_silent.sinks import SinkError
 
 __all__ = [
+    "Comparison",
     "ConfigError",
     "Event",
     "Fingerprint",
@@ -46,6 +48,7 @@ __all__ = [
 __version__ = VERSION
 
 _MODULES = {
+    "Comparison": "comparison",
     "ConfigError": "config",
     "Event": "records",
     "Fingerprint": "frameworks.weight_fingerprint",
@@ -56,6 +59,7 @@ _MODULES = {
     "attach_ddp": "frameworks.ddp",
     "attach_megatron": "frameworks.megatron.megatron_framework",
     "attach": "frameworks.attach",
+    "compare": "comparison",
     "fingerprint": "frameworks.weight_fingerprint",
     "initialize": "frameworks.deepspeed.attach_deepspeed",
     "observe": "frameworks.attach",

@@ -7,6 +7,7 @@
     ds-silent watch runs/my-run
     ds-silent schema block
     ds-silent report runs/my-run
+    ds-silent compare runs/a runs/b
 
 A mistake is one sentence on standard error and exit status 2.
 """
@@ -36,7 +37,8 @@ def main() -> None:
 
     "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding,
     "doctor" what this machine lacks, "schema" what may stand in the block and in the records, "report" what a run's
-    records say; "watch" looks at a run while it trains, "alert" tries who is told of its events.
+    records say, "compare" where two trainings part; "watch" looks at a run while it trains, "alert" tries who is told
+    of its events.
     """
 
 
@@ -313,3 +315,45 @@ def report(
     from ds_silent.runs.report.page import report_command
 
     raise typer.Exit(report_command(runs, output))
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str],
+        _argument(
+            "A and B, and perhaps another run of A's training: directories (output_dir), or trace.jsonl files.",
+            "A B [C]",
+        ),
+    ],
+    golden: Annotated[
+        str | None, _option("A pinned baseline that takes the place of A; then only B is named.", "DIR")
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        _option(
+            "Relative difference that is allowed at the first step, where it is more than rounding's bound.",
+            "X",
+            min=0.0,
+            max=0.99,
+        ),
+    ] = None,
+    names: Annotated[
+        str | None, _option('Names of A and of B, as {"name in A": "name in B"}, of tensors or parts.', "FILE", "--map")
+    ] = None,
+    json_path: _JsonPath = None,
+    junit: Annotated[str | None, _option("Write a JUnit file, one test case per link of the chain.", "FILE")] = None,
+    only_answer: Annotated[
+        bool, _option("Print the one sentence alone, for CI; the exit status is the same.", None, "--assert")
+    ] = False,
+) -> None:
+    """Say where two trainings part: the first step, layer and link of the chain, by which factor, and why.
+
+    The links: rows, weights, loss, local gradient, reduced gradient, applied gradient, update, rates. Both runs need
+    "trace" in their block. Numbers of ranks, buckets and threads may differ: what is rounding does not part them.
+
+    Exit status: 0 they do not part, 1 they do, 2 a mistake in what was typed, or nothing to compare.
+    """
+    from ds_silent.commands.compare import CompareOptions, compare_command
+
+    raise typer.Exit(compare_command(runs, golden, CompareOptions(tolerance, names, json_path, junit, only_answer)))

@@ -290,8 +290,8 @@ def _update(case: Case) -> tuple[str, float | None, str]:
     decay = _multiple(weights, weights + apart)
     rate = next((rate for rate in case.apart.a.rates if rate), None)
     if decay is not None and _explained(apart, weights) > 0.9:
-        amount = "" if rate is None else f", as a weight decay that differs by {(1.0 - decay) / rate:.3g}"
-        return f"B's update has {decay - 1.0:+.2g} times the weights more{amount}: {_names(case)}", None, "decay"
+        more = "" if rate is None else f", as a weight decay {(1.0 - decay) / rate:+.3g} in B does"
+        return f"the updates differ by {abs(decay - 1.0):.2g} times the weights{more}: {_names(case)}", None, "decay"
     big = np.abs(one) > 0.05 * np.sqrt(np.mean(one**2))
     with np.errstate(all="ignore"):
         ratio = other[big] / one[big]
@@ -366,9 +366,9 @@ def _ratio_name(factor: float, case: Case) -> str | None:
     if not math.isfinite(factor) or factor <= 0.0 or relative(factor, 1.0) < 0.02:
         return None
     close = max(SIMPLE, case.bounds.gradient)
-    for (count, words), upside in ((one, up) for one in _counts(case) for up in (False, True)):
-        if count != 1.0 and relative(factor, 1.0 / count if upside else count) <= close:
-            return f", {'one over ' if upside else ''}{words}"
+    for value, words in _counts(case):
+        if relative(factor, value) <= close:
+            return f", {words}"
     simple = Fraction(factor).limit_denominator(16)
     if simple and max(simple.numerator, simple.denominator) <= 64 and relative(factor, float(simple)) <= close:
         return f", a simple ratio ({simple})" if simple.denominator > 1 else ", a whole number"
@@ -378,18 +378,24 @@ def _ratio_name(factor: float, case: Case) -> str | None:
 def _counts(case: Case) -> list[tuple[float, str]]:
     a, b = case.heads
     found = []
-    for head, name in ((b, "B"), (a, "A")):
-        found += [
-            (float(head.micro_batches), f"the {head.micro_batches} micro-batches of {name}: accumulation not divided"),
-            (float(head.ranks), f"the {head.ranks} ranks of {name}: a sum in place of a mean"),
-            (float(head.ranks * head.micro_batches), f"the ranks times micro-batches of {name}"),
-        ]
-    found += [
-        (b.micro_batches / a.micro_batches, "the ratio of the micro-batches: accumulation not divided"),
-        (b.ranks / a.ranks, "the ratio of the ranks: a sum in place of a mean"),
-    ]
+    for count_a, count_b, what in (
+        (a.micro_batches, b.micro_batches, "micro-batches"),
+        (a.ranks, b.ranks, "ranks"),
+        (a.ranks * a.micro_batches, b.ranks * b.micro_batches, "ranks times micro-batches"),
+    ):
+        if count_b > 1:
+            found.append((float(count_b), f"as many as B's {what}, as if B did not divide by them"))
+        if count_a > 1:
+            found.append((1.0 / count_a, f"one over A's {what}, as if A did not divide by them"))
+        if count_a != count_b:
+            found.append((count_b / count_a, f"as B's {what} to A's, as if neither divided by them"))
+        if count_b > 1:
+            found.append((1.0 / count_b, f"one over B's {what}, as if B divided by them twice"))
+        if count_a > 1:
+            found.append((float(count_a), f"as many as A's {what}, as if A divided by them twice"))
     one, other = case.apart.a.objective, case.apart.b.objective
     if one is not None and other is not None and one.labels > 0.0:
-        found.append((other.labels / one.labels, "the ratio of the labels"))
-        found += [(one.labels, "A's labels of the step"), (other.labels, "B's labels of the step")]
+        if one.labels != other.labels:
+            found.append((other.labels / one.labels, "as B's labels to A's"))
+        found += [(other.labels, "as many as B's labels of the step"), (1.0 / one.labels, "one over A's labels")]
     return found

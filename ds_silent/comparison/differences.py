@@ -111,7 +111,7 @@ def differences(pairs: Pairs, a: Step, b: Step, next_a: Step | None, next_b: Ste
     return Differences(
         a,
         b,
-        None if a.rows is None or b.rows is None else a.rows == b.rows,
+        None if a.rows is None or b.rows is None or a.rows.by != b.rows.by else a.rows == b.rows,
         _weights(pairs, a, b) if _known(a.weights, b.weights) else None,
         None if a.loss is None or b.loss is None else relative(a.loss, b.loss),
         _apart(pairs, a.local, b.local),

@@ -37,6 +37,7 @@ LARGE, SATURATED = 0.3, 0.3
 UPDATE_SHARE = 5.0  # of the gradient's relative error that may be one of the median element's update
 LOSS_SHARE = 0.3
 UPDATE_BOUND = 1e-5  # of an update in fp32, relative
+SAME_DIRECTION = 0.95  # cosine, of a gradient that is small and yet no rounding of zero
 UNSTABLE = 0.5  # correlation of two updates below which nothing but rounding made them
 LEAST_STEPS, LEANING = 12, 12.0  # of the test of a bias, and its t
 FACTOR_BOUND = 1e-4  # of a clip factor
@@ -194,7 +195,7 @@ class Judge:
         self.summaries: dict[str, Summary] = {}
         self.blind: int | None = None
         self.unstable: set[int] = set()
-        self.parted = False
+        self.parted = self._found = False  # the second: within this step
         self._layer_of = np.array([one.layer for one in pairs.tensors], dtype=int)
         self._own = 0.0  # the largest distance of a reduced gradient from its own local ones so far
         self._error = 0.0
@@ -207,6 +208,7 @@ class Judge:
             first: it is the first that both have.
             loaded: one of the two went on from a checkpoint right before it.
         """
+        self._found = self.parted
         found = [
             self._rows(apart),
             self._weights(apart, first) if first or loaded else None,
@@ -218,6 +220,8 @@ class Judge:
             self._rates(apart),
         ]
         findings = [one for one in found if one is not None]
+        if [one.link for one in findings[:2]] == ["update", "rates"]:
+            findings = findings[1:]  # it follows from the rate
         for one in findings:
             summary = self.summaries[one.link]
             summary.parted = apart.a.step if summary.parted is None else summary.parted
@@ -268,7 +272,7 @@ class Judge:
         summary = self.summaries.setdefault(link, Summary())
         summary.compared += 1
         summary.equal += size == 0.0
-        if not self.parted:
+        if not self._found or (size > allowed and not self.parted):
             summary.largest = max(summary.largest, size)
             summary.share = max(summary.share, size / allowed if allowed else 0.0)
 
@@ -276,6 +280,7 @@ class Judge:
         if apart.rows is None:
             return None
         self._note("rows", float(not apart.rows), 0.0)
+        self._found |= not apart.rows
         return None if apart.rows else Finding("rows", (), 1.0, 0.0)
 
     def _weights(self, apart: Differences, first: bool) -> Finding | None:
@@ -313,10 +318,11 @@ class Judge:
                 places = np.flatnonzero((off > bound) & (apart.wrong[other] <= bound))
                 if len(places):
                     self._note("reduced", float(off[places].max()), bound)
+                    self._found = True
                     return Finding(
                         "reduced", tuple(map(int, places)), float(off[places].max()), bound, "own", culprit=name
                     )
-        local = 0.0 if apart.local is None else apart.local.relative
+        local = 0.0 if apart.local is None or self._found else apart.local.relative
         coupled = np.where(np.isfinite(local), local, 0.0)
         return self._gradient("reduced", apart.reduced, coupled)
 
@@ -340,7 +346,7 @@ class Judge:
             return None
         carried = np.zeros(len(moved.relative))
         for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
-            if gradient is not None:
+            if gradient is not None and not self._found:
                 now = np.where(np.isfinite(gradient.relative), gradient.relative, 0.0)
                 high = np.append(np.maximum(self.levels[link].high, now), max(self.levels[link].median, np.median(now)))
                 carried = np.maximum(carried, UPDATE_SHARE * high[self._layer_of])
@@ -369,6 +375,7 @@ class Judge:
         worst = int(np.argmax(share))
         size = 0.0 if math.isnan(values[worst]) else float(values[worst])
         self._note(link, size, float(allowed[worst]))
+        self._found |= size > float(allowed[worst])
         places = np.flatnonzero(share > 1.0)
         if not len(places):
             return None
@@ -403,7 +410,7 @@ def _noise(gradient: Apart, bounds: Bounds) -> Array:
     """Layers whose gradient is nothing but the rounding of zero, as that of a key's bias is."""
     with np.errstate(all="ignore"):
         small = gradient.share * np.fmax(1.0, gradient.ratio) <= 0.25 * bounds.gradient
-        return small & ~(gradient.cosine > UNSTABLE)
+        return small & ~(gradient.cosine > SAME_DIRECTION)
 
 
 def _unstable(moved: Moved) -> Array:

@@ -208,7 +208,7 @@ def _layers(
         same[one.layer, two.layer] &= one.shape == two.shape and places[0][i] == places[1][j]
         if i in untied or -1 - j in untied:
             broken_a.add(one.layer)
-    sizes = here.head.layer_size and there.head.layer_size
+    sizes = min(here.head.layer_size, there.head.layer_size) and here.head.sketch_size == there.head.sketch_size
     chosen, blurred = [], []
     for a, others in of_a.items():
         b = next(iter(others))

@@ -52,7 +52,7 @@ class Training:
     order: int = 0  # of the ranks in the sum
     steps: int = 10
     rows: int = 16  # of a step
-    model: str = "gpt"  # gpt, mlp
+    model: str = "gpt"  # gpt, mlp, split
     optimizer: str = "adamw"  # adamw, sgd, momentum
     lr: float = 1e-3
     clip: float = 1.0
@@ -83,11 +83,31 @@ class Mlp(nn.Module):
         return F.cross_entropy(self.layers[-1](x).float(), y)
 
 
+class Split(nn.Module):
+    """One block of attention whose key has a bias, a layer of its own: its gradient is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 32
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=k != 1) for k in range(4))
+        self.key = nn.Module()
+        self.key.bias = nn.Parameter(torch.zeros(width))
+        self.up, self.down, self.head = nn.Linear(width, 64), nn.Linear(64, width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        q, k, v = self.q(h), self.k(h) + self.key.bias, self.v(h)
+        h = h + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        h = h + self.down(torch.relu(self.up(h)))
+        return F.cross_entropy(self.head(h)[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+
+
 def build(model: str, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if model == "mlp":
-            return Mlp()
+        if model != "gpt":
+            return Mlp() if model == "mlp" else Split()
         made = PracticeModel()
         for module in made.modules():
             if isinstance(module, nn.Dropout):

@@ -1,0 +1,65 @@
+"""``ds-silent compare A B [C]``: where two trainings part, in one sentence, and the table behind it.
+
+status = compare_command(["runs/a", "runs/b"], golden=None, options=CompareOptions())
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from ds_silent.comparison import ComparisonError, TraceError, compare
+from ds_silent.comparison.report import print_comparison, write_json, write_junit
+from ds_silent.text import printable
+
+TOGETHER, PARTED, WRONG = 0, 1, 2
+"""Exit statuses."""
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """As typed."""
+
+    tolerance: float | None = None
+    names: str | None = None
+    json_path: str | None = None
+    junit_path: str | None = None
+    brief: bool = False
+
+
+def compare_command(runs: Sequence[str], golden: str | None, options: CompareOptions) -> int:
+    """Print the answer and write what was asked for; return the exit status.
+
+    Args:
+        runs: A, B and perhaps a repetition of A; without A where ``golden`` is A.
+        golden: the pinned baseline.
+    """
+    given = [*([golden] if golden is not None else []), *runs]
+    try:
+        if not 2 <= len(given) <= 3:
+            raise ComparisonError(_how_many(len(given), golden is not None))
+        found = compare(*given, tolerance=options.tolerance, names=options.names)  # type: ignore[misc]
+        if options.json_path is not None:
+            write_json(found, options.json_path)
+        if options.junit_path is not None:
+            write_junit(found, options.junit_path)
+    except (ComparisonError, TraceError) as error:
+        return _wrong(str(error))
+    except OSError as error:
+        return _wrong(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
+    print_comparison(found, Console(highlight=False), options.brief)
+    return PARTED if found.parted else TOGETHER
+
+
+def _how_many(count: int, golden: bool) -> str:
+    if golden:
+        return f"--golden takes the place of A; name B, and perhaps a repetition of the golden run, got {count - 1} runs"
+    return f"compare takes two runs, A and B, and perhaps a repetition of A, got {count}"
+
+
+def _wrong(sentence: str) -> int:
+    print(f"ds-silent: {printable(sentence)}", file=sys.stderr)
+    return WRONG

@@ -1,0 +1,112 @@
+"""A comparison as people, programs and test runners read it.
+
+print_comparison(found, console)
+write_json(found, "compare.json"); write_junit(found, "compare.xml")
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ds_silent.comparison.result import PHRASES, Comparison, LinkResult
+from ds_silent.json_form import to_json
+from ds_silent.text import one_line, printable
+
+MOST_LINES = 12
+"""Settings, and things that were left out, that are printed; the JSON has all."""
+STATES = {
+    "equal": "the same",
+    "rounding": "within rounding",
+    "parts": "parts",
+    "follows": "follows",
+    "unknown": "not compared",
+}
+
+
+def print_comparison(found: Comparison, console: Console, brief: bool = False) -> None:
+    """Print the answer, and behind it the table, the settings and what was left out; ``brief``: the answer alone."""
+    console.print(Text(printable(found.sentence)), soft_wrap=True)
+    if brief:
+        return
+    console.print(Text(printable(one_line(f"A: {found.a}"))), soft_wrap=True)
+    console.print(Text(printable(one_line(f"B: {found.b}"))), soft_wrap=True)
+    console.print(_table(found))
+    for title, lines in (
+        ("Settings that differ", [one.sentence for one in found.settings if not one.shares]),
+        ("Versions that differ", list(found.versions)),
+        ("Left out", list(found.left_out)),
+    ):
+        _print_list(console, title, lines)
+
+
+def _print_list(console: Console, title: str, lines: list[str]) -> None:
+    if not lines:
+        return
+    console.print(f"{title}:")
+    for line in lines[:MOST_LINES]:
+        console.print(Text(printable(one_line(f"  {line}"))), soft_wrap=True)
+    if len(lines) > MOST_LINES:
+        console.print(f"  and {len(lines) - MOST_LINES} more")
+
+
+def _table(found: Comparison) -> Table:
+    table = Table()
+    table.add_column("link")
+    table.add_column("verdict")
+    for name in ("step", "steps", "equal", "largest", "of allowed"):
+        table.add_column(name, justify="right")
+    for one in found.links:
+        style = "bold red" if one.state == "parts" else None
+        table.add_row(*_cells(one), style=style)
+    return table
+
+
+def _cells(one: LinkResult) -> tuple[str, ...]:
+    step = "" if one.step is None else str(one.step)
+    if one.state == "unknown":
+        return PHRASES[one.link], STATES[one.state], "", "", "", "", ""
+    exact = one.link in ("rows", "rates")
+    largest = "" if exact or not one.largest else f"{one.largest:.2g}"
+    share = "" if exact or not one.share else (f"{one.share:.0%}" if one.share < 10.0 else f"{one.share:.2g} times")
+    return PHRASES[one.link], STATES[one.state], step, str(one.compared), str(one.equal), largest, share
+
+
+def write_json(found: Comparison, path: str | Path) -> None:
+    """Write every field of the comparison; a non-finite number is a string."""
+    value = to_json(found)
+    Path(path).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_junit(found: Comparison, path: str | Path) -> None:
+    """Write one test case per link, as CI systems show them; what follows from a parting is skipped."""
+    cases = [one for one in found.links if found.link != "settings"]
+    suite = ElementTree.Element("testsuite", name="ds-silent compare", errors="0")
+    failed = skipped = 0
+    for link in ("settings", *(one.link for one in cases)):
+        case = ElementTree.SubElement(suite, "testcase", classname="ds_silent.compare", name=PHRASES[link])
+        state = next((one.state for one in cases if one.link == link), "equal")
+        if link == found.link:
+            failed += 1
+            failure = ElementTree.SubElement(case, "failure", message=_xml(found.sentence))
+            failure.text = _xml("\n".join(found.left_out))
+        elif state in ("follows", "unknown"):
+            skipped += 1
+            ElementTree.SubElement(case, "skipped", message=STATES[state])
+    suite.set("tests", str(len(suite)))
+    suite.set("failures", str(failed))
+    suite.set("skipped", str(skipped))
+    ElementTree.ElementTree(suite).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _xml(text: str) -> str:
+    """What XML may hold: no control character, no half of a pair, whatever a name was."""
+    kept = (c if c in "\n\t" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff" else " " for c in text)
+    return "".join(kept)
+
+
