@@ -133,9 +133,10 @@ class _Comparer:
         a, b = self.traces
         following = [*self.steps.steps[1:], None]
         one, other = (trace.at(step) for trace, step in zip(self.traces, self.steps.steps[0], strict=True))
+        begin = one
         for number, after in enumerate(following):
             next_a, next_b = (None, None) if after is None else (a.at(after[0]), b.at(after[1]))
-            yield differences(self.pairs, one, other, next_a, next_b, self.bounds.factor), number
+            yield differences(self.pairs, begin, one, other, next_a, next_b, self.bounds.factor), number
             if next_a is None or next_b is None:
                 return
             one, other = next_a, next_b
@@ -211,7 +212,7 @@ class _Followed:
             one, other = self._traces[0].at(here), self._traces[1].at(there)
             after = self._todo[0] if self._todo else None
             nexts = (None, None) if after is None else (self._traces[0].at(after[0]), self._traces[1].at(after[1]))
-            apart = differences(self.pairs, one, other, *nexts, self._factor)
+            apart = differences(self.pairs, one, one, other, *nexts, self._factor)
             if apart.loss is not None:
                 envelope.learn("loss", np.array([apart.loss]))
             for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):

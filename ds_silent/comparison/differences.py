@@ -88,6 +88,7 @@ class Differences:
     b: Step
     rows: bool | None
     weights: Array | None  # (tensors,) relative
+    strayed: float  # how far B's weights are from A's, over the way that A's have gone: of the median tensor
     loss: float | None
     local: Apart | None
     reduced: Apart | None
@@ -98,10 +99,13 @@ class Differences:
     rates: bool | None
 
 
-def differences(pairs: Pairs, a: Step, b: Step, next_a: Step | None, next_b: Step | None, loosely: float) -> Differences:
+def differences(
+    pairs: Pairs, begin: Step, a: Step, b: Step, next_a: Step | None, next_b: Step | None, loosely: float
+) -> Differences:
     """Compare one pair of steps.
 
     Args:
+        begin: A's first step that both have.
         next_a, next_b: the next steps that both have, for the update.
         loosely: relative error of norms that rounding explains by now, for the clip factor.
     """
@@ -113,6 +117,7 @@ def differences(pairs: Pairs, a: Step, b: Step, next_a: Step | None, next_b: Ste
         b,
         None if a.rows is None or b.rows is None or a.rows.by != b.rows.by else a.rows == b.rows,
         _weights(pairs, a, b) if _known(a.weights, b.weights) else None,
+        _strayed(pairs, begin, a, b) if _known(begin.weights, a.weights, b.weights) else 0.0,
         None if a.loss is None or b.loss is None else relative(a.loss, b.loss),
         _apart(pairs, a.local, b.local),
         _apart(pairs, a.reduced, b.reduced),
@@ -155,6 +160,19 @@ def _weights(pairs: Pairs, a: Step, b: Step) -> Array:
         one, other = a.weights[pair.here].astype(float), b.weights[pair.there].astype(float)
         found.append(_length(other - one, one, other) if len(one) else math.nan)
     return np.array(found)
+
+
+def _strayed(pairs: Pairs, begin: Step, a: Step, b: Step) -> float:
+    """0 where the weights have too few digits to say."""
+    found = []
+    for pair in pairs.tensors:
+        if len(pair.here) and max(map(unit_roundoff, pair.dtypes)) <= UNIT_ROUNDOFF["fp32"]:
+            one = a.weights[pair.here].astype(float)  # type: ignore[index]
+            off = np.linalg.norm(b.weights[pair.there] - one)  # type: ignore[index]
+            way = np.linalg.norm(one - begin.weights[pair.here])  # type: ignore[index]
+            found.append(0.0 if off == 0.0 else float(off / way) if way > 0.0 else math.inf)
+    middle = float(np.median(found)) if found else 0.0
+    return middle if math.isfinite(middle) else 0.0
 
 
 def _length(difference: Array, one: Array, other: Array) -> float:

@@ -33,6 +33,8 @@ from ds_silent.trace import Head
 LEAST_GROWTH, MOST_GROWTH, EARLY_STEPS = 8.0, 100.0, 3
 MARGIN = 5.0  # over the largest growth of one step, and over a repetition's envelope
 FIRST_MARGIN = 3.0  # over the bound, at the first step
+SENSITIVITY = 1000.0  # of a gradient to weights that strayed, both relative; healthy trainings that diverge: up to 300
+APART_FROM_OTHERS = 50.0  # of one layer's difference to the median layer's; healthy trainings: up to 12
 LARGE, SATURATED = 0.3, 0.3
 UPDATE_SHARE = 5.0  # of the gradient's relative error that may be one of the median element's update
 LOSS_SHARE = 0.3
@@ -92,14 +94,20 @@ class Level:
         self.growth = 1.0  # the largest of one step
         self.steps = 0
 
-    def allowed(self, coupled: Array | float = 0.0) -> Array:
-        """Return it for each; ``coupled``: what an earlier link of this step explains."""
+    def allowed(self, coupled: Array | float = 0.0, at_least: float = 0.0) -> Array:
+        """Return it for each.
+
+        Args:
+            coupled: what an earlier link of this step explains, and what grows as these numbers do.
+            at_least: what the weights, which have come apart before this step, explain.
+        """
         level = np.maximum(np.maximum(self.high, self.median), np.maximum(self.bound, coupled))
         if not self.steps:
             return FIRST_MARGIN * level
         grown = min(MOST_GROWTH, max(LEAST_GROWTH, MARGIN * self.growth))
         factor = MOST_GROWTH if self.steps < EARLY_STEPS else grown
-        return np.minimum(factor * level, np.maximum(LARGE, 3.0 * level))
+        most = np.maximum(LARGE * self.growth, 3.0 * level)
+        return np.minimum(np.maximum(factor * level, at_least), most)
 
     def learn(self, values: Array) -> None:
         """Take a step in that was found to be rounding."""
@@ -213,7 +221,7 @@ class Judge:
             self._rows(apart),
             self._weights(apart, first) if first or loaded else None,
             self._loss(apart),
-            self._gradient("local", apart.local),
+            self._gradient("local", apart.local, apart.strayed),
             self._reduced(apart),
             self._applied(apart),
             self._update(apart) if apart.update is not None else None,
@@ -299,15 +307,19 @@ class Judge:
         if apart.loss is None or level.high[0] > SATURATED or self.blind is not None:
             return None
         carried = LOSS_SHARE * self.levels["local"].median
-        allowed = self._allowed("loss", level.allowed(carried))
+        allowed = self._allowed("loss", level.allowed(carried, LOSS_SHARE * SENSITIVITY * apart.strayed))
         return self._finding("loss", np.array([apart.loss]), allowed, everywhere=True)
 
-    def _gradient(self, link: str, gradient: Apart | None, coupled: Array | float = 0.0) -> Finding | None:
+    def _gradient(
+        self, link: str, gradient: Apart | None, strayed: float, coupled: Array | float = 0.0
+    ) -> Finding | None:
         level = self.levels[link]
         if gradient is None or self.blind is not None or level.saturated:
             return None
-        allowed = self._allowed(link, level.allowed(coupled))
         values = np.where(_noise(gradient, self.bounds), 0.0, gradient.relative)
+        middle = float(np.median(np.nan_to_num(values)))
+        explained = min(SENSITIVITY * strayed, APART_FROM_OTHERS * max(middle, self.bounds.gradient))
+        allowed = self._allowed(link, level.allowed(coupled, explained))
         return self._finding(link, values, allowed)
 
     def _reduced(self, apart: Differences) -> Finding | None:
@@ -324,7 +336,7 @@ class Judge:
                     )
         local = 0.0 if apart.local is None or self._found else apart.local.relative
         coupled = np.where(np.isfinite(local), local, 0.0)
-        return self._gradient("reduced", apart.reduced, coupled)
+        return self._gradient("reduced", apart.reduced, apart.strayed, coupled)
 
     def _applied(self, apart: Differences) -> Finding | None:
         if apart.factor is None or apart.error is None:
